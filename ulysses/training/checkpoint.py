@@ -1,0 +1,99 @@
+"""Checkpoints: complete or absent, rotated, and found again after any death.
+
+    checkpoints/step-12/   run.json  rank-00000.json  rank-00000.master.safetensors ...
+    checkpoints/.step-16.tmp/        what a killed save leaves; never read, removed by the next run
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.state import load_state, save_state
+
+FORMAT = 1
+
+
+class Checkpoints:
+    """The checkpoint folder of one run. All ranks see the same file system and call every method together.
+
+    Args:
+        folder: RUN/checkpoints.
+        keep: how many of the newest stay, besides the best; 0 keeps all.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def save(self, step: int, engines: dict[str, ZeroEngine], state: dict[str, Any], *, best: int | None) -> Path:
+        """Write checkpoints/step-N atomically and remove what rotation no longer keeps."""
+        main = dist.get_rank() == 0
+        temporary, final = self.folder / f".step-{step}.tmp", self.folder / f"step-{step}"
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            for name in engines:
+                (temporary / name).mkdir(parents=True)
+        dist.barrier()
+        for name, engine in engines.items():
+            save_state(engine, temporary / name)
+        if main:
+            (temporary / "run.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
+        dist.barrier()
+        if main:
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            self._rotate(best)
+        dist.barrier()
+        return final
+
+    def load(self, path: Path, engines: dict[str, ZeroEngine]) -> dict[str, Any]:
+        """Restore the engines and return the saved run state.
+
+        Raises:
+            ValueError: for a folder that is not a complete checkpoint of this engine.
+        """
+        state = read_run_state(path)
+        for name, engine in engines.items():
+            load_state(engine, path / name)
+        return state
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint, if there is one."""
+        steps = sorted(_steps(self.folder))
+        return self.folder / f"step-{steps[-1]}" if steps else None
+
+    def _rotate(self, best: int | None) -> None:
+        if self.keep:
+            for step in sorted(_steps(self.folder))[: -self.keep]:
+                if step != best:
+                    # Renamed first: a kill in the middle of the removal leaves nothing that looks complete.
+                    doomed = self.folder / f".step-{step}.tmp"
+                    shutil.rmtree(doomed, ignore_errors=True)
+                    os.rename(self.folder / f"step-{step}", doomed)
+        for leftover in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _steps(folder: Path) -> list[int]:
+    return [int(p.name.removeprefix("step-")) for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / "run.json").exists()]
+
+
+def read_run_state(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's run.json.
+
+    Raises:
+        ValueError: if the folder is not a complete checkpoint, or of another format.
+    """
+    try:
+        state = json.loads((path / "run.json").read_text())
+    except (OSError, ValueError):
+        raise ValueError(f"{path.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N") from None
+    if state.get("format") != FORMAT:
+        raise ValueError(f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}")
+    return state

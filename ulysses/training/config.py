@@ -1,0 +1,262 @@
+"""Every setting of a run: one strict schema, read from TOML and overridden on the command line.
+
+Each field's description is what `--help` prints; units and the meaning of 0 are stated there.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from ulysses.training.gradient_config import GradientsConfig
+
+StageName = Literal["pt", "sft", "rm", "dpo", "kto", "ppo"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0)
+    """LoRA rank r; 0 trains all weights."""
+    alpha: float = Field(16.0, gt=0)
+    """Scale: the update is alpha / rank * B A."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input while training."""
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    """Module names that get an adapter."""
+
+
+class ModelConfig(Section):
+    path: str | None = None
+    """Folder or hub id that gives config, weights and tokenizer."""
+    arch: str | None = None
+    """Shape by name instead of a path ("llama3-8b", "qwen2.5-7b", ...); needs init = "random"."""
+    config: dict[str, Any] = {}
+    """A config.json written here (Hugging Face keys), or keys that change the one from path or arch; needs init = "random"."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Where the weights come from; "random" needs no weight files."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    tokenizer: str | None = None
+    """Tokenizer folder, hub id or bare tokenizer.json; without it the model's own."""
+    special_tokens: dict[str, str] = {}
+    """For a bare tokenizer.json: bos_token, eos_token, pad_token by name."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of weights and activations; master weights and optimizer state are always float32."""
+    attention: Literal["auto", "flash4", "flash3", "flash2", "cudnn", "torch", "reference"] = "auto"
+    """Attention kernel; "auto" takes the fastest that is exact for the case and logs it."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters."""
+
+    @model_validator(mode="after")
+    def _source(self) -> "ModelConfig":
+        if self.path and self.arch:
+            raise ValueError("give model.path or model.arch, not both")
+        if not (self.path or self.arch or self.config):
+            raise ValueError("the model is missing: set model.path to a folder or hub id, or model.arch with model.init = \"random\"")
+        if self.init == "pretrained" and not self.path:
+            raise ValueError("model.init is \"pretrained\" but there is no model.path to read weights from; set model.path or model.init = \"random\"")
+        if self.init == "pretrained" and self.config:
+            raise ValueError("model.config changes the shape, which pretrained weights do not fit; remove it or set model.init = \"random\"")
+        return self
+
+
+class DataSource(Section):
+    path: str
+    """File (json, jsonl, parquet, csv, txt), folder or dataset hub id."""
+    format: str | None = None
+    """Row format by name; without it it is detected from the rows."""
+    weight: float = Field(1.0, gt=0)
+    """How often each example of this source is taken, relative to the others."""
+    columns: dict[str, str] = {}
+    """Renames: our name = the file's column."""
+    split: str | None = None
+    """Split of a hub dataset."""
+
+
+class DataConfig(Section):
+    train: str | list[str | DataSource] | DataSource = []
+    """Training data: a path, a list of paths, or tables {path, format, weight, columns, split}."""
+    eval: str | list[str | DataSource] | DataSource = []
+    """Held-out data, same forms; empty means no evaluation."""
+    max_length: int = Field(4096, ge=8)
+    """Longest sequence in tokens (for pairs: of each side)."""
+    truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
+    """What happens to longer sequences."""
+    chat_template: str = "tokenizer"
+    """"tokenizer", "llama3", "qwen2.5", "chatml" or a .jinja file."""
+    train_on: Literal["assistant", "all", "last"] = "assistant"
+    """Which tokens are trained in conversations: every assistant turn, everything, or the last turn."""
+    max_examples: int = Field(0, ge=0)
+    """Use only the first so many examples of each file; 0 uses all."""
+    cache: str = "~/.cache/ulysses"
+    """Folder of the tokenised, memory-mapped data, keyed by content."""
+
+    @property
+    def train_sources(self) -> list[DataSource]:
+        return _sources(self.train)
+
+    @property
+    def eval_sources(self) -> list[DataSource]:
+        return _sources(self.eval)
+
+
+def _sources(value: Any) -> list[DataSource]:
+    items = value if isinstance(value, list) else [value]
+    return [item if isinstance(item, DataSource) else DataSource(path=item) for item in items]
+
+
+class ParallelConfig(Section):
+    sequence_parallel_size: int = Field(1, ge=1)
+    """Ulysses degree: so many processes share each packed sequence; data degree = world size / it."""
+
+
+class BatchConfig(Section):
+    examples: int = Field(8, ge=1)
+    """Examples (pairs for DPO and RM, prompts for PPO) per optimizer step over all processes."""
+    tokens_per_microbatch: int | Literal["auto"] = "auto"
+    """Longest packed sequence per micro-batch in tokens; "auto" = data.max_length, twice that for pairs."""
+
+    @field_validator("tokens_per_microbatch")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1 token, or \"auto\"")
+        return value
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(1e-5, ge=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay of matrices; norms and biases get none."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moment decays."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "cosine"
+    """Shape after warm-up; "wsd" is warmup-stable-decay with the last decay_fraction of the steps decaying linearly."""
+    warmup: float = Field(0.03, ge=0)
+    """Warm-up: steps if >= 1, else a fraction of all steps; 0 means none."""
+    min_lr: float = Field(0.0, ge=0, le=1)
+    """Final learning rate as a fraction of the peak."""
+    decay_fraction: float = Field(0.1, gt=0, le=1)
+    """Share of the steps that decay under "wsd"."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which gradients travel between processes; they are always accumulated in float32."""
+
+
+class MemoryConfig(Section):
+    recompute: Literal["auto", "block", "keep_attention", "keep_exchange", "none"] = "auto"
+    """What the backward pass recomputes: whole blocks, blocks without the attention kernel, without kernel and exchanges, or nothing."""
+    offload: Literal["auto", "none", "checkpoints"] = "none"
+    """Layer checkpoints in pinned host memory."""
+    offload_optimizer: bool = False
+    """Optimizer state and master weights in host memory; the update runs on the CPU."""
+    offload_parameters: bool = False
+    """Parameter shards in host memory."""
+    mlp_tile: int | Literal["auto"] = "auto"
+    """Rows per MLP tile; 0 never tiles."""
+    logits_tile: int | Literal["auto"] = "auto"
+    """Rows per tile of the vocabulary projection."""
+
+
+class SftConfig(Section):
+    z_loss: float = Field(0.0, ge=0)
+    """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4)."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target spread evenly over the vocabulary."""
+
+
+class DpoConfig(Section):
+    beta: float = Field(0.1, gt=0)
+    """Strength of the implicit KL constraint."""
+    loss_type: str = "sigmoid"
+    """One of the preference losses in losses/dpo.py."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Assumed share of flipped labels (cDPO)."""
+    simpo_gamma: float = 0.5
+    """SimPO's target margin."""
+    sft_weight: float = Field(0.0, ge=0)
+    """Weight of the token-mean negative log-likelihood of the chosen answers."""
+    reference: str = "cached"
+    """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
+
+
+class RunConfig(Section):
+    output: str = "runs/run"
+    """Run folder: config, metrics, checkpoints and export."""
+    steps: int = Field(0, ge=0)
+    """Optimizer steps; 0 means use epochs."""
+    epochs: float = Field(0.0, ge=0)
+    """Passes over the training data; 0 means use steps."""
+    seed: int = 42
+    """Seed of data order, initial weights and noise."""
+    deterministic: bool = False
+    """Bit-identical repeats on GPUs too, at some cost in speed; kernels that cannot are refused."""
+    log_every: int = Field(1, ge=1)
+    """Steps between metric lines."""
+    eval_every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates at the end only."""
+    save_every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int = Field(2, ge=0)
+    """How many checkpoints stay besides the best one; 0 keeps all."""
+    resume: str = "never"
+    """"never", "auto" (the newest complete checkpoint, if any) or a checkpoint folder."""
+    overwrite: bool = False
+    """Delete what an earlier run left in the output folder."""
+    export: bool = True
+    """Write the trained model in Hugging Face format at the end."""
+    profile: int = Field(0, ge=0)
+    """Write a torch profiler trace of this step; 0 writes none."""
+    wandb: str = ""
+    """Weights & Biases project; empty sends nothing."""
+
+    @model_validator(mode="after")
+    def _length(self) -> "RunConfig":
+        if bool(self.steps) == bool(self.epochs):
+            raise ValueError(f"set run.steps or run.epochs, one of both (steps is {self.steps}, epochs is {self.epochs:g})")
+        return self
+
+
+class Config(BaseSettings):
+    """Settings of one training run."""
+
+    model_config = SettingsConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+    stage: StageName
+    """What is trained: pt, sft, rm, dpo, kto or ppo."""
+    model: ModelConfig
+    """The model."""
+    data: DataConfig = DataConfig()
+    """The data."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How processes share the work."""
+    batch: BatchConfig = BatchConfig()
+    """What one optimizer step sees."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    gradients: GradientsConfig = GradientsConfig()
+    """What happens to the reduced gradient before the update."""
+    memory: MemoryConfig = MemoryConfig()
+    """What is kept, recomputed and offloaded."""
+    sft: SftConfig = SftConfig()
+    """Supervised fine-tuning (and pre-training)."""
+    dpo: DpoConfig = DpoConfig()
+    """Preference optimisation."""
+    run: RunConfig
+    """The run itself."""
+    deepspeed: dict[str, Any] = {}
+    """Raw DeepSpeed keys merged into the derived configuration; keys the engine owns are refused."""
+
+    @classmethod
+    def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **_: Any) -> tuple[Any, ...]:
+        return (init_settings,)  # files and arguments are merged in command_line.py; the environment changes nothing
+
+    @property
+    def output(self) -> Path:
+        return Path(self.run.output)

@@ -1,0 +1,134 @@
+"""Metrics as (sum, count) pairs, reduced once per step, and where they are written."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PEAK_FLOPS = {  # dense bfloat16 FLOP/s by part of the device name, from the vendors' data sheets
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
+
+
+class MetricSums:
+    """Named (sum, count) pairs of this rank; `reduce` makes them global means with one collective.
+
+    Every rank must add the same names; a rank without data adds zeros.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pairs: dict[str, list[Tensor]] = {}
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Add to a mean: `total` is a sum over `count` things."""
+        pair = [self._number(total), self._number(count)]
+        if name in self.pairs:
+            old = self.pairs[name]
+            self.pairs[name] = [old[0] + pair[0], old[1] + pair[1]]
+        else:
+            self.pairs[name] = pair
+
+    def _number(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().double()
+        return torch.tensor(value, dtype=torch.float64, device=self.device)
+
+    def reduce(self) -> dict[str, float]:
+        """Return the global means (sum / count); a name whose global count is 0 is left out. One collective, one host read."""
+        if not self.pairs:
+            return {}
+        names = sorted(self.pairs)
+        flat = torch.stack([value for name in names for value in self.pairs[name]])
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        values = flat.tolist()
+        means = {}
+        for i, name in enumerate(names):
+            total, count = values[2 * i], values[2 * i + 1]
+            if count != 0:
+                means[name] = total / count
+        return means
+
+
+def model_flops(parameters: int, layers: int, attention_width: int, tokens: float, squared_lengths: float) -> float:
+    """Return the FLOPs of one forward and backward pass: 6 N T + 6 L (H E) sum(length^2).
+
+    Causal attention counts half of the full square; recomputation counts nothing. This is the numerator of MFU.
+    """
+    return 6.0 * parameters * tokens + 6.0 * layers * attention_width * squared_lengths
+
+
+def device_peak_flops() -> float | None:
+    """Return this GPU's dense bfloat16 FLOP/s, or None where it is not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+class MetricsLog:
+    """Write metrics.jsonl, TensorBoard and optionally W&B, and show a progress bar. Rank 0 only."""
+
+    def __init__(self, folder: Path, *, total_steps: int, first_step: int, wandb_project: str = "", config: dict[str, Any] | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+
+        self.path = folder / "metrics.jsonl"
+        self._keep_until(first_step)
+        self.file = self.path.open("a")
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
+        self.wandb = None
+        if wandb_project:
+            import wandb
+
+            self.wandb = wandb.init(project=wandb_project, name=folder.name, config=config, resume="allow", dir=str(folder))
+        self.started = time.time()
+
+    def _keep_until(self, step: int) -> None:
+        """Drop lines that a resumed run will write again."""
+        if self.path.exists():
+            lines = [line for line in self.path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(line + "\n" for line in lines))
+            temporary.rename(self.path)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log one object; non-finite numbers become null."""
+        clean = {k: (v if not isinstance(v, float) or math.isfinite(v) else None) for k, v in values.items()}
+        self.file.write(json.dumps({"step": step, **clean}) + "\n")
+        self.file.flush()
+        for name, value in clean.items():
+            if value is not None:
+                self.board.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log(clean, step=step)
+
+    def advance(self, step: int, shown: dict[str, str]) -> None:
+        """Move the progress bar to `step`."""
+        self.bar.update(step - self.bar.n)
+        self.bar.set_postfix(shown, refresh=False)
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self.bar.write(text)
+
+    def close(self) -> None:
+        self.bar.close()
+        self.board.close()
+        self.file.close()
+        if self.wandb is not None:
+            self.wandb.finish()

@@ -1,0 +1,68 @@
+"""What the loop asks of a stage. The loop knows no algorithm; a stage knows no loop.
+
+    prepare_step(batches)    once per optimizer step, without gradient: step-wide statistics
+    counts(batch)            what this rank contributes to each global count
+    losses(batch)            terms (local sums) and metrics of one micro-batch
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.training.metrics import MetricSums
+
+
+class Term(NamedTuple):
+    """One part of the loss: weight * (global sum of `value`) / (global `count`).
+
+    `per_sequence` terms are evaluated by every sequence-parallel rank and therefore counted once per group.
+    """
+
+    value: Tensor
+    count: str
+    weight: float = 1.0
+    per_sequence: bool = False
+
+
+class Stage:
+    """Base of all stages; `model` is the trained engine, called like the module it wraps."""
+
+    kind = "sequence"  # what an example is made of, see ulysses.data.dataset
+
+    def __init__(self, model: Any, mesh: Any) -> None:
+        self.model = model
+        self.mesh = mesh
+
+    def sequences(self, example: Any) -> list[Sequence]:
+        """Return the example's sequences as they are packed, with the columns that `losses` needs."""
+        return list(example.sequences)
+
+    def prepare_run(self) -> None:
+        """Do what must be done once before the first step (all ranks together)."""
+
+    def prepare_step(self, batches: list[ShardedBatch]) -> None:
+        """Gather step-wide statistics over all micro-batches of one optimizer step."""
+
+    def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
+        """Return this rank's own share of every count (a sequence counts on sequence-parallel rank 0 only)."""
+        raise NotImplementedError
+
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+        """Return the loss terms of one micro-batch and add its metrics."""
+        raise NotImplementedError
+
+    def check_first_step(self, metrics: dict[str, float]) -> None:
+        """Refuse to go on if identities that must hold before the first update do not.
+
+        Raises:
+            RuntimeError: with an explanation.
+        """
+
+    def once(self, value: float | Tensor) -> float | Tensor:
+        """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
+        return value if self.mesh.sp_rank == 0 else (torch.zeros_like(value) if isinstance(value, Tensor) else 0.0)
+
+    def close(self) -> None:
+        """Release files and engines."""

@@ -1,0 +1,115 @@
+"""DPO and its family: move the policy so that chosen answers gain over rejected ones, measured against a reference.
+
+    packed pairs    [ prompt chosen | prompt rejected | prompt chosen | ... ]
+    logps [S]  -- segment sums over the sp group -->  [N]  -- even, odd -->  chosen, rejected [N/2]  --> one loss per pair
+
+"We increase the log-probability of the preferred answers and decrease that of the others, each pair weighted by how
+wrong the implicit reward is" (Rafailov et al. 2023, arXiv 2305.18290).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from losses.dpo import dpo_loss
+from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.reduce import segment_sums
+from ulysses.training.config import DpoConfig
+from ulysses.training.metrics import MetricSums
+from ulysses.training.stages.base import Stage, Term
+
+REFERENCE_FREE = {"simpo", "orpo"}
+ATTACH = Callable[[int, tuple[Sequence, ...]], list[Sequence]]
+
+
+class DpoStage(Stage):
+    """Preference optimisation on pairs.
+
+    Args:
+        reference: None (reference-free), a function that attaches cached `reference_logps` to an example's sequences,
+            or an engine that computes them.
+        tolerance: largest mean |policy - reference| per token allowed at step 0; None skips the check.
+    """
+
+    kind = "pair"
+
+    def __init__(
+        self, model: Any, mesh: Any, config: DpoConfig, *, attach: ATTACH | None = None, reference: Any = None, tolerance: float | None = None
+    ) -> None:
+        super().__init__(model, mesh)
+        self.config = config
+        self.attach = attach
+        self.reference = reference
+        self.tolerance = tolerance
+
+    def sequences(self, example: Any) -> list[Sequence]:
+        return self.attach(example.index, example.sequences) if self.attach else list(example.sequences)
+
+    def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
+        pairs = torch.tensor(float(self.once(batch.num_sequences // 2)), dtype=torch.float64, device=batch.tokens.device)
+        chosen = batch.sequence_ids % 2 == 0
+        return {"pairs": pairs, "chosen_tokens": (batch.loss_weights * chosen).sum(dtype=torch.float64)}
+
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+        config, weights = self.config, batch.loss_weights
+        logps = self.model(batch).logps
+        reference = self._reference_logps(batch)
+        columns = [logps * weights, weights] + ([] if reference is None else [reference * weights])
+        sums = segment_sums(torch.stack(columns, dim=-1), batch)
+        chosen, rejected = sums[0::2], sums[1::2]
+        zero = torch.zeros_like(chosen[:, 0]).detach()
+        losses, chosen_rewards, rejected_rewards = dpo_loss(
+            chosen[:, 0], rejected[:, 0],
+            zero if reference is None else chosen[:, 2].detach(), zero if reference is None else rejected[:, 2].detach(),
+            beta=config.beta, loss_type=config.loss_type, label_smoothing=config.label_smoothing,
+            chosen_lengths=chosen[:, 1].detach(), rejected_lengths=rejected[:, 1].detach(),
+            **({"simpo_gamma": config.simpo_gamma} if config.loss_type == "simpo" else {}),
+        )  # fmt: skip
+        self._metrics(metrics, batch, losses, chosen_rewards, rejected_rewards, chosen, rejected, logps, reference)
+        terms = [Term(losses.sum(), "pairs", per_sequence=True)]
+        if config.sft_weight:
+            is_chosen = batch.sequence_ids % 2 == 0
+            terms.append(Term(-(logps * weights * is_chosen).sum(), "chosen_tokens", config.sft_weight))
+        return terms
+
+    def _reference_logps(self, batch: ShardedBatch) -> Tensor | None:
+        if self.attach is not None:
+            return batch.token_columns["reference_logps"]
+        if self.reference is not None:
+            with self.reference.inference():
+                return self.reference(batch).logps
+        return None
+
+    def _metrics(self, metrics: MetricSums, batch: ShardedBatch, losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor,
+                 chosen: Tensor, rejected: Tensor, logps: Tensor, reference: Tensor | None) -> None:  # fmt: skip
+        pairs = float(self.once(float(len(losses))))
+        margins = chosen_rewards - rejected_rewards
+        for name, values in (
+            ("rewards/chosen", chosen_rewards),
+            ("rewards/rejected", rejected_rewards),
+            ("rewards/margins", margins),
+            ("rewards/accuracies", (margins > 0).float()),
+            ("logps/chosen", chosen[:, 0]),
+            ("logps/rejected", rejected[:, 0]),
+        ):
+            metrics.add(name, self.once(values.detach().sum()), pairs)
+        if reference is not None:
+            trained = batch.loss_weights != 0
+            gap = ((logps.detach() - reference).abs() * trained).sum()
+            metrics.add("reference_gap", gap, trained.sum())
+
+    def check_first_step(self, metrics: dict[str, float]) -> None:
+        gap = metrics.get("reference_gap")
+        if self.tolerance is None or gap is None:
+            return
+        if not gap <= self.tolerance:
+            raise RuntimeError(
+                f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token (at most {self.tolerance:g} is "
+                "rounding): the reference cache belongs to other weights or the model is not deterministic; delete data.cache and look for dropout"
+            )
+        sigmoid = self.config.loss_type == "sigmoid" and not self.config.sft_weight
+        if sigmoid and self.tolerance <= 1e-5 and abs(metrics["loss"] - math.log(2)) > 1e-3:
+            raise RuntimeError(f"at step 0 the DPO loss must be ln 2 = 0.693147, but it is {metrics['loss']:.6f}")

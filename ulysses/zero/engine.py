@@ -1,0 +1,106 @@
+"""One model under ZeRO-3: forward, backward by the one gradient rule, the update, and nothing else.
+
+    forward(batch) -> backward(loss, last) ... -> gradients() -> step(lr)
+    all-gather        reduce-scatter to fp32       policies        fused AdamW on this rank's slices
+
+DeepSpeed averages gradients over all ranks and knows nothing of sequence parallelism.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from ulysses.zero.gradients import ZeroGradients
+
+
+class ZeroEngine:
+    """A model whose parameters, gradients and optimizer state are partitioned over all ranks.
+
+    Args:
+        model: built by `build_partitioned` (or any module; DeepSpeed then partitions it).
+        config: from ulysses.zero.settings.derive.
+        optimizer: a torch optimizer over the trainable parameters, or None for a frozen model.
+        leaf_modules: module classes whose parameters are gathered and reduced as one unit (one hook instead of many).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None = None,
+        leaf_modules: tuple[type[nn.Module], ...] = (),
+    ) -> None:
+        present = [c for c in leaf_modules if any(type(m) is c for m in model.modules())]
+        if present:
+            deepspeed.utils.set_z3_leaf_modules(model, present)
+        self.names = {id(p): n for n, p in model.named_parameters()}
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.module: nn.Module = self.engine.module
+        self.trainable = optimizer is not None
+        self.zero = self.engine.optimizer
+        self.device = torch.device(self.engine.device)
+        if self.trainable:
+            self._gradients = ZeroGradients(self.zero, self.names)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward; all ranks must call it together, the same number of times."""
+        return self.engine(*args, **kwargs) if self.trainable and torch.is_grad_enabled() else self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Back-propagate an already scaled loss; `last` marks the step's last micro-batch."""
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def gradients(self) -> ZeroGradients:
+        """Return the view on the reduced gradient of the whole step, valid between the last backward and `step`."""
+        self._gradients.collect()
+        return self._gradients
+
+    @torch.no_grad()
+    def step(self, learning_rates: list[float]) -> None:
+        """Update the weights with one learning rate per parameter group.
+
+        The sequence of DeepSpeed's own step without its norm and overflow passes: our gradient policies have
+        looked at, checked and clipped the gradient already.
+        """
+        zero = self.zero
+        for group, lr in zip(zero.optimizer.param_groups, learning_rates, strict=True):
+            group["lr"] = lr
+        timers: set[str] = set()
+        zero._pre_step()
+        zero._partition_all_parameters()
+        if not zero.offload_optimizer:
+            zero.zero_grad(set_to_none=True)
+        for index in range(len(zero.fp16_groups)):
+            zero._prepare_sub_group(index, timers)
+            zero._optimizer_step(index)
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+            zero._release_sub_group(index, timers)
+        zero._post_step(timers)
+        self.engine.global_steps += 1
+
+    def skip_step(self) -> None:
+        """Drop the accumulated gradient without touching the weights."""
+        self.zero._pre_step()
+        self.zero.zero_grad(set_to_none=True)
+        if self.zero.offload_optimizer:
+            self.zero.reset_cpu_buffers()
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Evaluation mode without gradients; restores the training mode."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(was_training)
+
+    def destroy(self) -> None:
+        """Remove DeepSpeed's hooks and buffers."""
+        self.engine.destroy()

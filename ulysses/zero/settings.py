@@ -1,0 +1,105 @@
+"""The DeepSpeed configuration, derived from ours; DeepSpeed is told nothing about sequence parallelism."""
+
+from typing import Any
+
+import torch
+
+# Keys that decide what the engine computes. Setting them from outside would break the gradient rule or the state layout.
+OWNED = {
+    "train_batch_size": "batch.examples",
+    "train_micro_batch_size_per_gpu": "batch.tokens_per_microbatch",
+    "gradient_accumulation_steps": "batch.examples",
+    "gradient_clipping": "gradients.max_norm",
+    "optimizer": "optimizer.lr and its section",
+    "scheduler": "optimizer.schedule",
+    "bf16": "model.dtype",
+    "bfloat16": "model.dtype",
+    "fp16": "model.dtype (float16 is not supported)",
+    "data_types": "nothing: gradients are accumulated in float32",
+    "communication_data_type": "optimizer.reduce_dtype",
+    "seq_parallel_communication_data_type": "optimizer.reduce_dtype",
+    "sequence_parallel_size": "parallel.sequence_parallel_size",
+    "data_parallel_size": "parallel.sequence_parallel_size",
+    "activation_checkpointing": "memory.recompute",
+    "zero_optimization.stage": "nothing: the engine runs ZeRO stage 3",
+    "zero_optimization.reduce_scatter": "nothing: the gradient rule needs it on",
+    "zero_optimization.offload_optimizer": "memory.offload_optimizer",
+    "zero_optimization.offload_param": "memory.offload_parameters",
+    "zero_allow_untested_optimizer": "nothing: the engine brings its own optimizer",
+    "checkpoint": "run.save_every and run.resume",
+    "prescale_gradients": "nothing: the gradient rule fixes the scale",
+}
+
+
+def derive(
+    *,
+    dtype: torch.dtype,
+    reduce_dtype: str = "float32",
+    offload_optimizer: bool = False,
+    offload_parameters: bool = False,
+    largest_layer: int = 1 << 20,
+    raw: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the configuration dictionary for `deepspeed.initialize` and `zero.Init`.
+
+    Args:
+        dtype: dtype of the weights, torch.bfloat16 or torch.float32.
+        largest_layer: parameters of one decoder layer; buckets hold about one layer.
+        raw: the user's own DeepSpeed keys.
+
+    Raises:
+        ValueError: for a raw key that the engine owns, naming ours.
+    """
+    refuse_owned(raw or {})
+    pin = torch.cuda.is_available()
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": False,  # gradients go straight into the reduce-scatter buffer: one copy fewer
+        "reduce_scatter": True,
+        "reduce_bucket_size": max(int(5e7), largest_layer),
+        "stage3_prefetch_bucket_size": max(int(5e7), largest_layer),
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_max_live_parameters": max(int(1e9), 4 * largest_layer),
+        "stage3_max_reuse_distance": 0,
+        "sub_group_size": int(1e9),
+    }
+    if offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
+    if offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 1 << 40,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "communication_data_type": {"float32": "fp32", "bfloat16": "bf16"}[reduce_dtype],
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+    }
+    return _merge(config, raw or {})
+
+
+def refuse_owned(raw: dict[str, Any]) -> None:
+    """Refuse raw DeepSpeed keys that the engine derives itself.
+
+    Raises:
+        ValueError: naming the key and where to set it instead.
+    """
+    flat = dict(raw)
+    if isinstance(raw.get("zero_optimization"), dict):
+        flat |= {f"zero_optimization.{k}": v for k, v in raw["zero_optimization"].items()}
+    for key in flat:
+        if key in OWNED:
+            raise ValueError(f"deepspeed.{key} is owned by the engine and cannot be set there; use {OWNED[key]}")
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+    return base

@@ -1,0 +1,151 @@
+"""Save and restore a ZeRO-3 engine's state as flat slices with an index, on any number of ranks.
+
+    rank-00003.json                 [[name, start, length, offset], ...]   which part of each parameter lies where
+    rank-00003.master.safetensors   {"data": float32 [sum of lengths]}     also .exp_avg and .exp_avg_sq
+
+Element i of parameter `name` is found by its position in the flattened parameter, so any other partition of
+the same parameters can read exactly what it needs; padding is never stored.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from ulysses.zero.engine import ZeroEngine
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Piece(NamedTuple):
+    """A run of one parameter's elements: [start, start + length) of the flattened parameter."""
+
+    name: str
+    start: int
+    length: int
+    group: int  # DeepSpeed sub-group
+    offset: int  # in that sub-group's flat partition
+
+
+def pieces(engine: ZeroEngine) -> list[Piece]:
+    """List this rank's real (unpadded) elements in the order of its flat partitions."""
+    zero, rank, found = engine.zero, dist.get_rank(), []
+    for group, parameters in enumerate(zero.fp16_groups):
+        offset = 0
+        for p in parameters:
+            size = p.partition_numel()
+            start = min(rank * size, p.ds_numel)
+            length = min(size, p.ds_numel - start)
+            if length > 0:
+                found.append(Piece(engine.names[id(p)], start, length, group, offset))
+            offset += size
+    return found
+
+
+def state_bytes(engine: ZeroEngine) -> int:
+    """Return the bytes all ranks together write for one checkpoint."""
+    return sum(p.ds_numel for group in engine.zero.fp16_groups for p in group) * 4 * len(KINDS)
+
+
+def save_state(engine: ZeroEngine, folder: Path) -> None:
+    """Write this rank's master weights and AdamW moments into `folder`; every rank calls it."""
+    rank = dist.get_rank()
+    mine = pieces(engine)
+    index, offset = [], 0
+    for piece in mine:
+        index.append([piece.name, piece.start, piece.length, offset])
+        offset += piece.length
+    for kind in KINDS:  # one kind at a time: the copy in host memory is a third of the state
+        flats = [_flat(engine, group, kind) for group in range(len(engine.zero.fp16_groups))]
+        parts = [flats[p.group].narrow(0, p.offset, p.length).detach().to("cpu", torch.float32) for p in mine]
+        data = torch.cat(parts) if parts else torch.empty(0)
+        save_file({"data": data}, folder / f"rank-{rank:05d}.{kind}.safetensors")
+    (folder / f"rank-{rank:05d}.json").write_text(json.dumps({"step": _optimizer_step(engine), "pieces": index}))
+
+
+@torch.no_grad()
+def load_state(engine: ZeroEngine, folder: Path) -> None:
+    """Restore this rank's slices from a folder written by any number of ranks; every rank calls it.
+
+    Raises:
+        ValueError: if the folder does not cover this model's parameters, naming the first that is missing.
+    """
+    files = sorted(folder.glob("rank-*.json"))
+    saved: dict[str, list[tuple[int, int, int, str]]] = {}
+    step = 0
+    for file in files:
+        content = json.loads(file.read_text())
+        step = content["step"]
+        for name, start, length, offset in content["pieces"]:
+            saved.setdefault(name, []).append((start, length, offset, file.name.removesuffix(".json")))
+    mine = pieces(engine)
+    for kind in KINDS:
+        handles: dict[str, object] = {}
+        for piece in mine:
+            flat = _flat(engine, piece.group, kind)
+            target = flat.narrow(0, piece.offset, piece.length)
+            filled = 0
+            for start, length, offset, stem in saved.get(piece.name, []):
+                a, b = max(start, piece.start), min(start + length, piece.start + piece.length)
+                if a >= b:
+                    continue
+                if stem not in handles:
+                    handles[stem] = safe_open(folder / f"{stem}.{kind}.safetensors", "pt").get_slice("data")
+                values = handles[stem][offset + a - start : offset + b - start]  # type: ignore[index]
+                target.narrow(0, a - piece.start, b - a).copy_(values)
+                filled += b - a
+            if filled != piece.length:
+                raise ValueError(f"the checkpoint {folder} does not hold all of {piece.name}; it belongs to another model")
+    _set_optimizer_step(engine, step)
+    zero = engine.zero
+    zero._partition_all_parameters()
+    for group in range(len(zero.fp16_groups)):
+        zero._reassign_or_swap_out_partitioned_parameters(group)
+    zero._post_step(set())  # gathers the small persistent parameters again
+
+
+def _flat(engine: ZeroEngine, group: int, kind: str) -> torch.Tensor:
+    """The flat float32 partition of one sub-group; moments are created (zero) if no update has happened yet."""
+    master = engine.zero.fp32_partitioned_groups_flat[group]
+    if kind == "master":
+        return master
+    state = engine.zero.optimizer.state[master]
+    if kind not in state:
+        fused = any(g.get("fused") for g in engine.zero.optimizer.param_groups)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(master, memory_format=torch.preserve_format)
+    return state[kind]
+
+
+def _optimizer_step(engine: ZeroEngine) -> int:
+    state = engine.zero.optimizer.state[engine.zero.fp32_partitioned_groups_flat[0]]
+    return int(state["step"].item()) if "step" in state else 0
+
+
+def _set_optimizer_step(engine: ZeroEngine, step: int) -> None:
+    for master in engine.zero.fp32_partitioned_groups_flat:
+        engine.zero.optimizer.state[master]["step"].fill_(step)
+
+
+def full_parameters(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield every parameter whole, in the model's order, a module at a time; the tensor only on rank 0 (host copy).
+
+    All ranks must iterate it together; no rank ever holds more than one module's parameters.
+    """
+    main = dist.get_rank() == 0
+    seen: set[int] = set()
+    for module in engine.module.modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        if not own:
+            continue
+        seen |= {id(p) for p in own}
+        with deepspeed.zero.GatheredParameters(own), torch.no_grad():
+            copies = [(engine.names[id(p)], p.detach().to("cpu", copy=True) if main else None) for p in own]
+        yield from copies
