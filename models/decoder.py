@@ -1,0 +1,133 @@
+"""Language and reward models on packed, sequence-sharded batches.
+
+    tokens [S] -> embed_tokens -> layers -> norm -> lm_head (positions with a target) -> LogProbs [S]
+                                               \\-> score -> values [S]
+
+Shapes: S local tokens, D width, V vocabulary, N sequences.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from losses.logprobs import LogProbs
+from models.arch import ModelConfig
+from models.layers import DecoderLayer, Embedding, RMSNorm
+from models.noise import embedding_noise
+from models.output import ScoreHead, VocabularyHead, scatter_rows
+from models.rope import inverse_frequencies, rotary_table
+from ulysses.parallel.attention import UlyssesAttention
+from ulysses.parallel.batch import ShardedBatch
+from ulysses.parallel.mesh import ParallelMesh
+
+
+class Decoder(nn.Module):
+    """Turn token ids [S] into hidden states [S, D]; the final norm is applied by the caller to the rows it needs."""
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh | None, attention: str) -> None:
+        super().__init__()
+        self.config = config
+        kernel = UlyssesAttention(
+            mesh, config.num_attention_heads, config.num_key_value_heads, config.head_dim, kernel=attention
+        )
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([DecoderLayer(config, kernel) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
+        hidden = self.embed_tokens(batch.tokens)
+        if noise is not None:
+            hidden = hidden + noise.to(hidden.dtype)
+        rope = rotary_table(batch.positions, inverse_frequencies(self.config, batch.positions.device))
+        for layer in self.layers:
+            hidden = layer(hidden, rope, batch.attention_plan)
+        return hidden
+
+
+class CausalLM(nn.Module):
+    """Build a Llama-3 or Qwen2.5 language model whose weights are uninitialised memory until filled.
+
+    config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards.
+    `init_weights` or a loader fills the weights; names are those of transformers.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh | None = None, *, attention: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, mesh, attention)
+        self.lm_head = VocabularyHead(config, self.model.embed_tokens.weight if config.tie_word_embeddings else None)
+
+    def forward(
+        self, batch: ShardedBatch, *, entropy: bool = False, lse: bool = False, mean_logit: bool = False,
+        temperature: float = 1.0, noise_alpha: float = 0.0, noise_seed: int = 0,
+    ) -> LogProbs:
+        """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
+
+        Positions of weight 0 cost no vocabulary projection. `entropy`, `lse` and `mean_logit` ask for those of the same
+        positions; `temperature` divides the logits. `noise_alpha` > 0 adds NEFTune noise drawn from `noise_seed`.
+        All ranks of the sequence-parallel group call together.
+        """
+        noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed) if noise_alpha > 0 else None
+        hidden = self.model(batch, noise)
+        index = batch.valid_index
+        rows = self.model.norm(hidden.index_select(0, index))
+        out = self.lm_head(
+            rows, batch.targets.index_select(0, index), entropy=entropy, lse=lse, mean_logit=mean_logit, temperature=temperature
+        )
+        S = batch.tokens.shape[0]
+        return LogProbs(*(None if value is None else scatter_rows(value, index, S) for value in out))
+
+    def tie_weights(self) -> None:
+        """Make lm_head share the embedding again, after the parameters were replaced (`to_empty` on meta weights)."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+class RewardModel(nn.Module):
+    """Build the same decoder with a score per token: a reward model reads it at a sequence's last token, a value model everywhere."""
+
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh | None = None, *, attention: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, mesh, attention)
+        self.score = ScoreHead(config)
+
+    def forward(self, batch: ShardedBatch, *, noise_alpha: float = 0.0, noise_seed: int = 0) -> Tensor:
+        """Return values [S] float32, one per local token. All ranks of the sequence-parallel group call together."""
+        noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed) if noise_alpha > 0 else None
+        return self.score(self.model.norm(self.model(batch, noise)))
+
+    def tie_weights(self) -> None:
+        """Do nothing: there is no lm_head to tie."""
+
+
+def init_parameter(
+    name: str, shape: Sequence[int], config: ModelConfig, seed: int, *, device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Draw one whole parameter: the values depend on (seed, name, shape) and the device type only, on no topology.
+
+    Linear and embedding weights are N(0, initializer_range^2), norms 1, biases 0, `score.weight` has the standard
+    deviation 1 / (D + 1). Drawn in float32, then cast.
+    """
+    if name.endswith(".bias"):
+        return torch.zeros(tuple(shape), device=device, dtype=dtype)
+    if name.endswith("norm.weight"):
+        return torch.ones(tuple(shape), device=device, dtype=dtype)
+    std = 1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range
+    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    return torch.empty(tuple(shape), device=device, dtype=torch.float32).normal_(0.0, std, generator=generator).to(dtype)
+
+
+@torch.no_grad()
+def init_weights(model: "CausalLM | RewardModel", seed: int = 0) -> None:
+    """Fill every parameter of an unpartitioned model with its random start."""
+    for name, parameter in model.named_parameters():
+        parameter.copy_(init_parameter(name, parameter.shape, model.config, seed, device=parameter.device, dtype=parameter.dtype))

@@ -1,0 +1,313 @@
+"""Hugging Face model folders: find them, read flat slices of their weights, write new ones shard by shard.
+
+    model.safetensors  =  8 bytes: header length | JSON header: name -> dtype, shape, offsets | raw tensor bytes
+
+Reading touches only the bytes asked for; writing never holds more than one tensor.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from models.arch import ModelConfig
+
+CONFIG = "config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SIDE_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json", "*.jinja",
+)
+DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja")
+NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "*.bin", "*.pth", "consolidated*")
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_BYTES = 1 << 17  # reserved at the front of a shard that is being written; filled up with spaces
+_CHUNK_BYTES = 1 << 26
+
+
+def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
+    """Return a local folder: the given one, or the hub snapshot of a model id at `revision` (fetched if absent).
+
+    Honours HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Only json, safetensors and tokenizer files are fetched; the hub
+    client's file locks let every process of a node call at once and one of them download. Raises FileNotFoundError
+    (ValueError for files that cannot be used) saying what was tried.
+    """
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ValueError(f"model.path is the file {folder.absolute()} but must be a folder with config.json; name its folder")
+    looks_local = path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1
+    if looks_local or folder.parent.is_dir():
+        raise FileNotFoundError(
+            f"model.path is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the form owner/name; "
+            "correct the path"
+        )
+    folder = _snapshot(path_or_id, revision)
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"model {path_or_id} has no .safetensors weights on the hub and other formats can run code when loaded; "
+            "convert it to safetensors or name a repository that has them"
+        )
+    return folder
+
+
+def _snapshot(model_id: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(model_id, revision=revision, allow_patterns=list(DOWNLOADED), ignore_patterns=list(NOT_DOWNLOADED))
+        )
+    except Exception as error:  # the client raises a dozen kinds; all mean that the model is not to be had
+        reason = str(error).strip().split("\n")[0]
+        offline = "offline (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else f"at {constants.ENDPOINT}"
+        raise FileNotFoundError(
+            f"model.path is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision {revision or 'main'} could not "
+            f"be had {offline} or from the cache {constants.HF_HUB_CACHE} ({type(error).__name__}: {reason}); "
+            "give a folder, correct the id, or log in for a gated model"
+        ) from error
+
+
+def read_config(folder: Path | str) -> ModelConfig:
+    """Read config.json of a model folder."""
+    path = Path(folder) / CONFIG
+    return ModelConfig.from_hf(_read_json(path))
+
+
+def _read_json(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path.absolute()}; a model folder needs it")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path.absolute()} is not valid JSON ({error}); download or write it again") from None
+
+
+class _File:
+    """Know one safetensors file's header; read byte ranges of its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        with path.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise ValueError(f"{path.absolute()} is cut short or no safetensors file; download it again")
+            try:
+                header = json.loads(f.read(length))
+            except ValueError:
+                raise ValueError(f"{path.absolute()} has a broken safetensors header; download it again") from None
+        header.pop("__metadata__", None)
+        self.entries: dict[str, dict[str, Any]] = header
+        self.start = 8 + length
+        end = max((e["data_offsets"][1] for e in header.values()), default=0)
+        if self.start + end > size:
+            raise ValueError(f"{path.absolute()} has {size} bytes but its header needs {self.start + end}; download it again")
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        entry = self.entries[name]
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"{name} in {self.path.absolute()} has dtype {entry['dtype']}, which is not read; convert the weights")
+        raw = np.empty((stop - start) * dtype.itemsize, np.uint8)
+        offset = self.start + entry["data_offsets"][0] + start * dtype.itemsize
+        with self.path.open("rb", buffering=0) as f:  # pread, not mmap: pages read never count as this process's memory
+            done = 0
+            while done < len(raw):
+                count = os.preadv(f.fileno(), [raw[done : done + _CHUNK_BYTES]], offset + done)
+                if count == 0:
+                    raise ValueError(f"{self.path.absolute()} ended while {name} was read; download it again")
+                done += count
+        return torch.from_numpy(raw).view(dtype)
+
+
+class WeightFiles:
+    """Read the weights of a model folder by name, whole or as flat slices, touching only the bytes asked for."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._files = {path: _File(path) for path in _weight_paths(self.folder)}
+        self._where = {name: file for file in self._files.values() for name in file.entries}
+
+    def names(self) -> list[str]:
+        """List the stored tensors' names."""
+        return list(self._where)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def shape(self, name: str) -> torch.Size:
+        """Return a tensor's shape."""
+        return torch.Size(self._where[name].entries[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's stored dtype."""
+        return _DTYPES[self._where[name].entries[name]["dtype"]]
+
+    def num_bytes(self) -> int:
+        """Return the size of all tensors in bytes."""
+        return sum(e["data_offsets"][1] - e["data_offsets"][0] for file in self._files.values() for e in file.entries.values())
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Return the tensor in its shape, or, if either end is given, the flat elements [start, stop) in row-major order."""
+        shape = self.shape(name)
+        if start is None and stop is None:
+            return self._where[name].read(name, 0, shape.numel()).view(shape)
+        start, stop, _ = slice(start, stop).indices(shape.numel())
+        return self._where[name].read(name, start, max(start, stop))
+
+    def check(self, expected: Mapping[str, torch.Size], *, may_lack: tuple[str, ...] = ()) -> list[str]:
+        """Compare with a model's parameters (name -> shape) and return the names of `may_lack` that are not stored.
+
+        Raises ValueError on any other missing parameter or a different shape. Stored tensors that the model does not
+        have are ignored if they are a head, a tied copy or a cached table, and refused otherwise.
+        """
+        missing = [name for name in expected if name not in self._where]
+        fatal = [name for name in missing if name not in may_lack]
+        if fatal:
+            raise ValueError(
+                f"{self.folder.absolute()} lacks {len(fatal)} of {len(expected)} parameters, first {fatal[0]}; "
+                "check that config.json belongs to these weights"
+            )
+        for name, shape in expected.items():
+            if name in self._where and self.shape(name) != shape:
+                raise ValueError(
+                    f"{name} is {list(self.shape(name))} in {self.folder.absolute()} but config.json asks for {list(shape)}; "
+                    "check that config.json belongs to these weights"
+                )
+        extra = [name for name in self._where if name not in expected and not name.endswith(_UNUSED)]
+        if extra:
+            raise ValueError(
+                f"{self.folder.absolute()} holds {len(extra)} tensors that the model does not have, first {extra[0]}; "
+                "merge adapters or use the weights of a plain Llama-3 or Qwen2.5 model"
+            )
+        return missing
+
+
+_UNUSED = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
+
+
+def _weight_paths(folder: Path) -> list[Path]:
+    if (folder / INDEX).is_file():
+        names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{(folder / INDEX).absolute()} names the shard {name!r} outside the folder; download it again")
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{(folder / INDEX).absolute()} names {name} but the file is not there; download it again")
+        return [folder / name for name in names]
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern))
+    found = f"only {others[0]}, which is not read" if others else "none"
+    raise FileNotFoundError(
+        f"there is neither {WEIGHTS} nor {INDEX} in {folder.absolute()} (weights found: {found}); convert the model to safetensors"
+    )
+
+
+class WeightWriter:
+    """Write a folder's weights as transformers does, one tensor at a time; nothing shows under its final name before `finish`.
+
+    `max_shard_bytes` bounds a file (one larger tensor gets its own).
+    """
+
+    def __init__(self, folder: Path | str, max_shard_bytes: int = 5 << 30) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.max_shard_bytes = max_shard_bytes
+        self._shards: list[dict[str, dict[str, Any]]] = []
+        self._stream: Any = None
+        self._bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append one tensor (any device, made contiguous) to the current shard."""
+        size = tensor.numel() * tensor.element_size()
+        if any(name in shard for shard in self._shards):
+            raise ValueError(f"{name} was added twice; add every parameter once")
+        if self._stream is None or (self._bytes and self._bytes + size > self.max_shard_bytes) or self._header_is_full(name):
+            self._close_shard()
+            self._shards.append({})
+            self._stream = self._temporary(len(self._shards)).open("wb")
+            self._stream.seek(_HEADER_BYTES)
+            self._bytes = 0
+        flat = tensor.detach().reshape(-1)
+        for part in flat.split(_CHUNK_BYTES):  # in parts, so that a tensor on a GPU is never whole in host memory
+            self._stream.write(part.cpu().contiguous().view(torch.uint8).numpy().data)
+        self._shards[-1][name] = {
+            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self._bytes, self._bytes + size],
+        }
+        self._bytes += size
+
+    def finish(self) -> None:
+        """Give the shards their names, write the index, remove older weights; the folder is loadable from here on."""
+        self._close_shard()
+        if not self._shards:
+            raise ValueError("no tensor was added; add the model's parameters before finish")
+        count = len(self._shards)
+        names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        stale = {*self.folder.glob("model*.safetensors"), self.folder / INDEX} - {self.folder / name for name in names}
+        (self.folder / INDEX).unlink(missing_ok=True)
+        for i, name in enumerate(names):
+            self._temporary(i + 1).replace(self.folder / name)
+        if count > 1:
+            total = sum(e["data_offsets"][1] - e["data_offsets"][0] for shard in self._shards for e in shard.values())
+            weight_map = {name: file for shard, file in zip(self._shards, names) for name in shard}
+            write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            stale.discard(self.folder / INDEX)
+        for path in stale:
+            path.unlink(missing_ok=True)
+
+    def _header_is_full(self, name: str) -> bool:
+        return sum(len(n) + 120 for n in self._shards[-1]) + len(name) + 240 > _HEADER_BYTES
+
+    def _temporary(self, number: int) -> Path:
+        return self.folder / f".model-{number:05d}.safetensors.tmp"
+
+    def _close_shard(self) -> None:
+        if self._stream is None:
+            return
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self._shards[-1]}).encode()
+        self._stream.seek(0)
+        self._stream.write((_HEADER_BYTES - 8).to_bytes(8, "little") + header.ljust(_HEADER_BYTES - 8))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        self._stream = None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON under a temporary name, then rename it into place."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as f:
+        json.dump(value, f, indent=2)
+        f.write("\n")
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(path)
+
+
+def write_config(folder: Path | str, config: ModelConfig, *, dtype: torch.dtype, reward: bool = False) -> None:
+    """Write config.json for weights stored as `dtype`."""
+    write_json(Path(folder) / CONFIG, config.to_hf(dtype=str(dtype).removeprefix("torch."), reward=reward))
+
+
+def copy_side_files(source: Path | str, target: Path | str) -> list[str]:
+    """Copy tokenizer, chat template and generation config as they are; returns the names copied."""
+    copied = []
+    for pattern in SIDE_FILES:
+        for path in sorted(Path(source).glob(pattern)):
+            shutil.copyfile(path, Path(target) / path.name)
+            copied.append(path.name)
+    return copied

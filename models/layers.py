@@ -1,0 +1,112 @@
+"""The decoder layer, in the stages that the memory levels keep, recompute or cut into tiles.
+
+    hidden --project--> q, k, v --exchange--> q', k', v' --attend--> out' --exchange--> out --output--> hidden --feed_forward--> hidden
+
+Parameter names are those of transformers. Submodules are always called, never read, so that ZeRO-3's hooks and adapters
+wrapped around a projection see every use.
+
+Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.arch import ModelConfig
+from models.fused import rms_norm, rotate, swiglu
+from ulysses.parallel.attention import UlyssesAttention
+
+
+class Linear(nn.Linear):
+    """Be nn.Linear without its random start: weights are filled from a file or by `init_parameter`."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class Embedding(nn.Embedding):
+    """Be nn.Embedding without its random start."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+class RMSNorm(nn.Module):
+    """Scale every row of [..., D] to unit mean square, times `weight`."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class Attention(nn.Module):
+    """Hold the four projections; attention itself is `UlyssesAttention`, which has no parameters and is shared by all layers."""
+
+    def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
+        super().__init__()
+        D, E = config.hidden_size, config.head_dim
+        H, K = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = E
+        self.q_proj = Linear(D, H * E, bias=config.attention_bias)
+        self.k_proj = Linear(D, K * E, bias=config.attention_bias)
+        self.v_proj = Linear(D, K * E, bias=config.attention_bias)
+        self.o_proj = Linear(H * E, D, bias=False)
+        self.attention = attention
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query [S, H, E], key and value [S, K, E] of normalised x [S, D]; positions rotated in."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(q, k, *rope)
+        return q, k, v
+
+
+class MLP(nn.Module):
+    """Compute down(silu(gate(x)) * up(x)) for rows [S, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        D, F = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(D, F, bias=False)
+        self.up_proj = Linear(D, F, bias=False)
+        self.down_proj = Linear(F, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Run one layer on this rank's tokens; the unit that ZeRO-3 gathers as a whole.
+
+    forward(hidden [S, D], (cos, sin) each [S, E/2], plan) -> hidden [S, D]; `plan` is the batch's attention plan.
+    """
+
+    def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, attention)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor:
+        attended = self.self_attn.attention(*self.project(hidden, rope), plan=plan)
+        return self.feed_forward(self.output(hidden, attended))
+
+    def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value of the layer's input."""
+        return self.self_attn.project(self.input_layernorm(hidden), rope)
+
+    def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Add the projected attention output [S, H, E] to the layer's input."""
+        return hidden + self.self_attn.o_proj(attended.flatten(1))
+
+    def feed_forward(self, hidden: Tensor) -> Tensor:
+        """Add the MLP of the normalised rows; row by row independent, so it can run in tiles."""
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -1,0 +1,52 @@
+"""Output heads: the vocabulary head returns log-probabilities, the score head values; logits never leave.
+
+Shapes: S local tokens, M positions with a target, D width, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from losses.logprobs import LogProbs, linear_logprobs
+from models.arch import ModelConfig
+
+
+class VocabularyHead(nn.Module):
+    """Project positions to the vocabulary in tiles and return the log-probabilities of their targets.
+
+    `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs with
+    M = 0 too, so that its collectives and zero gradients happen on every rank.
+    """
+
+    def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size)) if tied is None else tied
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor, *, entropy: bool = False, lse: bool = False, mean_logit: bool = False,
+        temperature: float = 1.0,
+    ) -> LogProbs:
+        return linear_logprobs(
+            hidden, self.weight, targets, entropy=entropy, lse=lse, mean_logit=mean_logit, temperature=temperature
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return whole logits [M, V] in the weight's dtype, for sampling one token at a time."""
+        return F.linear(hidden, self.weight)
+
+
+class ScoreHead(nn.Module):
+    """Return one float32 value per row of [S, D]; no bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        work = torch.promote_types(hidden.dtype, torch.float32)
+        return F.linear(hidden.to(work), self.weight.to(work)).squeeze(-1)
+
+
+def scatter_rows(values: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Place values [M] at `index` of a zero vector [rows]; index has no duplicates, so the order does not matter."""
+    return values.new_zeros(rows).index_copy(0, index, values)
