@@ -1,0 +1,114 @@
+"""What every data format becomes: messages, records, and the report of what was read, dropped and truncated."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+KINDS = ("text", "sequence", "pair", "unpaired", "prompt")
+EXAMPLES_PER_REASON = 5
+
+
+class DataError(ValueError):
+    """Data that cannot be used: one sentence naming the file and the row."""
+
+
+class BadRowError(ValueError):
+    """A row that breaks its format (a missing key, a wrong type); the reader adds file and row."""
+
+
+class DropRowError(ValueError):
+    """A well-formed row that cannot be trained on (an empty answer, equal answers); counted and left out."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn; `weight` is its weight in the loss (None: 1 for the assistant, 0 for everyone else)."""
+
+    role: str  # system, user, assistant or tool
+    content: str
+    weight: float | None = None
+    tool_calls: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.content.strip() and not self.tool_calls
+
+
+@dataclass(frozen=True)
+class Record:
+    """One training example before tokenisation.
+
+    `answers` holds one list of messages (sequence, unpaired), two (pair: chosen, rejected) or none (prompt); only their
+    assistant messages are trained. A text record is a document, or a part of one: parts share file and row.
+    """
+
+    file: str
+    row: int
+    prompt: tuple[Message, ...] = ()
+    answers: tuple[tuple[Message, ...], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    text: str = ""
+    columns: Mapping[str, float] = field(default_factory=dict)
+    raw: Mapping[str, Any] | None = None
+    source: int = 0
+
+    @property
+    def where(self) -> str:
+        return f"{self.file} row {self.row}"
+
+
+class Report:
+    """Counts of what happened to the rows, with examples that name file and row."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.kept = 0
+        self.dropped: Counter[str] = Counter()
+        self.truncated = 0
+        self.notes: Counter[str] = Counter()
+        self.examples: dict[str, list[str]] = {}
+
+    def drop(self, reason: str, where: str) -> None:
+        self.dropped[reason] += 1
+        self._example(reason, where)
+
+    def truncate(self, where: str) -> None:
+        self.truncated += 1
+        self._example("truncated", where)
+
+    def note(self, what: str, where: str) -> None:
+        self.notes[what] += 1
+        self._example(what, where)
+
+    def _example(self, reason: str, where: str) -> None:
+        shown = self.examples.setdefault(reason, [])
+        if len(shown) < EXAMPLES_PER_REASON:
+            shown.append(where)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON data."""
+        return {
+            "read": self.read, "kept": self.kept, "dropped": dict(self.dropped), "truncated": self.truncated,
+            "notes": dict(self.notes), "examples": self.examples,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
+        report = cls()
+        report.read, report.kept, report.truncated = data["read"], data["kept"], data["truncated"]
+        report.dropped, report.notes = Counter(data["dropped"]), Counter(data["notes"])
+        report.examples = {reason: list(shown) for reason, shown in data["examples"].items()}
+        return report
+
+    def __str__(self) -> str:
+        lines = [f"read {self.read} rows, kept {self.kept} examples, truncated {self.truncated}, "
+                 f"dropped {sum(self.dropped.values())}"]
+        counts = [(f"dropped, {reason}", reason, count) for reason, count in self.dropped.most_common()]
+        counts += [("truncated", "truncated", self.truncated)] if self.truncated else []
+        counts += [(what, what, count) for what, count in self.notes.most_common()]
+        for title, key, count in counts:
+            shown = self.examples.get(key, [])
+            more = ", ..." if count > len(shown) else ""
+            lines.append(f"  {title}: {count} ({', '.join(shown)}{more})")
+        return "\n".join(lines)
