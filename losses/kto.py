@@ -1,0 +1,76 @@
+"""Kahneman-Tversky optimisation: learn from single answers marked good or bad.
+
+Shapes: Nw desirable and Nl undesirable examples, M mismatched ones; one summed log-probability per sequence.
+"""
+
+import torch
+from torch import Tensor
+
+from .precision import at_least_float32
+
+KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
+
+
+def kto_loss(
+    policy_chosen_logps: Tensor,
+    policy_rejected_logps: Tensor,
+    policy_KL_logps: Tensor | None,  # noqa: N803  the field's name
+    reference_chosen_logps: Tensor,
+    reference_rejected_logps: Tensor,
+    reference_KL_logps: Tensor | None,  # noqa: N803
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    *,
+    kl: Tensor | None = None,
+    loss_type: str = "kto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (losses [Nw + Nl], chosen_rewards [Nw], rejected_rewards [Nl], kl), rewards and kl detached.
+
+    kto (2402.01306, eq. 8), r = policy - reference:
+        desirable    lambda_D * (1 - sigmoid(beta * (r - z0)))
+        undesirable  lambda_U * (1 - sigmoid(beta * (z0 - r)))
+    z0 is `kl` if given (a caller that knows a whole step's baseline passes it), else
+    max(0, mean(policy_KL - reference_KL)) over answers paired with another example's prompt; it carries no gradient.
+    apo_zero_unpaired (2408.06266; the same name in TRL): 1 - sigmoid(beta r) and sigmoid(beta r), without a baseline.
+    Either side may be empty. Keep lambda_D * Nw / (lambda_U * Nl) within [1, 4/3] (section 4.2 of the paper).
+    Raises ValueError on an unknown loss_type, beta <= 0, negative weights, or kto without a baseline.
+    """
+    if loss_type not in KTO_LOSS_TYPES:
+        raise ValueError(f"loss_type is {loss_type!r} but kto_loss knows {', '.join(KTO_LOSS_TYPES)}")
+    if not beta > 0:
+        raise ValueError(f"beta is {beta} but must be above 0")
+    if desirable_weight < 0 or undesirable_weight < 0:
+        raise ValueError(
+            f"desirable_weight is {desirable_weight} and undesirable_weight {undesirable_weight} "
+            "but both must be at least 0"
+        )
+    chosen = at_least_float32(policy_chosen_logps) - at_least_float32(reference_chosen_logps)
+    rejected = at_least_float32(policy_rejected_logps) - at_least_float32(reference_rejected_logps)
+    if loss_type == "apo_zero_unpaired":
+        if kl is not None or policy_KL_logps is not None or reference_KL_logps is not None:
+            raise ValueError("apo_zero_unpaired has no KL baseline but one was given; pass None for the KL arguments")
+        baseline = chosen.new_zeros(())
+    else:
+        baseline = kto_baseline(policy_KL_logps, reference_KL_logps) if kl is None else kl.detach().to(chosen.dtype)
+    # 1 - sigmoid(x) = sigmoid(-x), without the cancellation
+    losses = torch.cat(
+        [
+            desirable_weight * torch.sigmoid(-beta * (chosen - baseline)),
+            undesirable_weight * torch.sigmoid(-beta * (baseline - rejected))
+            if loss_type == "kto"
+            else undesirable_weight * torch.sigmoid(beta * rejected),
+        ]
+    )
+    return losses, beta * chosen.detach(), beta * rejected.detach(), baseline
+
+
+def kto_baseline(policy_logps: Tensor | None, reference_logps: Tensor | None) -> Tensor:
+    """Return z0 = max(0, mean(policy - reference)) over mismatched examples, detached; ValueError if there is none."""
+    if policy_logps is None or reference_logps is None or not policy_logps.numel():
+        raise ValueError(
+            "the KTO baseline needs at least one mismatched example; "
+            "pass policy_KL_logps and reference_KL_logps, or kl="
+        )
+    difference = at_least_float32(policy_logps.detach()) - at_least_float32(reference_logps.detach())
+    return difference.mean().clamp(min=0)

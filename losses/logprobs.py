@@ -1,0 +1,303 @@
+"""Target log-probabilities from hidden states without ever holding the logits.
+
+    hidden [M, D] --+
+                    +--> logits [rows, V], one tile of rows at a time --> logps [M], lse [M] (entropy, mean logit)
+    weight [V, D] --+                     (dropped, recomputed tile by tile in backward)
+
+Shapes: M projected positions, D width, V vocabulary, R rows of one tile.
+
+A step costs two forward matrix products (forward, and once more in backward) and two gradient products. Saved for
+backward: the inputs and one float32 log-sum-exp per row. The log-sum-exp is always float32 (float64 for float64
+inputs): a bfloat16 log-softmax over 128,256 words is off by more than 1 in a sum over 256 tokens.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE_INDEX = -100
+CUDA_TILE_BYTES = 1 << 30  # float32 logits of one tile; large tiles amortise rewriting the weight gradient
+CPU_TILE_BYTES = 64 << 20
+
+
+class LogProbs(NamedTuple):
+    """Hold what a vocabulary head returns, one value per position, float32 (float64 for float64 inputs).
+
+    logps: log-probability of the target. entropy: -sum_v p_v log p_v. lse: log-sum-exp of the (tempered) logits.
+    mean_logit: mean of the logits over the vocabulary, so that `lse - mean_logit` is the mean over v of -log p_v.
+    All four carry gradient; those not asked for are None.
+    """
+
+    logps: Tensor
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+    mean_logit: Tensor | None = None
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    entropy: bool = False,
+    lse: bool = False,
+    mean_logit: bool = False,
+    temperature: float = 1.0,
+    tile_rows: int | Literal["auto"] = "auto",
+    bias: Tensor | None = None,
+) -> LogProbs:
+    """Compute log softmax((hidden @ weight.T + bias) / temperature)[targets] in tiles of rows.
+
+    hidden [M, D] and weight [V, D] of one floating dtype, targets [M] int64 (-100: log-probability 0, no gradient),
+    bias [V] or None. M may be 0; the result still connects hidden and weight to the graph, with zero gradients.
+    Gradients are exact under any upstream gradient on any output, for hidden, weight and bias. The weight gradient is
+    accumulated in float32 and returned in the weight's dtype. `tile_rows` bounds the rows of one logits tile;
+    "auto" bounds the tile's bytes (1 GiB on CUDA, 64 MiB on CPU). No host synchronisation on CUDA.
+    Raises ValueError on shapes, dtypes, targets (CPU only) or settings that cannot be honoured.
+    """
+    _check(hidden, weight, targets, temperature, tile_rows, bias)
+    rows = _auto_rows(hidden, weight) if tile_rows == "auto" else int(tile_rows)
+    return LogProbs(
+        *_LinearLogProbs.apply(hidden, weight, bias, targets, float(temperature), rows, entropy, lse, mean_logit)
+    )
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, tile_rows: int | str, bias: Tensor | None
+) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)} "
+            "but linear_logprobs needs [M, D] and [V, D]; flatten the leading axes"
+        )
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets are {targets.dtype} {list(targets.shape)} "
+            f"but must be int64 [{hidden.shape[0]}], one per row of hidden"
+        )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype} but both must have one floating dtype; cast one"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {list(bias.shape)} but must be [{weight.shape[0]}], one value per word")
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature is {temperature} but must be above 0; greedy decoding needs no log-probabilities"
+        )
+    if tile_rows != "auto" and (isinstance(tile_rows, str) or tile_rows < 1):
+        raise ValueError(f'tile_rows is {tile_rows!r} but must be "auto" or a number of rows, at least 1')
+    if targets.device.type == "cpu" and targets.numel():  # on CUDA this look would be a host synchronisation
+        bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= weight.shape[0]))
+        if bad.any():
+            raise ValueError(
+                f"targets hold {int(targets[bad][0])} "
+                f"but must lie in 0..{weight.shape[0] - 1}, or be {IGNORE_INDEX} (ignored)"
+            )
+
+
+def _auto_rows(hidden: Tensor, weight: Tensor) -> int:
+    """Choose equal tiles: the fewest that respect the byte bound, rounded to whole blocks of 128 rows."""
+    size = 8 if hidden.dtype == torch.float64 else 4
+    bound = (CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES) // (size * max(weight.shape[0], 1))
+    limit = max(bound // 128 * 128, min(128, max(bound, 1)))
+    tiles = -(-hidden.shape[0] // limit)
+    if tiles <= 1:
+        return max(hidden.shape[0], 1)
+    return min(limit, -(-hidden.shape[0] // (tiles * 128)) * 128)
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        rows: int,
+        want_entropy: bool,
+        want_lse: bool,
+        want_mean: bool,
+    ) -> tuple[Tensor | None, ...]:
+        work = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        M = hidden.shape[0]
+        logps, lse = (torch.empty(M, dtype=work, device=hidden.device) for _ in range(2))
+        entropy = torch.empty_like(lse) if want_entropy else None
+        mean = torch.empty_like(lse) if want_mean else None
+        ignored = targets < 0
+        safe = targets.masked_fill(ignored, 0)
+        projection = _operand(weight)
+        for part in _tiles(M, rows):
+            logits = _tile_logits(hidden[part], projection, bias, temperature, work)
+            if mean is not None:
+                mean[part] = logits.mean(-1)
+            top, at = logits.max(-1)
+            logp = torch.log_softmax(logits, -1)
+            del logits
+            # lse from the largest logit: log p is small there, so no digits are lost even when logits are huge
+            lse[part] = top - logp.gather(1, at[:, None])[:, 0]
+            logps[part] = logp.gather(1, safe[part, None])[:, 0]
+            if entropy is not None:
+                entropy[part] = -logp.exp().mul_(logp).sum(-1)
+            del logp
+        logps.masked_fill_(ignored, 0.0)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.temperature, ctx.rows = temperature, rows
+        ctx.set_materialize_grads(False)
+        # the saved log-sum-exp must not be the tensor handed out: a caller may change that one in place
+        return logps, entropy, lse.clone() if want_lse else None, mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        g_logp, g_entropy, g_lse, g_mean = upstream
+        ignored = targets < 0
+        if g_logp is not None:
+            g_logp = g_logp.masked_fill(ignored, 0.0)
+        safe = targets.masked_fill(ignored, 0)
+        # the common case: the row's gradient scales the small operands, which saves a pass over the tile
+        only_logps = g_entropy is None and g_lse is None and g_mean is None and not need_bias
+        row_scale = g_logp / -ctx.temperature if only_logps and g_logp is not None else None
+        projection = _operand(weight)
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight: Tensor | None = None
+        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
+        fused = projection.dtype == lse.dtype or _has_wide_addmm(projection)
+        for part in _tiles(hidden.shape[0], ctx.rows):
+            logp = _tile_logits(hidden[part], projection, bias, ctx.temperature, lse.dtype).sub_(lse[part, None])
+            scale = None if row_scale is None else row_scale[part]
+            if scale is not None:
+                tile = _one_hot_difference(logp, safe[part], projection.dtype)
+            else:
+                tile = _logit_gradient(
+                    logp,
+                    safe[part],
+                    *(None if g is None else g[part] for g in (g_logp, g_entropy, g_lse, g_mean)),
+                    entropy=None if entropy is None else entropy[part],
+                )
+                tile.div_(ctx.temperature)
+                if grad_bias is not None:
+                    grad_bias += tile.sum(0)
+                tile = tile.to(projection.dtype)
+            del logp
+            if grad_hidden is not None:
+                product = _matmul(tile, projection, lse.dtype)
+                grad_hidden[part] = product if scale is None else product.mul_(scale[:, None])
+                del product
+            if need_weight:
+                rows = hidden[part].to(lse.dtype)
+                rows = (rows if scale is None else rows * scale[:, None]).to(projection.dtype)
+                grad_weight = _accumulate(grad_weight, tile.t(), rows, lse.dtype, fused)
+            del tile
+        if need_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _tiles(total: int, rows: int) -> Iterator[slice]:
+    for start in range(0, total, rows):
+        yield slice(start, min(start + rows, total))
+
+
+def _one_hot_difference(logp: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn log p into p - onehot(target), in `dtype`, in one pass over the tile.
+
+    The row's upstream gradient is applied to the small operands instead of here. The target's entry is written as
+    expm1(log p): rounding p first would lose 1 - p for confident rows.
+    """
+    at_target = logp.gather(1, targets[:, None]).expm1_()
+    tile = logp.exp_() if dtype == logp.dtype else torch.exp(logp, out=torch.empty_like(logp, dtype=dtype))
+    return tile.scatter_(1, targets[:, None], at_target.to(dtype))
+
+
+def _logit_gradient(
+    logp: Tensor,
+    targets: Tensor,
+    g_logp: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    g_mean: Tensor | None,
+    *,
+    entropy: Tensor | None,
+) -> Tensor:
+    """Return d/dlogits = p (g_lse - g_logp - g_entropy (log p + H)) + g_mean / V + g_logp onehot(target)."""
+    at_logp = logp.gather(1, targets[:, None])[:, 0]
+    zero = torch.zeros_like(at_logp)
+    g_logp = zero if g_logp is None else g_logp
+    g_lse = zero if g_lse is None else g_lse
+    flat = zero if g_mean is None else g_mean / logp.shape[1]
+    factor = g_lse - g_logp
+    at_factor = g_lse
+    tile = logp.exp()
+    if g_entropy is not None and entropy is not None:
+        at_factor = g_lse - g_entropy * (at_logp + entropy)
+        tile.mul_(logp.add_(entropy[:, None]).mul_(-g_entropy[:, None]).add_(factor[:, None]))
+    else:
+        tile.mul_(factor[:, None])
+    if g_mean is not None:
+        tile.add_(flat[:, None])
+    at_target = at_logp.exp() * at_factor - g_logp * at_logp.expm1() + flat
+    return tile.scatter_(1, targets[:, None], at_target[:, None])
+
+
+def _operand(weight: Tensor) -> Tensor:
+    """Return the weight in the dtype the matrix products run in: half dtypes need CUDA's float32-output products."""
+    if weight.dtype in (torch.float32, torch.float64) or _has_wide_mm(weight):
+        return weight.detach()
+    return weight.detach().float()
+
+
+def _has_wide_mm(weight: Tensor) -> bool:
+    """Tell whether this device multiplies half-precision matrices into float32 (a tiny product, no synchronisation)."""
+    if not weight.is_cuda:
+        return False
+    probe = torch.zeros(16, 16, dtype=weight.dtype, device=weight.device)
+    try:
+        torch.mm(probe, probe, out_dtype=torch.float32)
+        return True
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def _has_wide_addmm(weight: Tensor) -> bool:
+    """Tell whether half-precision products can be added into a float32 matrix in place (newer torch on CUDA)."""
+    probe = torch.zeros(16, 16, dtype=weight.dtype, device=weight.device)
+    total = probe.float()
+    try:
+        torch.addmm(total, probe, probe, out_dtype=torch.float32, out=total)
+        return True
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, NotImplementedError, RuntimeError):
+        return False
+
+
+def _tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = _matmul(hidden.to(weight.dtype), weight.t(), dtype)
+    if bias is not None:
+        logits.add_(bias)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
+
+
+def _accumulate(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
+    """Return total + left @ right in `dtype`, in place."""
+    if total is None:
+        return _matmul(left, right, dtype)
+    if not fused:
+        return total.add_(_matmul(left, right, dtype))
+    if left.dtype == dtype:
+        return total.addmm_(left, right)
+    return torch.addmm(total, left, right, out_dtype=dtype, out=total)

@@ -1,0 +1,241 @@
+"""Proximal policy optimisation: rewards, advantages and the clipped losses, as pure functions.
+
+Shapes: N sequences, T tokens: padded [N, T], or packed [T] with cu_seqlens [N + 1] (sequence i is tokens
+cu_seqlens[i] .. cu_seqlens[i + 1] - 1). Token losses return one value per token; the caller divides by a global count.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .precision import at_least_float32
+
+MAX_LOG_RATIO = 20.0  # exp of more than this is outside any clip range, and overflows far beyond it
+
+
+class PolicyLoss(NamedTuple):
+    """Hold per-token policy losses, the probability ratios (detached) and where clipping decided the loss (0 or 1)."""
+
+    losses: Tensor
+    ratios: Tensor
+    clipped: Tensor
+
+
+class ValueLoss(NamedTuple):
+    """Hold per-token value losses and where clipping decided the loss (0 or 1)."""
+
+    losses: Tensor
+    clipped: Tensor
+
+
+def token_rewards(
+    kl: Tensor,
+    scores: Tensor,
+    last_index: Tensor,
+    kl_coefficient: float,
+    *,
+    score_clip: float | None = None,
+    missing_eos_penalty: float | None = None,
+    has_eos: Tensor | None = None,
+) -> Tensor:
+    """Return R_t = -kl_coefficient * kl_t, plus the sequence's score at its last token: [T] (1909.08593, eq. 2).
+
+    kl [T] per token, scores [N], last_index [N] int64: where each answer ends, which is its EOS token when it has one,
+    never the token after it. `score_clip` bounds |score|; `missing_eos_penalty` is then subtracted from the score of
+    answers whose `has_eos` [N] is false. Raises ValueError if the penalty is set without has_eos.
+    """
+    if missing_eos_penalty is not None and has_eos is None:
+        raise ValueError("missing_eos_penalty is set but has_eos is missing; tell which answers ended with EOS")
+    if scores.shape != last_index.shape:
+        raise ValueError(
+            f"scores are {list(scores.shape)} and last_index {list(last_index.shape)} but each answer needs one of both"
+        )
+    rewards = -kl_coefficient * at_least_float32(kl)
+    scores = at_least_float32(scores).to(rewards.dtype)
+    if score_clip is not None:
+        scores = scores.clamp(-score_clip, score_clip)
+    if missing_eos_penalty is not None and has_eos is not None:
+        scores = scores - missing_eos_penalty * (~has_eos.bool()).to(scores.dtype)
+    # positions are distinct (one per sequence), so the order of addition does not matter
+    return rewards.index_add(0, last_index, scores)
+
+
+def packed_gae(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), each [T], detached: generalised advantage estimation (1506.02438, eq. 16).
+
+    d_t = R_t + gamma V_{t+1} - V_t,  A_t = d_t + gamma lam A_{t+1},  returns = A + V; V and A are 0 after a sequence's
+    last token. The recurrence is solved for all sequences at once by doubling: after k rounds A_t holds the first 2^k
+    terms of its sum, so log2 of the longest length rounds give all of them, to rounding.
+    """
+    _check_discounts(gamma, lam)
+    if rewards.shape != values.shape or rewards.dim() != 1:
+        raise ValueError(
+            f"rewards are {list(rewards.shape)} and values {list(values.shape)} but both must be packed [T]"
+        )
+    rewards, values = at_least_float32(rewards.detach()), at_least_float32(values.detach())
+    T = rewards.shape[0]
+    if T == 0:
+        return rewards.clone(), values.clone()
+    lengths = cu_seqlens.diff()
+    # a device tensor is not read on the host: T bounds every length, at the price of a few empty rounds
+    longest = T if cu_seqlens.is_cuda else int(lengths.max())
+    if not cu_seqlens.is_cuda and int(cu_seqlens[-1]) != T:
+        raise ValueError(
+            f"cu_seqlens ends at {int(cu_seqlens[-1])} but there are {T} tokens; it must end at the token count"
+        )
+    ends = torch.repeat_interleave(cu_seqlens[1:].long(), lengths.long(), output_size=T).to(rewards.device)
+    left = ends - torch.arange(T, device=rewards.device)  # tokens from here to the sequence's end, this one included
+    next_values = torch.cat([values[1:], values.new_zeros(1)]).masked_fill(left == 1, 0.0)
+    advantages = rewards + gamma * next_values - values
+    reach, power = 1, gamma * lam
+    while reach < longest and power > 0.0:
+        further = torch.cat([advantages[reach:], advantages.new_zeros(min(reach, T))])
+        advantages = advantages + power * further.masked_fill(left <= reach, 0.0)
+        reach, power = 2 * reach, power * power
+    return advantages, advantages + values
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), padded [N, T] and 0 where mask is 0: `packed_gae` over the masked-in tokens.
+
+    Masked tokens are skipped wherever they stand, so a tool's output inside an answer neither earns nor decays credit;
+    for a contiguous mask this is the textbook recurrence on either padding side.
+    """
+    if not rewards.shape == values.shape == mask.shape or rewards.dim() != 2:
+        raise ValueError(
+            f"rewards are {list(rewards.shape)}, values {list(values.shape)} and mask {list(mask.shape)} "
+            "but all must be padded [N, T]"
+        )
+    kept = mask.bool()
+    counts = kept.sum(1).cpu()
+    cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    packed = packed_gae(rewards[kept], values[kept], cu_seqlens, gamma, lam)
+    advantages, returns = (torch.zeros_like(part.new_empty(mask.shape)).masked_scatter(kept, part) for part in packed)
+    return advantages, returns
+
+
+def ppo_policy_loss(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    clip: float = 0.2,
+    *,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """Return max(-A rho, -A clip(rho, 1 - clip, 1 + clip_high)) per token, rho = exp(logp - old_logp).
+
+    Source: 1707.06347, eq. 7. `clip_high` (default: clip) widens the upper side (DAPO, 2503.14476: 0.28). `dual_clip`
+    c > 1 bounds the loss of tokens with A < 0 by -c A (1912.09729; commonly 3). The log-ratio is cut at +-20,
+    beyond which its gradient is 0 already or absurd.
+    """
+    high = clip if clip_high is None else clip_high
+    if not 0 <= clip < 1 or high < 0:
+        raise ValueError(f"clip is {clip} and clip_high {high} but they must lie in [0, 1) and be at least 0")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip} but must be above 1 (commonly 3), or None")
+    advantages = at_least_float32(advantages.detach())
+    log_ratio = at_least_float32(logps) - at_least_float32(old_logps.detach())
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    plain, cut = -advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + high)
+    losses = torch.maximum(plain, cut)
+    clipped = cut > plain
+    if dual_clip is not None:
+        bounded = torch.minimum(losses, -dual_clip * advantages)
+        clipped = clipped | ((advantages < 0) & (bounded < losses))
+        losses = torch.where(advantages < 0, bounded, losses)
+    return PolicyLoss(losses, ratio.detach(), clipped.to(losses.dtype))
+
+
+def ppo_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2) -> ValueLoss:
+    """Return max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 per token; clip None or 0 leaves the plain square."""
+    values, old_values, returns = (at_least_float32(t) for t in (values, old_values.detach(), returns.detach()))
+    plain = (values - returns).square()
+    if not clip:
+        return ValueLoss(0.5 * plain, torch.zeros_like(plain.detach()))
+    if clip < 0:
+        raise ValueError(f"the value clip is {clip} but must be at least 0 (0 or None switches it off)")
+    cut = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return ValueLoss(0.5 * torch.maximum(plain, cut), (cut > plain).to(plain.dtype))
+
+
+def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Tensor:
+    """Return a per-token estimate of KL(policy || reference) from samples of the policy, d = logp - reference logp.
+
+    k1: d (unbiased). k2: d^2 / 2 (low variance, biased). k3: e^-d - 1 + d (unbiased, never negative), with the exponent
+    cut at 20. Source: Schulman, "Approximating KL divergence" (2020).
+    """
+    difference = at_least_float32(logps) - at_least_float32(reference_logps)
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return 0.5 * difference.square()
+    if kind == "k3":
+        return torch.expm1((-difference).clamp(max=MAX_LOG_RATIO)) + difference
+    raise ValueError(f"the KL estimate is {kind!r} but must be k1, k2 or k3")
+
+
+def whiten(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    mean: Tensor | float | None = None,
+    variance: Tensor | float | None = None,
+) -> Tensor:
+    """Return (values - mean) / sqrt(variance + 1e-8) where mask is set, 0 elsewhere.
+
+    `shift_mean=False` adds the mean back. Without `mean` and `variance` they are the population moments of the masked
+    values; with them (both or neither) the caller's, such as those of a whole rollout over all ranks, are used.
+    One value, or none, gives zeros, never nan.
+    """
+    if (mean is None) != (variance is None):
+        raise ValueError("whiten got one of mean and variance; pass both or neither")
+    values = at_least_float32(values)
+    kept = mask.bool()
+    if mean is None or variance is None:
+        count = kept.sum().clamp(min=1)
+        mean = values.masked_fill(~kept, 0.0).sum() / count
+        variance = (values - mean).masked_fill(~kept, 0.0).square().sum() / count
+    scale = torch.rsqrt(torch.as_tensor(variance, dtype=values.dtype, device=values.device) + 1e-8)
+    whitened = (values - mean) * scale
+    return (whitened if shift_mean else whitened + mean).masked_fill(~kept, 0.0)
+
+
+class AdaptiveKLController:
+    """Steer the KL coefficient towards a target (1909.08593, section 2.2).
+
+    coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon, where kl is the mean summed KL of a sequence and
+    n the sequences seen. All state is `coefficient`. With target None it is a fixed controller.
+    """
+
+    def __init__(self, coefficient: float = 0.2, target: float | None = 6.0, horizon: int = 10_000) -> None:
+        if coefficient < 0 or horizon <= 0 or (target is not None and target <= 0):
+            raise ValueError(
+                f"coefficient is {coefficient}, target {target} and horizon {horizon} "
+                "but the coefficient must be at least 0 and the others above 0 (target None keeps it fixed)"
+            )
+        self.coefficient = coefficient
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, sequences: int) -> float:
+        """Return the next coefficient after `sequences` sequences of mean summed KL `kl` (global, so ranks agree)."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coefficient *= 1 + error * sequences / self.horizon
+        return self.coefficient
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coefficient = float(state["coefficient"])
+
+
+def _check_discounts(gamma: float, lam: float) -> None:
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma is {gamma} and lam {lam} but both must lie in [0, 1]")

@@ -1,0 +1,129 @@
+"""The pairwise preference losses, each one small function of log-ratios.
+
+Shapes: every tensor is [N], one value per pair. Notation: S = summed log-probability of a completion, n its length,
+r = S_policy - S_reference, w chosen, l rejected, D = r_w - r_l, b = beta, e = label smoothing, s = sigmoid.
+Beside each loss stand its paper and the name under which TRL ("trl") and LLaMA-Factory ("lf") know it.
+A new type is one more function here and one more line in `dpo_loss`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_EXPONENT = 40.0  # e^40 and its square still fit float32, so one absurd pair cannot make a gradient norm infinite
+DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+
+
+def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float = 0.0, margin: float = 0.0) -> Tensor:
+    """Return -(1-e) log s(b D - g) - e log s(-(b D - g)), with margin g.
+
+    e = 0, g = 0: DPO (2305.18290, eq. 7; trl and lf "sigmoid"). e > 0: conservative DPO (Mitchell, cdpo.pdf; lf
+    "sigmoid" with dpo_label_smoothing; trl 1.x ignores e here). D of length-normalised ratios: trl "sigmoid_norm",
+    Tulu 3 "dpo_norm" (2411.15124). D of mean log-probabilities and g > 0: SimPO (2405.14734, eq. 6; lf "simpo").
+    """
+    z = beta * delta - margin
+    if not label_smoothing:
+        return -F.logsigmoid(z)
+    return -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
+
+
+def robust_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """Return [-(1-e) log s(b D) + e log s(-b D)] / (1 - 2e): unbiased under flipped labels (2403.00409; trl "robust").
+
+    It is unbounded below; negative values are right.
+    """
+    z = beta * delta
+    smoothed = -(1 - label_smoothing) * F.logsigmoid(z) + label_smoothing * F.logsigmoid(-z)
+    return smoothed / (1 - 2 * label_smoothing)
+
+
+def hinge_loss(delta: Tensor, beta: float) -> Tensor:
+    """Return max(0, 1 - b D): SLiC (2305.10425) as in RSO (2309.06657; trl and lf "hinge")."""
+    return F.relu(1 - beta * delta)
+
+
+def ipo_loss(delta: Tensor, beta: float) -> Tensor:
+    """Return (D - 1/(2b))^2 (2310.12036, eq. 17).
+
+    With D of length-normalised ratios: trl and lf "ipo", confirmed by the authors; sums: OpenRLHF's, here "ipo_sum".
+    """
+    return (delta - 1 / (2 * beta)).square()
+
+
+def exo_pair_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """Return q_w (log q_w - log(1-e)) + q_l (log q_l - log e), q_w = s(b D) = 1 - q_l.
+
+    Source: 2402.00856 (trl "exo_pair"). It needs e > 0: at e = 0 the value is infinite.
+    """
+    z = beta * delta
+    chosen = torch.sigmoid(z) * (F.logsigmoid(z) - math.log1p(-label_smoothing))
+    return chosen + torch.sigmoid(-z) * (F.logsigmoid(-z) - math.log(label_smoothing))
+
+
+def nca_pair_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Return -log s(b r_w) - (log s(-b r_w) + log s(-b r_l)) / 2 (2402.05369; trl "nca_pair")."""
+    z_w, z_l = beta * chosen, beta * rejected
+    return -F.logsigmoid(z_w) - 0.5 * F.logsigmoid(-z_w) - 0.5 * F.logsigmoid(-z_l)
+
+
+def sppo_hard_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Return (r_w - 1/(2b))^2 + (r_l + 1/(2b))^2 (2405.00675, hard labels; trl "sppo_hard")."""
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
+
+
+def apo_zero_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Return 1 - s(b r_w) + s(b r_l): raise the chosen, lower the rejected (2408.06266, eq. 7; trl "apo_zero")."""
+    return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
+
+
+def apo_down_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Return s(b r_w) + 1 - s(b D): lower both, the rejected more (2408.06266, eq. 8; trl "apo_down")."""
+    return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
+
+
+def discopop_loss(delta: Tensor, beta: float, temperature: float) -> Tensor:
+    """Return -(1-k) log s(z) + k exp(-z), z = b D, k = s(z / tau) (LRML, 2406.08414; trl "discopop", tau 0.05)."""
+    z = beta * delta
+    # k exp(-z) as one exponential: for tau <= 1 its exponent is never positive, so wide margins cannot overflow
+    return -torch.sigmoid(-z / temperature) * F.logsigmoid(z) + torch.exp(F.logsigmoid(z / temperature) - z)
+
+
+def orpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, beta: float) -> Tensor:
+    """Return -a_w - b log s(log odds_w - log odds_l), a = S / n, log odds = a - log(1 - e^a).
+
+    Source: 2403.07691 (trl and lf "orpo"). The first term is the chosen answer's mean negative log-likelihood, per
+    pair as in the paper and lf (trl averages it over the batch's tokens).
+    """
+    log_odds = (chosen_mean - log1mexp(chosen_mean)) - (rejected_mean - log1mexp(rejected_mean))
+    return -chosen_mean - beta * F.logsigmoid(log_odds)
+
+
+def divergence_score(ratio: Tensor, divergence: str, alpha: float = 0.5) -> Tensor:
+    """Return f'(e^r) up to a constant, which replaces r in D: f-DPO (2309.16240, table 1; trl `f_divergence_type`).
+
+    reverse_kl: r. forward_kl: 1 - e^-r. js: log 2 + log s(r). alpha: (e^{(a-1) r} - 1) / (a - 1) (trl 1.x; its a is one
+    minus the paper's). Exponents are cut at 40. Raises ValueError on an unknown divergence or alpha = 1.
+    """
+    if divergence == "reverse_kl":
+        return ratio
+    if divergence == "forward_kl":
+        return -torch.expm1((-ratio).clamp(max=MAX_EXPONENT))
+    if divergence == "js":
+        return math.log(2.0) + F.logsigmoid(ratio)
+    if divergence != "alpha":
+        raise ValueError(f"f_divergence is {divergence!r} but must be one of {', '.join(DIVERGENCES)}")
+    if alpha == 1:
+        raise ValueError("f_alpha is 1, where the alpha divergence is the reverse KL; set f_divergence to 'reverse_kl'")
+    return torch.expm1(((alpha - 1) * ratio).clamp(max=MAX_EXPONENT)) / (alpha - 1)
+
+
+def log1mexp(value: Tensor) -> Tensor:
+    """Return log(1 - e^a) for a <= 0 without losing digits at either end; a is held below 0 by one rounding unit."""
+    value = value.clamp(max=-torch.finfo(value.dtype).eps)
+    half = -math.log(2.0)
+    # each branch sees only arguments it can bear: an infinite gradient of the branch not taken would become nan
+    near = torch.log(-torch.expm1(value.clamp(min=half)))
+    far = torch.log1p(-torch.exp(value.clamp(max=half)))
+    return torch.where(value > half, near, far)

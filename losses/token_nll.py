@@ -1,0 +1,60 @@
+"""Token losses of pre-training and fine-tuning.
+
+Shapes: every argument holds one value per token, any common shape (a packed [T] or a padded [N, T]).
+Each function returns one value per token; `weighted_sum` turns them into the (sum, count) pair from which an exact
+global mean over micro-batches and ranks is formed.
+"""
+
+import torch
+from torch import Tensor
+
+from .precision import at_least_float32
+
+
+def token_nll(logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sum_t w_t * -logps_t, sum_t w_t); divide the global sums, not local means.
+
+    Tokens of weight 0 give neither value nor gradient, whatever their log-probability. With no weighted token the
+    sum is a zero that still carries (zero) gradient.
+    """
+    return weighted_sum(-at_least_float32(logps), weights)
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sum_t w_t * values_t, sum_t w_t), ignoring whatever stands where the weight is 0."""
+    if values.shape != weights.shape:
+        raise ValueError(
+            f"weights are {list(weights.shape)} but the token values are {list(values.shape)}; give one weight each"
+        )
+    values = at_least_float32(values)
+    weights = weights.to(values.dtype)
+    kept = torch.where(weights != 0, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return (kept * weights).sum(), weights.sum()
+
+
+def label_smoothed_nll(logps: Tensor, lse: Tensor, mean_logit: Tensor, label_smoothing: float) -> Tensor:
+    """Return (1 - e) * -logps + e * (lse - mean_logit) per token.
+
+    The second term is the mean over the vocabulary of -log p_v (Szegedy et al., 1512.00567;
+    the same as `label_smoothing` of torch's cross-entropy). Raises ValueError unless 0 <= e < 1.
+    """
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing is {label_smoothing} but must be at least 0 and below 1")
+    logps, lse, mean_logit = at_least_float32(logps), at_least_float32(lse), at_least_float32(mean_logit)
+    return (label_smoothing - 1) * logps + label_smoothing * (lse - mean_logit)
+
+
+def dft_nll(logps: Tensor) -> Tensor:
+    """Return -p_t * log p_t per token with p_t held constant: dynamic fine-tuning (2508.05629)."""
+    logps = at_least_float32(logps)
+    return -logps.detach().exp() * logps
+
+
+def z_loss(lse: Tensor, coefficient: float) -> Tensor:
+    """Return coefficient * lse^2 per token, which keeps the logits' normaliser near 0.
+
+    Source: PaLM (2204.02311, section 5; 1e-4 there). Raises ValueError if the coefficient is negative.
+    """
+    if coefficient < 0:
+        raise ValueError(f"the z-loss coefficient is {coefficient} but must be at least 0 (0 switches it off)")
+    return coefficient * at_least_float32(lse).square()

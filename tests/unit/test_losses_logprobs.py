@@ -1,0 +1,260 @@
+"""linear_logprobs against the naive computation with whole logits."""
+
+import pytest
+import torch
+from torch import nn
+
+from losses import LogProbs, linear_logprobs
+
+M, D, V = 11, 6, 17
+
+
+def naive(hidden, weight, targets, temperature=1.0, bias=None):
+    logits = hidden @ weight.t()
+    if bias is not None:
+        logits = logits + bias
+    logits = logits / temperature
+    p = logits.softmax(-1)
+    lse = torch.log(torch.exp(logits - logits.max()).sum(-1)) + logits.max()
+    logps = torch.stack([row[max(t, 0)] for row, t in zip(logits, targets.tolist())]) - lse
+    logps = torch.where(targets >= 0, logps, torch.zeros_like(logps))
+    return LogProbs(logps, -(p * (logits - lse[:, None])).sum(-1), lse, logits.mean(-1))
+
+
+def inputs(m=M, d=D, v=V, dtype=torch.float64, seed=0, ignored=(3,)):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(m, d, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(v, d, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(v, (m,), generator=g)
+    for i in ignored:
+        if i < m:
+            targets[i] = -100
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("tile_rows", [1, 4, M, 64, "auto"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_all_outputs_and_gradients_equal_naive(tile_rows, temperature):
+    hidden, weight, targets = inputs()
+    bias = torch.randn(V, dtype=torch.float64, requires_grad=True)
+    g = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(M, generator=g, dtype=torch.float64) for _ in range(4)]
+    ours = linear_logprobs(
+        hidden,
+        weight,
+        targets,
+        entropy=True,
+        lse=True,
+        mean_logit=True,
+        temperature=temperature,
+        tile_rows=tile_rows,
+        bias=bias,
+    )
+    theirs = naive(hidden, weight, targets, temperature, bias)
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    ours_grad = torch.autograd.grad(ours, [hidden, weight, bias], upstream)
+    theirs_grad = torch.autograd.grad(theirs, [hidden, weight, bias], upstream)
+    for a, b in zip(ours_grad, theirs_grad):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", ["logps", "entropy", "lse", "mean_logit"])
+def test_each_output_alone_has_exact_gradients(which):
+    hidden, weight, targets = inputs(seed=2)
+    upstream = torch.randn(M, dtype=torch.float64)
+    ours = getattr(
+        linear_logprobs(hidden, weight, targets, entropy=True, lse=True, mean_logit=True, tile_rows=3), which
+    )
+    theirs = getattr(naive(hidden, weight, targets), which)
+    for a, b in zip(
+        torch.autograd.grad(ours, [hidden, weight], upstream), torch.autograd.grad(theirs, [hidden, weight], upstream)
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("flags", [{}, {"entropy": True}, {"lse": True, "mean_logit": True}])
+def test_gradcheck(flags):
+    hidden, weight, targets = inputs(5, 3, 7, seed=3)
+    assert torch.autograd.gradcheck(
+        lambda h, w: tuple(
+            t for t in linear_logprobs(h, w, targets, tile_rows=2, temperature=1.3, **flags) if t is not None
+        ),
+        (hidden, weight),
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 64])
+def test_weight_gradient_follows_the_upstream_scale(scale):
+    hidden, weight, targets = inputs(seed=4)
+    unscaled = torch.autograd.grad(-linear_logprobs(hidden, weight, targets).logps.sum(), [hidden, weight])
+    scaled = torch.autograd.grad(-linear_logprobs(hidden, weight, targets).logps.sum() * scale, [hidden, weight])
+    for a, b in zip(scaled, unscaled):
+        torch.testing.assert_close(a, b * scale, rtol=1e-12, atol=0)
+
+
+def test_no_rows_still_connect_both_inputs():
+    hidden, weight, targets = inputs(0, ignored=())
+    out = linear_logprobs(hidden, weight, targets, entropy=True)
+    assert out.logps.shape == (0,) and out.entropy.shape == (0,)
+    (out.logps.sum() + out.entropy.sum()).backward()
+    assert hidden.grad.shape == (0, D) and torch.equal(weight.grad, torch.zeros(V, D, dtype=torch.float64))
+
+
+def test_ignored_targets_give_zero_value_and_gradient():
+    hidden, weight, targets = inputs()
+    targets.fill_(-100)
+    out = linear_logprobs(hidden, weight, targets)
+    assert torch.equal(out.logps, torch.zeros(M, dtype=torch.float64))
+    out.logps.sum().backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_one_token():
+    hidden, weight, targets = inputs(1, ignored=())
+    torch.testing.assert_close(linear_logprobs(hidden, weight, targets).logps, naive(hidden, weight, targets).logps)
+
+
+def test_huge_logits_stay_finite():
+    hidden, weight, targets = inputs(ignored=())
+    hidden = (hidden.detach().float() * 1e4).requires_grad_()
+    weight = weight.detach().float().requires_grad_()
+    out = linear_logprobs(hidden, weight, targets, entropy=True, lse=True)
+    (out.logps.sum() + out.entropy.sum() + out.lse.sum()).backward()
+    assert all(torch.isfinite(t).all() for t in (out.logps, out.entropy, out.lse, hidden.grad, weight.grad))
+    exact = (hidden.detach().double() @ weight.detach().double().t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(out.logps.double(), exact, rtol=1e-6, atol=2e-2)
+
+
+def test_tile_size_changes_nothing_beyond_rounding():
+    hidden, weight, targets = inputs(64, 8, 50, torch.float32)
+    results = []
+    for rows in (1, 7, 64):
+        out = linear_logprobs(hidden, weight, targets, tile_rows=rows).logps
+        results.append((out, *torch.autograd.grad(out.sum(), [hidden, weight])))
+    for other in results[1:]:
+        for a, b in zip(results[0], other):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_bfloat16_inputs_keep_float32_log_probabilities():
+    """A bfloat16 log-softmax is off by whole units in such a sum; ours keeps float32 throughout."""
+    g = torch.Generator().manual_seed(0)
+    m, d, v = 256, 32, 16_032
+    hidden = torch.randn(m, d, generator=g).bfloat16().requires_grad_()
+    weight = (0.5 * torch.randn(v, d, generator=g)).bfloat16().requires_grad_()
+    targets = torch.randint(v, (m,), generator=g)
+    exact_logits = hidden.detach().double() @ weight.detach().double().t()
+    exact = exact_logits.log_softmax(-1).gather(1, targets[:, None]).sum()
+    ours = linear_logprobs(hidden, weight, targets).logps
+    assert ours.dtype == torch.float32
+    assert abs(ours.double().sum() - exact) < 1e-3
+    coarse = exact_logits.bfloat16().log_softmax(-1).gather(1, targets[:, None]).double().sum()
+    assert abs(coarse - exact) > 0.1  # what the rule protects from
+    grad_hidden, grad_weight = torch.autograd.grad(ours.sum(), [hidden, weight])
+    assert grad_hidden.dtype == grad_weight.dtype == torch.bfloat16
+    difference = torch.zeros(m, v, dtype=torch.float64).scatter_(1, targets[:, None], 1.0) - exact_logits.softmax(-1)
+    for got, want in (
+        (grad_hidden, difference @ weight.detach().double()),
+        (grad_weight, difference.t() @ hidden.detach().double()),
+    ):
+        assert (got.double() - want).norm() < 3e-3 * want.norm()
+
+
+def test_bfloat16_weight_gradient_is_accumulated_in_float32():
+    """Every tile adds less than half a bfloat16 unit of the total: bfloat16 accumulation would lose it."""
+    rows = 512
+    hidden = torch.ones(rows, 1).bfloat16()
+    weight = torch.zeros(2, 1).bfloat16().requires_grad_()
+    logps = linear_logprobs(hidden, weight, torch.zeros(rows, dtype=torch.long), tile_rows=1).logps
+    (grad,) = torch.autograd.grad(logps.sum(), weight)
+    assert grad.flatten().tolist() == [rows / 2, -rows / 2]
+
+
+def test_confident_rows_keep_their_small_gradient():
+    """1 - p is far below a bfloat16 unit of p; it must not round to zero."""
+    hidden = torch.tensor([[1.0]]).bfloat16().requires_grad_()
+    weight = torch.tensor([[10.0], [0.0]]).bfloat16()
+    logps = linear_logprobs(hidden, weight, torch.tensor([0])).logps
+    logps.sum().backward()
+    want = 10 / (1 + torch.e**10)
+    assert abs(hidden.grad.item() - want) < 1e-2 * want
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(V, D))
+
+    def forward(self, hidden, targets):
+        return linear_logprobs(hidden, self.weight, targets, tile_rows=4)
+
+
+def test_parameter_data_may_be_replaced_between_forward_and_backward():
+    """A partitioning engine frees the weight after forward and gathers it again, elsewhere, before backward."""
+    torch.manual_seed(0)
+    head, hidden, targets = Head(), torch.randn(M, D, requires_grad=True), torch.randint(V, (M,))
+    want = torch.autograd.grad(naive(hidden, head.weight, targets).logps.sum(), [hidden, head.weight])
+    logps = head(hidden, targets).logps
+    full = head.weight.data.clone()
+    head.weight.data = torch.empty(0)
+    head.weight.data = full
+    logps.sum().backward()
+    torch.testing.assert_close(hidden.grad, want[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(head.weight.grad, want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_frozen_weight_and_frozen_hidden():
+    hidden, weight, targets = inputs()
+    want = torch.autograd.grad(naive(hidden, weight, targets).logps.sum(), [hidden, weight])
+    linear_logprobs(hidden, weight.detach(), targets).logps.sum().backward()
+    torch.testing.assert_close(hidden.grad, want[0])
+    assert weight.grad is None
+    linear_logprobs(hidden.detach(), weight, targets).logps.sum().backward()
+    torch.testing.assert_close(weight.grad, want[1])
+    with torch.no_grad():
+        assert not linear_logprobs(hidden, weight, targets).logps.requires_grad
+
+
+def test_logits_never_exist_whole():
+    """The largest tensor that autograd or the computation holds is one tile."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in torch.utils._pytree.tree_leaves(out):
+                if isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[1] == 997:
+                    largest = max(largest, t.shape[0])
+            return out
+
+    hidden, weight, targets = inputs(300, 4, 997, torch.float32)
+    with Watch():
+        linear_logprobs(hidden, weight, targets, tile_rows=32, entropy=True).logps.sum().backward()
+    assert largest == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(2, 3, 4)}, r"hidden is \[2, 3, 4\]"),
+        ({"targets": torch.zeros(3, dtype=torch.long)}, r"must be int64 \[2\]"),
+        ({"targets": torch.zeros(2)}, "torch.float32"),
+        ({"targets": torch.tensor([0, 5])}, r"targets hold 5 but must lie in 0\.\.4"),
+        ({"targets": torch.tensor([0, -1])}, "targets hold -1"),
+        ({"weight": torch.zeros(5, 4, dtype=torch.bfloat16)}, "one floating dtype"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"tile_rows": 0}, "tile_rows is 0"),
+        ({"tile_rows": "big"}, "tile_rows is 'big'"),
+        ({"bias": torch.zeros(4)}, r"bias is \[4\] but must be \[5\]"),
+    ],
+)
+def test_bad_arguments_are_refused(change, message):
+    arguments = {
+        "hidden": torch.zeros(2, 4),
+        "weight": torch.zeros(5, 4),
+        "targets": torch.zeros(2, dtype=torch.long),
+    } | change
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("targets"), **arguments)

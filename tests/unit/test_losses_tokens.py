@@ -1,0 +1,251 @@
+"""Token losses and PPO against loops in float64."""
+
+import math
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from losses import (
+    AdaptiveKLController,
+    dft_nll,
+    gae,
+    kl_estimate,
+    label_smoothed_nll,
+    linear_logprobs,
+    packed_gae,
+    ppo_policy_loss,
+    ppo_value_loss,
+    token_nll,
+    token_rewards,
+    weighted_sum,
+    whiten,
+    z_loss,
+)
+
+
+def test_token_nll_and_its_limits():
+    logps = torch.tensor([-1.0, -2.0, -float("inf"), float("nan")], requires_grad=True)
+    total, count = token_nll(logps, torch.tensor([1.0, 0.5, 0.0, 0.0]))
+    total.backward()
+    assert (total.item(), count.item()) == (2.0, 1.5)
+    assert logps.grad.tolist() == [-1.0, -0.5, 0.0, 0.0]
+    logps = torch.zeros(3, requires_grad=True)
+    total, count = token_nll(logps, torch.zeros(3))
+    total.backward()
+    assert (total.item(), count.item(), logps.grad.tolist()) == (0.0, 0.0, [0.0] * 3)
+    empty = torch.zeros(0, requires_grad=True)
+    token_nll(empty, torch.zeros(0))[0].backward()
+    assert token_nll(torch.zeros(2).bfloat16(), torch.ones(2))[0].dtype == torch.float32
+    with pytest.raises(ValueError, match="give one weight each"):
+        weighted_sum(torch.zeros(2), torch.zeros(3))
+
+
+def test_micro_batches_add_up_to_the_whole():
+    logps, weights = torch.randn(12, dtype=torch.float64), torch.rand(12, dtype=torch.float64).round()
+    whole = token_nll(logps, weights)
+    for split in ([12], [5, 7], [1, 1, 10]):
+        parts = [token_nll(a, b) for a, b in zip(logps.split(split), weights.split(split))]
+        torch.testing.assert_close(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole[0] / whole[1])
+
+
+@pytest.mark.parametrize("e", [0.0, 0.1])
+def test_label_smoothing_equals_torch(e):
+    hidden, weight = torch.randn(5, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    targets = torch.randint(9, (5,))
+    out = linear_logprobs(hidden, weight, targets, lse=True, mean_logit=True)
+    want = F.cross_entropy(hidden @ weight.t(), targets, label_smoothing=e, reduction="none")
+    torch.testing.assert_close(label_smoothed_nll(out.logps, out.lse, out.mean_logit, e), want)
+    with pytest.raises(ValueError, match="label_smoothing is 1"):
+        label_smoothed_nll(out.logps, out.lse, out.mean_logit, 1)
+
+
+def test_dft_holds_the_probability_constant():
+    logps = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    dft_nll(logps).sum().backward()
+    torch.testing.assert_close(logps.grad, -logps.detach().exp())
+    torch.testing.assert_close(dft_nll(logps), -logps.exp() * logps)
+
+
+def test_z_loss():
+    assert z_loss(torch.tensor([3.0]), 1e-4).item() == pytest.approx(9e-4)
+    with pytest.raises(ValueError, match="z-loss coefficient is -1"):
+        z_loss(torch.zeros(1), -1)
+
+
+# PPO
+
+
+def gae_loop(rewards, values, gamma, lam):
+    advantages, later = [0.0] * len(rewards), 0.0
+    for t in reversed(range(len(rewards))):
+        after = values[t + 1] if t + 1 < len(values) else 0.0
+        later = rewards[t] + gamma * after - values[t] + gamma * lam * later
+        advantages[t] = later
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (1.0, 1.0), (0.0, 0.5), (0.9, 0.0), (1.0, 0.5)])
+def test_packed_gae_equals_the_loop(gamma, lam):
+    g = torch.Generator().manual_seed(0)
+    lengths = [1, 37, 2, 64, 65, 1, 130]
+    cu = torch.tensor([0, *lengths]).cumsum(0)
+    rewards, values = (torch.randn(sum(lengths), generator=g, dtype=torch.float64) for _ in range(2))
+    advantages, returns = packed_gae(rewards, values, cu.int(), gamma, lam)
+    want = []
+    for a, b in zip(cu[:-1].tolist(), cu[1:].tolist()):
+        want += gae_loop(rewards[a:b].tolist(), values[a:b].tolist(), gamma, lam)
+    torch.testing.assert_close(advantages, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(returns, advantages + values)
+
+
+def test_packed_gae_has_no_loop_over_tokens():
+    n = 300_000
+    start = time.perf_counter()
+    advantages, _ = packed_gae(torch.ones(n), torch.zeros(n), torch.tensor([0, n]), 1.0, 1.0)
+    assert time.perf_counter() - start < 2
+    assert advantages[0].item() == pytest.approx(n, rel=1e-6)
+    empty, _ = packed_gae(torch.zeros(0), torch.zeros(0), torch.tensor([0]))
+    assert empty.shape == (0,)
+
+
+def test_gae_skips_masked_tokens_on_either_side_and_inside():
+    g = torch.Generator().manual_seed(1)
+    rewards, values = (torch.randn(4, 6, generator=g, dtype=torch.float64) for _ in range(2))
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1], [1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 0]])
+    advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
+    for i in range(4):
+        kept = mask[i].bool()
+        want = torch.tensor(
+            gae_loop(rewards[i][kept].tolist(), values[i][kept].tolist(), 0.9, 0.8), dtype=torch.float64
+        )
+        torch.testing.assert_close(advantages[i][kept], want)
+        torch.testing.assert_close(returns[i][kept], want + values[i][kept])
+        assert not advantages[i][~kept].any() and not returns[i][~kept].any()
+    with pytest.raises(ValueError, match=r"padded \[N, T\]"):
+        gae(rewards, values, mask[:, :3])
+    with pytest.raises(ValueError, match=r"gamma is 1\.5"):
+        gae(rewards, values, mask, gamma=1.5)
+    with pytest.raises(ValueError, match="cu_seqlens ends at 3 but there are 2"):
+        packed_gae(torch.zeros(2), torch.zeros(2), torch.tensor([0, 3]))
+
+
+def policy_literal(logp, old, a, low, high, dual):
+    rho = math.exp(logp - old)
+    loss = max(-a * rho, -a * min(max(rho, 1 - low), 1 + high))
+    return min(loss, -dual * a) if dual and a < 0 else loss
+
+
+@pytest.mark.parametrize(("high", "dual"), [(None, None), (0.28, None), (None, 3.0)])
+def test_policy_loss_equals_its_equation(high, dual):
+    g = torch.Generator().manual_seed(2)
+    logps, old, advantages = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
+    out = ppo_policy_loss(logps, old, advantages, 0.2, clip_high=high, dual_clip=dual)
+    want = [
+        policy_literal(*row, 0.2, high or 0.2, dual) for row in zip(logps.tolist(), old.tolist(), advantages.tolist())
+    ]
+    torch.testing.assert_close(out.losses, torch.tensor(want, dtype=torch.float64))
+    torch.testing.assert_close(out.ratios, (logps - old).exp())
+    assert torch.autograd.gradcheck(
+        lambda x: ppo_policy_loss(x, old, advantages, clip_high=high, dual_clip=dual).losses, logps.requires_grad_()
+    )
+    # a clipped token gives no gradient, an unclipped one does
+    (grad,) = torch.autograd.grad(
+        out.losses.sum()
+        if out.losses.requires_grad
+        else ppo_policy_loss(logps, old, advantages, clip_high=high, dual_clip=dual).losses.sum(),
+        logps,
+    )
+    assert torch.equal(grad == 0, out.clipped.bool())
+
+
+def test_policy_loss_limits():
+    for gap in (1e4, -1e4):
+        for a in (1.0, -1.0):
+            logps = torch.tensor([gap], requires_grad=True)
+            out = ppo_policy_loss(logps, torch.zeros(1), torch.tensor([a]))
+            out.losses.sum().backward()
+            assert torch.isfinite(out.losses).all() and torch.isfinite(logps.grad).all()
+    out = ppo_policy_loss(torch.zeros(3), torch.zeros(3), torch.tensor([1.0, -2.0, 0.0]))
+    assert out.ratios.tolist() == [1.0] * 3 and out.losses.tolist() == [-1.0, 2.0, 0.0] and not out.clipped.any()
+    with pytest.raises(ValueError, match=r"clip is 1\.5"):
+        ppo_policy_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), 1.5)
+    with pytest.raises(ValueError, match="dual_clip is 1"):
+        ppo_policy_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), dual_clip=1)
+
+
+def test_value_loss():
+    v, old, g = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, -3.0])
+    out = ppo_value_loss(v, old, g, 0.2)
+    assert out.losses.tolist() == pytest.approx([0.5 * 1.8**2, 0.5, 4.5]) and out.clipped.tolist() == [1.0, 0.0, 0.0]
+    torch.testing.assert_close(ppo_value_loss(v, old, g, None).losses, 0.5 * (v - g) ** 2)
+    assert torch.autograd.gradcheck(
+        lambda x: ppo_value_loss(x, old.double(), g.double()).losses, v.double().requires_grad_()
+    )
+    with pytest.raises(ValueError, match="value clip is -1"):
+        ppo_value_loss(v, old, g, -1)
+
+
+def test_kl_estimates():
+    d = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    zero = torch.zeros_like(d)
+    torch.testing.assert_close(kl_estimate(d, zero, "k1"), d)
+    torch.testing.assert_close(kl_estimate(d, zero, "k2"), d**2 / 2)
+    torch.testing.assert_close(kl_estimate(d, zero, "k3"), torch.exp(-d) - 1 + d)
+    assert (kl_estimate(d, zero, "k3") >= 0).all()
+    assert torch.isfinite(kl_estimate(torch.tensor([-1e4, 1e4]), torch.zeros(2), "k3")).all()
+    with pytest.raises(ValueError, match="must be k1, k2 or k3"):
+        kl_estimate(d, zero, "k4")
+
+
+def test_kl_estimates_agree_in_expectation():
+    """k1 and k3 estimate KL(p || q) from samples of p without bias."""
+    g = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(8, generator=g, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    sample = torch.multinomial(p.exp(), 200_000, True, generator=g)
+    exact = (p.exp() * (p - q)).sum().item()
+    for kind in ("k1", "k3"):
+        assert kl_estimate(p[sample], q[sample], kind).mean().item() == pytest.approx(exact, abs=0.02)
+
+
+def test_whiten():
+    values = torch.tensor([[1.0, 2.0, 99.0], [4.0, 99.0, 99.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    kept = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    got = whiten(values, mask)
+    torch.testing.assert_close(got[mask.bool()], (kept - kept.mean()) / (kept.var(unbiased=False) + 1e-8).sqrt())
+    assert not got[~mask.bool()].any()
+    unshifted = whiten(values, mask, shift_mean=False)[mask.bool()]
+    torch.testing.assert_close(unshifted, got[mask.bool()] + kept.mean())
+    torch.testing.assert_close(whiten(values, mask, mean=kept.mean(), variance=kept.var(unbiased=False)), got)
+    assert whiten(torch.tensor([5.0]), torch.ones(1)).tolist() == [0.0]
+    assert whiten(torch.tensor([5.0]), torch.zeros(1)).tolist() == [0.0]
+    with pytest.raises(ValueError, match="pass both or neither"):
+        whiten(values, mask, mean=1.0)
+
+
+def test_score_lands_on_the_last_token():
+    """[t, t, eos] and [t, t] cut off: the score stands on eos itself, and the penalty on the answer without one."""
+    kl = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+    got = token_rewards(
+        kl, torch.tensor([30.0, 1.0]), torch.tensor([2, 4]), 0.5, score_clip=10.0, missing_eos_penalty=2.0,
+        has_eos=torch.tensor([True, False]),
+    )  # fmt: skip
+    torch.testing.assert_close(got, torch.tensor([-0.05, -0.1, 10 - 0.15, -0.2, -1 - 0.25]))
+    with pytest.raises(ValueError, match="has_eos is missing"):
+        token_rewards(kl, torch.zeros(1), torch.zeros(1, dtype=torch.long), 0.5, missing_eos_penalty=1.0)
+    with pytest.raises(ValueError, match="each answer needs one of both"):
+        token_rewards(kl, torch.zeros(1), torch.zeros(2, dtype=torch.long), 0.5)
+
+
+def test_adaptive_kl_controller():
+    controller = AdaptiveKLController(0.2, 6.0, 10_000)
+    assert controller.update(12.0, 256) == pytest.approx(0.201024)
+    assert AdaptiveKLController(0.2, 6.0, 10_000).update(0.0, 256) == pytest.approx(0.2 * (1 - 0.2 * 0.0256))
+    other = AdaptiveKLController()
+    other.load_state_dict(controller.state_dict())
+    assert other.update(6.0, 8) == controller.update(6.0, 8)
+    assert AdaptiveKLController(0.05, None).update(100.0, 8) == 0.05
+    with pytest.raises(ValueError, match="horizon 0"):
+        AdaptiveKLController(horizon=0)
