@@ -294,7 +294,8 @@ SIGNATURES = {
     "loss_type='sigmoid' label_smoothing=0.0 * chosen_lengths=None rejected_lengths=None simpo_gamma=0.5 "
     "discopop_tau=0.05 f_divergence='reverse_kl' f_alpha=0.5",
     "kto_loss": "policy_chosen_logps policy_rejected_logps policy_KL_logps reference_chosen_logps "
-    "reference_rejected_logps reference_KL_logps beta=0.1 desirable_weight=1.0 undesirable_weight=1.0 * kl=None loss_type='kto'",
+    "reference_rejected_logps reference_KL_logps beta=0.1 desirable_weight=1.0 undesirable_weight=1.0 * kl=None "
+    "loss_type='kto'",
     "kto_baseline": "policy_logps reference_logps",
     "reward_loss": "chosen_rewards rejected_rewards margin=None center_coefficient=0.0",
     "ld_dpo_weights": "token_index public_lengths alpha",
