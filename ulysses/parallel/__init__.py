@@ -1,0 +1,24 @@
+"""Ulysses sequence parallelism: torch only, usable on its own (copy the folder).
+
+Read in this order: mesh, batch, layout, plan, all_to_all, attention, kernels, reduce.
+"""
+
+from .all_to_all import SeqAllToAll4D
+from .attention import UlyssesAttention
+from .batch import PackedBatch, Sequence, ShardedBatch, pack_shard, shard
+from .mesh import ParallelMesh
+from .reduce import gather_tokens, segment_sums, sequence_last
+
+__all__ = [
+    "PackedBatch",
+    "ParallelMesh",
+    "SeqAllToAll4D",
+    "Sequence",
+    "ShardedBatch",
+    "UlyssesAttention",
+    "gather_tokens",
+    "pack_shard",
+    "segment_sums",
+    "sequence_last",
+    "shard",
+]

@@ -1,0 +1,254 @@
+"""Varlen attention kernels behind one call, and the choice among them.
+
+    attention stage  -->  varlen_forward(kernel, q, k, v, segments)  -->  out [T, H, E], lse [H, T]
+                          varlen_backward(kernel, dout, q, k, v, out, lse, segments)  -->  dq, dk, dv
+
+    reference   plain matrix products, any device, dtype, head dim and window; float64 too; the measure of the others
+    torch       torch's own flash attention: varlen on GPU, document by document on CPU
+    cudnn       cuDNN's fused attention, document by document: for packs of few long documents
+    flash2      flash-attn 2.x (Ampere and newer)
+    flash4      flash-attn 4 (`flash_attn.cute`; Hopper and Blackwell)
+
+Forward and backward are separate, so that a caller may keep (out, lse) and never run the forward kernel again. Causal
+is bottom-right: the last query of a document sees its last key.
+
+Letters: T packed tokens, H query heads, K kv heads, E head dim.
+"""
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import kernels_document as by_document
+from .kernels_document import Window, visible
+from .layout import Segments
+
+KERNELS = ("flash4", "flash2", "cudnn", "torch", "reference")
+HALF = (torch.float16, torch.bfloat16)
+FEW_DOCUMENTS = 16  # more calls than this cost the per-document kernel more than it gains
+
+
+class KernelChoice(NamedTuple):
+    """A kernel's name, and why it was taken: one sentence for the log."""
+
+    name: str
+    reason: str
+
+
+class Options(NamedTuple):
+    """What to compute: softmax(q k^T * scale) v, masked by `causal` and `window` (left, right; -1 = no limit)."""
+
+    causal: bool
+    scale: float
+    window: Window | None = None
+    deterministic: bool = False
+
+
+def available_kernels(device: torch.device | str) -> list[str]:
+    """Name the kernels that this machine can run on the device, fastest first."""
+    return [name for name in KERNELS if _missing(name, torch.device(device)) is None]
+
+
+def resolve_kernel(
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    window: Window | None = None,
+    deterministic: bool = False,
+    documents: int | None = None,
+) -> KernelChoice:
+    """Check a requested kernel, or find the fastest exact one for "auto"; every rank decides the same.
+
+    `documents` of a pack, if known, lets "auto" take cuDNN for a single one. Raises ValueError: what was asked, what is
+    required, what to change.
+    """
+    device = torch.device(device)
+    case = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
+
+    def objection(candidate: str) -> str | None:
+        missing = _missing(candidate, device)
+        return missing or _unfit(candidate, device, dtype, head_dim, window, deterministic)
+
+    if name == "auto":
+        passed_over = []
+        for candidate in KERNELS:
+            reason = objection(candidate)
+            if reason is None and candidate == "cudnn" and documents != 1:
+                reason = "cudnn runs document by document"
+            if reason is None:
+                return KernelChoice(candidate, f"attention kernel {candidate} ({case}); " + "; ".join(passed_over))
+            passed_over.append(reason)
+    if name == "flash3":
+        raise ValueError("attention kernel flash3 is not supported; set flash4, which runs on Hopper too, or auto")
+    if name not in KERNELS:
+        raise ValueError(f"attention kernel {name!r} is unknown; set auto, {', '.join(KERNELS)} or give a callable")
+    reason = objection(name)
+    if reason is not None:
+        raise ValueError(f"attention kernel {name} cannot run here ({case}): {reason}; set another kernel or auto")
+    return KernelChoice(name, f"attention kernel {name} ({case}), as requested")
+
+
+def _missing(name: str, device: torch.device) -> str | None:
+    """Why this machine lacks the kernel."""
+    if name in ("reference", "torch"):
+        return None
+    if device.type != "cuda":
+        return f"{name} needs a GPU, the device is {device.type}"
+    major = torch.cuda.get_device_capability(device)[0]
+    needed = {"flash4": 9, "cudnn": 9, "flash2": 8}[name]
+    if major < needed or (name == "flash4" and major > 11):
+        return f"{name} does not run on compute capability {major}"
+    if name == "cudnn":
+        return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
+    module = {"flash4": "flash_attn.cute.interface", "flash2": "flash_attn.flash_attn_interface"}[name]
+    error = _load(module)[1]
+    if error is None and name == "flash2" and not hasattr(_flash2(), "_wrapped_flash_attn_varlen_forward"):
+        return "flash2 needs flash-attn 2.7 or newer"
+    return None if error is None else f"{name} cannot be imported ({error})"
+
+
+def _unfit(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, window: Window | None, deterministic: bool
+) -> str | None:
+    """Why the kernel cannot compute this case."""
+    left, right = visible(False, window)
+    windowed = left is not None or right is not None
+    if name == "reference":
+        return None
+    if name == "torch" and device.type != "cuda":
+        return "torch's CPU kernel knows no window" if windowed else None
+    if dtype not in HALF:
+        return f"{name} needs float16 or bfloat16"
+    limit = 128 if name in ("flash4", "cudnn") else 256
+    if head_dim % 8 or head_dim > limit:
+        return f"{name} needs a head dim that is a multiple of 8 and at most {limit}"
+    if name == "cudnn" and windowed:
+        return "cudnn knows no window"
+    if name in ("torch", "cudnn") and deterministic and not torch.are_deterministic_algorithms_enabled():
+        return f"{name} is deterministic only under torch.use_deterministic_algorithms(True)"
+    return None
+
+
+@functools.cache
+def _load(module: str) -> tuple[ModuleType | None, str | None]:
+    try:
+        return importlib.import_module(module), None
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:  # also a build for another torch or driver
+        return None, str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _flash2() -> Any:
+    return _load("flash_attn.flash_attn_interface")[0]
+
+
+def _flash4() -> Any:
+    return _load("flash_attn.cute.interface")[0]
+
+
+def varlen_attention(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Attend within every document; differentiable. Returns out [Tq, H, E] and lse [H, Tq] (takes no gradient)."""
+    return _VarlenAttention.apply(kernel, q, k, v, segments, options)
+
+
+class _VarlenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: str, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = varlen_forward(kernel, q, k, v, segments, options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = kernel, segments, options
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        kernel, segments, options = ctx.arguments
+        return None, *varlen_backward(kernel, dout, *ctx.saved_tensors, segments, options), None, None
+
+
+def varlen_forward(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Run a kernel's forward: q [Tq, H, E], k and v [Tk, K, E] -> out [Tq, H, E], lse [H, Tq] float32 or float64."""
+    causal, scale, window, _ = options
+    cu = segments.cu_q, segments.cu_k
+    longest = segments.max_q, segments.max_k
+    left, right = visible(causal, window)
+    if kernel == "reference":
+        return by_document.reference_forward(q, k, v, segments, causal=causal, scale=scale, window=window)
+    if kernel == "cudnn":
+        return by_document.fused_forward(by_document.cudnn_forward, q, k, v, segments, causal=causal, scale=scale)
+    if kernel == "torch" and not q.is_cuda:
+        return by_document.fused_forward(by_document.cpu_forward, q, k, v, segments, causal=causal, scale=scale)
+    if kernel == "torch":
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *cu, *longest, 0.0, causal, False,
+            scale=scale, window_size_left=_or_minus_one(left), window_size_right=_or_minus_one(right),
+        )  # fmt: skip
+    elif kernel == "flash2":
+        out, lse, *_ = _flash2()._flash_attn_varlen_forward(
+            q, k, v, *cu, *longest, 0.0, scale,
+            causal=causal, window_size_left=_or_minus_one(left), window_size_right=_or_minus_one(right),
+        )  # fmt: skip
+    elif kernel == "flash4":
+        out, lse, *_ = _flash4()._flash_attn_fwd(
+            q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=longest[0], max_seqlen_k=longest[1],
+            softmax_scale=scale, causal=causal, window_size_left=left, window_size_right=right, return_lse=True,
+        )  # fmt: skip
+    else:
+        raise ValueError(f"attention kernel {kernel!r} is unknown; resolve_kernel names the kernels")
+    return out, lse
+
+
+def varlen_backward(
+    kernel: str, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    segments: Segments, options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Run a kernel's backward from its saved out and lse: dq [Tq, H, E], dk and dv [Tk, K, E]."""
+    causal, scale, window, deterministic = options
+    cu = segments.cu_q, segments.cu_k
+    longest = segments.max_q, segments.max_k
+    left, right = visible(causal, window)
+    saved = dout, q, k, v, out, lse
+    if kernel == "reference":
+        return by_document.reference_backward(*saved, segments, causal=causal, scale=scale, window=window)
+    if kernel == "cudnn":
+        return by_document.fused_backward(by_document.cudnn_backward, *saved, segments, causal=causal, scale=scale)
+    if kernel == "torch" and not q.is_cuda:
+        return by_document.fused_backward(by_document.cpu_backward, *saved, segments, causal=causal, scale=scale)
+    dout = dout.contiguous()
+    if kernel == "torch":
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *cu, *longest, 0.0, causal, no_dropout, torch.empty(0, device=q.device),
+            scale=scale, window_size_left=_or_minus_one(left), window_size_right=_or_minus_one(right),
+        )  # fmt: skip
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if kernel == "flash2":
+        _flash2()._flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, *cu, *longest, 0.0, scale,
+            causal=causal, window_size_left=_or_minus_one(left), window_size_right=_or_minus_one(right),
+            softcap=0.0, alibi_slopes=None, deterministic=deterministic,
+        )  # fmt: skip
+    elif kernel == "flash4":
+        _flash4()._flash_attn_bwd(
+            q, k, v, out, dout, lse, scale, causal, window_size_left=left, window_size_right=right,
+            cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], max_seqlen_q=longest[0], max_seqlen_k=longest[1],
+            deterministic=deterministic, dq=dq, dk=dk, dv=dv,
+        )  # fmt: skip
+    else:
+        raise ValueError(f"attention kernel {kernel!r} is unknown; resolve_kernel names the kernels")
+    return dq, dk, dv
+
+
+def _or_minus_one(side: int | None) -> int:
+    return -1 if side is None else side

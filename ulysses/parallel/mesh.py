@@ -1,0 +1,63 @@
+"""Which ranks share a packed batch, and which hold different ones.
+
+    rank = dp_rank * sp + sp_rank            world 8, sp 4:
+
+                 sp_rank   0   1   2   3
+    dp_rank 0              0   1   2   3     one packed batch, its tokens split four ways
+    dp_rank 1              4   5   6   7     another packed batch
+
+The sequence axis is innermost, so that its all-to-alls stay inside a node. ZeRO shards over all ranks of both axes.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+
+class ParallelMesh:
+    """Arrange the processes in a (data, sequence) grid.
+
+    Every rank must construct it together: making the process groups is a collective. Without torch.distributed it is
+    one process.
+
+    `num_heads` are the query head counts of the models that will run on this mesh. A degree that shares no large enough
+    divisor with them still works: `head_parallel_size` = gcd(sp, *num_heads) ranks exchange heads and
+    `row_parallel_size` = sp / head_parallel_size ranks split query rows (see layout.py). Left out, the
+    degree must divide the head count.
+    """
+
+    def __init__(self, sequence_parallel_size: int = 1, *, num_heads: int | Sequence[int] | None = None):
+        distributed = dist.is_available() and dist.is_initialized()
+        self.world_size = dist.get_world_size() if distributed else 1
+        self.rank = dist.get_rank() if distributed else 0
+        sp = sequence_parallel_size
+        if sp < 1 or self.world_size % sp:
+            divisors = [str(d) for d in range(1, self.world_size + 1) if self.world_size % d == 0]
+            allowed = " or ".join(filter(None, [", ".join(divisors[:-1]), divisors[-1]]))
+            processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+            raise ValueError(f"sequence_parallel_size is {sp} but must divide the {processes}; set it to {allowed}")
+        heads = () if num_heads is None else (num_heads,) if isinstance(num_heads, int) else tuple(num_heads)
+        if any(count < 1 for count in heads):
+            raise ValueError(f"num_heads is {num_heads} but must be positive; give the models' query head counts")
+        self.num_heads = heads
+        self.sequence_parallel_size = sp
+        self.data_parallel_size = self.world_size // sp
+        self.sp_rank = self.rank % sp
+        self.dp_rank = self.rank // sp
+        self.head_parallel_size = math.gcd(sp, *heads)
+        self.row_parallel_size = sp // self.head_parallel_size
+        self.is_main = self.rank == 0
+        self.sp_group: dist.ProcessGroup | None = None
+        if sp > 1:
+            for first in range(0, self.world_size, sp):  # every rank makes every group, in the same order
+                group = dist.new_group(list(range(first, first + sp)))
+                if first <= self.rank < first + sp:
+                    self.sp_group = group
+
+    def __repr__(self) -> str:
+        return (
+            f"ParallelMesh(rank {self.rank} of {self.world_size}: dp {self.dp_rank}/{self.data_parallel_size}, "
+            f"sp {self.sp_rank}/{self.sequence_parallel_size} = {self.head_parallel_size} heads "
+            f"x {self.row_parallel_size} rows)"
+        )
