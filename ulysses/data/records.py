@@ -66,6 +66,7 @@ class Report:
         self.kept = 0
         self.dropped: Counter[str] = Counter()
         self.truncated = 0
+        self.duplicates = 0
         self.notes: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = {}
 
@@ -90,25 +91,31 @@ class Report:
         """The report as JSON data."""
         return {
             "read": self.read, "kept": self.kept, "dropped": dict(self.dropped), "truncated": self.truncated,
-            "notes": dict(self.notes), "examples": self.examples,
+            "duplicates": self.duplicates, "notes": dict(self.notes), "examples": self.examples,
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Report":
         report = cls()
         report.read, report.kept, report.truncated = data["read"], data["kept"], data["truncated"]
+        report.duplicates = data["duplicates"]
         report.dropped, report.notes = Counter(data["dropped"]), Counter(data["notes"])
         report.examples = {reason: list(shown) for reason, shown in data["examples"].items()}
         return report
 
     def __str__(self) -> str:
-        lines = [f"read {self.read} rows, kept {self.kept} examples, truncated {self.truncated}, "
-                 f"dropped {sum(self.dropped.values())}"]
+        lines = [f"read {self.read} rows, kept {self.kept} examples ({self.duplicates} of them duplicates), "
+                 f"truncated {self.truncated}, dropped {sum(self.dropped.values())}"]
         counts = [(f"dropped, {reason}", reason, count) for reason, count in self.dropped.most_common()]
         counts += [("truncated", "truncated", self.truncated)] if self.truncated else []
         counts += [(what, what, count) for what, count in self.notes.most_common()]
         for title, key, count in counts:
             shown = self.examples.get(key, [])
             more = ", ..." if count > len(shown) else ""
-            lines.append(f"  {title}: {count} ({', '.join(shown)}{more})")
+            files: dict[str, list[str]] = {}
+            for where in shown:
+                file, row = where.rsplit(" row ", 1)
+                files.setdefault(file, []).append(row)
+            places = "; ".join(f"{file} row {', '.join(rows)}" for file, rows in files.items())
+            lines.append(f"  {title}: {count} ({places}{more})")
         return "\n".join(lines)

@@ -37,6 +37,7 @@ class ParsedRow:
     pairs: list[tuple[list[Message], list[Message]]] = field(default_factory=list)
     tools: tuple[dict[str, Any], ...] = ()
     label: bool | None = None
+    trains_history: bool = False  # the assistant's turns inside `prompt` are training data too
     columns: dict[str, float] = field(default_factory=dict)
 
 
@@ -61,7 +62,7 @@ def detect_format(row: Mapping[str, Any]) -> str:
 def parse_row(row: Mapping[str, Any], row_format: str, kind: str, file: str, number: int) -> list[Record]:
     """Turn one row into records of `kind` (several for ranked lists and for unpaired preference data)."""
     if kind == "text":
-        return [Record(file, number, text=_text(row, _required(row, ("text", "content"))))]
+        return [Record(file, number, text=_text(row))]
     if row_format == "text":
         raise BadRowError(f"holds plain text, which only stage pt trains on; this stage needs {_NEEDS[kind]}")
     parsed = _parse(row, row_format)
@@ -86,7 +87,7 @@ def _parse(row: Mapping[str, Any], row_format: str) -> ParsedRow:
         else:
             parsed.answer = conversation
     elif row_format == "alpaca":
-        parsed.prompt = _alpaca_prompt(row)
+        parsed.prompt, parsed.trains_history = _alpaca_prompt(row), True
     elif row_format in ("prompt_completion", "preference"):
         key = first_key(row, PROMPT_KEYS)
         if key is None and row_format == "prompt_completion":
@@ -245,7 +246,7 @@ def _assemble_sequence(parsed: ParsedRow) -> _Assembled:
         raise DropRowError("no assistant message")
     if any(m.role == "assistant" and m.is_empty for m in answer):
         raise DropRowError("empty answer")
-    return [(parsed.prompt, [answer], {})]
+    return [([], [parsed.prompt + answer], {})] if parsed.trains_history else [(parsed.prompt, [answer], {})]
 
 
 def _assemble_pair(parsed: ParsedRow) -> _Assembled:
@@ -328,7 +329,8 @@ def _either(keys: tuple[str, ...]) -> str:
     return " or ".join(map(repr, keys))
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def _text(row: Mapping[str, Any]) -> str:
+    key = _required(row, ("text", "content"))
     text = string(row[key], key)
     if not text.strip():
         raise DropRowError("empty text")
