@@ -80,8 +80,8 @@ class ModelConfig:
                 "or Qwen2.5 model"
             )
         family = _FAMILIES[model_type]
-        _refuse_unsupported(raw, family)
         family.check(raw)
+        _refuse_unsupported(raw, family)
         known = {**family.DEFAULTS, **{k: v for k, v in raw.items() if v is not None}}
         missing = [k for k in _REQUIRED if k not in known]
         if missing:

@@ -7,7 +7,8 @@ Shapes: S local tokens, D width, V vocabulary, N sequences.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,20 @@ from models.layers import DecoderLayer, Embedding, RMSNorm
 from models.noise import embedding_noise
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import inverse_frequencies, rotary_table
+from ulysses.memory.offload import Offloader
+from ulysses.memory.recompute import check_level
+from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
+
+Kernel = str | Callable[..., Any]
 
 
 class Decoder(nn.Module):
     """Turn token ids [S] into hidden states [S, D]; the final norm is applied by the caller to the rows it needs."""
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh | None, attention: str) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh | None, attention: Kernel) -> None:
         super().__init__()
         self.config = config
         kernel = UlyssesAttention(
@@ -45,20 +51,43 @@ class Decoder(nn.Module):
             hidden = layer(hidden, rope, batch.attention_plan)
         return hidden
 
+    def set_memory(
+        self, recompute: str | Sequence[str], tiling: TilingOptions | None = None, offloader: Offloader | None = None,
+        offload: bool | Sequence[bool] = True,
+    ) -> None:
+        """Say what the layers keep for backward: one recompute level for all or one per layer, the same on all ranks.
+
+        With an offloader, the layers for which `offload` is true keep it in host memory; level "none" ignores it.
+        """
+        count = len(self.layers)
+        levels = [recompute] * count if isinstance(recompute, str) else list(recompute)
+        offloads = [offload] * count if isinstance(offload, bool) else list(offload)
+        for name, values in (("recompute", levels), ("offload", offloads)):
+            if len(values) != count:
+                raise ValueError(f"{name} lists {len(values)} layers but the model has {count}; give one value, or one per layer")
+        for layer, level, away in zip(self.layers, levels, offloads):
+            check_level(level)
+            layer.recompute, layer.tiling = level, tiling or TilingOptions()
+            layer.offloader = offloader if away else None
+
 
 class CausalLM(nn.Module):
     """Build a Llama-3 or Qwen2.5 language model whose weights are uninitialised memory until filled.
 
-    config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards.
+    config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards. recompute,
+    tiling, offloader, offload: as in `Decoder.set_memory`.
     `init_weights` or a loader fills the weights; names are those of transformers.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh | None = None, *, attention: str = "auto",
+        self, config: ModelConfig, mesh: ParallelMesh | None = None, *, attention: Kernel = "auto",
+        recompute: str | Sequence[str] = "none", tiling: TilingOptions | None = None, offloader: Offloader | None = None,
+        offload: bool | Sequence[bool] = True,
     ) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config, mesh, attention)
+        self.model.set_memory(recompute, tiling, offloader, offload)
         self.lm_head = VocabularyHead(config, self.model.embed_tokens.weight if config.tie_word_embeddings else None)
 
     def forward(
@@ -91,11 +120,14 @@ class RewardModel(nn.Module):
     """Build the same decoder with a score per token: a reward model reads it at a sequence's last token, a value model everywhere."""
 
     def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh | None = None, *, attention: str = "auto",
+        self, config: ModelConfig, mesh: ParallelMesh | None = None, *, attention: Kernel = "auto",
+        recompute: str | Sequence[str] = "none", tiling: TilingOptions | None = None, offloader: Offloader | None = None,
+        offload: bool | Sequence[bool] = True,
     ) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config, mesh, attention)
+        self.model.set_memory(recompute, tiling, offloader, offload)
         self.score = ScoreHead(config)
 
     def forward(self, batch: ShardedBatch, *, noise_alpha: float = 0.0, noise_seed: int = 0) -> Tensor:

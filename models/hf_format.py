@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,10 +35,10 @@ _HEADER_BYTES = 1 << 17  # reserved at the front of a shard that is being writte
 _CHUNK_BYTES = 1 << 26
 
 
-def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
+def resolve_model(path_or_id: str, revision: str | None = None, *, need_weights: bool = True) -> Path:
     """Return a local folder: the given one, or the hub snapshot of a model id at `revision` (fetched if absent).
 
-    Honours HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Only json, safetensors and tokenizer files are fetched; the hub
+    `need_weights` False leaves the weights out, for a tokenizer or a config alone. Honours HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Only json, safetensors and tokenizer files are fetched; the hub
     client's file locks let every process of a node call at once and one of them download. Raises FileNotFoundError
     (ValueError for files that cannot be used) saying what was tried.
     """
@@ -54,8 +53,8 @@ def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
             f"model.path is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the form owner/name; "
             "correct the path"
         )
-    folder = _snapshot(path_or_id, revision)
-    if not any(folder.glob("*.safetensors")):
+    folder = _snapshot(path_or_id, revision, need_weights)
+    if need_weights and not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"model {path_or_id} has no .safetensors weights on the hub and other formats can run code when loaded; "
             "convert it to safetensors or name a repository that has them"
@@ -63,12 +62,13 @@ def resolve_model(path_or_id: str, revision: str | None = None) -> Path:
     return folder
 
 
-def _snapshot(model_id: str, revision: str | None) -> Path:
+def _snapshot(model_id: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
 
+    ignored = [*NOT_DOWNLOADED, *([] if weights else ["*.safetensors"])]
     try:
         return Path(
-            snapshot_download(model_id, revision=revision, allow_patterns=list(DOWNLOADED), ignore_patterns=list(NOT_DOWNLOADED))
+            snapshot_download(model_id, revision=revision, allow_patterns=list(DOWNLOADED), ignore_patterns=ignored)
         )
     except Exception as error:  # the client raises a dozen kinds; all mean that the model is not to be had
         reason = str(error).strip().split("\n")[0]
@@ -121,7 +121,10 @@ class _File:
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name} in {self.path.absolute()} has dtype {entry['dtype']}, which is not read; convert the weights")
-        raw = np.empty((stop - start) * dtype.itemsize, np.uint8)
+        out = torch.empty(stop - start, dtype=dtype)
+        if stop == start:
+            return out
+        raw = out.view(torch.uint8).numpy()
         offset = self.start + entry["data_offsets"][0] + start * dtype.itemsize
         with self.path.open("rb", buffering=0) as f:  # pread, not mmap: pages read never count as this process's memory
             done = 0
@@ -130,7 +133,7 @@ class _File:
                 if count == 0:
                     raise ValueError(f"{self.path.absolute()} ended while {name} was read; download it again")
                 done += count
-        return torch.from_numpy(raw).view(dtype)
+        return out
 
 
 class WeightFiles:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from models.arch import ModelConfig
 from models.fused import rms_norm, rotate, swiglu
+from ulysses.memory.offload import Offloader
+from ulysses.memory.recompute import run_layer
+from ulysses.memory.tiling import TilingOptions, tiled
 from ulysses.parallel.attention import UlyssesAttention
 
 
@@ -86,6 +89,7 @@ class DecoderLayer(nn.Module):
     """Run one layer on this rank's tokens; the unit that ZeRO-3 gathers as a whole.
 
     forward(hidden [S, D], (cos, sin) each [S, E/2], plan) -> hidden [S, D]; `plan` is the batch's attention plan.
+    `recompute`, `tiling` and `offloader` say what its graph keeps; `Decoder.set_memory` sets them.
     """
 
     def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
@@ -94,13 +98,24 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, attention)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.recompute: str = "none"
+        self.tiling = TilingOptions()
+        self.offloader: Offloader | None = None
 
     def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor:
-        attended = self.self_attn.attention(*self.project(hidden, rope), plan=plan)
-        return self.feed_forward(self.output(hidden, attended))
+        tile_rows = self.tiling.rows(hidden.shape[0])
+        attention = self.self_attn.attention
+        if torch.is_grad_enabled() and self.recompute != "none":
+            return run_layer(
+                self, attention, hidden, rope, plan, level=self.recompute, tile_rows=tile_rows, offloader=self.offloader
+            )
+        middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
+        if tile_rows < middle.shape[0]:
+            return tiled(self.feed_forward, middle, self.stage_parameters()[2], tile_rows)
+        return self.feed_forward(middle)
 
     def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value of the layer's input."""
+        """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
         return self.self_attn.project(self.input_layernorm(hidden), rope)
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -110,3 +125,16 @@ class DecoderLayer(nn.Module):
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the MLP of the normalised rows; row by row independent, so it can run in tiles."""
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def stage_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+        """Return the trainable parameters of project, of output and of feed_forward, adapters included."""
+        a = self.self_attn
+        return (
+            _trainable(self.input_layernorm, a.q_proj, a.k_proj, a.v_proj),
+            _trainable(a.o_proj),
+            _trainable(self.post_attention_layernorm, self.mlp),
+        )
+
+
+def _trainable(*modules: nn.Module) -> list[nn.Parameter]:
+    return [p for module in modules for p in module.parameters() if p.requires_grad]

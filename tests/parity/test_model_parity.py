@@ -1,0 +1,138 @@
+"""Log-probabilities, gradients and scores equal transformers' Llama and Qwen2 on tiny random models."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from models import CausalLM, ModelConfig, RewardModel, init_weights
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.reduce import sequence_last
+
+SIZE = {
+    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}
+SCALING = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+RAW = {
+    "llama": {**SIZE, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": SCALING, "rms_norm_eps": 1e-5},
+    "qwen2": {**SIZE, "model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True},
+}
+LENGTHS = (5, 33, 1, 18)
+
+
+def batch_of(rows: list[torch.Tensor]) -> ShardedBatch:
+    return pack_shard([Sequence(row, torch.ones(len(row))) for row in rows], ParallelMesh())
+
+
+def random_rows() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 131, (length,), generator=generator) for length in LENGTHS]
+
+
+def filled(model: Any) -> Any:
+    """Random start, with biases that are not zero."""
+    init_weights(model, seed=3)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.normal_(0, 0.1)
+    return model
+
+
+def hf_twin(model: Any, raw: dict[str, Any], *, reward: bool = False) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = AutoConfig.for_model(**model.config.to_hf(dtype="float32", reward=reward))
+    auto = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+    twin = auto.from_config(config, attn_implementation="eager")
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_logprobs_and_gradients(kind: str) -> None:
+    model = filled(CausalLM(ModelConfig.from_hf(RAW[kind])))
+    twin = hf_twin(model, RAW[kind])
+    rows = random_rows()
+    out = model(batch_of(rows), entropy=True, lse=True)
+    weights = torch.randn(out.logps.shape, generator=torch.Generator().manual_seed(1))
+    (out.logps * weights).sum().backward()
+    start = 0
+    for row in rows:
+        logits = twin(row[None]).logits[0, :-1].float()
+        expected = logits.log_softmax(-1)
+        logps = expected.gather(1, row[1:, None])[:, 0]
+        at = slice(start, start + len(row) - 1)
+        torch.testing.assert_close(out.logps[at], logps, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out.entropy[at], -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out.lse[at], logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+        assert out.logps[start + len(row) - 1] == 0
+        if len(row) > 1:
+            (logps * weights[at]).sum().backward()
+        start += len(row)
+    theirs = dict(twin.named_parameters())
+    assert {name for name, _ in model.named_parameters()} == set(theirs)
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - theirs[name].grad).norm() / theirs[name].grad.norm()
+        assert error < 1e-5, (name, float(error))
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_reward_scores(kind: str) -> None:
+    model = filled(RewardModel(ModelConfig.from_hf(RAW[kind])))
+    model.score.weight.data.normal_()
+    twin = hf_twin(model, RAW[kind], reward=True)
+    rows = random_rows()
+    batch = batch_of(rows)
+    scores = sequence_last(model(batch), batch)
+    expected = torch.stack([twin(row[None]).logits[0, 0] for row in rows])
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", RAW)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(kind: str) -> None:
+    model = filled(CausalLM(ModelConfig.from_hf(RAW[kind])))
+    twin = hf_twin(model, RAW[kind])
+    row = random_rows()[1]
+    exact = twin(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+    theirs = twin.bfloat16()(row[None]).logits[0, :-1].float().log_softmax(-1).gather(1, row[1:, None])[:, 0]
+    ours = model.bfloat16()(batch_of([row])).logps[:-1]
+    assert (ours - exact).norm() <= 1.2 * (theirs - exact).norm() + 1e-3
+
+
+def test_positions_without_weight_cost_nothing_and_an_empty_head_still_runs() -> None:
+    model = filled(CausalLM(ModelConfig.from_hf(RAW["llama"])))
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    row = random_rows()[1]
+    weights = torch.zeros(len(row))
+    weights[10:13] = 1
+    out = model(pack_shard([Sequence(row, weights)], ParallelMesh()))
+    full = model(batch_of([row]))
+    torch.testing.assert_close(out.logps[9:12], full.logps[9:12])
+    assert out.logps.count_nonzero() == 3
+    empty = model(pack_shard([], ParallelMesh()))
+    empty.logps.sum().backward()
+    assert seen == [3, len(row) - 1, 0]
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_noise_does_not_depend_on_the_packing() -> None:
+    from models.noise import embedding_noise
+
+    rows = random_rows()
+    sequences = [Sequence(row, torch.ones(len(row)), columns={"noise_key": float(i)}) for i, row in enumerate(rows)]
+    forward = pack_shard(sequences, ParallelMesh())
+    backward = pack_shard(sequences[::-1], ParallelMesh())
+    a, b = embedding_noise(forward, 32, 5.0, seed=7), embedding_noise(backward, 32, 5.0, seed=7)
+    for i, length in enumerate(LENGTHS):
+        first, second = forward.sequence_ids == i, backward.sequence_ids == len(rows) - 1 - i
+        assert torch.equal(a[first], b[second])
+        assert a[first].abs().max() <= 5.0 / (length * 32) ** 0.5
+    assert abs(float(a[forward.sequence_ids == 1].mean())) < 0.02 and not torch.equal(a, embedding_noise(forward, 32, 5.0, seed=8))
+    model = filled(CausalLM(ModelConfig.from_hf(RAW["llama"])))
+    assert not torch.equal(model(forward).logps, model(forward, noise_alpha=5.0, noise_seed=1).logps)

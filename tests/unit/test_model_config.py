@@ -1,0 +1,82 @@
+"""config.json in both styles; unsupported fields are refused by one sentence."""
+
+import pytest
+
+from models.arch import ARCHITECTURES, ModelConfig, RopeScaling, architecture
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"],
+}
+QWEN = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def test_old_and_new_rope_styles_agree() -> None:
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING}}
+    older = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3_SCALING}}
+    new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3_SCALING}}
+    configs = [ModelConfig.from_hf(raw) for raw in (old, older, new)]
+    assert configs[0] == configs[1] == configs[2]
+    assert configs[0].rope_theta == 5e5 and configs[0].rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    from transformers import LlamaConfig, Qwen2Config
+
+    for raw, cls in ((LLAMA, LlamaConfig), (QWEN, Qwen2Config)):
+        ours, theirs = ModelConfig.from_hf(raw), cls(**{k: v for k, v in raw.items() if k != "model_type"})
+        for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range", "tie_word_embeddings", "bos_token_id",
+                     "eos_token_id"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_config_survives_a_round_trip_through_transformers(name: str) -> None:
+    from transformers import AutoConfig
+
+    config = ARCHITECTURES[name]
+    raw = config.to_hf()
+    assert ModelConfig.from_hf(raw) == config
+    loaded = AutoConfig.for_model(**raw)
+    assert ModelConfig.from_hf(loaded.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (LLAMA | {"model_type": "mixtral"}, "model_type 'mixtral'"),
+        (LLAMA | {"attention_bias": True}, "attention_bias"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (LLAMA | {"num_local_experts": 8}, "num_local_experts = 8"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (LLAMA | {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "without low_freq_factor"),
+        (LLAMA | {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        (LLAMA | {"sliding_window": 4096}, "sliding_window = 4096"),
+        (QWEN | {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
+        (QWEN | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (LLAMA | {"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "vocab_size"),
+    ],
+)
+def test_unsupported_fields_are_refused(raw: dict, sentence: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_hf(raw)
+    message = str(error.value)
+    assert sentence in message and "\n" not in message
+
+
+def test_sliding_window_that_is_not_in_use_is_accepted() -> None:
+    assert ModelConfig.from_hf(QWEN | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28})
+
+
+def test_unknown_architecture_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="nearest: llama3-8b"):
+        architecture("llama-3-8b")

@@ -1,0 +1,114 @@
+"""Row-wise work in tiles: the memory of one tile, two forwards per step.
+
+    forward:   rows [S, D] --tile by tile, no graph--> out [S, D]          (kept: the input only)
+    backward:  for each tile: forward with graph, its gradients at once    (weight gradients summed in float32)
+
+Tile counts may differ between ranks: nothing in a tile communicates, the module's parameters are gathered once around
+the whole call. The tile calls the module's own forward, so adapters inside it work.
+
+Shapes: S local tokens, D width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+RowFunction = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TilingOptions:
+    """Say how many rows one MLP tile holds.
+
+    mlp_rows: a number; 0 = never tile; "auto" = tiles of `auto_rows` once there are more than twice as many rows, because
+    short ones lose nothing by running whole.
+    """
+
+    mlp_rows: int | Literal["auto"] = "auto"
+    auto_rows: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.mlp_rows != "auto" and (not isinstance(self.mlp_rows, int) or self.mlp_rows < 0):
+            raise ValueError(f'mlp_rows is {self.mlp_rows!r} but must be "auto", 0 (never tile) or a number of rows')
+
+    def rows(self, total: int) -> int:
+        """Return the rows of one tile for `total` rows, in equal tiles; `total` itself means one tile."""
+        limit = self.mlp_rows
+        if limit == "auto":
+            limit = self.auto_rows if total > 2 * self.auto_rows else 0
+        if limit == 0 or total <= limit:
+            return total
+        return -(-total // -(-total // limit))
+
+
+def tiles(total: int, rows: int) -> Iterator[slice]:
+    """Yield the row slices; one empty slice if there are no rows, so that the module still runs."""
+    for start in range(0, max(total, 1), max(rows, 1)):
+        yield slice(start, min(start + rows, total))
+
+
+def run_tiles(function: RowFunction, rows: Tensor, tile_rows: int) -> Tensor:
+    """Return function(rows), computed in tiles, without a graph."""
+    with torch.no_grad():
+        if tile_rows >= rows.shape[0]:
+            return function(rows)
+        out = torch.empty_like(rows)
+        for part in tiles(rows.shape[0], tile_rows):
+            out[part] = function(rows[part])
+        return out
+
+
+def tile_gradients(
+    function: RowFunction, rows: Tensor, grad: Tensor, parameters: Sequence[nn.Parameter], tile_rows: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.
+
+    Several tiles' parameter gradients are summed in float32 (float64 for float64 weights). A parameter that the function
+    did not use gets zeros.
+    """
+    if tile_rows >= rows.shape[0]:
+        return _tile(function, rows, grad, parameters)
+    grad_rows = torch.empty_like(rows)
+    sums: list[Tensor] = []
+    for part in tiles(rows.shape[0], tile_rows):
+        grad_rows[part], grads = _tile(function, rows[part], grad[part], parameters)
+        if not sums:
+            sums = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+        else:
+            for total, g in zip(sums, grads):
+                total.add_(g)
+    return grad_rows, [total.to(p.dtype) for total, p in zip(sums, parameters)]
+
+
+def _tile(function: RowFunction, rows: Tensor, grad: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+    leaf = rows.detach().requires_grad_()
+    with torch.enable_grad():
+        out = function(leaf)
+    grad_rows, *grads = torch.autograd.grad(out, (leaf, *parameters), grad, allow_unused=True, materialize_grads=True)
+    return grad_rows, grads
+
+
+def tiled(function: RowFunction, rows: Tensor, parameters: Sequence[nn.Parameter], tile_rows: int) -> Tensor:
+    """Return function(rows) with a graph that keeps only `rows`; `parameters` are the trainable ones that it uses."""
+    if not torch.is_grad_enabled():
+        return run_tiles(function, rows, tile_rows)
+    return _Tiled.apply(function, tile_rows, rows, *parameters)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: RowFunction, tile_rows: int, rows: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.function, ctx.tile_rows, ctx.parameters = function, tile_rows, parameters
+        return run_tiles(function, rows, tile_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        grad_rows, grads = tile_gradients(ctx.function, rows, grad, ctx.parameters, ctx.tile_rows)
+        return None, None, grad_rows, *grads
