@@ -219,6 +219,8 @@ class UlyssesAttention(nn.Module):
             )
         if key.shape != wanted or value.shape != wanted:
             raise ValueError(f"key is {tuple(key.shape)} and value {tuple(value.shape)}; they must be {tuple(wanted)}")
+        if not query.dtype == key.dtype == value.dtype:
+            raise ValueError(f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; give them one dtype")
 
 
 class _Attend(torch.autograd.Function):

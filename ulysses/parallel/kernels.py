@@ -29,7 +29,6 @@ from .layout import Segments
 
 KERNELS = ("flash4", "flash2", "cudnn", "torch", "reference")
 HALF = (torch.float16, torch.bfloat16)
-FEW_DOCUMENTS = 16  # more calls than this cost the per-document kernel more than it gains
 
 
 class KernelChoice(NamedTuple):
@@ -65,7 +64,7 @@ def resolve_kernel(
 ) -> KernelChoice:
     """Check a requested kernel, or find the fastest exact one for "auto"; every rank decides the same.
 
-    `documents` of a pack, if known, lets "auto" take cuDNN for a single one. Raises ValueError: what was asked, what is
+    `documents` of a pack, if known, lets "auto" take cuDNN for a single long one. Raises ValueError: what was asked, what is
     required, what to change.
     """
     device = torch.device(device)
@@ -79,7 +78,7 @@ def resolve_kernel(
         passed_over = []
         for candidate in KERNELS:
             reason = objection(candidate)
-            if reason is None and candidate == "cudnn" and documents != 1:
+            if reason is None and candidate == "cudnn" and documents not in (1, 2):  # two: one and the tail
                 reason = "cudnn runs document by document"
             if reason is None:
                 return KernelChoice(candidate, f"attention kernel {candidate} ({case}); " + "; ".join(passed_over))
