@@ -39,7 +39,7 @@ FOREIGN_NAMES = {
     "mask_history": "data.train_on",
     "train_on_prompt": "data.train_on",
     "assistant_only_loss": "data.train_on",
-    "max_samples": "data.max_examples",
+    "max_samples": "data.train (tables take max_examples)",
     "tokenized_path": "data.cache",
     "sequence_parallel_size": "parallel.sequence_parallel_size",
     "ulysses_sequence_parallel_size": "parallel.sequence_parallel_size",
@@ -169,7 +169,7 @@ def _sentence(error: ValidationError) -> str:
         location.pop()  # union members and list positions that pydantic adds
     key = ".".join(location) or "configuration"
     if first["type"] == "extra_forbidden":
-        return unknown_key_sentence(".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "DataSource", "str"))))
+        return unknown_key_sentence(".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "dict[", "str"))))
     if first["type"] == "missing":
         return f"{key} is missing; {_description(keys.get(key))}"
     message = first["msg"].removeprefix("Value error, ")

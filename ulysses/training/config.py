@@ -64,23 +64,10 @@ class ModelConfig(Section):
         return self
 
 
-class DataSource(Section):
-    path: str
-    """File (json, jsonl, parquet, csv, txt), folder or dataset hub id."""
-    format: str | None = None
-    """Row format by name; without it it is detected from the rows."""
-    weight: float = Field(1.0, gt=0)
-    """How often each example of this source is taken, relative to the others."""
-    columns: dict[str, str] = {}
-    """Renames: our name = the file's column."""
-    split: str | None = None
-    """Split of a hub dataset."""
-
-
 class DataConfig(Section):
-    train: str | list[str | DataSource] | DataSource = []
+    train: str | dict[str, Any] | list[str | dict[str, Any]] = []
     """Training data: a path, a list of paths, or tables {path, format, weight, columns, split}."""
-    eval: str | list[str | DataSource] | DataSource = []
+    eval: str | dict[str, Any] | list[str | dict[str, Any]] = []
     """Held-out data, same forms; empty means no evaluation."""
     max_length: int = Field(4096, ge=8)
     """Longest sequence in tokens (for pairs: of each side)."""
@@ -90,23 +77,10 @@ class DataConfig(Section):
     """"tokenizer", "llama3", "qwen2.5", "chatml" or a .jinja file."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
     """Which tokens are trained in conversations: every assistant turn, everything, or the last turn."""
-    max_examples: int = Field(0, ge=0)
-    """Use only the first so many examples of each file; 0 uses all."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """A row that breaks its format stops the run, or is dropped and counted."""
     cache: str = "~/.cache/ulysses"
     """Folder of the tokenised, memory-mapped data, keyed by content."""
-
-    @property
-    def train_sources(self) -> list[DataSource]:
-        return _sources(self.train)
-
-    @property
-    def eval_sources(self) -> list[DataSource]:
-        return _sources(self.eval)
-
-
-def _sources(value: Any) -> list[DataSource]:
-    items = value if isinstance(value, list) else [value]
-    return [item if isinstance(item, DataSource) else DataSource(path=item) for item in items]
 
 
 class ParallelConfig(Section):

@@ -1,8 +1,12 @@
-"""The [gradients] section."""
+"""The [gradients] section: a preset, or the chain of gradient policies written out."""
 
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from ulysses.gradients.build import build_chain
+from ulysses.gradients.policy import GradientPolicyChain
+from ulysses.gradients.presets import preset_tables
 
 
 class GradientsConfig(BaseModel):
@@ -10,7 +14,16 @@ class GradientsConfig(BaseModel):
 
     max_norm: float = Field(1.0, ge=0)
     """Clip the gradient to this global norm; 0 does not clip."""
-    preset: str = ""
-    """A named chain of gradient policies: "ulysses-pro" or "steady"; empty is clipping alone."""
+    preset: str = "default"
+    """A named chain of gradient policies: "default" (stop on non-finite, clip), "steady" or "ulysses-pro"."""
     policies: list[dict[str, Any]] = []
-    """The chain written out: tables {name, ...}; replaces preset and max_norm."""
+    """The chain written out as tables {policy = name, ...}; replaces preset and max_norm."""
+
+    @property
+    def tables(self) -> list[dict[str, Any]]:
+        """The chain's tables; ValueError for an unknown preset."""
+        return self.policies or preset_tables(self.preset, self.max_norm)
+
+    def chain(self) -> GradientPolicyChain:
+        """Build the gradient policies; ValueError names what cannot be honoured."""
+        return build_chain(self.tables)

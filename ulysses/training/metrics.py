@@ -31,6 +31,11 @@ class MetricSums:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pairs: dict[str, list[Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}
+
+    def add_sum(self, name: str, value: Tensor | float) -> None:
+        """Add to a plain global sum."""
+        self.sums[name] = self.sums[name] + self._number(value) if name in self.sums else self._number(value)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add to a mean: `total` is a sum over `count` things."""
@@ -47,11 +52,12 @@ class MetricSums:
         return torch.tensor(value, dtype=torch.float64, device=self.device)
 
     def reduce(self) -> dict[str, float]:
-        """Return the global means (sum / count); a name whose global count is 0 is left out. One collective, one host read."""
-        if not self.pairs:
+        """Return the global sums and means (sum / count); a mean whose count is 0 is left out. One collective, one host read."""
+        names, plain = sorted(self.pairs), sorted(self.sums)
+        numbers = [value for name in names for value in self.pairs[name]] + [self.sums[name] for name in plain]
+        if not numbers:
             return {}
-        names = sorted(self.pairs)
-        flat = torch.stack([value for name in names for value in self.pairs[name]])
+        flat = torch.stack(numbers)
         if dist.is_initialized():
             dist.all_reduce(flat)
         values = flat.tolist()
@@ -60,7 +66,7 @@ class MetricSums:
             total, count = values[2 * i], values[2 * i + 1]
             if count != 0:
                 means[name] = total / count
-        return means
+        return means | dict(zip(plain, values[2 * len(names) :], strict=True))
 
 
 def model_flops(parameters: int, layers: int, attention_width: int, tokens: float, squared_lengths: float) -> float:

@@ -8,6 +8,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ulysses.data.packing import pack_step
-from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.reduce import gather_tokens
 
 CHUNK_EXAMPLES = 32  # per data-parallel group between two marks of progress
 
 
 class ReferenceCache:
-    """Per-token log-probabilities of every sequence of a dataset, in the dataset's own token order.
+    """A dataset whose sequences carry the reference's per-token log-probabilities as the column `reference_logps`.
 
     Args:
         folder: where the cache lives; named after everything the values depend on.
@@ -96,15 +97,29 @@ class ReferenceCache:
         dist.all_reduce(flat)
         return flat.cpu().numpy()
 
-    def attach(self, index: int, sequences: tuple[Sequence, ...]) -> list[Sequence]:
-        """Return example `index`'s sequences with their `reference_logps` column."""
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return the dataset's example, its sequences carrying their `reference_logps` column."""
+        example = self.dataset[index]
+        sequences = tuple(
+            replace(s, token_columns={**s.token_columns, "reference_logps": self._column(index, j, len(s.tokens))})
+            for j, s in enumerate(example.sequences)
+        )
+        return replace(example, sequences=sequences)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
+
+    def _column(self, index: int, j: int, length: int) -> np.ndarray:
         assert self.values is not None
-        out = []
-        for j, s in enumerate(sequences):
-            begin = self.dataset.sequence_offset(index, j)
-            column = self.values[begin : begin + len(s.tokens)]
-            out.append(Sequence(s.tokens, s.loss_weights, {**s.token_columns, "reference_logps": column}, s.columns))
-        return out
+        begin = self.dataset.sequence_offset(index, j)
+        return self.values[begin : begin + length]
+
+    def complete(self) -> bool:
+        """Say whether every example has its values already."""
+        return self._done() >= len(self.dataset)
 
     @property
     def _data(self) -> Path:

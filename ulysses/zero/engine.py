@@ -14,7 +14,8 @@ import deepspeed
 import torch
 from torch import nn
 
-from ulysses.zero.gradients import ZeroGradients
+from ulysses.gradients.gradients import Gradients
+from ulysses.zero.gradients import check_deepspeed, zero_gradients
 
 
 class ZeroEngine:
@@ -44,7 +45,7 @@ class ZeroEngine:
         self.zero = self.engine.optimizer
         self.device = torch.device(self.engine.device)
         if self.trainable:
-            self._gradients = ZeroGradients(self.zero, self.names)
+            check_deepspeed(self.zero)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
@@ -55,10 +56,9 @@ class ZeroEngine:
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def gradients(self) -> ZeroGradients:
+    def gradients(self) -> Gradients:
         """Return the view on the reduced gradient of the whole step, valid between the last backward and `step`."""
-        self._gradients.collect()
-        return self._gradients
+        return zero_gradients(self.zero, self.names, self.device)
 
     @torch.no_grad()
     def step(self, learning_rates: list[float]) -> None:

@@ -15,12 +15,10 @@ from typing import NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ulysses.zero.engine import ZeroEngine
-
-KINDS = ("master", "exp_avg", "exp_avg_sq")
+from ulysses.zero.slices import KINDS, SavedSlices
 
 
 class Piece(NamedTuple):
@@ -76,33 +74,11 @@ def load_state(engine: ZeroEngine, folder: Path) -> None:
     Raises:
         ValueError: if the folder does not cover this model's parameters, naming the first that is missing.
     """
-    files = sorted(folder.glob("rank-*.json"))
-    saved: dict[str, list[tuple[int, int, int, str]]] = {}
-    step = 0
-    for file in files:
-        content = json.loads(file.read_text())
-        step = content["step"]
-        for name, start, length, offset in content["pieces"]:
-            saved.setdefault(name, []).append((start, length, offset, file.name.removesuffix(".json")))
-    mine = pieces(engine)
+    saved = SavedSlices(folder)
     for kind in KINDS:
-        handles: dict[str, object] = {}
-        for piece in mine:
-            flat = _flat(engine, piece.group, kind)
-            target = flat.narrow(0, piece.offset, piece.length)
-            filled = 0
-            for start, length, offset, stem in saved.get(piece.name, []):
-                a, b = max(start, piece.start), min(start + length, piece.start + piece.length)
-                if a >= b:
-                    continue
-                if stem not in handles:
-                    handles[stem] = safe_open(folder / f"{stem}.{kind}.safetensors", "pt").get_slice("data")
-                values = handles[stem][offset + a - start : offset + b - start]  # type: ignore[index]
-                target.narrow(0, a - piece.start, b - a).copy_(values)
-                filled += b - a
-            if filled != piece.length:
-                raise ValueError(f"the checkpoint {folder} does not hold all of {piece.name}; it belongs to another model")
-    _set_optimizer_step(engine, step)
+        for piece in pieces(engine):
+            saved.read_into(_flat(engine, piece.group, kind).narrow(0, piece.offset, piece.length), piece.name, kind, piece.start)
+    _set_optimizer_step(engine, saved.step)
     zero = engine.zero
     zero._partition_all_parameters()
     for group in range(len(zero.fp16_groups)):

@@ -7,46 +7,41 @@
 wrong the implicit reward is" (Rafailov et al. 2023, arXiv 2305.18290).
 """
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from losses.dpo import dpo_loss
-from ulysses.parallel.batch import Sequence, ShardedBatch
+from losses.dpo import REFERENCE_FREE, dpo_loss
+from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.reduce import segment_sums
 from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Stage, Term
 
-REFERENCE_FREE = {"simpo", "orpo"}
-ATTACH = Callable[[int, tuple[Sequence, ...]], list[Sequence]]
+__all__ = ["REFERENCE_FREE", "DpoStage"]
+
 
 
 class DpoStage(Stage):
     """Preference optimisation on pairs.
 
     Args:
-        reference: None (reference-free), a function that attaches cached `reference_logps` to an example's sequences,
-            or an engine that computes them.
+        cached: the batches carry the reference's log-probabilities as the token column `reference_logps`.
+        reference: an engine that computes them instead; neither for a reference-free loss.
         tolerance: largest mean |policy - reference| per token allowed at step 0; None skips the check.
     """
 
     kind = "pair"
 
     def __init__(
-        self, model: Any, mesh: Any, config: DpoConfig, *, attach: ATTACH | None = None, reference: Any = None, tolerance: float | None = None
+        self, model: Any, mesh: Any, config: DpoConfig, *, cached: bool = False, reference: Any = None, tolerance: float | None = None
     ) -> None:
         super().__init__(model, mesh)
         self.config = config
-        self.attach = attach
+        self.cached = cached
         self.reference = reference
         self.tolerance = tolerance
-
-    def sequences(self, example: Any) -> list[Sequence]:
-        return self.attach(example.index, example.sequences) if self.attach else list(example.sequences)
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
         pairs = torch.tensor(float(self.once(batch.num_sequences // 2)), dtype=torch.float64, device=batch.tokens.device)
@@ -76,8 +71,8 @@ class DpoStage(Stage):
         return terms
 
     def _reference_logps(self, batch: ShardedBatch) -> Tensor | None:
-        if self.attach is not None:
-            return batch.token_columns["reference_logps"]
+        if self.cached:  # a batch without sequences has no columns
+            return batch.token_columns.get("reference_logps", torch.zeros_like(batch.loss_weights))
         if self.reference is not None:
             with self.reference.inference():
                 return self.reference(batch).logps
@@ -110,6 +105,3 @@ class DpoStage(Stage):
                 f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token (at most {self.tolerance:g} is "
                 "rounding): the reference cache belongs to other weights or the model is not deterministic; delete data.cache and look for dropout"
             )
-        sigmoid = self.config.loss_type == "sigmoid" and not self.config.sft_weight
-        if sigmoid and self.tolerance <= 1e-5 and abs(metrics["loss"] - math.log(2)) > 1e-3:
-            raise RuntimeError(f"at step 0 the DPO loss must be ln 2 = 0.693147, but it is {metrics['loss']:.6f}")

@@ -1,0 +1,40 @@
+# Everything runs in .venv, made on first use. On machines without an NVIDIA GPU the CPU build of torch is pinned.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+RANKS := $(shell [ $(GPUS) -gt 2 ] && echo 2 || { [ $(GPUS) -gt 0 ] && echo $(GPUS) || echo 2; })
+DEMO ?= runs/demo
+export PYTHONWARNINGS ?= ignore
+export TOKENIZERS_PARALLELISM ?= false
+ifeq ($(GPUS),0)
+export DS_ACCELERATOR ?= cpu
+export OMP_NUM_THREADS ?= 1
+CONSTRAINTS := -c constraints.txt
+endif
+
+.PHONY: demo test lint install clean full
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is required, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(CONSTRAINTS) -e ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/python examples/demo.py --ranks $(RANKS) --output $(DEMO)
+
+test: install
+	$(BIN)/python -m pytest -q
+
+full: install
+	$(BIN)/python -m pytest -q -m "full or not full"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/mypy losses ulysses/parallel ulysses/gradients models
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,150 @@
+"""The house rules, read from the source: imports go down, nothing is patched, folders stand alone."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("losses", "models", "ulysses")
+FLOORS = {
+    "losses": 1,
+    "ulysses.parallel": 1,
+    "ulysses.memory": 1,
+    "ulysses.gradients": 1,
+    "ulysses.data": 2,
+    "models": 2,
+    "ulysses.zero": 3,
+    "ulysses.training": 4,
+    "ulysses.training.run": 5,
+    "ulysses.export": 5,
+    "ulysses.report": 5,
+}
+# floor-1 neighbours that may be used by floor 1 and 2 code besides the floors below
+MODELS_MAY_USE = ("ulysses.parallel", "ulysses.memory", "losses")
+FOREIGN_ONLY_IN = {
+    "deepspeed": ("ulysses/zero/",),
+    "transformers": ("ulysses/data/chat.py",),
+    "datasets": ("ulysses/data/formats.py",),
+    "peft": ("ulysses/training/lora.py",),
+}
+# The one assignment onto a foreign module: a compiled CPU collective is switched off before start-up (its build can hang).
+ALLOWED_FOREIGN_ASSIGNMENT = 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False'
+
+
+def sources() -> list[Path]:
+    files = [f for p in PACKAGES for f in sorted((ROOT / p).rglob("*.py"))]
+    assert len(files) > 30
+    return files
+
+
+def module_name(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """(module, imported name) pairs, relative ones resolved."""
+    name = module_name(path)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [(a.name, "") for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*up, *([base] if base else [])])
+            found += [(base, a.name) for a in node.names]
+    return found
+
+
+def floor(module: str) -> int | None:
+    best = max((k for k in FLOORS if module == k or module.startswith(k + ".")), key=len, default=None)
+    return FLOORS[best] if best else None
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_file_follows_the_house_rules(path: Path) -> None:
+    text, name = path.read_text(), module_name(path)
+    assert text.count("\n") <= 420, "a file this long is telling us something"
+    own = floor(name)
+    for module, imported in imports(path):
+        top = module.split(".")[0]
+        if top in FOREIGN_ONLY_IN:
+            allowed = FOREIGN_ONLY_IN[top]
+            assert str(path.relative_to(ROOT)).startswith(allowed), f"{name} imports {top}"
+        assert not (imported.startswith("_") and not imported.startswith("__") and top in PACKAGES), f"{name} imports {imported}"
+        target = floor(f"{module}.{imported}") if floor(f"{module}.{imported}") else floor(module)
+        if own and target:
+            assert target <= own, f"{name} (floor {own}) imports {module} (floor {target})"
+    if name.startswith("models"):
+        for module, _ in imports(path):
+            if module.startswith("ulysses"):
+                assert module.startswith(MODELS_MAY_USE), f"{name} imports {module}"
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), f"{name} uses global"
+    check_no_foreign_assignment(name, tree, {m.split(".")[0] for m, _ in imports(path)} - set(PACKAGES), text)
+
+
+def check_no_foreign_assignment(name: str, tree: ast.AST, foreign: set[str], text: str) -> None:
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
+        for target in targets:
+            root = target
+            while isinstance(root, ast.Attribute | ast.Subscript):
+                root = root.value
+            if isinstance(target, ast.Attribute | ast.Subscript) and isinstance(root, ast.Name) and root.id in foreign:
+                line = ast.get_source_segment(text, node) or ""
+                switch = line.startswith("torch.backends.")  # documented switches, not patches
+                assert switch or root.id == "os" or line == ALLOWED_FOREIGN_ASSIGNMENT, f"{name} assigns onto {root.id}: {line}"
+
+
+def test_no_import_circles() -> None:
+    edges = {module_name(p): {m for m, _ in imports(p)} | {f"{m}.{i}" for m, i in imports(p)} for p in sources()}
+    edges = {k: {t for t in v if t in edges and t != k} for k, v in edges.items()}
+    done: set[str] = set()
+
+    def visit(node: str, path: tuple[str, ...]) -> None:
+        assert node not in path, " -> ".join((*path, node))
+        if node not in done:
+            for target in edges[node]:
+                visit(target, (*path, node))
+            done.add(node)
+
+    for node in edges:
+        visit(node, ())
+
+
+def test_every_module_imports_alone_and_the_faces_stay_light() -> None:
+    """One fresh interpreter per group: forks inside it import each module alone."""
+    script = """
+import importlib, os, sys
+import torch
+for name in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(name, repr(error)); os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+    names = [n for n in map(module_name, sources()) if not n.endswith("__main__")]
+    subprocess.run([sys.executable, "-c", script, *names], cwd=ROOT, check=True)
+    light = "import losses, ulysses, models, sys; bad = {'deepspeed','transformers','datasets','pydantic'} & set(sys.modules); assert not bad, bad"
+    subprocess.run([sys.executable, "-c", light], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("folder", ["losses", "ulysses/parallel"])
+def test_folder_works_when_copied_elsewhere(folder: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / folder, tmp_path / "copied")
+    names = [p.stem for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"]
+    script = "import copied\n" + "\n".join(f"import copied.{n}" for n in names) + "\nimport sys; assert not {'losses', 'ulysses'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)

@@ -1,0 +1,79 @@
+"""Configuration from TOML and arguments, and every complaint's wording."""
+
+from pathlib import Path
+
+import pytest
+
+from ulysses.training.command_line import ConfigError, known_keys, parse_command_line
+
+BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
+
+
+def test_arguments_override_toml(tmp_path: Path) -> None:
+    toml = tmp_path / "a.toml"
+    toml.write_text('stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.99]\n')
+    config = parse_command_line(["--config", str(toml), "--optimizer.lr", "1e-6", "--data.train", '["a.jsonl", "b.jsonl"]', "--run.overwrite"]).config
+    assert (config.stage, config.optimizer.lr, config.optimizer.betas, config.run.overwrite) == ("sft", 1e-6, (0.9, 0.99), True)
+    assert config.data.train == ["a.jsonl", "b.jsonl"]
+
+
+def test_learning_rate_factor() -> None:
+    assert parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", "0.5"]).config.optimizer.lr == pytest.approx(1e-5)
+    assert parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr"]).config.optimizer.lr == 2e-5
+
+
+def test_launcher_argument_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert parse_command_line([*BASE, "--local_rank=1"]).config.stage == "dpo"
+    with pytest.raises(ConfigError, match="--local_rank is 0 but LOCAL_RANK is 1"):
+        parse_command_line([*BASE, "--local_rank", "0"])
+
+
+def test_free_tables_take_dotted_keys() -> None:
+    config = parse_command_line(["--stage", "sft", "--run.steps", "1", "--model.init", "random", "--model.config.hidden_size", "64",
+                                 "--deepspeed.zero_optimization.overlap_comm", "false"]).config  # fmt: skip
+    assert config.model.config == {"hidden_size": 64}
+    assert config.deepspeed == {"zero_optimization": {"overlap_comm": False}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--pref_beta", "0.2"], "pref_beta: unknown; here it is dpo.beta"),
+        (["--per_device_train_batch_size", "4"], "here it is batch.examples"),
+        (["--optimiser.lr", "1"], "did you mean optimizer.lr?"),
+        (["--learningrate", "1"], "unknown"),
+        (["--stage", "dqo"], "stage is 'dqo'"),
+        (["--run.steps", "many"], "run.steps is 'many'"),
+        (["--run.epochs", "2"], "set run.steps or run.epochs, one of both"),
+        (["--batch.examples", "0"], "batch.examples is"),
+        (["--model.arch", "llama3-8b"], "give model.path or model.arch, not both"),
+        (["--config", "/nowhere/x.toml"], "there is no file /nowhere/x.toml"),
+        (["--deepspeed", "/nowhere/x.json"], "there is no file /nowhere/x.json"),
+    ],
+)
+def test_complaints(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_command_line([*BASE, *arguments])
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_toml_key_names_the_nearest(tmp_path: Path) -> None:
+    toml = tmp_path / "a.toml"
+    toml.write_text('stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlearning_rat = 1\n')
+    with pytest.raises(ConfigError, match=r"optimizer.learning_rat: unknown; did you mean"):
+        parse_command_line(["--config", str(toml)])
+    toml.write_text("stage = [")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        parse_command_line(["--config", str(toml)])
+
+
+def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_command_line(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for key, info in known_keys().items():
+        assert key in shown
+        assert info.description, f"{key} has no description"

@@ -1,0 +1,36 @@
+"""Train a model: `deepspeed train.py --config dpo.toml`, `torchrun ... train.py --config dpo.toml`, or plain python."""
+
+import os
+import sys
+import traceback
+
+from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.dry_run import dry_run, inspect
+from ulysses.training.run import TrainingRun
+
+
+def main() -> int:
+    is_main = os.environ.get("RANK", "0") == "0"
+    debug = "--debug" in sys.argv or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
+    try:
+        command = parse_command_line(sys.argv[1:])
+        if command.dry_run:
+            return dry_run(command)
+        if command.inspect:
+            return inspect(command)
+        with TrainingRun(command.config, debug=command.debug) as run:
+            run.train()
+        return 0
+    except ConfigError as error:
+        if is_main:
+            print(f"error: {error}", file=sys.stderr)
+        if debug:
+            traceback.print_exc()
+        return 2
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # interpreter shutdown can abort while communication threads still run

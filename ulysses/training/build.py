@@ -1,0 +1,128 @@
+"""From configuration to a partitioned model on every rank."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.arch import ModelConfig as Shape
+from models.arch import architecture
+from models.decoder import CausalLM, RewardModel, init_parameter
+from models.hf_format import WeightFiles, read_config, resolve_model
+from models.layers import DecoderLayer
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.command_line import ConfigError
+from ulysses.training.config import Config
+from ulysses.training.optim import adamw
+from ulysses.zero.construct import build_partitioned
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.settings import derive
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def read_shape(config: Config) -> tuple[Shape, Path | None]:
+    """Return the model's shape and its folder (None for a shape given by name or keys).
+
+    Raises:
+        ConfigError: if there is no such model, or it is not supported.
+    """
+    m = config.model
+    try:
+        folder = resolve_model(m.path, m.revision) if m.path else None
+        if folder is not None:
+            raw = read_config(folder).to_hf()
+        else:
+            raw = architecture(m.arch).to_hf() if m.arch else {}
+        return (Shape.from_hf({**raw, **m.config}) if m.config else Shape.from_hf(raw)), folder
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model: {error}") from None
+
+
+class RandomWeights:
+    """Initial weights keyed by (seed, name): the same on any number of ranks."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.shape = shape
+        self.seed = seed
+
+    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return init_parameter(name, shape, self.shape, seed=self.seed, device=device, dtype=dtype).view(-1)[start:stop]
+
+
+class FileWeights:
+    """Weights from safetensors files, read slice by slice; names the files lack (a new head) are drawn at random."""
+
+    def __init__(self, folder: Path, shape: Shape, seed: int) -> None:
+        self.files = WeightFiles(folder)
+        self.random = RandomWeights(shape, seed)
+
+    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if name not in self.files:
+            return self.random.slice(name, shape, start, stop, dtype, device)
+        return self.files.read(name, start, stop).to(device=device, dtype=dtype)
+
+
+def weights_of(config: Config, shape: Shape, folder: Path | None) -> RandomWeights | FileWeights:
+    if config.model.init == "random" or folder is None:
+        return RandomWeights(shape, config.run.seed)
+    return FileWeights(folder, shape, config.run.seed)
+
+
+def weights_fingerprint(config: Config, shape: Shape, folder: Path | None) -> str:
+    """Return a digest that changes with the weights: every file's size, header and 256 blocks spread over it."""
+    digest = hashlib.sha256(repr(shape).encode())
+    if config.model.init == "random" or folder is None:
+        digest.update(f"random {config.run.seed}".encode())
+        return digest.hexdigest()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as f:
+            for k in range(256):
+                f.seek(size * k // 256)
+                digest.update(f.read(4096))
+    return digest.hexdigest()
+
+
+def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
+    """Refuse weight files that do not hold every parameter in the right shape, before anything is allocated.
+
+    Raises:
+        ConfigError: naming the first that is missing or wrong.
+    """
+    with torch.device("meta"):
+        model: nn.Module = RewardModel(shape) if reward else CausalLM(shape)
+    expected = {name: p.shape for name, p in model.named_parameters()}
+    try:
+        WeightFiles(folder).check(expected, may_lack=("score.weight",) if reward else ())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from None
+
+
+def build_engine(
+    config: Config, shape: Shape, source: Any, mesh: ParallelMesh, kernel: str, *, reward: bool = False, trainable: bool = True, recompute: Any = "none"
+) -> ZeroEngine:
+    """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together."""
+    layer = shape.hidden_size * (shape.hidden_size * 2 + 3 * shape.intermediate_size)
+    settings = derive(
+        dtype=DTYPES[config.model.dtype],
+        reduce_dtype=config.optimizer.reduce_dtype,
+        offload_optimizer=config.memory.offload_optimizer and trainable,
+        offload_parameters=config.memory.offload_parameters,
+        largest_layer=layer,
+        raw=config.deepspeed,
+    )
+
+    def create() -> nn.Module:
+        cls = RewardModel if reward else CausalLM
+        return cls(shape, mesh, attention=kernel)
+
+    model = build_partitioned(create, settings, source)
+    if not trainable:
+        model.requires_grad_(False)
+        return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
+    on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
+    return ZeroEngine(model.train(), settings, adamw(model, config.optimizer, on_gpu=on_gpu), (DecoderLayer,))

@@ -1,0 +1,224 @@
+"""Everything that can refuse a run, checked before processes meet and memory is taken; the result is the run's plan.
+
+Each check is one sentence: what was given, what is required, what to change.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from losses.dpo import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss
+from models.arch import ModelConfig as Shape
+from models.hf_format import copy_side_files, read_config, resolve_model
+from ulysses.data.chat import ChatTemplate, load_tokenizer
+from ulysses.data.dataset import TokenizedDataset, open_dataset
+from ulysses.data.encode import DataSettings
+from ulysses.data.formats import missing_sources, parse_sources, source_digest
+from ulysses.data.loader import StepLoader
+from ulysses.data.records import DataError
+from ulysses.parallel.kernels import resolve_kernel
+from ulysses.training.build import DTYPES, check_weights, read_shape
+from ulysses.training.checkpoint import Checkpoints, read_run_state
+from ulysses.training.command_line import ConfigError
+from ulysses.training.config import Config
+from ulysses.zero.settings import refuse_owned
+
+KINDS = {"pt": "text", "sft": "sequence", "dpo": "pair", "rm": "pair", "kto": "unpaired", "ppo": "prompt"}
+
+
+@dataclass
+class Plan:
+    """What the checks found: shape, tokenizer, data and where to start."""
+
+    config: Config
+    world_size: int
+    shape: Shape
+    folder: Path | None
+    tokenizer: Any
+    kernel: str
+    kernel_reason: str
+    resume_from: Path | None
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.config.stage]
+
+    @property
+    def budget(self) -> int:
+        """Tokens per packed micro-batch."""
+        tokens = self.config.batch.tokens_per_microbatch
+        if tokens == "auto":
+            return self.config.data.max_length * (2 if self.kind == "pair" else 1)
+        return int(tokens)
+
+    def datasets(self) -> tuple[TokenizedDataset, TokenizedDataset | None]:
+        """Open (tokenise once per node if needed) the training and held-out data."""
+        data = self.config.data
+        settings = DataSettings(data.max_length, data.truncation, data.train_on, data.bad_rows)
+
+        def opened(value: Any) -> TokenizedDataset:
+            try:
+                return open_dataset(parse_sources(value), self.kind, self.tokenizer, settings, data.cache, chat_template=data.chat_template)
+            except DataError as error:
+                raise ConfigError(f"data: {error}") from None
+
+        return opened(data.train), opened(data.eval) if data.eval else None
+
+    def loader(self, dataset: Any, dp_size: int, dp_rank: int, *, evaluation: bool = False) -> StepLoader:
+        """Serve the dataset's steps to one data-parallel group."""
+        try:
+            return StepLoader(
+                dataset,
+                self.config.batch.examples,
+                tokens_per_microbatch=self.budget,
+                seed=self.config.run.seed,
+                data_parallel_size=dp_size,
+                dp_rank=dp_rank,
+                shuffle=not evaluation,
+                attention_length=12.0 * self.shape.hidden_size,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def total_steps(self, loader: StepLoader) -> int:
+        run = self.config.run
+        return run.steps or max(1, round(run.epochs * loader.steps_per_epoch))
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Keep tokenizer and generation config with the run, so that an export needs nothing else."""
+        if self.folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            copy_side_files(self.folder, folder)
+        if self.config.data.chat_template != "tokenizer" and self.kind != "text":
+            self.tokenizer.chat_template = ChatTemplate(self.tokenizer, self.config.data.chat_template).text
+        self.tokenizer.save_pretrained(str(folder))
+
+
+def check_run(config: Config, world_size: int) -> Plan:
+    """Check a configuration against the machine and the files; touch nothing.
+
+    Raises:
+        ConfigError: the first complaint.
+    """
+    check_numbers(config, world_size)
+    shape, folder = read_shape(config)
+    if config.model.init == "pretrained" and folder is not None:
+        check_weights(shape, folder, reward=config.stage == "rm")
+    tokenizer = read_tokenizer(config, folder, shape)
+    missing = missing_sources([*parse_sources(config.data.train or []), *parse_sources(config.data.eval or [])])
+    if missing:
+        raise ConfigError(f"data: {missing[0]}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        kernel, reason = resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim, deterministic=config.run.deterministic)
+    except ValueError as error:
+        raise ConfigError(f"model.attention: {error}") from None
+    plan = Plan(config, world_size, shape, folder, tokenizer, kernel, reason, find_checkpoint(config))
+    check_disk(plan)
+    return plan
+
+
+def check_numbers(config: Config, world_size: int) -> None:
+    """Refuse what can be refused from the configuration alone."""
+    sp = config.parallel.sequence_parallel_size
+    if world_size % sp:
+        divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+        raise ConfigError(f"parallel.sequence_parallel_size is {sp} but must divide the {world_size} processes; set it to one of {divisors}")
+    if not config.data.train:
+        raise ConfigError("data.train is empty; give a file, a folder, a hub dataset or a list of them")
+    if config.stage == "dpo":
+        check_dpo(config)
+    try:
+        refuse_owned(config.deepspeed)
+        config.gradients.chain()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def check_dpo(config: Config) -> None:
+    dpo = config.dpo
+    if dpo.loss_type not in DPO_LOSS_TYPES:
+        raise ConfigError(f"dpo.loss_type is {dpo.loss_type!r} but must be one of {', '.join(DPO_LOSS_TYPES)}")
+    x = torch.zeros(1)
+    reference = None if dpo.loss_type in REFERENCE_FREE else x
+    try:
+        dpo_loss(x - 1, x - 1, reference, reference, dpo.beta, dpo.loss_type, dpo.label_smoothing, chosen_lengths=x + 1, rejected_lengths=x + 1)
+    except ValueError as error:
+        raise ConfigError(f"dpo: {error}") from None
+    if dpo.reference not in ("cached", "live") and not Path(dpo.reference).exists() and "/" not in dpo.reference:
+        raise ConfigError(f"dpo.reference is {dpo.reference!r} but must be \"cached\", \"live\" or a model's folder or hub id")
+
+
+def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
+    """Load the tokenizer and check that it fits the model and has a chat template where one is needed."""
+    place = config.model.tokenizer or (str(folder) if folder else None)
+    if place is None:
+        raise ConfigError("model.tokenizer is missing: a model given by arch or config brings none; set it to a folder, a hub id or a tokenizer.json")
+    try:
+        tokenizer = load_tokenizer(place, **config.model.special_tokens)
+        if KINDS[config.stage] != "text":
+            ChatTemplate(tokenizer, config.data.chat_template)
+    except DataError as error:
+        raise ConfigError(f"model.tokenizer: {error}") from None
+    if len(tokenizer) > shape.vocab_size:
+        raise ConfigError(f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary holds {shape.vocab_size}; set model.config.vocab_size or use the model's own")
+    return tokenizer
+
+
+def find_checkpoint(config: Config) -> Path | None:
+    """Decide what to resume from; refuse a run folder that would be overwritten.
+
+    Raises:
+        ConfigError: for a folder with checkpoints when neither resume nor overwrite is set, or a checkpoint that is not complete.
+    """
+    run, folder = config.run, config.output / "checkpoints"
+    newest = Checkpoints(folder, run.keep).newest() if folder.exists() else None
+    if run.resume == "auto":
+        return newest
+    if run.resume != "never":
+        try:
+            read_run_state(Path(run.resume))
+        except ValueError as error:
+            raise ConfigError(f"run.resume: {error}") from None
+        return Path(run.resume)
+    if newest is not None and not run.overwrite:
+        raise ConfigError(f"run.output {config.output.absolute()} already holds checkpoints; set run.resume = \"auto\" to continue, run.overwrite = true to delete them, or another folder")
+    return None
+
+
+def check_disk(plan: Plan) -> None:
+    """Refuse to start if the disk cannot hold the checkpoints that rotation keeps, one more while saving, and the export."""
+    config = plan.config
+    numel = plan.shape.num_parameters()
+    each = 12 * numel
+    count = 2 + (config.run.keep if config.run.save_every else 0)
+    need = each * count + (numel * DTYPES[config.model.dtype].itemsize if config.run.export else 0)
+    place = config.output.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise ConfigError(
+            f"run.output {place} has {free / 2**30:.1f} GiB free but {count} checkpoints and the export need {need / 2**30:.1f} GiB; "
+            "lower run.keep, set run.export = false, or use another disk"
+        )
+
+
+def reference_shape(path: str) -> tuple[Shape, Path]:
+    """Read another model's shape for dpo.reference."""
+    try:
+        folder = resolve_model(path)
+        shape = read_config(folder)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"dpo.reference: {error}") from None
+    check_weights(shape, folder, reward=False)
+    return shape, folder
+
+
+def data_digest(plan: Plan) -> list[str]:
+    """Identify the data files' contents, to compare between ranks."""
+    data = plan.config.data
+    return [str(source_digest(s)) for s in [*parse_sources(data.train or []), *parse_sources(data.eval or [])]]

@@ -1,0 +1,312 @@
+"""TrainingRun: the composition root. Configuration in, trained and exported model out.
+
+    Config -> checks (no allocation) -> processes and mesh -> tokenised data -> engine -> stage -> Trainer -> export
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models.hf_format import WeightWriter, copy_side_files, write_config
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.build import DTYPES, FileWeights, build_engine, weights_fingerprint, weights_of
+from ulysses.training.checkpoint import Checkpoints
+from ulysses.training.checks import check_run, data_digest, reference_shape
+from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.config import Config
+from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
+from ulysses.training.optim import learning_rate
+from ulysses.training.reference import ReferenceCache
+from ulysses.training.stages.base import Stage
+from ulysses.training.stages.dpo import REFERENCE_FREE, DpoStage
+from ulysses.training.stages.sft import SftStage
+from ulysses.training.trainer import Trainer
+from ulysses.zero.construct import initialize_distributed
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.state import full_parameters
+
+STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # mean |policy - reference| per token: rounding only
+
+
+class TrainingRun:
+    """Train by a configuration; use it as a context manager so that everything is released even after an error.
+
+    Raises:
+        ConfigError: for anything that cannot be honoured, before any process group or allocation.
+    """
+
+    def __init__(self, config: Config, *, debug: bool = False) -> None:
+        self.config = config
+        self.debug = debug
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.plan = check_run(config, self.world_size)
+        self.train_data: Any
+        self.eval_data: Any
+        self.train_data, self.eval_data = self.plan.datasets()
+        for data in (self.train_data, self.eval_data):
+            if data is not None:
+                self.plan.loader(data, 1, 0)  # refuses sequences longer than the budget
+        self.log: MetricsLog | None = None
+        self.trainer: Trainer | None = None
+
+    @classmethod
+    def from_toml(cls, path: str, overrides: dict[str, Any] | None = None) -> "TrainingRun":
+        """Read a TOML file; `overrides` maps dotted keys to values."""
+        arguments = ["--config", path]
+        for key, value in (overrides or {}).items():
+            arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+        return cls(parse_command_line(arguments).config)
+
+    def __enter__(self) -> "TrainingRun":
+        self.device = initialize_distributed()
+        self._same_everywhere()
+        if self.config.run.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        shape = self.plan.shape
+        self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)
+        self._prepare_folder()
+        self._build()
+        return self
+
+    def _build(self) -> None:
+        config, plan, shape = self.config, self.plan, self.plan.shape
+        kernel = plan.kernel
+        self._say(f"attention kernel: {kernel} ({plan.kernel_reason})")
+        for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
+            if data is not None:
+                self._say(f"{name} data: {data.report}")
+        self.engine = build_engine(config, shape, weights_of(config, shape, plan.folder), self.mesh, kernel)
+        self.stage = self._stage(kernel)
+        dp_size, dp_rank = self.mesh.data_parallel_size, self.mesh.dp_rank
+        loader = plan.loader(self.train_data, dp_size, dp_rank)
+        total = plan.total_steps(loader)
+        self.checkpoints = Checkpoints(config.output / "checkpoints", config.run.keep)
+        tokens_of = shape.num_parameters()
+        self.trainer = Trainer(
+            mesh=self.mesh,
+            engine=self.engine,
+            stage=self.stage,
+            loader=loader,
+            eval_loader=plan.loader(self.eval_data, dp_size, dp_rank, evaluation=True) if self.eval_data is not None else None,
+            total_steps=total,
+            learning_rate=lambda step: learning_rate(step, total, config.optimizer),
+            policies=config.gradients.chain(),
+            flops=lambda tokens, squares: model_flops(
+                tokens_of, shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim, tokens, squares
+            ),
+            peak_flops=device_peak_flops(),
+            seed=config.run.seed,
+        )
+
+    def _stage(self, kernel: str) -> Stage:
+        config, mesh = self.config, self.mesh
+        if config.stage == "sft":
+            return SftStage(self.engine, mesh, config.sft)
+        if config.stage == "dpo":
+            return self._dpo_stage(kernel)
+        raise ConfigError(f"stage {config.stage} is not there yet; use sft or dpo")
+
+    def _dpo_stage(self, kernel: str) -> DpoStage:
+        config, mesh, plan = self.config, self.mesh, self.plan
+        dpo = config.dpo
+        if dpo.loss_type in REFERENCE_FREE:
+            return DpoStage(self.engine, mesh, dpo)
+        fresh = self.resume_from is None
+        tolerance = STEP0_TOLERANCE[config.model.dtype] if fresh else None
+        if dpo.reference == "cached":
+            self._cache_reference(kernel, fresh)
+            return DpoStage(self.engine, mesh, dpo, cached=True, tolerance=tolerance)
+        if dpo.reference == "live":
+            shape, source = plan.shape, weights_of(config, plan.shape, plan.folder)
+        else:
+            shape, folder = reference_shape(dpo.reference)
+            source, tolerance = FileWeights(folder, shape, config.run.seed), None
+        return DpoStage(self.engine, mesh, dpo, reference=build_engine(config, shape, source, mesh, kernel, trainable=False), tolerance=tolerance)
+
+    def _cache_reference(self, kernel: str, fresh: bool) -> None:
+        """Fill (or find) the reference log-probabilities of all data and read the data through them from here on."""
+        config, plan = self.config, self.plan
+        weights = weights_fingerprint(config, plan.shape, plan.folder)
+
+        def through(data: Any) -> ReferenceCache:
+            key = hashlib.sha256(f"{weights} {config.model.dtype} {kernel} {data.fingerprint}".encode()).hexdigest()[:24]
+            cache = ReferenceCache(Path(config.data.cache).expanduser() / f"reference-{key}", data)
+            if not fresh and not cache.complete():
+                raise ConfigError(
+                    f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no longer has the initial policy; "
+                    "restore data.cache, or set dpo.reference to the initial model's path"
+                )
+            cache.fill(self._policy_logps, self.mesh, self.device, plan.budget, self._say)
+            return cache
+
+        self.train_data = through(self.train_data)
+        self.eval_data = through(self.eval_data) if self.eval_data is not None else None
+
+    def _policy_logps(self, batch: Any) -> torch.Tensor:
+        with self.engine.inference():
+            return self.engine(batch).logps
+
+    # ---------------------------------------------------------------- running
+
+    def train(self) -> None:
+        """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
+        trainer, run = self.trainer, self.config.run
+        assert trainer is not None
+        if self.resume_from is not None:
+            trainer.load_state_dict(self.checkpoints.load(self.resume_from, {"policy": self.engine}))
+            self._say(f"resumed {self.resume_from} at step {trainer.step}")
+        if self.mesh.is_main:
+            self.log = MetricsLog(self.config.output, total_steps=trainer.total_steps, first_step=trainer.step, wandb_project=run.wandb, config=self._resolved())
+        trainer.stop_on_signal()
+        try:
+            self._loop(trainer)
+        except Exception as error:
+            raise StepError(trainer.step, error) from error
+        if not trainer.stop_requested and run.export:
+            self.export(self.config.output / "export")
+
+    def _loop(self, trainer: Trainer) -> None:
+        run = self.config.run
+        saved = trainer.step
+        while trainer.step < trainer.total_steps and not trainer.stop_requested:
+            profiling = run.profile and trainer.step + 1 == run.profile
+            with _profiler(self.config.output, profiling, self.mesh.rank):
+                values = trainer.train_step()
+            step = trainer.step
+            last = step == trainer.total_steps
+            if (run.eval_every and step % run.eval_every == 0) or last:
+                values = {**values, **trainer.evaluate()}
+                loss = values.get("eval/loss")
+                if loss is not None and (trainer.best is None or loss < trainer.best[1]):
+                    trainer.best = (step, loss)
+            self._report(trainer, step, values, last)
+            if (run.save_every and step % run.save_every == 0) or last or trainer.stop_requested:
+                saved = self._save(trainer, step)
+        if trainer.stop_requested:
+            self._say(f"stopped at step {trainer.step} as requested; checkpoint step-{saved} continues with --run.resume auto")
+
+    def _save(self, trainer: Trainer, step: int) -> int:
+        state = {**trainer.state_dict(), "config": self._resolved(), "shape": self.plan.shape.to_hf()}
+        self.checkpoints.save(step, {"policy": self.engine}, state, best=trainer.best[0] if trainer.best else None)
+        return step
+
+    def _report(self, trainer: Trainer, step: int, values: dict[str, float], last: bool) -> None:
+        if self.log is None:
+            return
+        self.log.advance(step, {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tok/s": f"{values['tokens_per_second']:.0f}"})
+        if step % self.config.run.log_every == 0 or last or any(k.startswith("eval/") for k in values):
+            self.log.write(step, values)
+        if any(k.startswith("eval/") for k in values):
+            self.log.say(f"step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in sorted(values.items()) if k.startswith("eval/")))
+
+    def export(self, folder: Path) -> Path:
+        """Write the trained model in Hugging Face format; all ranks call it together."""
+        writer = None
+        if self.mesh.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+            writer = WeightWriter(folder)
+        for name, tensor in full_parameters(self.engine):
+            if writer is not None and tensor is not None:
+                writer.add(name, tensor)
+        if writer is not None:
+            writer.finish()
+            write_config(folder, self.plan.shape, dtype=DTYPES[self.config.model.dtype])
+            copy_side_files(self.config.output / "tokenizer", folder)
+            self._say(f"exported {folder}")
+        dist.barrier()
+        return folder
+
+    def status(self) -> dict[str, Any]:
+        """Return step, stage, world, mesh, loss, tokens per second and seconds left."""
+        t = self.trainer
+        step = t.step if t else 0
+        seconds = t.metrics.get("seconds", 0.0) if t else 0.0
+        return {
+            "stage": self.config.stage,
+            "step": step,
+            "total_steps": t.total_steps if t else 0,
+            "world_size": self.mesh.world_size,
+            "sequence_parallel_size": self.mesh.sequence_parallel_size,
+            "data_parallel_size": self.mesh.data_parallel_size,
+            "loss": t.metrics.get("loss") if t else None,
+            "tokens_per_second": t.metrics.get("tokens_per_second") if t else None,
+            "eta_seconds": (t.total_steps - step) * seconds if t else None,
+        }
+
+    # ---------------------------------------------------------------- folder and agreement
+
+    def _prepare_folder(self) -> None:
+        """Create or clear the run folder and find what to resume from; the same decision on every rank."""
+        config, output = self.config, self.config.output
+        self.resume_from = self.plan.resume_from
+        if self.mesh.is_main:
+            if config.run.overwrite and self.resume_from is None:
+                for name in ("checkpoints", "export", "tensorboard", "metrics.jsonl"):
+                    path = output / name
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            (output / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (output / "config.json").write_text(json.dumps(self._resolved(), indent=2))
+            self.plan.save_tokenizer(output / "tokenizer")
+        dist.barrier()
+
+    def _resolved(self) -> dict[str, Any]:
+        return self.config.model_dump(mode="json")
+
+    def _same_everywhere(self) -> None:
+        """Refuse to start if configuration, data or versions differ between ranks."""
+        import deepspeed
+
+        text = json.dumps([self._resolved(), data_digest(self.plan), torch.__version__, deepspeed.__version__], sort_keys=True)
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        low = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
+        dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        if int(low[0]) != -int(low[1]):
+            raise ConfigError("configuration, data or library versions differ between the processes; start all of them with the same files and versions")
+
+    def _say(self, text: str) -> None:
+        if self.log is not None:
+            self.log.say(text)
+        elif int(os.environ.get("RANK", "0")) == 0:
+            print(text, flush=True)
+        if self.debug and int(os.environ.get("RANK", "0")) != 0:
+            print(f"[rank {os.environ['RANK']}] {text}", flush=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+        for engine in (getattr(self, "engine", None), getattr(getattr(self, "stage", None), "reference", None)):
+            if isinstance(engine, ZeroEngine):
+                engine.destroy()
+        if dist.is_initialized() and error is None:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+class StepError(RuntimeError):
+    """An error inside the loop, with the step at which it happened."""
+
+    def __init__(self, step: int, error: Exception) -> None:
+        super().__init__(f"step {step}: {type(error).__name__}: {error}")
+        self.step = step
+
+
+def _profiler(folder: Path, active: Any, rank: int) -> Any:
+    from contextlib import nullcontext
+
+    if not active:
+        return nullcontext()
+    activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+
+    def save(profile: Any) -> None:
+        profile.export_chrome_trace(str(folder / f"profile-rank{rank}.json.gz"))
+
+    return torch.profiler.profile(activities=activities, on_trace_ready=save)
