@@ -193,7 +193,7 @@ class Offloader:
         self.active = device.type == "cuda" if copy is None else copy
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.pool = HostPool(host_bytes, chunk_bytes=chunk_bytes, pin=self._stream is not None)
-        self._leaving: Group | None = None
+        self._leaving: weakref.ReferenceType[Group] | None = None
         self._last: weakref.ReferenceType[Group] | None = None
 
     def copying(self) -> AbstractContextManager[Any]:
@@ -214,10 +214,11 @@ class Offloader:
 
     def closed(self, group: Group) -> "weakref.ReferenceType[Group] | None":
         """Let the group closed before this one leave the device; return a reference to it."""
-        if self._leaving is not None:
-            self._leaving.leave()
-        self._leaving = group
+        leaving = self._leaving() if self._leaving is not None else None
+        if leaving is not None:
+            leaving.leave()
         previous, self._last = self._last, weakref.ref(group)
+        self._leaving = self._last
         return previous
 
     def reached(self) -> None:

@@ -1,0 +1,227 @@
+"""Every recompute level, with and without tiles and offload, has the gradients of ordinary autograd, at its own cost."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ulysses.parallel.attention as attention_module
+from models import CausalLM, ModelConfig, init_weights
+from ulysses.memory.offload import Group, HostPool, Offloader
+from ulysses.memory.recompute import LEVELS
+from ulysses.memory.tiling import TilingOptions, tiled, tiles
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+
+CONFIG = ModelConfig.from_hf({
+    "model_type": "qwen2", "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+})  # fmt: skip
+TILED = TilingOptions(mlp_rows=7)
+
+
+def batch() -> ShardedBatch:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 67, (length,), generator=generator) for length in (9, 1, 16)]
+    return pack_shard([Sequence(row, torch.ones(len(row))) for row in rows], ParallelMesh())
+
+
+def build(dtype: torch.dtype = torch.float32, **memory: Any) -> CausalLM:
+    model = CausalLM(CONFIG, **memory).to(dtype)
+    init_weights(model, seed=4)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logps = model(batch()).logps
+    (logps * torch.linspace(0, 1, len(logps))).sum().backward()
+    return logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    whole = sum(float(g.double().norm()) ** 2 for g in b.values()) ** 0.5
+    for name in a:
+        error, size = float((a[name] - b[name]).norm()), float(b[name].norm())
+        assert error <= tolerance * max(size, 1e-3 * whole), (name, error, size)
+
+
+@pytest.mark.parametrize("tiling", [None, TILED], ids=["whole", "tiled"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_are_those_of_ordinary_autograd(level: str, tiling: TilingOptions | None) -> None:
+    expected_logps, expected = gradients(build())
+    logps, found = gradients(build(recompute=level, tiling=tiling))
+    torch.testing.assert_close(logps, expected_logps, rtol=1e-6, atol=1e-6)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bfloat16_tiles_sum_in_float32(level: str) -> None:
+    exact = gradients(build())[1]
+    whole = gradients(build(torch.bfloat16))[1]
+    found = gradients(build(torch.bfloat16, recompute=level, tiling=TILED))[1]
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.bfloat16
+        error = (gradient.float() - exact[name]).norm()
+        assert error <= 1.5 * (whole[name].float() - exact[name]).norm() + 1e-3 * exact[name].norm(), name
+
+
+def test_levels_may_differ_by_layer_and_are_checked() -> None:
+    expected = gradients(build())[1]
+    assert_same(gradients(build(recompute=["block", "none", "keep_exchange"], tiling=TILED))[1], expected)
+    with pytest.raises(ValueError, match="lists 2 layers but the model has 3"):
+        build(recompute=["block", "none"])
+    with pytest.raises(ValueError, match="'full' but must be one of block, keep_attention"):
+        build(recompute="full")
+
+
+def test_each_level_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+    for name in ("varlen_forward", "varlen_backward"):
+        def counted(*args: Any, _name: str = name, _real: Any = getattr(attention_module, name), **kwargs: Any) -> Any:
+            calls[_name] += 1
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(attention_module, name, counted)
+    table = {"block": (2, 2), "keep_attention": (1, 2), "keep_exchange": (1, 2), "none": (1, 1)}
+    for level, (attends, projections) in table.items():
+        for tiling, mlps in ((None, 1 if level == "none" else 2), (TILED, 2 * 4)):  # 26 rows: 4 tiles of 7 or fewer
+            model = build(recompute=level, tiling=tiling)
+            for layer in model.model.layers:
+                layer.mlp.register_forward_hook(lambda *_: calls.update(mlp=1))
+                layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.update(projection=1))
+            calls.clear()
+            gradients(model)
+            expected = {"varlen_forward": attends, "varlen_backward": 1, "projection": projections, "mlp": mlps}
+            assert {name: count / 3 for name, count in calls.items()} == expected, (level, tiling)
+
+
+def test_a_backward_frees_what_its_layers_kept() -> None:
+    model = build(recompute="keep_exchange")
+    loss = model(batch()).logps.sum()
+    function = loss.grad_fn
+    layers = []
+    while function is not None:
+        if type(function).__name__ == "_LayerBackward":
+            layers.append(function)
+        function = next((f for f, _ in function.next_functions if f is not None and type(f).__name__ != "AccumulateGrad"), None)
+    assert len(layers) == 3 and all(len(node.kept) == 7 for node in layers)
+    loss.backward(retain_graph=True)
+    assert all(node.kept is None for node in layers)
+    with pytest.raises(RuntimeError, match="run forward again"):
+        loss.backward()
+
+
+def test_frozen_weights_and_adapters() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(**memory: Any) -> nn.Module:
+        torch.manual_seed(0)
+        model = build(**memory)
+        targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+        wrapped = get_peft_model(model, LoraConfig(r=3, target_modules=targets, lora_dropout=dropout))
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+        return model
+
+    dropout = 0.0
+    expected = gradients(adapted())[1]
+    assert expected and all("lora_" in name for name in expected)
+    for level in LEVELS:
+        assert_same(gradients(adapted(recompute=level, tiling=TILED))[1], expected)
+    dropout = 0.4
+    for level in ("block", "keep_attention", "keep_exchange"):
+        model = adapted(recompute=level, tiling=TILED)
+        torch.manual_seed(9)
+        first = gradients(model)[1]
+        probe = next(iter(first))
+        parameter = dict(model.named_parameters())[probe]
+        index = first[probe].abs().argmax()
+        difference = []
+        for step in (1e-2, -1e-2):  # the repeated run must draw the first run's dropout: check against differences
+            with torch.no_grad():
+                parameter.view(-1)[index] += step
+                torch.manual_seed(9)
+                logps = _forward_only(model)
+                parameter.view(-1)[index] -= step
+            difference.append(float((logps * torch.linspace(0, 1, len(logps))).sum()))
+        slope = (difference[0] - difference[1]) / 2e-2
+        assert abs(slope - float(first[probe].view(-1)[index])) < 2e-2 * abs(slope), level
+
+
+def _forward_only(model: nn.Module) -> torch.Tensor:
+    with torch.enable_grad():
+        return model(batch()).logps.detach()
+
+
+def test_tiles_cover_all_rows_once() -> None:
+    assert [(t.start, t.stop) for t in tiles(10, 4)] == [(0, 4), (4, 8), (8, 10)]
+    assert [(t.start, t.stop) for t in tiles(0, 4)] == [(0, 0)]
+    assert TilingOptions(mlp_rows=4).rows(10) == 4 and TilingOptions(mlp_rows=6).rows(10) == 5
+    assert TilingOptions(mlp_rows=0).rows(10**6) == 10**6
+    automatic = TilingOptions()
+    assert automatic.rows(16384) == 16384 and automatic.rows(131072) == 8192
+    with pytest.raises(ValueError, match="mlp_rows"):
+        TilingOptions(mlp_rows=-1)
+
+
+def test_tiled_runs_a_module_without_rows_and_gives_unused_parameters_zeros() -> None:
+    linear, unused = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+    for rows in (0, 5):
+        x = torch.randn(rows, 3, requires_grad=True)
+        tiled(linear, x, [*linear.parameters(), unused], 2).sum().backward()
+        assert x.grad.shape == x.shape and unused.grad is not None and not unused.grad.any()
+
+
+@pytest.mark.parametrize("level", ["block", "keep_attention", "keep_exchange"])
+@pytest.mark.parametrize("budget", [None, 3 * 1024, 0])
+def test_offload_returns_every_byte(level: str, budget: int | None) -> None:
+    expected = gradients(build())[1]
+    offloader = Offloader("cpu", budget, chunk_bytes=1024, copy=True)
+    model = build(recompute=level, tiling=TILED, offloader=offloader, offload=[True, False, True])
+    for _ in range(2):
+        model.zero_grad()
+        assert_same(gradients(model)[1], expected)
+        assert budget is None or offloader.pool.allocated <= budget
+        assert len(offloader.pool._free) * 1024 == offloader.pool.allocated
+    held = offloader.pool.allocated
+    dropped = model(batch()).logps.sum()
+    del dropped
+    assert offloader.pool.allocated == held == len(offloader.pool._free) * 1024
+
+
+def test_on_cpu_offload_moves_nothing() -> None:
+    offloader = Offloader("cpu")
+    assert_same(gradients(build(recompute="block", offloader=offloader))[1], gradients(build())[1])
+    assert offloader.pool.allocated == 0
+
+
+def test_groups_leave_one_behind_and_come_back_one_ahead() -> None:
+    offloader = Offloader("cpu", chunk_bytes=64, copy=True)
+    groups, tensors, kept = [], [], []
+    for i in range(4):
+        groups.append(Group(offloader))
+        tensors.append(torch.randn(30) + i)
+        kept.append(groups[i].keep(tensors[i].clone()))
+        assert groups[i].keep(kept[i].tensor) is kept[i]  # the same tensor again is stored once
+        groups[i].close()
+    assert [k.away for k in kept] == [True, True, True, False]
+    assert torch.equal(groups[3].get(kept[3]), tensors[3])
+    assert [k.away for k in kept] == [True, True, False, False]
+    assert torch.equal(groups[1].get(kept[1]), tensors[1])  # out of order is only slower
+    assert [k.away for k in kept] == [False, False, False, False]
+    assert torch.equal(groups[2].get(kept[2]), tensors[2]) and torch.equal(groups[0].get(kept[0]), tensors[0])
+
+
+def test_host_pool_keeps_its_budget() -> None:
+    pool = HostPool(100, chunk_bytes=40, pin=False)
+    chunks = pool.take(70)
+    assert chunks is not None and len(chunks) == 2 and pool.take(1) is None
+    pool.give(chunks)
+    assert pool.take(80) is not None and pool.allocated == 80
