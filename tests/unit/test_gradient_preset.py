@@ -1,0 +1,117 @@
+"""The preset "ulysses-pro" against a literal implementation on one process, whole and partitioned."""
+
+import hashlib
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fake_ranks import FakeWorld
+from ulysses.gradients import StepContext, TorchGradients, build_chain, preset_tables
+
+STEPS, MAX_NORM, SEED = 50, 1.0, 11
+SHAPES = {"embed": (37, 12), "wide": (300, 250), "norm": (10,), "proj": (6, 5, 2), "bias": (1,)}
+
+
+def block_noise(name, numel, step):
+    out = torch.empty(0)
+    for block in range(math.ceil(numel / 65_536)):
+        key = hashlib.blake2b(f"{SEED}/{step}/{name}/{block}".encode(), digest_size=8).digest()
+        g = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
+        out = torch.cat([out, torch.empty(65_536).normal_(generator=g)])
+    return out[:numel]
+
+
+def literal(named, lr, step):
+    """The multi-strategy handling, written straight down; returns the step's learning rate."""
+    grads = {n: p.grad for n, p in named.items()}
+    mean_abs = sum(float(g.abs().double().mean()) for g in grads.values()) / len(grads)
+    late = step > 0.9 * STEPS
+    vanishing, exploding = mean_abs < 1e-3, mean_abs > 5.0
+    if vanishing:
+        for name, g in grads.items():
+            g.add_((1e-5 if late else 1e-4) * block_noise(name, g.numel(), step).view_as(g))
+        for g in grads.values():
+            if float(g.abs().double().mean()) < 1e-4:
+                g.mul_(1.1 if late else 1.5)
+        if not late:
+            lr = lr * 1.2
+        for g in grads.values():
+            if g.dim() > 1:
+                g.sub_(g.mean(tuple(range(1, g.dim())), keepdim=True))
+    if exploding:
+        total = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+        if total > MAX_NORM:
+            for g in grads.values():
+                g.mul_(MAX_NORM / (total + 1e-6))
+    return lr
+
+
+def phase(step):
+    """Vanishing in two strengths, normal, exploding, and all of them again in the last tenth."""
+    return [1e-6, 3e-4, 1.0, 20.0, 1e-5][step % 5] if step < 46 else [1e-6, 1.0, 20.0, 3e-4][step - 46]
+
+
+def gradients_at(step):
+    g = torch.Generator().manual_seed(100 + step)
+    named = {}
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        named[name] = nn.Parameter(torch.zeros(shape))
+        spread = 1e-2 if index % 2 else 1.0  # so that at some steps only some parameters count as small
+        named[name].grad = phase(step) * spread * torch.randn(shape, generator=g)
+    return named
+
+
+def run_ours(view_of):
+    chain = build_chain(preset_tables("ulysses-pro", MAX_NORM))
+    out = []
+    for step in range(STEPS):
+        named = gradients_at(step)
+        context = StepContext(step, STEPS, loss=1.0, lr=1e-3 * (1 - step / STEPS), seed=SEED)
+        report = chain.apply(view_of(named), context)
+        out.append((named, context.lr * context.lr_scale, report))
+    return out
+
+
+def test_same_gradients_and_learning_rates_for_fifty_steps():
+    ours = run_ours(lambda named: TorchGradients(named.items()))
+    seen = set()
+    for step, (named, lr, report) in enumerate(ours):
+        want = gradients_at(step)
+        want_lr = literal(want, 1e-3 * (1 - step / STEPS), step)
+        assert lr == pytest.approx(want_lr, rel=1e-12), step
+        for name in want:
+            scale = float(want[name].grad.abs().max())
+            torch.testing.assert_close(named[name].grad, want[name].grad, rtol=1e-6, atol=1e-6 * scale)
+        active = tuple(sorted(k.split("/")[-1] for k, v in report.items() if k.startswith("grad/active/") and v))
+        seen.add((active, step > 0.9 * STEPS, report.get("grad/scaled_parameters")))
+    vanishing = ("boost_learning_rate", "gradient_centralization", "gradient_noise", "scale_small_gradients")
+    phases = {(active, late) for active, late, _ in seen}
+    assert phases == {
+        (vanishing, False), ((), False), (("clip_global_norm",), False),
+        (vanishing[1:], True), ((), True), (("clip_global_norm",), True),
+    }  # fmt: skip
+    assert {n for _, _, n in seen if n is not None} >= {0.0, 2.0} or len({n for _, _, n in seen}) > 2
+
+
+def test_the_same_on_three_ranks():
+    whole = run_ours(lambda named: TorchGradients(named.items()))
+    world = FakeWorld(3)
+    shared = [gradients_at(step) for step in range(STEPS)]
+
+    def one_rank(rank):
+        chain = build_chain(preset_tables("ulysses-pro", MAX_NORM))
+        rates = []
+        for step, named in enumerate(shared):
+            context = StepContext(step, STEPS, loss=1.0, lr=1e-3 * (1 - step / STEPS), seed=SEED)
+            chain.apply(world.view(named, rank), context)
+            rates.append(context.lr * context.lr_scale)
+        return rates
+
+    for rates in world.run(one_rank):
+        assert rates == [lr for _, lr, _ in whole]
+    for named, (want, _, _) in zip(shared, whole):
+        for name in want:
+            scale = float(want[name].grad.abs().max())
+            torch.testing.assert_close(named[name].grad, want[name].grad, rtol=1e-6, atol=1e-6 * scale)

@@ -1,0 +1,91 @@
+"""Rows of matrices that are stored as flat slices.
+
+A slice may begin and end inside a row:
+
+    row 3            row 4            row 5            row 6
+    ......[ head ][ whole row ][ whole row ][ tail ]......       one rank's slice: head + body + tail
+
+`values` [R] hold one number per row of all parameters, laid end to end. A vector counts as a single row.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class FlatSlice(Protocol):
+    """The part of a gradient slice that row arithmetic needs."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def grad(self) -> Tensor: ...
+    @property
+    def start(self) -> int: ...
+
+
+def rows_of(entry: FlatSlice) -> int:
+    return entry.shape[0] if len(entry.shape) > 1 else 1
+
+
+def row_starts(entries: Sequence[FlatSlice]) -> list[int]:
+    """Return [P + 1] offsets of the parameters' rows in [R]."""
+    starts = [0]
+    for entry in entries:
+        starts.append(starts[-1] + rows_of(entry))
+    return starts
+
+
+def row_counts(entries: Sequence[FlatSlice], device: torch.device) -> Tensor:
+    return torch.tensor([rows_of(e) for e in entries], device=device)
+
+
+def _parts(entry: FlatSlice, first: int) -> Iterator[tuple[slice, slice, int]]:
+    """Yield (elements, rows in [R], row length) for the head, body and tail that exist in this slice."""
+    size = entry.grad.numel()
+    if not size:
+        return
+    length = max(entry.numel // rows_of(entry), 1)
+    head = min(size, -entry.start % length)
+    row = first + entry.start // length
+    if head:
+        yield slice(0, head), slice(row, row + 1), head
+        row += 1
+    whole = (size - head) // length
+    if whole:
+        yield slice(head, head + whole * length), slice(row, row + whole), length
+        row += whole
+    done = head + whole * length
+    if done < size:
+        yield slice(done, size), slice(row, row + 1), size - done
+
+
+def row_sums(tensors: Sequence[Tensor], entries: Sequence[FlatSlice], *, squares: bool = False) -> Tensor:
+    """Return this rank's share of every row's sum (of squares), float64 [R], for flat tensors sliced like `entries`."""
+    starts = row_starts(entries)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    sums = torch.zeros(starts[-1], dtype=torch.float64, device=device)
+    for tensor, entry, first in zip(tensors, entries, starts):
+        for elements, rows, length in _parts(entry, first):
+            part = tensor[elements].view(-1, length)
+            wide = part.double() if part.dtype == torch.float64 else part.float()
+            sums[rows] += torch.linalg.vector_norm(wide, dim=1).double().square() if squares else wide.sum(1).double()
+    return sums
+
+
+def subtract_rows(entries: Sequence[FlatSlice], values: Tensor) -> None:
+    """Subtract each row's value from its elements, in place."""
+    for entry, first in zip(entries, row_starts(entries)):
+        for elements, rows, length in _parts(entry, first):
+            entry.grad[elements].view(-1, length).sub_(values[rows, None].to(entry.grad.dtype))
+
+
+def scale_rows(entries: Sequence[FlatSlice], values: Tensor) -> None:
+    """Multiply each row's elements by its value, in place."""
+    for entry, first in zip(entries, row_starts(entries)):
+        for elements, rows, length in _parts(entry, first):
+            entry.grad[elements].view(-1, length).mul_(values[rows, None].to(entry.grad.dtype))
