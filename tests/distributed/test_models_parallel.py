@@ -1,0 +1,156 @@
+"""Sequence-parallel models equal one process; under real ZeRO-3 at every memory level; collectives are counted."""
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from models import CausalLM, ModelConfig, RewardModel, init_parameter, init_weights
+from models.layers import DecoderLayer
+from tests.harness import run_distributed
+from ulysses.memory.recompute import LEVELS
+from ulysses.memory.tiling import TilingOptions
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.reduce import gather_tokens, sequence_last
+
+SIZE = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "tie_word_embeddings": True,
+}
+TIED = ModelConfig.from_hf({**SIZE, "model_type": "qwen2"})
+UNTIED = ModelConfig.from_hf({**SIZE, "model_type": "llama", "tie_word_embeddings": False})
+LENGTHS = (11, 1, 22, 5)
+
+
+def sequences() -> list[Sequence]:
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(0, 61, (length,), generator=generator) for length in LENGTHS]
+    weights = [torch.rand(length, generator=generator) * (torch.arange(length) % 3 > 0) for length in LENGTHS]
+    return [Sequence(row, weight) for row, weight in zip(rows, weights)]
+
+
+def loss_of(model: Any, batch: ShardedBatch) -> torch.Tensor:
+    return -(model(batch).logps * batch.loss_weights).sum()
+
+
+def one_process(config: ModelConfig) -> dict[str, torch.Tensor]:
+    model = CausalLM(config)
+    init_weights(model, seed=0)
+    mesh = ParallelMesh.__new__(ParallelMesh)
+    vars(mesh).update(
+        world_size=1, rank=0, sequence_parallel_size=1, data_parallel_size=1, sp_rank=0, dp_rank=0, sp_group=None,
+        is_main=True, head_parallel_size=1, row_parallel_size=1, num_heads=(),
+    )
+    loss_of(model, pack_shard(sequences(), mesh)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def worst_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    whole = sum(float(g.norm()) ** 2 for g in expected.values()) ** 0.5
+    return max(float((found[n] - g).norm()) / max(float(g.norm()), 1e-3 * whole) for n, g in expected.items())
+
+
+def levels_and_counts() -> dict[str, Any]:
+    """At sp 2: gradients of every level and tiling, and how many all-to-alls a layer takes."""
+    mesh = ParallelMesh(2)
+    expected = one_process(UNTIED)
+    batch = pack_shard(sequences(), mesh)
+    calls: Counter[str] = Counter()
+    real = dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls["all_to_all"] += 1
+        return real(*args, **kwargs)
+
+    results = {}
+    for level in LEVELS:
+        for rows in (0, 5 + 3 * dist.get_rank()):  # ranks disagree about the number of tiles
+            model = CausalLM(UNTIED, mesh, recompute=level, tiling=TilingOptions(mlp_rows=rows))
+            init_weights(model, seed=0)
+            calls.clear()
+            with mock.patch.object(dist, "all_to_all_single", counted):
+                loss_of(model, batch).backward()
+            count = calls["all_to_all"] / UNTIED.num_hidden_layers
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+            error = worst_error({n: p.grad for n, p in model.named_parameters()}, expected)
+            results[f"{level} {'tiled' if rows else 'whole'}"] = (error, count)
+    return results
+
+
+def test_every_level_equals_one_process_and_repeats_only_its_collectives() -> None:
+    for results in run_distributed(levels_and_counts, 2):
+        table = {"block": 6, "keep_attention": 6, "keep_exchange": 4, "none": 4}
+        for case, (error, count) in results.items():
+            assert error < 1e-5, (case, error)
+            assert count == table[case.split()[0]], (case, count)
+
+
+def reward_scores(sp: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mesh = ParallelMesh(sp)
+    model = RewardModel(TIED, mesh)
+    init_weights(model, seed=0)
+    batch = pack_shard(sequences(), mesh)
+    values = model(batch)
+    return sequence_last(values, batch).detach(), gather_tokens(values, batch)
+
+
+def test_reward_scores_do_not_depend_on_the_ranks() -> None:
+    (one,) = run_distributed(reward_scores, 1, 1)
+    for scores, values in run_distributed(reward_scores, 2, 2):
+        torch.testing.assert_close(scores, one[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(values, one[1], rtol=1e-5, atol=1e-6)
+
+
+def under_zero(config: ModelConfig, sp: int, dtype: str) -> dict[str, float]:
+    """Real ZeRO-3 with the layer as leaf module: every level and tiling against plain torch in one process."""
+    import deepspeed
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    mesh = ParallelMesh(sp)
+    expected = one_process(config)
+    settings = {
+        "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "bf16": {"enabled": dtype == "bfloat16"},
+        "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}, "steps_per_print": 10**9,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=settings, mem_efficient_linear=False):
+        model = CausalLM(config, mesh)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        shard = parameter.ds_tensor
+        whole = torch.nn.functional.pad(
+            init_parameter(name, parameter.ds_shape, config, 0).view(-1), (0, world * shard.ds_numel - parameter.ds_numel)
+        )
+        shard.data.copy_(whole[rank * shard.ds_numel : (rank + 1) * shard.ds_numel])
+    deepspeed.utils.set_z3_leaf_modules(model, [DecoderLayer])
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings
+    )
+    mine = sequences() if sp == world else sequences()[rank::world]
+    batch = pack_shard(mine, mesh)
+    results = {}
+    tiled = TilingOptions(mlp_rows=4 + 3 * rank)
+    cases: list[Any] = [(level, tiled) for level in LEVELS]
+    for level, tiling in (*cases, ("block", None), (["keep_attention", "none"], None)):
+        model.model.set_memory(level, tiling)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(loss_of(engine, batch) * world, scale_wrt_gas=False)
+        found = {n: deepspeed.utils.safe_get_full_grad(p).float().clone() for n, p in model.named_parameters()}
+        results[f"{level} {'tiled' if tiling else 'whole'}"] = worst_error(found, expected)
+        engine.optimizer.zero_grad()
+    return results
+
+
+def test_zero3_gradients_at_every_level() -> None:
+    for config, sp, dtype, tolerance in ((UNTIED, 2, "float32", 1e-5), (TIED, 1, "float32", 1e-5), (TIED, 2, "bfloat16", 0.1)):
+        for results in run_distributed(under_zero, 2, config, sp, dtype, with_zero=True):
+            assert len(results) == 6
+            for case, error in results.items():
+                assert error < tolerance, (config.model_type, sp, dtype, case, error)
