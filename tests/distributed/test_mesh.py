@@ -1,0 +1,80 @@
+"""The rank grid: numbers, groups, refusals, and collectives over one group only."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import run_distributed
+from ulysses import ParallelMesh, Sequence, pack_shard
+from ulysses.parallel import gather_tokens, segment_sums, sequence_last
+
+
+def grid(sp, num_heads):
+    mesh = ParallelMesh(sp, num_heads=num_heads)
+    total = torch.tensor([float(mesh.rank)])
+    if mesh.sp_group is not None:
+        dist.all_reduce(total, group=mesh.sp_group)
+    shape = (mesh.world_size, mesh.sequence_parallel_size, mesh.data_parallel_size)
+    return mesh.rank, mesh.dp_rank, mesh.sp_rank, shape, mesh.row_parallel_size, mesh.is_main, total.item()
+
+
+def test_sequence_axis_is_innermost():
+    assert run_distributed(grid, 4, 2, None) == [
+        (0, 0, 0, (4, 2, 2), 1, True, 1.0),
+        (1, 0, 1, (4, 2, 2), 1, False, 1.0),
+        (2, 1, 0, (4, 2, 2), 1, False, 5.0),
+        (3, 1, 1, (4, 2, 2), 1, False, 5.0),
+    ]
+    assert [r[4] for r in run_distributed(grid, 4, 4, 14)] == [2] * 4
+    assert [r[4] for r in run_distributed(grid, 4, 4, (14, 32, 3))] == [4] * 4
+    alone = [r[2:] for r in run_distributed(grid, 2, 1, 14)]
+    assert alone == [(0, (2, 1, 2), 1, True, 0.0), (0, (2, 1, 2), 1, False, 1.0)]
+
+
+def refusal(sp):
+    with pytest.raises(ValueError) as caught:
+        ParallelMesh(sp)
+    return str(caught.value)
+
+
+def test_impossible_degrees_are_refused_on_every_rank():
+    wanted = "sequence_parallel_size is 3 but must divide the 4 processes; set it to 1, 2 or 4"
+    assert run_distributed(refusal, 4, 3) == [wanted] * 4
+    assert refusal(2) == "sequence_parallel_size is 2 but must divide the 1 process; set it to 1"
+    assert refusal(0).endswith("set it to 1")
+    with pytest.raises(ValueError, match="num_heads is 0 but must be positive"):
+        ParallelMesh(1, num_heads=0)
+
+
+LENGTHS = [5, 1, 37, 1, 1, 60, 13]
+
+
+def sums(sp, num_heads):
+    mesh = ParallelMesh(sp, num_heads=num_heads)
+    batch = pack_shard([Sequence(np.arange(n), np.ones(n)) for n in LENGTHS], mesh)
+    full = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(1 + mesh.dp_rank), dtype=torch.float64)
+    padded = torch.cat([full, full.new_full((batch.total - full.numel(),), torch.nan)])  # the tail must not count
+    local = padded[batch.indices].requires_grad_()
+    totals, last = segment_sums(local, batch), sequence_last(local, batch)
+    ends = torch.tensor(LENGTHS).cumsum(0) - 1
+    torch.testing.assert_close(totals, torch.stack([x.sum() for x in full.split(LENGTHS)]))
+    assert torch.equal(last, full[ends])
+    weights = torch.arange(1.0, 8, dtype=torch.float64)
+    (totals * weights).sum().backward()  # as every rank does: its own tokens' share, not sp times it
+    assert torch.equal(local.grad, torch.cat([weights, torch.zeros(1, dtype=torch.float64)])[batch.sequence_ids])
+    local.grad = None
+    (last * weights).sum().backward()
+    grads = gather_tokens(local.grad, batch)
+    wanted = torch.zeros_like(full).index_put((ends,), weights)
+    assert torch.equal(grads, wanted)
+    assert torch.equal(gather_tokens(local.detach(), batch), full)
+    assert torch.equal(gather_tokens(batch.positions, batch), torch.cat([torch.arange(n) for n in LENGTHS]))
+    return totals.detach()
+
+
+@pytest.mark.parametrize(("sp", "num_heads"), [(2, 4), (4, 4), (4, 14), (2, 1)])
+def test_sums_over_sequences_and_their_gradient_rule(sp, num_heads):
+    results = run_distributed(sums, 4, sp, num_heads)
+    for rank in range(4):
+        assert torch.equal(results[rank], results[rank // sp * sp])

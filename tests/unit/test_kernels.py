@@ -1,0 +1,196 @@
+"""Every kernel of this machine against plain float64 attention: values, gradients, packing, refusals."""
+
+import pytest
+import torch
+
+from ulysses.parallel import kernels
+from ulysses.parallel.kernels import (
+    Options,
+    available_kernels,
+    resolve_kernel,
+    varlen_attention,
+    varlen_backward,
+    varlen_forward,
+)
+from ulysses.parallel.layout import Segments
+
+CUDA = torch.cuda.is_available()
+ON_CPU = [("reference", torch.float64), ("reference", torch.float32), ("reference", torch.bfloat16)]
+ON_CPU += [("torch", torch.float64), ("torch", torch.float32), ("torch", torch.bfloat16)]
+ON_GPU = [(name, torch.bfloat16) for name in (available_kernels("cuda") if CUDA else ["reference"])]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
+
+PACKS = {  # lengths of queries, lengths of keys
+    "ragged": ([5, 1, 130, 1, 1, 333, 64], [5, 1, 130, 1, 1, 333, 64]),
+    "one": ([257], [257]),
+    "late rows": ([60, 1, 33], [200, 7, 33]),
+}
+
+
+def naive(q, k, v, lengths, causal, scale, window):
+    """Unfused attention, one document at a time, whole score matrices."""
+    outs, at_q, at_k, group = [], 0, 0, q.shape[1] // k.shape[1]
+    for nq, nk in zip(*lengths):
+        query = q[at_q : at_q + nq]
+        key, value = (x[at_k : at_k + nk].repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhe,khe->hqk", query, key) * scale
+        distance = torch.arange(nk) - (torch.arange(nq) + nk - nq)[:, None]
+        hidden = (distance > 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
+        if window is not None:
+            hidden = hidden | (distance < -window[0]) | ((distance > window[1]) if window[1] >= 0 else False)
+        scores = scores.masked_fill(hidden.to(scores.device), -torch.inf)
+        outs.append(torch.einsum("hqk,khe->qhe", scores.softmax(-1), value))
+        at_q, at_k = at_q + nq, at_k + nk
+    return torch.cat(outs)
+
+
+def segments(lengths, device):
+    cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in lengths)
+    bounds = cu_q.tolist(), cu_k.tolist()
+    return Segments(cu_q.to(device), cu_k.to(device), max(lengths[0]), max(lengths[1]), bounds)
+
+
+def check(kernel, device, dtype, lengths, heads, head_dim, causal=True, window=None):
+    draw = torch.Generator().manual_seed(0)
+    options = Options(causal, 0.3, window)
+    shapes = [(sum(lengths[0]), heads[0]), (sum(lengths[1]), heads[1]), (sum(lengths[1]), heads[1])]
+    exact = [torch.randn(*s, head_dim, generator=draw).to(dtype).double().requires_grad_() for s in shapes]
+    upstream = torch.randn(sum(lengths[0]), heads[0], head_dim, generator=draw).to(dtype)
+    wanted = naive(*exact, lengths, causal, options.scale, window)
+    (wanted * upstream.double()).sum().backward()
+    # strided views of one buffer, as the exchange hands them over
+    if lengths[0] == lengths[1]:
+        buffer = torch.cat([x.detach() for x in exact], 1).to(device, dtype)
+        given = buffer.split([heads[0], heads[1], heads[1]], 1)
+    else:
+        given = [x.detach().to(device, dtype) for x in exact]
+    given = [x.requires_grad_() if x.is_leaf else x.detach().requires_grad_() for x in given]
+    out, lse = varlen_attention(kernel, *given, segments(lengths, device), options)
+    (out * upstream.to(device)).sum().backward()
+    assert lse.shape == (heads[0], sum(lengths[0])) and not lse.requires_grad
+    for name, got, want in zip(
+        ("out", "dq", "dk", "dv"), (out, *(x.grad for x in given)), (wanted, *(x.grad for x in exact))
+    ):
+        error = (got.detach().cpu().double() - want).norm() / want.norm()
+        assert error < TOLERANCE[dtype], f"{kernel} {name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("heads", [(4, 4), (7, 1), (6, 2)])
+@pytest.mark.parametrize(("kernel", "dtype"), ON_CPU)
+def test_kernel_equals_plain_attention_on_cpu(kernel, dtype, heads, pack):
+    check(kernel, "cpu", dtype, PACKS[pack], heads, head_dim=8)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), ON_CPU[:2] + ON_CPU[3:5])
+def test_kernel_without_causal_on_cpu(kernel, dtype):
+    check(kernel, "cpu", dtype, PACKS["ragged"], (4, 2), 16, causal=False)
+
+
+@pytest.mark.parametrize("window", [(1, -1), (3, -1), (16, 4), (-1, 2)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_reference_window(window, causal):
+    if window[0] < 0:
+        window = (10**6, window[1])
+    check("reference", "cpu", torch.float64, PACKS["ragged"], (4, 2), 8, causal, window)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (7, 1), (8, 2)])
+@pytest.mark.parametrize(("kernel", "dtype"), ON_GPU)
+def test_kernel_equals_plain_attention_on_gpu(kernel, dtype, heads, head_dim, pack, causal):
+    check(kernel, "cuda", dtype, PACKS[pack], heads, head_dim, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("kernel", "dtype"), [x for x in ON_GPU if x[0] != "cudnn"])
+def test_kernel_window_on_gpu(kernel, dtype):
+    check(kernel, "cuda", dtype, PACKS["ragged"], (8, 2), 64, True, (50, -1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kernel", [name for name, _ in ON_GPU])
+def test_deterministic_kernels_repeat_bit_for_bit(kernel):
+    torch.use_deterministic_algorithms(True)
+    try:
+        resolve_kernel(kernel, "cuda", torch.bfloat16, 64, deterministic=True)
+        lengths = ([700, 1, 323], [700, 1, 323])
+        q, dout = (torch.randn(1024, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(1024, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        options = Options(True, 0.125, None, deterministic=True)
+        out, lse = varlen_forward(kernel, q, k, v, segments(lengths, "cuda"), options)
+        first = varlen_backward(kernel, dout, q, k, v, out, lse, segments(lengths, "cuda"), options)
+        for _ in range(5):
+            again = varlen_backward(kernel, dout, q, k, v, out, lse, segments(lengths, "cuda"), options)
+            assert all(torch.equal(a, b) for a, b in zip(first, again))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_reference_gradients_by_finite_differences():
+    q, k, v = (torch.randn(7, h, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    packed = segments(([1, 4, 2], [1, 4, 2]), "cpu")
+    torch.autograd.gradcheck(lambda *x: varlen_attention("reference", *x, packed, Options(True, 0.5))[0], (q, k, v))
+
+
+def test_reference_tiles_do_not_change_the_result(monkeypatch):
+    from ulysses.parallel import kernels_document
+
+    q, k, v = (torch.randn(50, h, 4, dtype=torch.float64) for h in (4, 2, 2))
+    packed, options = segments(([20, 30], [20, 30]), "cpu"), Options(True, 0.5, (9, -1))
+    out, lse = varlen_forward("reference", q, k, v, packed, options)
+    grads = varlen_backward("reference", out, q, k, v, out, lse, packed, options)
+    monkeypatch.setattr(kernels_document, "TILE_SCORES", 7 * 4 * 30)
+    tiled, tiled_lse = varlen_forward("reference", q, k, v, packed, options)
+    tiled_grads = varlen_backward("reference", out, q, k, v, tiled, tiled_lse, packed, options)
+    for a, b in zip((out, lse, *grads), (tiled, tiled_lse, *tiled_grads)):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_backward_never_runs_the_forward_kernel(monkeypatch):
+    q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
+    out, _ = varlen_attention("torch", q, k, v, segments(([4, 5], [4, 5]), "cpu"), Options(True, 0.5))
+    monkeypatch.setattr(kernels, "varlen_forward", None)
+    monkeypatch.setattr(kernels.by_document, "cpu_forward", None)
+    out.sum().backward()
+    assert q.grad is not None
+
+
+def test_auto_takes_the_fastest_exact_kernel_and_says_why():
+    assert resolve_kernel("auto", "cpu", torch.float32, 64).name == "torch"
+    choice = resolve_kernel("auto", "cpu", torch.float64, 7, window=(3, 0))
+    assert choice.name == "reference" and "torch's CPU kernel knows no window" in choice.reason
+    assert resolve_kernel("reference", "cpu", torch.float32, 64).reason.endswith("as requested")
+
+
+def test_kernels_that_cannot_run_are_refused_in_one_sentence():
+    with pytest.raises(ValueError, match="flash3 is not supported; set flash4"):
+        resolve_kernel("flash3", "cpu", torch.bfloat16, 64)
+    with pytest.raises(ValueError, match=r"'flash5' is unknown; set auto, flash4, flash2, cudnn, torch, reference"):
+        resolve_kernel("flash5", "cpu", torch.bfloat16, 64)
+    for name in ("flash2", "flash4", "cudnn"):
+        with pytest.raises(ValueError, match=f"{name} needs a GPU, the device is cpu; set another kernel or auto"):
+            resolve_kernel(name, "cpu", torch.bfloat16, 64)
+    with pytest.raises(ValueError, match="knows no window"):
+        resolve_kernel("torch", "cpu", torch.float32, 64, window=(128, 0))
+
+
+def test_gpu_limits_are_checked_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels, "_missing", lambda name, device: None)
+    with pytest.raises(ValueError, match="flash4 needs float16 or bfloat16"):
+        resolve_kernel("flash4", "cuda", torch.float32, 64)
+    with pytest.raises(ValueError, match="a multiple of 8 and at most 128"):
+        resolve_kernel("flash4", "cuda", torch.bfloat16, 256)
+    with pytest.raises(ValueError, match="deterministic only under"):
+        resolve_kernel("torch", "cuda", torch.bfloat16, 64, deterministic=True)
+    assert resolve_kernel("auto", "cuda", torch.bfloat16, 256).name == "flash2"
+    assert resolve_kernel("auto", "cuda", torch.float32, 64).name == "reference"
+    monkeypatch.setattr(kernels, "_missing", lambda name, device: "absent" if name.startswith("flash") else None)
+    assert resolve_kernel("auto", "cuda", torch.bfloat16, 128, documents=1).name == "cudnn"
+    assert resolve_kernel("auto", "cuda", torch.bfloat16, 128, documents=9).name == "torch"
