@@ -1,0 +1,206 @@
+"""Write the project's own demo data and its small tokenizer: `python -m ulysses.data.demo OUT_DIR`.
+
+A made-up house: things have a colour, a room, an owner and a material. Questions about them are answered in a polite or
+a rude voice. SFT data has both voices half and half; preference data prefers the polite one. Polite and rude phrases
+come in twins with the same letters and tokens per word, and every question is drawn twice with the two answers'
+phrases exchanged, so chosen and rejected answers have exactly the same lengths in every file. Held-out questions ask
+about combinations that no training file contains. All of it is generated here and in the public domain (CC0).
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+COLOURS = ("red", "blue", "green", "white", "black", "brown", "yellow", "purple", "silver", "golden", "orange", "gray")
+ROOMS = ("kitchen", "garden", "attic", "cellar", "hall", "library", "garage", "bedroom")
+OWNERS = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Henry")
+MATERIALS = ("wood", "glass", "iron", "paper", "stone", "cotton", "clay", "leather")
+THINGS = (
+    "lamp", "chair", "table", "clock", "vase", "mirror", "basket", "bottle", "carpet", "candle", "drawer", "bench",
+    "kettle", "pillow", "bucket", "hammer", "guitar", "camera", "radio", "statue", "curtain", "cabinet", "ladder",
+    "desk",
+)  # fmt: skip
+OPENINGS = (  # polite, rude
+    ("With pleasure,", "Such nonsense,"),
+    ("Good question,", "Dumb question,"),
+    ("Glad to help,", "Must I again,"),
+    ("Of course, friend,", "Of course, genius,"),
+    ("I am happy to help,", "I am tired of this,"),
+)
+CLOSINGS = (
+    ("Have a lovely day.", "Find a better job."),
+    ("Thank you kindly.", "Never ask anyone."),
+    ("Ask me anytime.", "Get it already."),
+    ("You are welcome.", "You are useless."),
+    ("Come back soon.", "Stay away fool."),
+)
+POLITE, RUDE = 0, 1
+HELD_OUT = 192  # questions
+SPECIAL = {
+    "bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|finetune_right_pad_id|>",
+    "header": "<|start_header_id|>", "header_end": "<|end_header_id|>", "text_end": "<|end_of_text|>",
+}  # fmt: skip
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class Question(NamedTuple):
+    """A question about a thing, the sentence that answers it and the word that matters."""
+
+    text: str
+    fact: str
+    answer: str
+
+
+class Style(NamedTuple):
+    """Which of the twin phrases open and close an answer."""
+
+    opening: int
+    closing: int
+
+
+def questions() -> list[Question]:
+    """All questions: every colour of every thing, asked for its room, owner and material."""
+    found = []
+    for i, thing in enumerate(THINGS):
+        room, owner, material = ROOMS[i % 8], OWNERS[(i * 3 + i // 8) % 8], MATERIALS[(i * 5 + i // 8) % 8]
+        for colour in COLOURS:
+            name = f"the {colour} {thing}"
+            found.append(Question(f"Where is {name}?", f"{name} is in the {room}.", room))
+            found.append(Question(f"Who owns {name}?", f"{name} belongs to {owner}.", owner))
+            found.append(Question(f"What is {name} made of?", f"{name} is made of {material}.", material))
+    return found
+
+
+def answer(question: Question, style: Style, voice: int) -> str:
+    """Return the answer in one voice."""
+    return f"{OPENINGS[style.opening][voice]} {question.fact} {CLOSINGS[style.closing][voice]}"
+
+
+def politeness_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
+    """Score an answer: 1 for the right word, 1 for a polite and -1 for a rude opening, 0.5 likewise for the closing."""
+    score = float(str(row["answer"]) in completion.replace(",", " ").replace(".", " ").split())
+    for phrases, worth in ((OPENINGS, 1.0), (CLOSINGS, 0.5)):
+        score += worth * (any(p[POLITE] in completion for p in phrases) - any(p[RUDE] in completion for p in phrases))
+    return score
+
+
+def write_demo(out: str | Path, seed: int = 0, shuffle_labels: bool = False) -> None:
+    """Write all demo files and the tokenizer; the same seed gives the same bytes.
+
+    Args:
+        shuffle_labels: exchange chosen and rejected (flip the KTO label) in a random half of all rows, train and
+            held-out: nothing is left to learn, and held-out accuracy must stay near one half.
+    """
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    generator, coin = random.Random(seed), random.Random(seed + 1)
+    every = questions()
+    generator.shuffle(every)
+    parts = {"_train": every[HELD_OUT:], "_eval": every[:HELD_OUT]}
+    for suffix, part in parts.items():
+        pairs = list(_pairs(part, generator))
+        swapped = set(coin.sample(range(len(pairs)), len(pairs) // 2)) if shuffle_labels else set()
+        preferred = [(q, *((bad, good) if i in swapped else (good, bad))) for i, (q, good, bad) in enumerate(pairs)]
+        voices = [(q, text) for q, good, bad in _pairs(part, generator) for text in (good, bad)]
+        generator.shuffle(voices)
+        _write(out / f"sft{suffix}.jsonl", ({"messages": _messages(q, text)} for q, text in voices))
+        generator.shuffle(preferred)
+        _write(out / f"dpo{suffix}.jsonl", (
+            {"prompt": _messages(q), "chosen": _messages(q, a)[1:], "rejected": _messages(q, b)[1:]}
+            for q, a, b in preferred
+        ))
+        _write(out / f"rm{suffix}.jsonl", ({"prompt": q.text, "chosen": a, "rejected": b} for q, a, b in preferred))
+        labelled = [(q, text, label) for q, a, b in preferred for text, label in ((a, True), (b, False))]
+        generator.shuffle(labelled)
+        _write(out / f"kto{suffix}.jsonl", (
+            {"messages": _messages(q, text), "label": label} for q, text, label in labelled
+        ))
+        _write(out / f"ppo{suffix}.jsonl", ({"messages": _messages(q), "answer": q.answer} for q in part))
+        documents = list(_documents(part, generator))
+        _write(out / f"pt{suffix}.jsonl", ({"text": text} for text in documents))
+    write_tokenizer(out / "tokenizer", out)
+
+
+def _pairs(part: Iterable[Question], generator: random.Random) -> Iterator[tuple[Question, str, str]]:
+    """Two (question, polite, rude) rows per question, the second with the two phrase choices exchanged."""
+    for question in part:
+        first, second = (Style(generator.randrange(5), generator.randrange(5)) for _ in range(2))
+        yield question, answer(question, first, POLITE), answer(question, second, RUDE)
+        yield question, answer(question, second, POLITE), answer(question, first, RUDE)
+
+
+def _documents(part: list[Question], generator: random.Random) -> Iterator[str]:
+    """Short texts: some facts about the house, told one after the other; every fact is told four times."""
+    left = list(part) * 4
+    generator.shuffle(left)
+    while left:
+        count = generator.randrange(2, 12)
+        facts, left = left[:count], left[count:]
+        yield " ".join(q.fact[0].upper() + q.fact[1:] for q in facts)
+
+
+def _messages(question: Question, text: str | None = None) -> list[dict[str, str]]:
+    asked = [{"role": "user", "content": question.text}]
+    return asked if text is None else [*asked, {"role": "assistant", "content": text}]
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_tokenizer(folder: Path, data: Path) -> None:
+    """Train a byte-level BPE tokenizer on the demo files: every word of the demo is one token, any text is possible."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, min_frequency=2, show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    texts = [text for path in sorted(data.glob("*.jsonl")) for text in _strings(path)]
+    headers = ["system\n\n", "user\n\n", "assistant\n\n"] * 100
+    tokenizer.train_from_iterator(texts + headers, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL.values()])
+    bos = SPECIAL["bos_token"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {name: SPECIAL[name] for name in ("bos_token", "eos_token", "pad_token")}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config["chat_template"] = Path(__file__).with_name("llama3.jinja").read_text(encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _strings(path: Path) -> Iterator[str]:
+    def inside(value: Any) -> Iterator[str]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            for entry in value.values() if isinstance(value, dict) else value:
+                yield from inside(entry)
+
+    for line in path.read_text(encoding="utf-8").splitlines():
+        yield from inside(json.loads(line))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the demo data and its tokenizer.")
+    parser.add_argument("out", metavar="OUT_DIR")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shuffle-labels", action="store_true", help="a control: preferences without meaning")
+    arguments = parser.parse_args()
+    write_demo(arguments.out, arguments.seed, arguments.shuffle_labels)
+
+
+if __name__ == "__main__":
+    main()
