@@ -1,4 +1,4 @@
-"""Ranks as threads: gradient slices and collectives without processes."""
+"""Ranks as threads: gradient slices and collectives without processes; and the parameters that the tests use."""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ulysses.gradients import Gradients, GradientSlice
+from ulysses.gradients import Gradients, GradientSlice, StepContext
+
+# rows of 7, 13 and 300 straddle any even split; one matrix is longer than two noise blocks; one vector has one element
+SHAPES = {"embed.weight": (11, 7), "mlp.weight": (5, 13), "norm.weight": (9,), "conv": (3, 2, 5), "scalar": (1,)}
+LARGE = {"wide.weight": (450, 300)}
+
+
+def parameters(shapes, seed=0, scale=1.0, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, shape in shapes.items():
+        made[name] = nn.Parameter(torch.randn(shape, generator=g).to(dtype))
+        made[name].grad = (scale * torch.randn(shape, generator=g)).to(dtype)
+    return made
+
+
+def context(step=0, total=100, **kwargs):
+    return StepContext(step=step, total_steps=total, **({"loss": 1.0, "lr": 1e-3, "seed": 3} | kwargs))
+
+
+def grads_of(named):
+    return {n: p.grad.clone() for n, p in named.items()}
+
+
+def assert_same_gradients(got, want, rtol=1e-6):
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=rtol, atol=1e-6 * float(want[name].abs().max()) + 1e-12)
 
 
 class FakeWorld:

@@ -1,17 +1,15 @@
-"""Gradient policies on plain torch parameters, and the same on simulated partitions."""
+"""Every gradient policy against its equation, on plain torch parameters and on simulated partitions."""
 
 import json
 import math
-import tomllib
 
 import pytest
 import torch
 from torch import nn
 
-from tests.fake_ranks import FakeWorld
+from tests.fake_ranks import LARGE, SHAPES, FakeWorld, assert_same_gradients, context, grads_of, parameters
 from ulysses.gradients import (
     GRADIENT_POLICIES,
-    PRESETS,
     AdaptiveGradientClipping,
     AutoClip,
     BoostLearningRate,
@@ -22,147 +20,15 @@ from ulysses.gradients import (
     GradientPolicyChain,
     Gradients,
     GradientSlice,
-    MeanAbs,
-    NormZ,
     ScaleSmallGradients,
-    Scoped,
     SkipNonFinite,
     SkipSpike,
-    StepContext,
     StopOnNonFinite,
     TorchGradients,
-    When,
     ZClip,
     build_chain,
-    build_condition,
-    build_policy,
-    explain_thresholds,
-    gradient_table,
     preset_tables,
-    preset_toml,
 )
-
-# rows of 7, 13 and 300 straddle any even split; one matrix is longer than two noise blocks; one vector has one element
-SHAPES = {"embed.weight": (11, 7), "mlp.weight": (5, 13), "norm.weight": (9,), "conv": (3, 2, 5), "scalar": (1,)}
-LARGE = {"wide.weight": (450, 300)}
-
-
-def parameters(shapes, seed=0, scale=1.0, dtype=torch.float32):
-    g = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, shape in shapes.items():
-        made[name] = nn.Parameter(torch.randn(shape, generator=g).to(dtype))
-        made[name].grad = (scale * torch.randn(shape, generator=g)).to(dtype)
-    return made
-
-
-def context(step=0, total=100, **kwargs):
-    return StepContext(step=step, total_steps=total, **({"loss": 1.0, "lr": 1e-3, "seed": 3} | kwargs))
-
-
-def grads_of(named):
-    return {n: p.grad.clone() for n, p in named.items()}
-
-
-def assert_same_gradients(got, want, rtol=1e-6):
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=rtol, atol=1e-6 * float(want[name].abs().max()) + 1e-12)
-
-
-# statistics
-
-
-def literal_statistics(named):
-    flat = torch.cat([p.grad.double().flatten() for p in named.values()])
-    means = torch.stack([p.grad.double().abs().mean() for p in named.values()])
-    return {
-        "norm": flat.norm().item(),
-        "mean_abs": means.mean().item(),
-        "element_mean_abs": flat.abs().mean().item(),
-        "max_abs": flat.abs().max().item(),
-        "nonfinite_count": 0,
-    }
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_statistics_are_exact_with_one_collective_each(size):
-    named = parameters(SHAPES | LARGE)
-    want = literal_statistics(named)
-    norms = torch.stack([p.grad.double().norm() for p in named.values()])
-    for name in want:
-        world = FakeWorld(size)
-
-        def measure(rank, name=name, world=world):
-            view = world.view(named, rank)
-            return getattr(view, name)(), getattr(view, name)()
-
-        for first, second in world.run(measure):
-            assert first == pytest.approx(want[name], rel=1e-6) and first == second
-        assert world.calls == 1, name
-    world = FakeWorld(size)
-    for got in world.run(lambda rank: world.view(named, rank).parameter_norms()):
-        torch.testing.assert_close(got, norms, rtol=1e-6, atol=0)
-
-
-def test_statistics_follow_edits():
-    named = parameters(SHAPES)
-    view = TorchGradients(named.items())
-    before = view.norm()
-    assert not view.changed
-    view.scale(2.0)
-    assert view.changed and view.norm() == pytest.approx(2 * before)
-    view.scale_parameters([0.0] * len(view))
-    assert view.norm() == view.mean_abs() == view.max_abs() == 0
-    calls = []
-    engine = Gradients(list(view), refresh=lambda: calls.append(1))
-    engine.refresh()
-    engine.scale(1.0)
-    engine.refresh()
-    engine.refresh()
-    assert calls == [1]
-    with pytest.raises(ValueError, match="2 factors were given for 5 parameters"):
-        view.scale_parameters([1.0, 1.0])
-
-
-def test_plain_view_leaves_out_frozen_and_untouched_parameters():
-    named = parameters({"a": (2, 3), "b": (2, 3), "c": (2, 3)})
-    named["a"].requires_grad_(False)
-    named["b"].grad = None
-    named["c"].grad = torch.randn(3, 2).t()  # not contiguous
-    view = TorchGradients(named.items())
-    assert view.names == ["c"]
-    view.scale(0.0)
-    assert not named["c"].grad.any()
-
-
-def test_bfloat16_gradients_are_measured_in_float32():
-    named = {"a": nn.Parameter(torch.zeros(5000, dtype=torch.bfloat16))}
-    named["a"].grad = torch.ones_like(named["a"])
-    view = TorchGradients(named.items())
-    assert view.element_mean_abs() == 1.0 and view.norm() == pytest.approx(math.sqrt(5000), rel=1e-6)
-
-
-def test_large_slices_are_summed_accurately():
-    """torch's own CPU norm is off by parts in a thousand here."""
-    p = nn.Parameter(torch.empty(0))
-    g = torch.Generator().manual_seed(0)
-    p.data, p.grad = torch.empty(40_000_003), None
-    p.grad = torch.empty(40_000_003).normal_(generator=g)
-    view = TorchGradients([("p", p)])
-    pieces = p.grad.split(1 << 20)
-    assert view.norm() == pytest.approx(math.sqrt(sum(float(x.double().square().sum()) for x in pieces)), rel=1e-7)
-    assert view.mean_abs() == pytest.approx(sum(float(x.double().abs().sum()) for x in pieces) / 40_000_003, rel=1e-7)
-
-
-def test_no_parameters():
-    view = Gradients([])
-    assert view.norm() == 0 and len(view) == 0
-    report = build_chain(preset_tables("default")).apply(view, context())
-    assert report["grad/skipped"] == 0
-
-
-# every policy, whole and partitioned
-
 
 POLICIES = {
     "clip_global_norm": lambda: ClipGlobalNorm(0.5),
@@ -222,9 +88,6 @@ def test_policies_do_the_same_on_any_partitioning(name, size):
             assert (rank[step][1].skip, rank[step][1].stop) == (ctx.skip, ctx.stop) == (None, None)
         assert all(r[step][2] == ranks[0][step][2] for r in ranks)
         json.dumps(state)
-
-
-# single policies against their equations
 
 
 def test_clip_global_norm_equals_torch():
@@ -412,185 +275,3 @@ def test_scale_small_gradients_and_clip_mean_abs():
     view = TorchGradients(named.items())
     ClipMeanAbs(0.1).apply(view, context())
     assert view.mean_abs() == pytest.approx(0.1)
-
-
-# composition
-
-
-def test_scope_limits_sight_and_reach():
-    named = parameters(SHAPES)
-    groups = {"embed.weight": "value", "norm.weight": "value"}
-    before = grads_of(named)
-    value_norm = math.sqrt(sum(float(before[n].double().square().sum()) for n in groups))
-    chain = GradientPolicyChain(
-        [
-            Scoped(ClipGlobalNorm(0.5), ["value"]),
-            Scoped(BoostLearningRate(2.0), ["value"]),
-            Scoped(ClipGlobalNorm(1e9), ["default"]),
-        ]
-    )
-    ctx = context()
-    report = chain.apply(TorchGradients(named.items(), groups), ctx)
-    want = {n: g * (0.5 / (value_norm + 1e-6) if n in groups else 1.0) for n, g in before.items()}
-    assert_same_gradients(grads_of(named), want)
-    assert report["grad/value/norm"] == pytest.approx(value_norm, rel=1e-6) and report["grad/default/clipped"] == 0
-    assert ctx.lr_scale == 1 and ctx.scaled_lr("value") == 2e-3 and ctx.scaled_lr("default") == 1e-3
-    with pytest.raises(
-        ValueError, match=r"parameter groups \['reward'\] hold no parameter; this run has default, value"
-    ):
-        Scoped(ClipGlobalNorm(), ["reward"]).apply(TorchGradients(named.items(), groups), context())
-
-
-def test_conditions_judge_the_untouched_gradient():
-    """Noise lifts mean |g| over the threshold, yet the policy behind it still acts."""
-    named = parameters(SHAPES, scale=1e-5)
-    chain = GradientPolicyChain(
-        [When(GradientNoise(sigma=1.0), MeanAbs(below=1e-3)), When(BoostLearningRate(1.2), MeanAbs(below=1e-3))]
-    )
-    ctx = context()
-    report = chain.apply(TorchGradients(named.items()), ctx)
-    assert ctx.lr_scale == 1.2 and ctx.lr == 1e-3 and report["grad/active/boost_learning_rate"] == 1
-    assert report["grad/mean_abs"] < 1e-3 < TorchGradients(named.items()).mean_abs()
-
-
-def test_late_behaviour():
-    def sigma(step, late):
-        named = parameters(SHAPES)
-        policy = When(GradientNoise(sigma=1.0), late=late)
-        return GradientPolicyChain([policy]).apply(TorchGradients(named.items()), context(step)).get("grad/noise_sigma")
-
-    assert [sigma(90, "off"), sigma(91, "off"), sigma(91, GradientNoise(sigma=0.5)), sigma(91, None)] == [
-        1,
-        None,
-        0.5,
-        1,
-    ]
-    with pytest.raises(ValueError, match="late is 'never'"):
-        When(GradientNoise(sigma=1.0), late="never")
-
-
-def judge(condition, norms):
-    held = []
-    for step, norm in enumerate(norms):
-        p = nn.Parameter(torch.zeros(4))
-        p.grad = torch.full((4,), norm / 2)
-        held.append(condition.holds(TorchGradients([("p", p)]), context(step)))
-    return held
-
-
-def test_relative_condition():
-    wave = [1 + 0.1 * math.sin(i) for i in range(50)]
-    assert not any(judge(NormZ(below=-4, above=4), wave))
-    assert not any(judge(NormZ(below=-4, above=4), [1e-9 * w for w in wave]))  # small but steady is not vanishing
-    assert judge(NormZ(below=-4), [*wave, 0.01])[-1] and not any(judge(NormZ(below=-4), [*wave[:20], 0.01]))
-    assert judge(NormZ(above=4), [*wave, 50.0])[-1]
-    held = judge(NormZ(above=4), [*wave, float("nan"), float("inf"), *wave])
-    assert not any(held)
-
-
-def test_state_survives_json_and_continues_exactly():
-    tables = [
-        {"policy": "skip_non_finite"},
-        {"policy": "skip_spike", "warmup": 4, "window": 8},
-        {"policy": "zclip", "warmup": 4},
-        {"policy": "auto_clip", "percentile": 80.0, "groups": ["default"]},
-        {"policy": "boost_learning_rate", "when": {"norm_z_below": -1.0, "warmup": 4}},
-    ]
-    norms = [1 + 0.3 * math.sin(2 * i) for i in range(30)]
-    norms[12] = norms[22] = 0.05  # boosted steps on both sides of the save
-
-    def step(chain, i):
-        p = nn.Parameter(torch.zeros(4))
-        p.grad = torch.full((4,), norms[i] / 2)
-        ctx = context(i)
-        return chain.apply(TorchGradients([("p", p)]), ctx), ctx.lr_scale, p.grad.tolist()
-
-    straight = build_chain(tables)
-    want = [step(straight, i) for i in range(30)]
-    first = build_chain(tables)
-    for i in range(13):
-        step(first, i)
-    saved = json.loads(json.dumps(first.state_dict()))
-    second = build_chain(tables)
-    second.load_state_dict(saved)
-    assert [step(second, i) for i in range(13, 30)] == want[13:]
-    assert want[12][1] == want[22][1] == 1.2 and want[13][1] == 1.0
-    with pytest.raises(ValueError, match="the checkpoint's gradient policies are"):
-        build_chain(preset_tables("default")).load_state_dict(saved)
-    with pytest.raises(ValueError, match="keeps no state"):
-        ClipGlobalNorm().load_state_dict({"x": 1})
-
-
-def test_chain_without_a_guard_gets_one():
-    assert [p.name for p in build_chain([]).policies] == ["stop_on_non_finite"]
-    assert [p.name for p in build_chain([{"policy": "zclip"}]).policies] == ["stop_on_non_finite", "zclip"]
-    assert [p.name for p in build_chain([{"policy": "skip_non_finite"}]).policies] == ["skip_non_finite"]
-    assert build_chain([{"policy": "skip_non_finite", "groups": ["value"]}]).policies[0].name == "stop_on_non_finite"
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_read_back_from_their_toml(name):
-    assert tomllib.loads(preset_toml(name, 0.5))["gradients"]["policies"] == preset_tables(name, 0.5)
-    build_chain(preset_tables(name, 0.5))
-
-
-def test_steady_is_harmless_on_a_steady_run():
-    chain, default = build_chain(preset_tables("steady")), build_chain(preset_tables("default"))
-    for step in range(80):
-        ours, theirs = (parameters(SHAPES, seed=step, scale=0.05) for _ in range(2))
-        ctx = context(step, loss=2 + 0.05 * math.sin(step))
-        report = chain.apply(TorchGradients(ours.items()), ctx)
-        default.apply(TorchGradients(theirs.items()), context(step))
-        assert ctx.skip is None and ctx.stop is None and ctx.lr_scale == 1
-        if report["grad/zclip_factor"] == 1:
-            assert_same_gradients(grads_of(ours), grads_of(theirs))
-        assert report["grad/zclip_factor"] > 0.9
-
-
-def test_thresholds_are_explained():
-    lines = explain_thresholds(preset_tables("ulysses-pro"), 8_030_261_248)
-    assert lines[0] == (
-        "gradient noise of sigma 0.0001 on 8,030,261,248 elements is 8.96 times a gradient of norm 1: "
-        "it drowns the gradient"
-    )
-    assert "8.9e-06" in lines[1] and "'below 0.001' changes at gradient norm 112" in lines[1]
-    assert explain_thresholds(preset_tables("steady"), 10**9) == []
-
-
-def test_table_names_the_largest_the_smallest_and_the_broken():
-    named = parameters({f"layer{i}": (4, 4) for i in range(30)})
-    for i, p in enumerate(named.values()):
-        p.grad.fill_(float(i + 1))
-    named["layer7"].grad[0, 0] = float("nan")
-    text = gradient_table(TorchGradients(named.items()), rows=2)
-    lines = text.splitlines()
-    assert [line.split()[-1] for line in lines[1:]] == ["layer29", "layer28", "...", "layer1", "layer0", "layer7"]
-    assert "1 of 16 elements are inf or nan" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"policy": "clip_global_nrom"}, r"policy is 'clip_global_nrom' \(did you mean 'clip_global_norm'\?\)"),
-        ({"policy": "clip_global_norm", "max_nrom": 1.0}, r"has no 'max_nrom' \(did you mean 'max_norm'\?\)"),
-        ({"policy": "gradient_centralization", "x": 1}, "has no 'x'; it knows no settings"),
-        ({"policy": "zclip", "when": {"mean_abs": 1.0}}, "when has no 'mean_abs'"),
-        ({"policy": "zclip", "when": {"mean_abs_below": 1.0, "norm_z_above": 2.0}}, "either mean_abs_"),
-        ({"policy": "zclip", "when": {}}, "needs norm_z_below or norm_z_above"),
-        ({"policy": "zclip", "late": "never"}, "late is 'never'"),
-        ({"policy": "zclip", "late_after": 0.5}, "late is missing"),
-        ({"policy": "zclip", "groups": []}, "groups is empty"),
-        ({"policy": "boost_learning_rate", "factor": 0}, "factor is 0"),
-    ],
-)
-def test_bad_tables_are_refused(table, message):
-    with pytest.raises(ValueError, match=message):
-        build_policy(table)
-    with pytest.raises(ValueError, match=r"gradients\.policies\[1\]: "):
-        build_chain([{"policy": "skip_non_finite"}, table])
-
-
-def test_unknown_preset_and_condition():
-    with pytest.raises(ValueError, match="must be one of default, steady, ulysses-pro"):
-        preset_tables("pro")
-    assert isinstance(build_condition({"norm_z_above": 3.0, "warmup": 5}), NormZ)

@@ -161,6 +161,36 @@ def test_bfloat16_inputs_keep_float32_log_probabilities():
         assert (got.double() - want).norm() < 3e-3 * want.norm()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("flags", [{}, {"entropy": True, "lse": True}])
+def test_half_precision_tiles_with_float32_products(monkeypatch, fused, flags):
+    """The path of GPUs, whose half-precision products come out in float32; here those products are emulated."""
+    plain_mm, wide = torch.mm, lambda a, b: a.float() @ b.float()
+
+    def mm(a, b, *, out_dtype=None):
+        return plain_mm(a, b) if out_dtype is None else wide(a, b).to(out_dtype)
+
+    def addmm(total, a, b, *, out_dtype, out):
+        assert fused and a.dtype == torch.bfloat16 and out_dtype == out.dtype == torch.float32 and out is total
+        return out.add_(wide(a, b))
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr("losses.logprobs._has_wide_mm", lambda weight: True)
+    monkeypatch.setattr("losses.logprobs._has_wide_addmm", lambda weight: fused)
+    hidden, weight, targets = inputs(40, 16, 300, torch.bfloat16)
+    exact_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    ours, exact = linear_logprobs(hidden, weight, targets, tile_rows=16, **flags), naive(*exact_inputs, targets)
+    upstream = torch.randn(40, dtype=torch.float64)
+    pairs = [(a, b) for a, b in zip(ours, exact) if a is not None]
+    for a, b in pairs:
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-5)
+    got = torch.autograd.grad([a for a, _ in pairs], [hidden, weight], [upstream.float()] * len(pairs))
+    want = torch.autograd.grad([b for _, b in pairs], exact_inputs, [upstream] * len(pairs))
+    for a, b in zip(got, want):
+        assert a.dtype == torch.bfloat16 and (a.double() - b).norm() < 5e-3 * b.norm()
+
+
 def test_bfloat16_weight_gradient_is_accumulated_in_float32():
     """Every tile adds less than half a bfloat16 unit of the total: bfloat16 accumulation would lose it."""
     rows = 512
