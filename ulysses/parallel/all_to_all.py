@@ -89,8 +89,8 @@ class _ExchangeQKV(torch.autograd.Function):
         return exchange_qkv_forward(query, key, value, plan)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *exchange_qkv_backward(*grads, ctx.plan, *ctx.heads), None
+    def backward(ctx: Any, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor | None, ...]:
+        return *exchange_qkv_backward(dquery, dkey, dvalue, ctx.plan, *ctx.heads), None
 
 
 def exchange_qkv_forward(

@@ -84,13 +84,16 @@ class UlyssesAttention(nn.Module):
             plan = device_plan(cu_seqlens, max_seqlen, query.shape[0], self.mesh)
         if not dense and query.shape[0] != plan.local_tokens:
             raise ValueError(f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}")
-        flat = (x.flatten(0, 1) if dense else x for x in (query, key, value))
-        exchanged = exchange_qkv(*flat, plan)
-        output, _ = self.attend(*exchanged, plan, causal=causal, softmax_scale=softmax_scale, window=window)
-        output = exchange_out(output, plan)
-        return output.unflatten(0, query.shape[:2]) if dense else output
+        lead = query.shape[:-2]
+        if dense:
+            query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        query, key, value = exchange_qkv(query, key, value, plan)
+        output, _ = self.attend(query, key, value, plan, causal=causal, softmax_scale=softmax_scale, window=window)
+        return exchange_out(output, plan).unflatten(0, lead)
 
-    def exchange_qkv(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
+    def exchange_qkv(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Trade token shards for head shards (all_to_all.py); differentiable, collective."""
         return exchange_qkv(query, key, value, plan)
 
@@ -141,9 +144,12 @@ class UlyssesAttention(nn.Module):
         options = options or self.options()
         if callable(self.kernel):
             with torch.enable_grad():
-                inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-                output = self._call_kernel(*inputs, plan, options)
-                return torch.autograd.grad(output, inputs, dout, allow_unused=True, materialize_grads=True)
+                query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
+                output = self._call_kernel(query, key, value, plan, options)
+                dq, dk, dv = torch.autograd.grad(
+                    output, (query, key, value), dout, allow_unused=True, materialize_grads=True
+                )
+                return dq, dk, dv
         name = self.resolve(query.device, query.dtype, options, plan.documents).name
         calls = self._calls(plan, options)
         if len(calls) == 1 and key.shape[0] == calls[0][1][1] - calls[0][1][0]:
@@ -198,6 +204,7 @@ class UlyssesAttention(nn.Module):
         return [(call.rows, call.keys, call.full) for call in plan.calls]
 
     def _call_kernel(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, options: Options) -> Tensor:
+        assert callable(self.kernel)
         outputs = []
         for rows, keys, segments in self._calls(plan, options):
             outputs.append(

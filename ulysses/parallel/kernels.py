@@ -64,8 +64,8 @@ def resolve_kernel(
 ) -> KernelChoice:
     """Check a requested kernel, or find the fastest exact one for "auto"; every rank decides the same.
 
-    `documents` of a pack, if known, lets "auto" take cuDNN for a single long one. Raises ValueError: what was asked, what is
-    required, what to change.
+    `documents` of a pack, if known, lets "auto" take cuDNN for a single long one. Raises ValueError: what was
+    asked, what is required, what to change.
     """
     device = torch.device(device)
     case = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
@@ -75,7 +75,7 @@ def resolve_kernel(
         return missing or _unfit(candidate, device, dtype, head_dim, window, deterministic)
 
     if name == "auto":
-        passed_over = []
+        passed_over: list[str] = []
         for candidate in KERNELS:
             reason = objection(candidate)
             if reason is None and candidate == "cudnn" and documents not in (1, 2):  # two: one and the tail
@@ -171,7 +171,8 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         kernel, segments, options = ctx.arguments
-        return None, *varlen_backward(kernel, dout, *ctx.saved_tensors, segments, options), None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        return None, *varlen_backward(kernel, dout, q, k, v, out, lse, segments, options), None, None
 
 
 def varlen_forward(

@@ -48,7 +48,7 @@ def segment_index(
     ids = torch.bucketize(indices, cu_seqlens[1:].long(), right=True)
     count = torch.bincount(ids, minlength=num_sequences + 1)[:num_sequences]
     # Tokens are in packed order, so a sequence's tokens are consecutive here even if other ranks hold some between.
-    levels = []
+    levels: list[Tensor] = []
     while not levels or (count.numel() and int(count.max()) > 1):
         width = max(1, min(FAN_IN, int(count.max()) if count.numel() else 1))
         rows = torch.div(count + width - 1, width, rounding_mode="floor").clamp(min=1)
