@@ -161,23 +161,27 @@ def test_bfloat16_inputs_keep_float32_log_probabilities():
         assert (got.double() - want).norm() < 3e-3 * want.norm()
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("flags", [{}, {"entropy": True, "lse": True}])
-def test_half_precision_tiles_with_float32_products(monkeypatch, fused, flags):
-    """The path of GPUs, whose half-precision products come out in float32; here those products are emulated."""
-    plain_mm, wide = torch.mm, lambda a, b: a.float() @ b.float()
+def emulate_wide_products(monkeypatch, fused):
+    """Give CPU what GPUs have: products of half-precision matrices that come out in float32."""
+    plain_mm = torch.mm
 
     def mm(a, b, *, out_dtype=None):
-        return plain_mm(a, b) if out_dtype is None else wide(a, b).to(out_dtype)
+        return plain_mm(a, b) if out_dtype is None else (a.float() @ b.float()).to(out_dtype)
 
     def addmm(total, a, b, *, out_dtype, out):
         assert fused and a.dtype == torch.bfloat16 and out_dtype == out.dtype == torch.float32 and out is total
-        return out.add_(wide(a, b))
+        return out.add_(a.float() @ b.float())
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
     monkeypatch.setattr("losses.logprobs._has_wide_mm", lambda weight: True)
     monkeypatch.setattr("losses.logprobs._has_wide_addmm", lambda weight: fused)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("flags", [{}, {"entropy": True, "lse": True}])
+def test_half_precision_tiles_with_float32_products(monkeypatch, fused, flags):
+    emulate_wide_products(monkeypatch, fused)
     hidden, weight, targets = inputs(40, 16, 300, torch.bfloat16)
     exact_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     ours, exact = linear_logprobs(hidden, weight, targets, tile_rows=16, **flags), naive(*exact_inputs, targets)
@@ -201,12 +205,16 @@ def test_bfloat16_weight_gradient_is_accumulated_in_float32():
     assert grad.flatten().tolist() == [rows / 2, -rows / 2]
 
 
-def test_confident_rows_keep_their_small_gradient():
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("flags", [{}, {"lse": True}])
+def test_confident_rows_keep_their_small_gradient(monkeypatch, wide, flags):
     """1 - p is far below a bfloat16 unit of p; it must not round to zero."""
+    if wide:
+        emulate_wide_products(monkeypatch, True)
     hidden = torch.tensor([[1.0]]).bfloat16().requires_grad_()
     weight = torch.tensor([[10.0], [0.0]]).bfloat16()
-    logps = linear_logprobs(hidden, weight, torch.tensor([0])).logps
-    logps.sum().backward()
+    out = linear_logprobs(hidden, weight, torch.tensor([0]), **flags)
+    (out.logps.sum() + 0.0 * sum(t.sum() for t in out if t is not None)).backward()
     want = 10 / (1 + torch.e**10)
     assert abs(hidden.grad.item() - want) < 1e-2 * want
 
