@@ -144,10 +144,10 @@ def read_records(
             try:
                 if not isinstance(row, Mapping):
                     raise BadRowError(f"is {type(row).__name__}, not an object with keys")
-                row = _rename(row, source.columns)
+                renamed = _rename(row, source.columns)
                 if row_format == "auto":
-                    row_format = "text" if kind == "text" else detect_format(row)
-                records = parse_row(row, row_format, kind, file, number)
+                    row_format = "text" if kind == "text" else detect_format(renamed)
+                records = parse_row(renamed, row_format, kind, file, number)
             except BadRowError as error:
                 if bad_rows != "drop":
                     raise DataError(f"{where} {error}") from None
@@ -159,7 +159,7 @@ def read_records(
             if len(records) > 1:
                 report.note("rows that gave several examples", where)
             for record in records:
-                yield from _text_parts(replace(record, source=index))
+                yield from _text_parts(replace(record, source=index, raw=row if kind == "prompt" else None))
 
 
 def _rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:

@@ -52,6 +52,8 @@ class StepLoader:
         self.packing_seed = packing_seed
         if examples_per_step < 1:
             raise ValueError(f"batch.examples is {examples_per_step} but must be at least 1")
+        if shuffle and not self.examples_per_epoch:
+            raise ValueError("the data weights leave no example in an epoch; raise them")
         longest = int(np.argmax(dataset.lengths))
         if dataset.lengths[longest] > self.budget:
             raise ValueError(

@@ -61,6 +61,7 @@ def detect_format(row: Mapping[str, Any]) -> str:
 
 def parse_row(row: Mapping[str, Any], row_format: str, kind: str, file: str, number: int) -> list[Record]:
     """Turn one row into records of `kind` (several for ranked lists and for unpaired preference data)."""
+    row = {key: value for key, value in row.items() if value is not None}  # parquet fills absent keys with None
     if kind == "text":
         return [Record(file, number, text=_text(row))]
     if row_format == "text":
@@ -68,9 +69,8 @@ def parse_row(row: Mapping[str, Any], row_format: str, kind: str, file: str, num
     parsed = _parse(row, row_format)
     records = _ASSEMBLE[kind](parsed)
     tools = parsed.tools
-    raw = dict(row) if kind == "prompt" else None
     return [
-        Record(file, number, tuple(prompt), tuple(map(tuple, answers)), tools, columns=columns, raw=raw)
+        Record(file, number, tuple(prompt), tuple(map(tuple, answers)), tools, columns=columns)
         for prompt, answers, columns in records
     ]
 
@@ -114,8 +114,8 @@ def _parse_answers(row: Mapping[str, Any], parsed: ParsedRow) -> None:
     ranked = _ranked_key(row)
     if "chosen" in row or ("rejected" in row and not first_key(row, ANSWER_KEYS)):
         for key in ("chosen", "rejected"):
-            if row.get(key) is None:
-                raise BadRowError(f"has no {key!r}")
+            if key not in row:
+                raise BadRowError(f"has no {key!r} (it has {sorted(map(str, row))})")
         _parse_preference(row, parsed)
     elif ranked:
         parsed.pairs = _ranked_pairs(row, ranked)
@@ -212,7 +212,7 @@ def _prompt(row: Mapping[str, Any], key: str) -> list[Message]:
 
 def _answer(value: Any, key: str) -> list[Message]:
     if isinstance(value, str):
-        return [Message("assistant", value)]
+        return [Message("assistant", string(value, key))]
     if isinstance(value, Mapping):
         return parse_messages([value])
     if isinstance(value, list):

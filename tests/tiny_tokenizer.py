@@ -1,0 +1,38 @@
+"""A byte-level tokenizer without merges for tests: every byte is a token, special tokens as named."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def write_tokenizer(folder: Path, specials: tuple[str, ...] = LLAMA3, bos: str | None = None, **config: str) -> Path:
+    """Write tokenizer.json (and tokenizer_config.json if `config` is given) and return the folder."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, **config})
+        )
+    return folder
+
+
+def write_rows(path: Path, rows: list) -> str:
+    """Write rows as JSON lines (or a JSON array for .json) and return the path as text."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)

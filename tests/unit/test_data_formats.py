@@ -1,0 +1,334 @@
+"""Every format people bring becomes the same records, and every odd row is named."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.tiny_tokenizer import write_rows
+from ulysses.data.formats import (
+    CHUNK_CHARACTERS,
+    Source,
+    missing_sources,
+    parse_sources,
+    read_records,
+    source_digest,
+)
+from ulysses.data.records import DataError, Report
+
+USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+def read(tmp_path, rows, kind, name="rows.jsonl", bad_rows="error", **source):
+    report = Report()
+    path = write_rows(tmp_path / name, rows)
+    return list(read_records([Source(path, **source)], kind, report, bad_rows=bad_rows)), report
+
+
+def turns(messages):
+    return [(m.role, m.content) for m in messages]
+
+
+def flat(record):
+    return turns(record.prompt), [turns(a) for a in record.answers]
+
+
+Q, A, B = ("user", "q"), ("assistant", "a"), ("assistant", "b")
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"messages": [USER, BOT]}, [], [Q, A]),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]},
+                       {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, [], [Q, A]),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [], [Q, A]),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
+         [], [("system", "s"), Q, A]),
+        ({"instruction": "q", "input": "", "output": "a"}, [], [Q, A]),
+        ({"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]},
+         [], [("system", "s"), ("user", "u"), ("assistant", "v"), ("user", "q\nmore"), A]),
+        ({"prompt": "q", "completion": "a"}, [Q], [A]),
+        ({"prompt": [USER], "completion": [BOT]}, [Q], [A]),
+        ({"question": "q", "answer": "a"}, [Q], [A]),
+    ],
+)  # fmt: skip
+def test_sft_formats(tmp_path, row, prompt, answer):
+    records, report = read(tmp_path, [row], "sequence")
+    assert flat(records[0]) == (prompt, [answer])
+    assert (report.read, sum(report.dropped.values())) == (1, 0)
+
+
+PAIR = ([Q], [[A], [B]])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        {"prompt": [USER], "chosen": [BOT], "rejected": [{"role": "assistant", "content": "b"}]},
+        {"chosen": [USER, BOT], "rejected": [USER, {"role": "assistant", "content": "b"}]},
+        {"prompt": "q", "chosen": [USER, BOT], "rejected": [USER, {"role": "assistant", "content": "b"}]},
+        {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+        {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"},
+        {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"},
+         "rejected": {"from": "gpt", "value": "b"}},
+        {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
+        {"instruction": "q", "input": "", "output": ["a", "b"]},
+        {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]},
+        {"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]},
+        {"prompt": "q", "chosen": ["a"], "rejected": ["b"]},
+    ],
+)  # fmt: skip
+def test_preference_formats(tmp_path, row):
+    records, _ = read(tmp_path, [row], "pair")
+    assert [flat(r) for r in records] == [PAIR]
+    unpaired, _ = read(tmp_path, [row], "unpaired")
+    assert [(flat(r), r.columns["label"]) for r in unpaired] == [(([Q], [[A]]), 1.0), (([Q], [[B]]), 0.0)]
+    prompts, _ = read(tmp_path, [row], "prompt")
+    assert [flat(r) for r in prompts] == [([Q], [])] and prompts[0].raw == row
+
+
+def test_ranked_list_gives_all_pairs_and_margin_is_kept(tmp_path):
+    records, report = read(tmp_path, [{"prompt": "q", "completions": ["x", "y", "z"], "scores": [1, 3, 1]}], "pair")
+    assert [[a[0].content for a in r.answers] for r in records] == [["y", "x"], ["y", "z"]]
+    assert report.notes == {"rows that gave several examples": 1}
+    records, _ = read(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.5}], "pair")
+    assert records[0].columns == {"margin": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        ({"messages": [USER, BOT], "label": True}, 1.0),
+        ({"prompt": "q", "completion": "a", "label": False}, 0.0),
+        ({"instruction": "q", "output": "a", "kto_tag": True}, 1.0),
+        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "kto_tag": False}, 0.0),
+    ],
+)
+def test_kto_formats(tmp_path, row, label):
+    records, _ = read(tmp_path, [row], "unpaired")
+    assert [(flat(r), r.columns["label"]) for r in records] == [(([Q], [[A]]), label)]
+
+
+def test_kto_prompt_is_everything_before_the_last_answer(tmp_path):
+    records, _ = read(tmp_path, [{"messages": [USER, BOT, USER, BOT], "label": 1}], "unpaired")
+    assert flat(records[0]) == ([Q, A, Q], [[A]])
+
+
+def test_prompts_keep_the_raw_row_under_its_own_names(tmp_path):
+    row = {"ask": "q", "answer": "18"}
+    records, _ = read(tmp_path, [row, {"ask": "z", "answer": "1"}], "prompt", columns={"question": "ask"})
+    assert flat(records[0]) == ([Q], []) and records[0].raw == row
+
+
+def test_tools_and_function_calls(tmp_path):
+    row = {
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            {"from": "observation", "value": "7"},
+            {"from": "gpt", "value": "a"},
+        ],
+        "tools": '[{"name": "f", "description": "d", "parameters": {}}]',
+    }
+    records, _ = read(tmp_path, [row], "sequence")
+    messages = records[0].answers[0]
+    assert [m.role for m in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[1].tool_calls == ({"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},)
+    assert records[0].tools[0]["function"]["name"] == "f"
+
+
+def test_message_weights(tmp_path):
+    row = {"messages": [USER | {"loss_weight": 0.0}, BOT | {"train": False}, USER, BOT | {"weight": 0.5}, USER, BOT]}
+    records, _ = read(tmp_path, [row], "sequence")
+    assert [m.weight for m in records[0].answers[0]] == [0.0, 0.0, None, 0.5, None, None]
+
+
+GOOD = {"instruction": "q", "input": "", "output": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "message"),
+    [
+        ({"instruction": "q"}, "sequence", "row 2 has no answer"),
+        ({"instruction": 3, "output": "a"}, "sequence", "row 2 'instruction' is int, not a string"),
+        ({"instruction": "q", "output": 4}, "sequence", "row 2 'output' is int"),
+        ([1], "sequence", "row 2 is list, not an object"),
+        ({"instruction": "q", "output": "a", "history": [["x"]]}, "sequence", "list of .user, assistant. pairs"),
+        ({"instruction": "q", "output": "\ud800"}, "sequence", "unpaired surrogate"),
+        ({"instruction": "q", "output": "a"}, "pair", "row 1 has no chosen and rejected"),
+        ({"instruction": "q", "output": "a"}, "unpaired", "row 1 has no 'label' or 'kto_tag'"),
+    ],
+)
+def test_bad_rows_are_errors_that_name_the_row(tmp_path, row, kind, message):
+    with pytest.raises(DataError, match=message) as caught:
+        read(tmp_path, [GOOD, row], kind)
+    assert str(tmp_path / "rows.jsonl") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ({"role": "wizard", "content": "x"}, "message 2 has the role 'wizard'"),
+        ({"role": "assistant"}, "message 2 has no text content"),
+        ({"role": "assistant", "content": [{"type": "image", "value": "x.png"}]}, "type 'image'; only text"),
+        ({"role": "user", "content": "x", "weight": 1}, "gives the weight 1 to a user message"),
+        ({"role": "assistant", "content": "x", "weight": -1}, "negative weight"),
+        ({"from": "function_call", "value": "not json"}, "tool call as JSON"),
+        ("text", "message 2 is str, not an object"),
+    ],
+)
+def test_bad_messages(tmp_path, message, sentence):
+    with pytest.raises(DataError, match=sentence):
+        read(tmp_path, [{"messages": [USER, message]}], "sequence")
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "reason"),
+    [
+        ({"instruction": "q", "output": " "}, "sequence", "empty answer"),
+        ({"instruction": "", "output": "a"}, "sequence", "empty prompt"),
+        ({"instruction": "q", "output": "a", "label": False}, "sequence", "its label is false"),
+        ({"instruction": "q", "chosen": "a", "rejected": "a"}, "pair", "chosen and rejected are the same"),
+        ({"instruction": "q", "chosen": "a", "rejected": ""}, "pair", "empty answer"),
+    ],
+)
+def test_rows_without_use_are_dropped_and_reported(tmp_path, row, kind, reason):
+    records, report = read(tmp_path, [row], kind)
+    assert records == [] and report.dropped == {reason: 1}
+    assert report.examples[reason] == [f"{tmp_path / 'rows.jsonl'} row 1"]
+    assert reason in str(report) and "row 1" in str(report)
+
+
+def test_transcripts_with_different_prompts_or_empty_answers_are_dropped(tmp_path):
+    opened = "\n\nHuman: q\n\nAssistant: a\n\nHuman: more\n\nAssistant:"
+    rows = [
+        {"chosen": opened + " x", "rejected": opened + " y"},
+        {"chosen": opened + " x", "rejected": "\n\nHuman: q\n\nAssistant: a"},
+        {"chosen": opened + " x", "rejected": opened},
+        {"chosen": opened + " x", "rejected": opened + " y\n\nHuman: bye"},
+    ]
+    records, report = read(tmp_path, rows, "pair")
+    assert [flat(r) for r in records] == [([Q, A, ("user", "more")], [[("assistant", "x")], [("assistant", "y")]])]
+    assert report.dropped == {"the prompts of chosen and rejected differ": 1, "empty answer": 1,
+                              "rejected does not end with an assistant message": 1}
+
+
+def test_broken_json_line_is_named_or_dropped(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n\n{broken\n" + json.dumps(GOOD) + "\n")
+    with pytest.raises(DataError, match=r"x.jsonl row 3 is not valid JSON"):
+        list(read_records([Source(str(path))], "sequence", Report()))
+    report = Report()
+    assert len(list(read_records([Source(str(path))], "sequence", report, bad_rows="drop"))) == 2
+    assert report.dropped == {"broken JSON line": 1} and report.read == 3
+    path.write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(DataError, match="row 1 is not valid UTF-8"):
+        list(read_records([Source(str(path))], "text", Report()))
+
+
+def test_file_kinds_give_the_same_records(tmp_path):
+    rows = [{"prompt": f"q{i}", "completion": f"a,\n{i}"} for i in range(3)]
+    expected = [flat(r) for r in read(tmp_path, rows, "sequence")[0]]
+    (tmp_path / "a.json").write_text("\ufeff" + json.dumps(rows, indent=1), encoding="utf-8")
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "lines.json").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "a.csv").write_text('prompt,completion\n' + "".join(f'q{i},"a,\n{i}"\n' for i in range(3)))
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.json", "a.jsonl.gz", "lines.json", "a.csv", "a.parquet"):
+        report = Report()
+        records = list(read_records([Source(str(tmp_path / name))], "sequence", report))
+        assert [flat(r) for r in records] == expected, name
+        assert [r.row for r in records] == [1, 2, 3]
+    (tmp_path / "folder").mkdir()
+    for name in ("a.json", "a.csv"):
+        (tmp_path / name).rename(tmp_path / "folder" / name)
+    assert len(list(read_records([Source(str(tmp_path / "folder"))], "sequence", Report()))) == 6
+
+
+def test_hub_datasets_go_through_datasets(tmp_path, monkeypatch):
+    import datasets
+
+    def load(path, name, split, revision):
+        if path != "org/data":
+            raise FileNotFoundError("no such dataset")
+        assert (name, split, revision) == (None, "test", None)
+        return [{"text": "hello"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.chdir(tmp_path)
+    records = list(read_records(parse_sources({"path": "org/data", "split": "test"}), "text", Report()))
+    assert records[0].text == "hello" and records[0].where == "org/data row 1"
+    with pytest.raises(DataError, match="absent/data does not exist .* no hub dataset .* no such dataset"):
+        list(read_records([Source("absent/data")], "text", Report()))
+
+
+def test_saved_datasets_load(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]).save_to_disk(str(tmp_path / "saved"))
+    assert [r.text for r in read_records([Source(str(tmp_path / "saved"))], "text", Report())] == ["one", "two"]
+
+
+def test_sources_and_their_mistakes(tmp_path):
+    assert parse_sources(["a.jsonl", {"path": "b.jsonl", "weight": 2.0, "format": None}]) == [
+        Source("a.jsonl"), Source("b.jsonl", weight=2.0)]
+    for value, message in (
+        ({"path": "a", "wight": 1}, "unknown key 'wight'"),
+        ({"format": "text"}, "no path"),
+        ({"path": "a", "format": "csvish"}, "'csvish' of a is unknown"),
+        ({"path": "a", "weight": 0}, "must be positive"),
+    ):
+        with pytest.raises(DataError, match=message):
+            parse_sources(value)
+    absent = Source(str(tmp_path / "absent.jsonl"))
+    assert str(tmp_path / "absent.jsonl") in missing_sources([absent])[0]
+    with pytest.raises(DataError, match="does not exist"):
+        list(read_records([absent], "text", Report()))
+    (tmp_path / "x.docx").write_text("")
+    with pytest.raises(DataError, match="x.docx is none of"):
+        list(read_records([Source(str(tmp_path / "x.docx"))], "text", Report()))
+    with pytest.raises(DataError, match="no column 'words' named in columns"):
+        read(tmp_path, [GOOD], "sequence", columns={"prompt": "words"})
+    with pytest.raises(DataError, match="fit no known format"):
+        read(tmp_path, [{"foo": 1}], "sequence")
+    with pytest.raises(DataError, match="plain text, which only stage pt"):
+        read(tmp_path, [{"text": "x"}], "sequence")
+
+
+def test_digest_follows_content_not_place(tmp_path):
+    first = Source(write_rows(tmp_path / "a.jsonl", [GOOD]))
+    second = Source(write_rows(tmp_path / "b.jsonl", [GOOD]))
+    assert source_digest(first) == source_digest(second)
+    write_rows(tmp_path / "b.jsonl", [GOOD, GOOD])
+    assert source_digest(first) != source_digest(second)
+    assert source_digest(first) != source_digest(Source(first.path, format="alpaca"))
+
+
+def test_long_text_is_streamed_in_parts_without_loss(tmp_path):
+    text = "".join(f"line {i} of a long file.\n" for i in range(250_000))
+    path = tmp_path / "long.txt"
+    path.write_text(text)
+    report = Report()
+    parts = list(read_records([Source(str(path))], "text", report))
+    assert len(parts) > 1 and max(len(p.text) for p in parts) <= 2 * CHUNK_CHARACTERS + 64
+    assert "".join(p.text for p in parts) == text and report.read == 1 and {p.row for p in parts} == {1}
+    rows, _ = read(tmp_path, [{"text": text}], "text")
+    assert len(rows) > 1 and "".join(p.text for p in rows) == text
+
+
+def test_text_file_with_separator_is_several_documents(tmp_path):
+    path = tmp_path / "documents.txt"
+    path.write_text("one\n===\ntwo\n\nlines\n===\n \n===\nthree")
+    records = list(read_records([Source(str(path), separator="\n===\n")], "text", Report()))
+    assert [r.text for r in records] == ["one", "two\n\nlines", "three"]
+    assert len({r.row for r in records}) == 3
+
+
+def test_max_examples(tmp_path):
+    assert len(read(tmp_path, [GOOD] * 5, "sequence", max_examples=2)[0]) == 2
