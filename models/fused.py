@@ -1,7 +1,8 @@
-"""Elementwise steps of a layer, each in one pass: normalisation, rotary positions, gated activation.
+"""Elementwise steps of a layer, each in one pass over memory: normalisation, rotary positions, gated activation.
 
-On CUDA with Triton the passes are kernels; elsewhere the same arithmetic in plain torch. Both compute in float32
-(float64 for float64 inputs) and round once at the end.
+On CUDA with Triton the passes are the kernels of fused_triton.py; elsewhere the same arithmetic in plain torch. Both
+compute in float32 (float64 for float64 inputs) and round once at the end. Nothing here records a graph except
+`rms_norm`, `rotate` and `swiglu`.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
@@ -11,31 +12,97 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from models import fused_triton
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in float32."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2]; halves paired as in transformers."""
+    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2]; halves paired as in transformers; differentiable."""
     return _Rotate.apply(query, key, cos, sin)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up; backward keeps the two inputs only."""
+    """Return silu(gate) * up; differentiable, backward keeps the two inputs only."""
     return _SwiGLU.apply(gate, up)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pair(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Do `rotate` without a graph; `back` turns the other way, which is its gradient."""
+    if _on_gpu(query) and query.stride(-1) == key.stride(-1) == 1:
+        out = (query, key) if in_place else (_dense_like(query), _dense_like(key))
+        fused_triton.rotate(query, key, cos, sin, -1.0 if back else 1.0, out)
+        return out
+    cos, sin = cos[:, None], (-sin if back else sin)[:, None]
+    return _rotated(query, cos, sin, in_place), _rotated(key, cos, sin, in_place)
+
+
+def activate(gate: Tensor, up: Tensor) -> Tensor:
+    """Do `swiglu` without a graph."""
+    if _on_gpu(gate) and gate.is_contiguous() and up.is_contiguous():
+        return fused_triton.swiglu(gate, up)
+    work = _work_dtype(gate)
+    return (F.silu(gate.to(work)) * up).to(gate.dtype)
+
+
+def activate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate and up, and the activation itself, which the weight gradient needs."""
+    if _on_gpu(gate) and grad.is_contiguous() and gate.is_contiguous() and up.is_contiguous():
+        return fused_triton.swiglu_backward(grad, gate, up)
+    dtype, work = gate.dtype, _work_dtype(gate)
+    d, g, u = grad.to(work), gate.to(work), up.to(work)
+    s = torch.sigmoid(g)
+    silu = g * s
+    return (d * u * (s + silu * (1 - s))).to(dtype), (d * silu).to(dtype), (silu * u).to(dtype)
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [S, D], `residual` added, and of weight [D], the latter in float32 or better."""
+    if _on_gpu(x) and x.shape[0] > 0 and x.shape[1] <= fused_triton.MAX_WIDTH:
+        rest = None if residual is None else residual.contiguous()
+        return fused_triton.rms_norm_backward(grad.contiguous(), x.contiguous(), weight, eps, rest)
+    work = _work_dtype(x)
+    v, d = x.to(work), grad.to(work)
+    scale = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    normal = v * scale
+    grad_weight = (d * normal).sum(0)
+    d = d * weight.to(work)
+    grad_x = (d - normal * (d * normal).mean(-1, keepdim=True)) * scale
+    if residual is not None:
+        grad_x = grad_x.add_(residual)
+    return grad_x.to(x.dtype), grad_weight
+
+
+def _work_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and fused_triton.triton is not None and x.dtype in (*HALF_TYPES, torch.float32) and x.numel() > 0
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> Tensor:
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    torch.sub(first * cos, second * sin, out=out[..., :half]) if x.dtype == cos.dtype else out[..., :half].copy_(
-        first * cos - second * sin
-    )
-    out[..., half:].copy_(second * cos + first * sin)
+    turned = first * cos - second * sin, second * cos + first * sin
+    out = x if in_place else _dense_like(x)
+    out[..., :half].copy_(turned[0])
+    out[..., half:].copy_(turned[1])
     return out
 
 
@@ -43,25 +110,21 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        cos, sin = cos[:, None], sin[:, None]
-        return _rotated(query, cos, sin), _rotated(key, cos, sin)
+        return rotate_pair(query, key, cos, sin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        cos, sin = cos[:, None], -sin[:, None]  # a rotation's transpose turns the other way
-        return _rotated(grad_query, cos, sin), _rotated(grad_key, cos, sin), None, None
+        return *rotate_pair(grad_query, grad_key, *ctx.saved_tensors, back=True), None, None
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return activate(gate, up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad_up = F.silu(gate).mul_(grad)
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, grad_up
+        return activate_backward(grad, *ctx.saved_tensors)[:2]

@@ -2,22 +2,24 @@
 
     hidden --project--> q, k, v --exchange--> q', k', v' --attend--> out' --exchange--> out --output--> hidden --feed_forward--> hidden
 
-Parameter names are those of transformers. Submodules are always called, never read, so that ZeRO-3's hooks and adapters
-wrapped around a projection see every use.
+Parameter names are those of transformers. Plain projections run inside the fused nodes of half_blocks.py; a projection
+that is wrapped by an adapter or watched by a hook is called as a module, and sees every use.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from models import half_blocks
 from models.arch import ModelConfig
 from models.fused import rms_norm, rotate, swiglu
 from ulysses.memory.offload import Offloader
 from ulysses.memory.recompute import run_layer
-from ulysses.memory.tiling import TilingOptions, tiled
+from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled
 from ulysses.parallel.attention import UlyssesAttention
 
 
@@ -64,7 +66,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(H * E, D, bias=False)
         self.attention = attention
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of normalised x [S, D]; positions rotated in."""
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, k, *rope)
@@ -102,7 +104,7 @@ class DecoderLayer(nn.Module):
         self.tiling = TilingOptions()
         self.offloader: Offloader | None = None
 
-    def forward(self, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor:
+    def forward(self, hidden: Tensor, rope: half_blocks.Rope, plan: Any) -> Tensor:
         tile_rows = self.tiling.rows(hidden.shape[0])
         attention = self.self_attn.attention
         if torch.is_grad_enabled() and self.recompute != "none":
@@ -110,13 +112,23 @@ class DecoderLayer(nn.Module):
                 self, attention, hidden, rope, plan, level=self.recompute, tile_rows=tile_rows, offloader=self.offloader
             )
         middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
-        if tile_rows < middle.shape[0]:
-            return tiled(self.feed_forward, middle, self.stage_parameters()[2], tile_rows)
-        return self.feed_forward(middle)
+        if tile_rows >= middle.shape[0]:
+            return self.feed_forward(middle)
+        run = partial(self.feed_forward_tiles, tile_rows=tile_rows)
+        if not torch.is_grad_enabled():
+            return run(middle)
+        gradients = partial(self.feed_forward_gradients, tile_rows=tile_rows)
+        return tiled(run, gradients, middle, self.stage_parameters()[2])
 
-    def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
-        return self.self_attn.project(self.input_layernorm(hidden), rope)
+        norm, a = self.input_layernorm, self.self_attn
+        if not half_blocks.is_plain(norm, a.q_proj, a.k_proj, a.v_proj):
+            return a.project(norm(hidden), rope)
+        weights = half_blocks.ProjectWeights(
+            norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_proj.bias, a.k_proj.bias, a.v_proj.bias
+        )
+        return half_blocks.project(hidden, weights, rope, norm.eps, a.head_dim)
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Add the projected attention output [S, H, E] to the layer's input."""
@@ -124,7 +136,33 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the MLP of the normalised rows; row by row independent, so it can run in tiles."""
+        weights = self._feed_forward_weights()
+        if weights is None:
+            return self._feed_forward_by_modules(hidden)
+        return half_blocks.feed_forward(hidden, weights, self.post_attention_layernorm.eps)
+
+    def feed_forward_tiles(self, rows: Tensor, tile_rows: int) -> Tensor:
+        """Run `feed_forward` tile by tile, without a graph."""
+        weights = self._feed_forward_weights()
+        if weights is None:
+            return run_tiles(self._feed_forward_by_modules, rows, tile_rows)
+        return half_blocks.feed_forward_tiles(rows, weights, self.post_attention_layernorm.eps, tile_rows)
+
+    def feed_forward_gradients(self, rows: Tensor, grad: Tensor, tile_rows: int) -> tuple[Tensor, list[Tensor]]:
+        """Run forward and backward tile by tile; return the gradients of `rows` and of `stage_parameters()[2]`."""
+        weights = self._feed_forward_weights()
+        if weights is None:
+            return tile_gradients(self._feed_forward_by_modules, rows, grad, self.stage_parameters()[2], tile_rows)
+        return half_blocks.feed_forward_gradients(rows, grad, weights, self.post_attention_layernorm.eps, tile_rows)
+
+    def _feed_forward_by_modules(self, hidden: Tensor) -> Tensor:
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def _feed_forward_weights(self) -> half_blocks.FeedForwardWeights | None:
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        if mlp._forward_hooks or not half_blocks.is_plain(norm, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            return None
+        return half_blocks.FeedForwardWeights(norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
         """Return the trainable parameters of project, of output and of feed_forward, adapters included."""

@@ -1,6 +1,7 @@
 """Every recompute level, with and without tiles and offload, has the gradients of ordinary autograd, at its own cost."""
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,10 +9,10 @@ import torch
 from torch import nn
 
 import ulysses.parallel.attention as attention_module
-from models import CausalLM, ModelConfig, init_weights
+from models import CausalLM, ModelConfig, half_blocks, init_weights
 from ulysses.memory.offload import Group, HostPool, Offloader
 from ulysses.memory.recompute import LEVELS
-from ulysses.memory.tiling import TilingOptions, tiled, tiles
+from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled, tiles
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 
@@ -88,17 +89,22 @@ def test_each_level_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
             return _real(*args, **kwargs)
 
         monkeypatch.setattr(attention_module, name, counted)
+    gate_up, project = half_blocks._gate_up, half_blocks._Project.forward
+    monkeypatch.setattr(half_blocks, "_gate_up", lambda *args: calls.update(mlp=1) or gate_up(*args))
+    monkeypatch.setattr(half_blocks._Project, "forward", staticmethod(lambda *a: calls.update(projection=1) or project(*a)))
     table = {"block": (2, 2), "keep_attention": (1, 2), "keep_exchange": (1, 2), "none": (1, 1)}
     for level, (attends, projections) in table.items():
         for tiling, mlps in ((None, 1 if level == "none" else 2), (TILED, 2 * 4)):  # 26 rows: 4 tiles of 7 or fewer
-            model = build(recompute=level, tiling=tiling)
-            for layer in model.model.layers:
-                layer.mlp.register_forward_hook(lambda *_: calls.update(mlp=1))
-                layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.update(projection=1))
-            calls.clear()
-            gradients(model)
-            expected = {"varlen_forward": attends, "varlen_backward": 1, "projection": projections, "mlp": mlps}
-            assert {name: count / 3 for name, count in calls.items()} == expected, (level, tiling)
+            for hooked in (False, True):  # the fused halves, and the modules' own forward
+                model = build(recompute=level, tiling=tiling)
+                if hooked:
+                    for layer in model.model.layers:
+                        layer.mlp.register_forward_hook(lambda *_: calls.update(mlp=1))
+                        layer.self_attn.q_proj.register_forward_hook(lambda *_: calls.update(projection=1))
+                calls.clear()
+                gradients(model)
+                expected = {"varlen_forward": attends, "varlen_backward": 1, "projection": projections, "mlp": mlps}
+                assert {name: count / 3 for name, count in calls.items()} == expected, (level, tiling, hooked)
 
 
 def test_a_backward_frees_what_its_layers_kept() -> None:
@@ -173,10 +179,14 @@ def test_tiles_cover_all_rows_once() -> None:
 
 def test_tiled_runs_a_module_without_rows_and_gives_unused_parameters_zeros() -> None:
     linear, unused = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
+    parameters = [*linear.parameters(), unused]
     for rows in (0, 5):
         x = torch.randn(rows, 3, requires_grad=True)
-        tiled(linear, x, [*linear.parameters(), unused], 2).sum().backward()
+        run = partial(run_tiles, linear, tile_rows=2)
+        gradients = partial(tile_gradients, linear, parameters=parameters, tile_rows=2)
+        tiled(run, gradients, x, parameters).sum().backward()
         assert x.grad.shape == x.shape and unused.grad is not None and not unused.grad.any()
+    torch.testing.assert_close(linear.bias.grad, torch.full((3,), 5.0))
 
 
 @pytest.mark.parametrize("level", ["block", "keep_attention", "keep_exchange"])

@@ -21,10 +21,10 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from ulysses.memory.offload import Group, Offloader
 from ulysses.memory.replay import RandomState, draws, replay
-from ulysses.memory.tiling import run_tiles, tile_gradients
 from ulysses.parallel.all_to_all import (
     exchange_out_backward,
     exchange_out_forward,
@@ -57,7 +57,13 @@ class Layer(Protocol):
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor: ...
 
-    def feed_forward(self, hidden: Tensor) -> Tensor: ...
+    def feed_forward_tiles(self, rows: Tensor, tile_rows: int) -> Tensor:
+        """Run feed_forward tile by tile, without a graph."""
+        ...
+
+    def feed_forward_gradients(self, rows: Tensor, grad: Tensor, tile_rows: int) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of the rows and of feed_forward's trainable parameters, tile by tile."""
+        ...
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
         """Return the trainable parameters of project, of output and of feed_forward."""
@@ -110,7 +116,7 @@ class _Layer(torch.autograd.Function):
         middle = layer.output(hidden, attended)
         del attended
         random.append(RandomState() if dropout else None)
-        result = run_tiles(layer.feed_forward, middle, tile_rows)
+        result = layer.feed_forward_tiles(middle, tile_rows)
         group.close()
         ctx.layer, ctx.attention, ctx.plan, ctx.level, ctx.tile_rows = layer, attention, plan, level, tile_rows
         ctx.rope, ctx.random = rope, random
@@ -139,7 +145,7 @@ class _Layer(torch.autograd.Function):
         (middle,) = output.run(layer.output, (hidden, attended))
         del attended
         with replay(ctx.random[2]):
-            grad, grads_ff = tile_gradients(layer.feed_forward, middle, grad, stages[2], ctx.tile_rows)
+            grad, grads_ff = layer.feed_forward_gradients(middle, grad, ctx.tile_rows)
         del middle
         (grad_hidden, grad_attended), grads_output = output.gradients(grad)
         del grad
@@ -178,13 +184,14 @@ class _Stage:
         self._inputs = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad(), replay(self.random):
             outputs = function(*self._inputs, *others)
-        self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        return tuple(x.detach() for x in self._outputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._edges = [get_gradient_edge(x) for x in outputs]  # the graph's ends without the tensors
+        return tuple(x.detach() for x in outputs)
 
     def gradients(self, *grads: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients of inputs and of parameters, zeros where unused, and drop the graph."""
         wanted = (*self._inputs, *self.parameters)
-        found = torch.autograd.grad(self._outputs, wanted, grads, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(self._edges, wanted, grads, allow_unused=True, materialize_grads=True)
         count = len(self._inputs)
-        self._inputs, self._outputs = [], ()
+        self._inputs, self._edges = [], []
         return list(found[:count]), list(found[count:])

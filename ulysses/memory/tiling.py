@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 RowFunction = Callable[[Tensor], Tensor]
+RowGradients = Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -92,23 +93,23 @@ def _tile(function: RowFunction, rows: Tensor, grad: Tensor, parameters: Sequenc
     return grad_rows, grads
 
 
-def tiled(function: RowFunction, rows: Tensor, parameters: Sequence[nn.Parameter], tile_rows: int) -> Tensor:
-    """Return function(rows) with a graph that keeps only `rows`; `parameters` are the trainable ones that it uses."""
-    if not torch.is_grad_enabled():
-        return run_tiles(function, rows, tile_rows)
-    return _Tiled.apply(function, tile_rows, rows, *parameters)
+def tiled(run: RowFunction, gradients: RowGradients, rows: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return run(rows) with a graph that keeps only `rows`.
+
+    gradients(rows, grad) -> (gradient of rows, those of `parameters`); both work in tiles and record no graph.
+    """
+    return _Tiled.apply(run, gradients, rows, *parameters)
 
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: RowFunction, tile_rows: int, rows: Tensor, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, run: RowFunction, gradients: RowGradients, rows: Tensor, *parameters: nn.Parameter) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.function, ctx.tile_rows, ctx.parameters = function, tile_rows, parameters
-        return run_tiles(function, rows, tile_rows)
+        ctx.gradients = gradients
+        return run(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        grad_rows, grads = tile_gradients(ctx.function, rows, grad, ctx.parameters, ctx.tile_rows)
+        grad_rows, grads = ctx.gradients(*ctx.saved_tensors, grad)
         return None, None, grad_rows, *grads

@@ -1,0 +1,138 @@
+"""Triton kernels of fused.py: one pass over memory each, float32 inside, rounded once.
+
+Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: every result is the same on every run.
+
+Shapes: S rows, D width, H query heads, K kv heads, E head dim.
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+MAX_WIDTH = 16384  # a whole row of the norm lies in one program's registers
+_BLOCK = 1024
+
+if triton is not None:
+
+    @triton.jit
+    def _rotate_heads(
+        x, out, x_row, x_head, out_row, out_head, row, cos, sin, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    ):
+        head = tl.arange(0, HEADS)[:, None]
+        column = tl.arange(0, BLOCK)[None, :]
+        mask = (head < heads) & (column < HALF)
+        source = x + row * x_row + head * x_head + column
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        target = out + row * out_row + head * out_head + column
+        tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=mask)
+        tl.store(target + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _rotate_kernel(
+        q, k, q_out, k_out, cos_table, sin_table, sign,
+        q_row, q_head, k_row, k_head, qo_row, qo_head, ko_row, ko_head, q_heads, k_heads,
+        HALF: tl.constexpr, BLOCK: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        mask = column < HALF
+        cos = tl.load(cos_table + row * HALF + column, mask=mask, other=0.0)[None, :]
+        sin = tl.load(sin_table + row * HALF + column, mask=mask, other=0.0)[None, :] * sign
+        _rotate_heads(q, q_out, q_row, q_head, qo_row, qo_head, row, cos, sin, q_heads, HALF, BLOCK, Q_HEADS)
+        _rotate_heads(k, k_out, k_row, k_head, ko_row, ko_head, row, cos, sin, k_heads, HALF, BLOCK, K_HEADS)
+
+    @triton.jit
+    def _swiglu_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < count
+        g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, out, count, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < count
+        d = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+        u = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
+        s = tl.sigmoid(g)
+        silu = g * s
+        tl.store(out + at, (silu * u).to(out.dtype.element_ty), mask=mask)
+        tl.store(grad_up + at, (d * silu).to(grad_up.dtype.element_ty), mask=mask)
+        tl.store(grad_gate + at, (d * u * (s + silu * (1 - s))).to(grad_gate.dtype.element_ty), mask=mask)
+
+    @triton.jit
+    def _rms_norm_backward_kernel(
+        grad, x, weight, residual, grad_x, partial, rows, rows_each, eps,
+        WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ):  # fmt: skip
+        program = tl.program_id(0)
+        column = tl.arange(0, BLOCK)
+        mask = column < WIDTH
+        w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+        grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+        first = program * rows_each
+        for row in range(first, tl.minimum(first + rows_each, rows)):
+            at = row.to(tl.int64) * WIDTH + column
+            v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+            d = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / WIDTH + eps)
+            normal = v * scale
+            grad_weight += d * normal
+            d = d * w
+            d = (d - normal * (tl.sum(d * normal, axis=0) / WIDTH)) * scale
+            if HAS_RESIDUAL:
+                d += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+            tl.store(grad_x + at, d.to(grad_x.dtype.element_ty), mask=mask)
+        tl.store(partial + program.to(tl.int64) * WIDTH + column, grad_weight, mask=mask)
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, sign: float, out: tuple[Tensor, Tensor]) -> None:
+    """Rotate query [S, H, E] and key [S, K, E] into `out`, which may be the inputs; the last axis must be dense."""
+    half = query.shape[-1] // 2
+    block = triton.next_power_of_2(half)
+    heads = [triton.next_power_of_2(x.shape[1]) for x in (query, key)]
+    _rotate_kernel[(query.shape[0],)](
+        query, key, *out, cos, sin, sign,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+        out[0].stride(0), out[0].stride(1), out[1].stride(0), out[1].stride(1), query.shape[1], key.shape[1],
+        HALF=half, BLOCK=block, Q_HEADS=heads[0], K_HEADS=heads[1], num_warps=4 if heads[0] * block <= 2048 else 8,
+    )  # fmt: skip
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up of contiguous tensors."""
+    out = torch.empty_like(gate)
+    count = gate.numel()
+    _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](gate, up, out, count, BLOCK=_BLOCK)
+    return out
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate and up, and silu(gate) * up again; contiguous tensors."""
+    grad_gate, grad_up, out = (torch.empty_like(gate) for _ in range(3))
+    count = gate.numel()
+    _swiglu_backward_kernel[(triton.cdiv(count, _BLOCK),)](grad, gate, up, grad_gate, grad_up, out, count, BLOCK=_BLOCK)
+    return grad_gate, grad_up, out
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [S, D] (plus `residual`) and of weight (float32); contiguous tensors."""
+    rows, width = x.shape
+    grad_x = torch.empty_like(x)
+    programs = min(rows, 4 * torch.cuda.get_device_properties(x.device).multi_processor_count)
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    rows_each = triton.cdiv(rows, programs)
+    _rms_norm_backward_kernel[(programs,)](
+        grad, x, weight, x if residual is None else residual, grad_x, partial, rows, rows_each, eps,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), HAS_RESIDUAL=residual is not None,
+        num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
+    )  # fmt: skip
+    return grad_x, partial.sum(0)
