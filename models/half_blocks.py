@@ -122,6 +122,7 @@ class _FeedForward(torch.autograd.Function):
         return grad_hidden, *sums.gradients(), None
 
 
+@torch.no_grad()
 def feed_forward_tiles(hidden: Tensor, weights: FeedForwardWeights, eps: float, tile_rows: int) -> Tensor:
     """Do `feed_forward` in tiles of rows, without a graph."""
     out = torch.empty_like(hidden)
@@ -131,6 +132,7 @@ def feed_forward_tiles(hidden: Tensor, weights: FeedForwardWeights, eps: float, 
     return out
 
 
+@torch.no_grad()
 def feed_forward_gradients(
     hidden: Tensor, grad: Tensor, weights: FeedForwardWeights, eps: float, tile_rows: int
 ) -> tuple[Tensor, list[Tensor]]:

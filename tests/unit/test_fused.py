@@ -1,0 +1,160 @@
+"""The elementwise passes against autograd in float64, on CPU and, where there is a GPU, as Triton kernels."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
+from models.half_blocks import FeedForwardWeights, feed_forward, feed_forward_gradients, feed_forward_tiles
+from ulysses.memory.offload import Group, Offloader
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return torch.device(request.param)
+
+
+def near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+    exact = exact.to(found.device)
+    error = (found.double() - exact).norm() / exact.norm()
+    assert found.isfinite().all() and error < factor * TOLERANCE[dtype], float(error)
+
+
+def draw(*shapes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 96), (37, 896), (300, 3584)])
+def test_gated_activation(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    gate, up, grad = draw(shape, shape, shape, dtype=dtype, device=device)
+    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
+    exact = F.silu(g) * u
+    grads = torch.autograd.grad(exact, (g, u), grad.double())
+    near(activate(gate, up), exact.detach(), dtype)
+    found = activate_backward(grad, gate, up)
+    for mine, want in zip(found, (*grads, exact.detach())):
+        assert mine.dtype == dtype
+        near(mine, want, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 96), (1037, 896), (300, 3584), (5, 8192)])
+def test_norm_gradient(device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x, grad, residual, weight = draw(shape, shape, shape, shape[1:], dtype=dtype, device=device)
+    v, w = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w
+    near(rms_norm(x, weight, 1e-5), exact.detach(), dtype)
+    grad_x, grad_w = torch.autograd.grad(exact, (v, w), grad.double())
+    mine = rms_norm_backward(grad, x, weight, 1e-5)
+    assert mine[0].dtype == dtype and mine[1].dtype == torch.promote_types(dtype, torch.float32)
+    near(mine[0], grad_x, dtype)
+    near(mine[1], grad_w, dtype)
+    near(rms_norm_backward(grad, x, weight, 1e-5, residual)[0], grad_x + residual.double(), dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((28, 4), 128), ((14, 2), 96)])
+def test_rotation(device: torch.device, dtype: torch.dtype, heads: tuple[int, int], width: int) -> None:
+    q, k = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
+    k = k[:, : heads[1]]  # rows that are not dense, like a view of an exchange buffer
+    angles = torch.rand(19, width // 2, generator=torch.Generator().manual_seed(0)).to(device) * 7
+    cos, sin = angles.cos(), angles.sin()
+
+    def exact(x: torch.Tensor, sign: float) -> torch.Tensor:
+        turned = torch.polar(torch.ones_like(angles, dtype=torch.float64), sign * angles.double())
+        pairs = torch.complex(*x.double().chunk(2, -1)) * turned[:, None]
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    for back in (False, True):
+        for mine, x in zip(rotate_pair(q, k, cos, sin, back=back), (q, k)):
+            assert mine.shape == x.shape and mine.dtype == dtype
+            near(mine, exact(x, -1.0 if back else 1.0), dtype)
+    wanted = exact(q, 1.0), exact(k, 1.0)
+    inside = rotate_pair(q, k, cos, sin, in_place=True)
+    assert inside[0].data_ptr() == q.data_ptr() and inside[1].data_ptr() == k.data_ptr()
+    near(q, wanted[0], dtype)
+    near(k, wanted[1], dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [40, 16])
+def test_feed_forward_half(device: torch.device, dtype: torch.dtype, tile: int) -> None:
+    x, grad, norm, gate, up, down = draw((40, 32), (40, 32), (32,), (64, 32), (64, 32), (32, 64), dtype=dtype, device=device)
+    inputs = [t.requires_grad_() for t in (x, norm, gate, up, down)]
+    exact_inputs = [t.detach().double().requires_grad_() for t in inputs]
+    v, n, g, u, d = exact_inputs
+    rows = v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt() * n
+    exact = v + (F.silu(rows @ g.t()) * (rows @ u.t())) @ d.t()
+    exact_grads = torch.autograd.grad(exact, exact_inputs, grad.double())
+    weights = FeedForwardWeights(norm, gate, up, down)
+    out = feed_forward(x, weights, 1e-5)
+    found = torch.autograd.grad(out, inputs, grad)
+    x = x.detach()
+    grad_x, grads = feed_forward_gradients(x, grad, weights, 1e-5, tile)
+    factor = {torch.float32: 1.0, torch.bfloat16: 4.0}[dtype]  # several bfloat16 roundings in a row
+    near(out.detach(), exact.detach(), dtype, factor)
+    near(feed_forward_tiles(x, weights, 1e-5, tile), exact.detach(), dtype, factor)
+    for mine, tiled, want in zip(found, (grad_x, *grads), exact_grads):
+        assert mine.dtype == tiled.dtype == dtype
+        near(mine, want, dtype, factor)
+        near(tiled, want, dtype, factor)
+
+
+def test_frozen_weights_of_the_half_get_no_gradient() -> None:
+    x, norm, gate, up, down = draw((9, 8), (8,), (16, 8), (16, 8), (8, 16), dtype=torch.float32, device=torch.device("cpu"))
+    up.requires_grad_()
+    grad_x, grads = feed_forward_gradients(x, torch.ones_like(x), FeedForwardWeights(norm, gate, up, down), 1e-5, 4)
+    assert len(grads) == 1 and grads[0].shape == up.shape and grad_x.shape == x.shape
+    out = feed_forward(x, FeedForwardWeights(norm, gate, up, down), 1e-5)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), up)[0], grads[0])
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    rows, width = 2**31 // 4096 + 100, 4096
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    tail = slice(rows - 64, rows)
+    assert torch.equal(activate(x, x)[tail], activate(x[tail].clone(), x[tail].clone()))
+    angles = torch.rand(rows, 64, device="cuda")
+    q = x.view(rows, 32, 128)
+    whole = rotate_pair(q, q[:, :1], angles.cos(), angles.sin())[0][tail]
+    assert torch.equal(whole, rotate_pair(q[tail], q[tail, :1], angles[tail].cos(), angles[tail].sin())[0])
+    del whole
+    weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+    grad_x, _ = rms_norm_backward(x, x, weight, 1e-5)
+    assert torch.equal(grad_x[tail], rms_norm_backward(x[tail], x[tail], weight, 1e-5)[0])
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_offload_overlaps_and_returns_the_same_bytes() -> None:
+    offloader = Offloader("cuda", 64 << 20, chunk_bytes=1 << 20)
+    for _ in range(3):
+        tensors = [torch.randn(1_500_000, device="cuda") for _ in range(6)]
+        copies = [t.clone() for t in tensors]
+        groups, kept = [], []
+        for i in range(6):
+            group = Group(offloader)
+            kept.append(group.keep(tensors[i]))
+            group.close()
+            groups.append(group)
+            tensors[i] = torch.empty(0)
+            torch.randn(2000, 2000, device="cuda") @ torch.randn(2000, 2000, device="cuda")
+        assert [k.away for k in kept] == [True] * 5 + [False]
+        for i in reversed(range(6)):
+            assert torch.equal(groups[i].get(kept[i]), copies[i])
+        del groups, kept
+    assert 0 < offloader.pool.allocated <= 64 << 20
