@@ -34,7 +34,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh | None, attention: Kernel) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.mesh = config, mesh
         kernel = UlyssesAttention(
             mesh, config.num_attention_heads, config.num_key_value_heads, config.head_dim, kernel=attention
         )
@@ -65,9 +65,18 @@ class Decoder(nn.Module):
         for name, values in (("recompute", levels), ("offload", offloads)):
             if len(values) != count:
                 raise ValueError(f"{name} lists {len(values)} layers but the model has {count}; give one value, or one per layer")
+        tiling = tiling or TilingOptions()
+        tiling.check_heads(
+            self.config.num_attention_heads, self.config.num_key_value_heads, self.mesh.head_parallel_size if self.mesh else 1
+        )
+        if tiling.head_chunks > 1 and "none" in levels:
+            raise ValueError(
+                f'head_chunks is {tiling.head_chunks} but recompute "none" keeps all heads at once; '
+                "set head_chunks to 1 or choose another recompute level"
+            )
         for layer, level, away in zip(self.layers, levels, offloads):
             check_level(level)
-            layer.recompute, layer.tiling = level, tiling or TilingOptions()
+            layer.recompute, layer.tiling = level, tiling
             layer.offloader = offloader if away else None
 
 

@@ -109,7 +109,8 @@ class DecoderLayer(nn.Module):
         attention = self.self_attn.attention
         if torch.is_grad_enabled() and self.recompute != "none":
             return run_layer(
-                self, attention, hidden, rope, plan, level=self.recompute, tile_rows=tile_rows, offloader=self.offloader
+                self, attention, hidden, rope, plan, level=self.recompute, tile_rows=tile_rows,
+                head_chunks=self.tiling.head_chunks, offloader=self.offloader,
             )
         middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
         if tile_rows >= middle.shape[0]:

@@ -79,6 +79,13 @@ def levels_and_counts() -> dict[str, Any]:
                 dist.all_reduce(p.grad)
             error = worst_error({n: p.grad for n, p in model.named_parameters()}, expected)
             results[f"{level} {'tiled' if rows else 'whole'}"] = (error, count)
+    for level in LEVELS[:3]:
+        model = CausalLM(UNTIED, mesh, recompute=level, tiling=TilingOptions(head_chunks=2))
+        init_weights(model, seed=0)
+        loss_of(model, batch).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        results[f"{level} chunked"] = (worst_error({n: p.grad for n, p in model.named_parameters()}, expected), None)
     return results
 
 
@@ -87,7 +94,7 @@ def test_every_level_equals_one_process_and_repeats_only_its_collectives() -> No
         table = {"block": 6, "keep_attention": 6, "keep_exchange": 4, "none": 4}
         for case, (error, count) in results.items():
             assert error < 1e-5, (case, error)
-            assert count == table[case.split()[0]], (case, count)
+            assert count in (table[case.split()[0]], None), (case, count)
 
 
 def reward_scores(sp: int) -> tuple[torch.Tensor, torch.Tensor]:

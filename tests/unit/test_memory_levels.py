@@ -10,6 +10,7 @@ from torch import nn
 
 import ulysses.parallel.attention as attention_module
 from models import CausalLM, ModelConfig, half_blocks, init_weights
+from models.rope import inverse_frequencies, rotary_table
 from ulysses.memory.offload import Group, HostPool, Offloader
 from ulysses.memory.recompute import LEVELS
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled, tiles
@@ -107,20 +108,77 @@ def test_each_level_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert {name: count / 3 for name, count in calls.items()} == expected, (level, tiling, hooked)
 
 
+def layer_nodes(loss: torch.Tensor) -> list[Any]:
+    nodes, function = [], loss.grad_fn
+    while function is not None:
+        if type(function).__name__ == "_LayerBackward":
+            nodes.append(function)
+        function = next((f for f, _ in function.next_functions if f is not None and "Accumulate" not in type(f).__name__), None)
+    return nodes
+
+
+def kept_bytes(level: str) -> int:
+    """Bytes of distinct storages that one layer's graph holds, weights and rotary table aside."""
+    model = build(recompute=level)
+    storages: dict[int, int] = {}
+    shared = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        if x.untyped_storage().data_ptr() not in shared:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    packed = batch()
+    rope = rotary_table(packed.positions, inverse_frequencies(CONFIG))
+    shared |= {x.untyped_storage().data_ptr() for x in rope}
+    hidden = torch.randn(len(packed.tokens), CONFIG.hidden_size, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        out = model.model.layers[0](hidden, rope, packed.attention_plan)
+    for node in layer_nodes(out):
+        for kept in node.group._kept.values():
+            note(kept.tensor)
+    return sum(storages.values())
+
+
+def test_each_level_keeps_what_it_says() -> None:
+    D, F, H, K, E = CONFIG.hidden_size, CONFIG.intermediate_size, 4, 2, CONFIG.head_dim
+    S = len(batch().tokens)
+    attention, exchanged = H * E + H, (H + 2 * K) * E
+    assert kept_bytes("block") == 4 * S * D
+    assert kept_bytes("keep_attention") == 4 * S * (D + attention)
+    assert kept_bytes("keep_exchange") == 4 * S * (D + attention + exchanged)
+    assert kept_bytes("none") == 4 * S * (D + attention + exchanged + D + 2 * F)
+
+
 def test_a_backward_frees_what_its_layers_kept() -> None:
     model = build(recompute="keep_exchange")
     loss = model(batch()).logps.sum()
-    function = loss.grad_fn
-    layers = []
-    while function is not None:
-        if type(function).__name__ == "_LayerBackward":
-            layers.append(function)
-        function = next((f for f, _ in function.next_functions if f is not None and type(f).__name__ != "AccumulateGrad"), None)
-    assert len(layers) == 3 and all(len(node.kept) == 7 for node in layers)
+    nodes = layer_nodes(loss)
+    assert len(nodes) == 3 and all(node.kept for node in nodes)
     loss.backward(retain_graph=True)
-    assert all(node.kept is None for node in layers)
+    assert all(node.kept is None and node.group is None for node in nodes)
     with pytest.raises(RuntimeError, match="run forward again"):
         loss.backward()
+
+
+@pytest.mark.parametrize("level", ["block", "keep_attention", "keep_exchange"])
+def test_heads_in_chunks(level: str) -> None:
+    chunked = TilingOptions(mlp_rows=7, head_chunks=2)
+    assert_same(gradients(build(recompute=level, tiling=chunked))[1], gradients(build())[1])
+    with pytest.raises(ValueError, match="can be cut into 1, 2; set one"):
+        build(recompute=level, tiling=TilingOptions(head_chunks=4))
+    with pytest.raises(ValueError, match='recompute "none" keeps all heads'):
+        build(tiling=chunked)
+
+
+def test_watched_modules_see_every_use_and_compute_the_same() -> None:
+    expected = gradients(build())[1]
+    for level in LEVELS:
+        model = build(recompute=level, tiling=TILED)
+        for name, module in model.named_modules():
+            if name.endswith("_proj"):
+                module.register_forward_hook(lambda *_: None)
+        assert_same(gradients(model)[1], expected)
 
 
 def test_frozen_weights_and_adapters() -> None:

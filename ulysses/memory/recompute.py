@@ -16,7 +16,7 @@ Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', 
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -80,97 +80,138 @@ def check_level(level: str) -> None:
 
 def run_layer(
     layer: Layer, attention: Attention, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any, *, level: str,
-    tile_rows: int, offloader: Offloader | None = None,
+    tile_rows: int, head_chunks: int = 1, offloader: Offloader | None = None,
 ) -> Tensor:
     """Run a layer so that its graph keeps what `level` (any but "none") says, on the host if an offloader is given.
 
-    hidden [S, D] -> [S, D]. Gradients are those of ordinary autograd. All ranks use the same level for a layer.
+    hidden [S, D] -> [S, D]. Gradients are those of ordinary autograd. `head_chunks` > 1 exchanges and attends that many
+    groups of heads one after the other, in a fraction of the memory. All ranks use the same settings for a layer.
     """
-    parameters = layer.stage_parameters()
-    return _Layer.apply(layer, attention, plan, level, tile_rows, offloader, rope, hidden, *sum(parameters, []))
+    settings = _Settings(level, tile_rows, head_chunks, offloader)
+    return _Layer.apply(layer, attention, plan, settings, rope, hidden, *sum(layer.stage_parameters(), []))
+
+
+class _Settings(NamedTuple):
+    level: str
+    tile_rows: int
+    head_chunks: int
+    offloader: Offloader | None
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, attention: Attention, plan: Any, level: str, tile_rows: int, offloader: Offloader | None,
-        rope: tuple[Tensor, Tensor], hidden: Tensor, *parameters: nn.Parameter,
+        ctx: Any, layer: Layer, attention: Attention, plan: Any, settings: _Settings, rope: tuple[Tensor, Tensor],
+        hidden: Tensor, *parameters: nn.Parameter,
     ) -> Tensor:
-        group = Group(offloader)
+        group = Group(settings.offloader)
         dropout = draws(layer)
         random = [RandomState() if dropout else None]
-        query, key, value = layer.project(hidden, rope)
-        shards = exchange_qkv_forward(query, key, value, plan)
-        ctx.heads = query.shape[1], key.shape[1]
-        del query, key, value
-        out, lse = attention.attend_forward(*shards, plan)
-        attended = exchange_out_forward(out, plan)
-        kept: list[Tensor] = [hidden]
-        if level != "block":
-            kept += [out, lse]
-        if level == "keep_exchange":
-            kept += [*shards, attended]
-        ctx.kept, ctx.group = [group.keep(x) for x in kept], group
-        del shards, out, lse, kept
+        qkv = layer.project(hidden, rope)
+        ctx.heads = qkv[0].shape[1], qkv[1].shape[1]
+        attended, chunks = _attend(attention, qkv, plan, settings.head_chunks, settings.level == "keep_exchange")
+        del qkv
+        kept: list[Any] = [group.keep(hidden)]
+        if settings.level != "block":
+            kept.append([_Chunk(*(group.keep(x) for x in chunk[:2]), tuple(map(group.keep, chunk.shards))) for chunk in chunks])
+        if settings.level == "keep_exchange":
+            kept.append(group.keep(attended))
+        del chunks
         random.append(RandomState() if dropout else None)
         middle = layer.output(hidden, attended)
         del attended
         random.append(RandomState() if dropout else None)
-        result = layer.feed_forward_tiles(middle, tile_rows)
+        result = layer.feed_forward_tiles(middle, settings.tile_rows)
         group.close()
-        ctx.layer, ctx.attention, ctx.plan, ctx.level, ctx.tile_rows = layer, attention, plan, level, tile_rows
-        ctx.rope, ctx.random = rope, random
+        ctx.layer, ctx.attention, ctx.plan, ctx.settings, ctx.rope = layer, attention, plan, settings, rope
+        ctx.kept, ctx.group, ctx.random = kept, group, random
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, attention, plan, level = ctx.layer, ctx.attention, ctx.plan, ctx.level
+        layer, attention, plan, settings = ctx.layer, ctx.attention, ctx.plan, ctx.settings
+        hidden, chunks, attended = _take(ctx)
         stages = layer.stage_parameters()
-        tensors = _take(ctx)
-        hidden, tensors = tensors[0], tensors[1:]
-        project = _Stage(ctx.random[0], stages[0])
-        output = _Stage(ctx.random[1], stages[1])
-        shards = attended = None
-        if level == "block":
-            shards = exchange_qkv_forward(*project.run(layer.project, (hidden,), ctx.rope), plan)
-            out, lse = attention.attend_forward(*shards, plan)
-        elif level == "keep_attention":
-            out, lse = tensors
-        else:
-            out, lse, *shards, attended = tensors
-        if attended is None:
-            attended = exchange_out_forward(out, plan)
-        del tensors
+        project, output = _Stage(ctx.random[0], stages[0]), _Stage(ctx.random[1], stages[1])
+        qkv: tuple[Tensor, ...] = ()
+        if settings.level == "block":
+            qkv = project.run(layer.project, (hidden,), ctx.rope)
+            attended, chunks = _attend(attention, qkv, plan, settings.head_chunks, settings.head_chunks == 1)
+            if settings.head_chunks == 1:
+                qkv = ()
+        elif attended is None:
+            attended = _join([exchange_out_forward(chunk.out, plan) for chunk in chunks])
         (middle,) = output.run(layer.output, (hidden, attended))
         del attended
         with replay(ctx.random[2]):
-            grad, grads_ff = layer.feed_forward_gradients(middle, grad, ctx.tile_rows)
+            grad, grads_ff = layer.feed_forward_gradients(middle, grad, settings.tile_rows)
         del middle
         (grad_hidden, grad_attended), grads_output = output.gradients(grad)
         del grad
-        grad_out = exchange_out_backward(grad_attended, plan)
-        del grad_attended
-        if shards is None:
-            shards = exchange_qkv_forward(*project.run(layer.project, (hidden,), ctx.rope), plan)
-        grads_shards = attention.attend_backward(grad_out, *shards, out, lse, plan)
-        del grad_out, shards, out, lse
-        grads_qkv = exchange_qkv_backward(*grads_shards, plan, *ctx.heads)
-        del grads_shards
-        if level == "keep_exchange":
+        if not qkv and not chunks[0].shards:
+            qkv = project.run(layer.project, (hidden,), ctx.rope)
+        grads_qkv = _attend_gradients(attention, grad_attended, qkv, chunks, plan, ctx.heads)
+        del grad_attended, qkv
+        if not project.has_run:
             project.run(layer.project, (hidden,), ctx.rope)
         (grad_project,), grads_project = project.gradients(*grads_qkv)
-        grad_hidden = grad_hidden.add_(grad_project) if ctx.needs_input_grad[7] else None
-        return None, None, None, None, None, None, None, grad_hidden, *grads_project, *grads_output, *grads_ff
+        grad_hidden = grad_hidden.add_(grad_project) if ctx.needs_input_grad[5] else None
+        return None, None, None, None, None, grad_hidden, *grads_project, *grads_output, *grads_ff
 
 
-def _take(ctx: Any) -> list[Tensor]:
-    """Get what the layer kept, and let the graph forget it."""
+class _Chunk(NamedTuple):
+    """Hold one group of heads after attention: out', log-sum-exp, and q', k', v' if they are kept."""
+
+    out: Any
+    lse: Any
+    shards: tuple[Any, ...]
+
+
+def _attend(
+    attention: Attention, qkv: Sequence[Tensor], plan: Any, head_chunks: int, keep_shards: bool
+) -> tuple[Tensor, list[_Chunk]]:
+    """Exchange, attend and exchange back, one group of heads after the other; returns out [S, H, E] and the chunks."""
+    pieces, chunks = [], []
+    for part in zip(*(x.chunk(head_chunks, 1) for x in qkv)):
+        shards = exchange_qkv_forward(*part, plan)
+        out, lse = attention.attend_forward(*shards, plan)
+        pieces.append(exchange_out_forward(out, plan))
+        chunks.append(_Chunk(out, lse, shards if keep_shards else ()))
+        del shards, out, lse
+    return _join(pieces), chunks
+
+
+def _attend_gradients(
+    attention: Attention, grad: Tensor, qkv: Sequence[Tensor], chunks: list[_Chunk], plan: Any, heads: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v; chunks without shards exchange theirs from `qkv` again. Empties `chunks`."""
+    count = len(chunks)
+    found = []
+    for i, piece in enumerate(grad.chunk(count, 1)):
+        chunk, chunks[i] = chunks[i], _Chunk(None, None, ())
+        shards = chunk.shards or exchange_qkv_forward(*(x.chunk(count, 1)[i] for x in qkv), plan)
+        grad_out = exchange_out_backward(piece, plan)
+        grads = attention.attend_backward(grad_out, *shards, chunk.out, chunk.lse, plan)
+        del shards, grad_out, chunk
+        found.append(exchange_qkv_backward(*grads, plan, heads[0] // count, heads[1] // count))
+        del grads
+    return tuple(_join(list(parts)) for parts in zip(*found))
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _take(ctx: Any) -> tuple[Tensor, list[_Chunk], Tensor | None]:
+    """Get what the layer kept (input, chunks, out), and let the graph forget it."""
     kept, group = ctx.kept, ctx.group
     if kept is None:
         raise RuntimeError("a layer's backward ran twice on one forward; what it kept is gone, so run forward again")
     ctx.kept = ctx.group = None
-    return [group.get(x) for x in kept]
+    hidden = group.get(kept[0])
+    chunks = [_Chunk(group.get(c.out), group.get(c.lse), tuple(map(group.get, c.shards))) for c in kept[1]] if kept[1:] else []
+    return hidden, chunks, group.get(kept[2]) if kept[2:] else None
 
 
 class _Stage:
@@ -178,9 +219,11 @@ class _Stage:
 
     def __init__(self, random: Any, parameters: Sequence[nn.Parameter]) -> None:
         self.random, self.parameters = random, parameters
+        self.has_run = False
 
     def run(self, function: Any, inputs: Sequence[Tensor], *others: Any) -> tuple[Tensor, ...]:
         """Call function(*inputs, *others); returns its outputs without their graph."""
+        self.has_run = True
         self._inputs = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad(), replay(self.random):
             outputs = function(*self._inputs, *others)

@@ -23,18 +23,36 @@ RowGradients = Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]]
 
 @dataclass(frozen=True)
 class TilingOptions:
-    """Say how many rows one MLP tile holds.
+    """Say how a layer's work is cut to bound its memory.
 
-    mlp_rows: a number; 0 = never tile; "auto" = tiles of `auto_rows` once there are more than twice as many rows, because
-    short ones lose nothing by running whole.
+    mlp_rows: rows of one MLP tile; 0 = never tile; "auto" = tiles of `auto_rows` once there are more than twice as many
+    rows, because short ones lose nothing by running whole.
+    head_chunks: groups of heads that are exchanged and attended to one after the other; 1 = all at once. It must divide
+    the kv heads, and the ranks that share heads must divide a group's query heads.
     """
 
     mlp_rows: int | Literal["auto"] = "auto"
     auto_rows: int = 8192
+    head_chunks: int = 1
 
     def __post_init__(self) -> None:
         if self.mlp_rows != "auto" and (not isinstance(self.mlp_rows, int) or self.mlp_rows < 0):
             raise ValueError(f'mlp_rows is {self.mlp_rows!r} but must be "auto", 0 (never tile) or a number of rows')
+        if self.head_chunks < 1:
+            raise ValueError(f"head_chunks is {self.head_chunks} but must be at least 1, which attends to all heads at once")
+
+    def check_heads(self, num_heads: int, num_kv_heads: int, head_parallel_size: int) -> None:
+        """Refuse a number of head chunks that the heads or the ranks cannot be split into."""
+        chunks = self.head_chunks
+        if num_kv_heads % chunks or (num_heads // chunks) % head_parallel_size:
+            fitting = [
+                str(c) for c in range(1, num_kv_heads + 1)
+                if num_kv_heads % c == 0 and (num_heads // c) % head_parallel_size == 0
+            ]
+            raise ValueError(
+                f"head_chunks is {chunks}, but {num_heads} query and {num_kv_heads} kv heads on {head_parallel_size} ranks "
+                f"can be cut into {', '.join(fitting)}; set one of these"
+            )
 
     def rows(self, total: int) -> int:
         """Return the rows of one tile for `total` rows, in equal tiles; `total` itself means one tile."""
