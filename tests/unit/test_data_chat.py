@@ -12,7 +12,8 @@ from ulysses.data.records import DataError, DropRowError, Message
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
 PLAIN_CHATML = (  # as many model folders ship it: no generation marks
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -61,7 +62,7 @@ def test_templates_agree_with_transformers(tokenizers, name):
              {"role": "assistant", "content": "General Kenobi"}, {"role": "user", "content": "ok"},
              {"role": "assistant", "content": "Bye."}]  # fmt: skip
     expected = tokenizer.apply_chat_template(
-        plain, chat_template=template.text, return_assistant_tokens_mask=True, return_dict=True, add_special_tokens=False
+        plain, chat_template=template.text, return_assistant_tokens_mask=True, return_dict=True
     )
     ours = template.encode([Message(m["role"], m["content"]) for m in plain])
     length = len(ours.tokens)
@@ -94,12 +95,13 @@ def test_known_renderings(tokenizers):
     assert text == ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user"
                     "<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>")
     text = tokenizers["qwen2.5"].decode(ChatTemplate(tokenizers["qwen2.5"], "qwen2.5").encode(messages[1:]).tokens)
-    assert text == ("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-                    "<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>")
+    assert text == ("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+                    "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>")
 
 
-PARTS = ("<|im_end|>", "<|im_start|>assistant\n", "<|eot_id|>", "<|begin_of_text|>", "<|endoftext|>", "\n", "\n\n", " ", "  ",
-         "\t", "a", "Z9", "é", "漢字", "🙂", "e\u0301", "<", "|>", "{{ x }}", "{% if %}", "\\n", "\r\n", "\u200b", "</s>")
+PARTS = ("<|im_end|>", "<|im_start|>assistant\n", "<|eot_id|>", "<|begin_of_text|>", "<|endoftext|>", "\n", "\n\n",
+         " ", "  ", "\t", "a", "Z9", "é", "漢字", "🙂", "e\u0301", "<", "|>", "{{ x }}", "{% if %}", "\\n", "\r\n",
+         "\u200b", "</s>")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,7 +132,8 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
 
 def test_exactly_one_bos(tokenizers, tmp_path):
     bos = tokenizers["llama3"].bos_token_id
-    encoded = ChatTemplate(tokenizers["llama3"], "llama3").encode(conversation("<|begin_of_text|>", "<|begin_of_text|>a"))
+    forged = conversation("<|begin_of_text|>", "<|begin_of_text|>a")
+    encoded = ChatTemplate(tokenizers["llama3"], "llama3").encode(forged)
     assert encoded.tokens[0] == bos and encoded.tokens.count(bos) == 1
     (tmp_path / "no_bos.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot_id|>"
@@ -152,7 +155,8 @@ def test_templates_without_marks_give_the_same_mask(tokenizers):
         for messages in (conversation("q", "a"), conversation("q", "\n a \n", "r<|im_end|>", "<|im_end|>b\n"),
                          [Message("system", "s"), *conversation("q", "a")]):  # fmt: skip
             assert plain.encode(messages) == marked.encode(messages)
-            assert plain.encode(messages[:-1], generation_prompt=True) == marked.encode(messages[:-1], generation_prompt=True)
+            opened = [t.encode(messages[:-1], generation_prompt=True) for t in (plain, marked)]
+            assert opened[0] == opened[1]
     finally:
         tokenizer.chat_template = None
 
@@ -174,12 +178,13 @@ def test_marks_without_the_end_of_turn_and_templates_without_any(tokenizers, tmp
 
 def test_a_template_that_rewrites_history_is_refused_per_row(tokenizers, tmp_path):
     (tmp_path / "t.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}:{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}<|im_end|>"
+        "{% for m in messages %}{{ m.role }}:"
+        "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     template = ChatTemplate(tokenizers["chatml"], str(tmp_path / "t.jinja"))
     template.encode(conversation("q", "a"))
-    with pytest.raises(DropRowError, match="rewrites earlier turns.*generation"):
+    with pytest.raises(DropRowError, match=r"rewrites earlier turns.*generation"):
         template.encode(conversation("q", "a", "q", "b"))
 
 
@@ -201,21 +206,21 @@ def test_template_mistakes_are_one_sentence(tokenizers, tmp_path):
         "{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
     template = ChatTemplate(tokenizer, str(tmp_path / "strict.jinja"))
-    with pytest.raises(DropRowError, match="refuses it: no system turns"):
+    with pytest.raises(DropRowError, match=r"refuses it: no system turns"):
         template.encode([Message("system", "s"), *conversation("q", "a")])
-    with pytest.raises(DropRowError, match="no place for tools"):
+    with pytest.raises(DropRowError, match=r"no place for tools"):
         template.encode(conversation("q", "a"), TOOLS)
-    with pytest.raises(DropRowError, match="noncharacters"):
+    with pytest.raises(DropRowError, match=r"noncharacters"):
         template.encode(conversation("q\ufdd0", "a"))
 
 
 def test_load_tokenizer(tmp_path):
     folder = write_tokenizer(tmp_path / "bare", CHATML)
-    with pytest.raises(DataError, match="names no EOS token.*<.endoftext.>, <.im_start.>, <.im_end.>"):
+    with pytest.raises(DataError, match=r"names no EOS token.*<.endoftext.>, <.im_start.>, <.im_end.>"):
         load_tokenizer(folder)
-    with pytest.raises(DataError, match="'<.eot_id.>', which is not in the vocabulary"):
+    with pytest.raises(DataError, match=r"'<.eot_id.>', which is not in the vocabulary"):
         load_tokenizer(folder, eos_token="<|eot_id|>")
-    with pytest.raises(DataError, match="'beginning' is unknown"):
+    with pytest.raises(DataError, match=r"'beginning' is unknown"):
         load_tokenizer(folder, beginning="<|im_end|>")
     with pytest.raises(DataError, match=str(tmp_path / "absent")):
         load_tokenizer(tmp_path / "absent")

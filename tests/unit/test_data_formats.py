@@ -224,7 +224,7 @@ def test_broken_json_line_is_named_or_dropped(tmp_path):
     assert len(list(read_records([Source(str(path))], "sequence", report, bad_rows="drop"))) == 2
     assert report.dropped == {"broken JSON line": 1} and report.read == 3
     path.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(DataError, match="row 1 is not valid UTF-8"):
+    with pytest.raises(DataError, match=r"row 1 is not valid UTF-8"):
         list(read_records([Source(str(path))], "text", Report()))
 
 
@@ -264,7 +264,7 @@ def test_hub_datasets_go_through_datasets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records = list(read_records(parse_sources({"path": "org/data", "split": "test"}), "text", Report()))
     assert records[0].text == "hello" and records[0].where == "org/data row 1"
-    with pytest.raises(DataError, match="absent/data does not exist .* no hub dataset .* no such dataset"):
+    with pytest.raises(DataError, match=r"absent/data does not exist .* no hub dataset .* no such dataset"):
         list(read_records([Source("absent/data")], "text", Report()))
 
 
@@ -288,16 +288,16 @@ def test_sources_and_their_mistakes(tmp_path):
             parse_sources(value)
     absent = Source(str(tmp_path / "absent.jsonl"))
     assert str(tmp_path / "absent.jsonl") in missing_sources([absent])[0]
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match=r"does not exist"):
         list(read_records([absent], "text", Report()))
     (tmp_path / "x.docx").write_text("")
-    with pytest.raises(DataError, match="x.docx is none of"):
+    with pytest.raises(DataError, match=r"x.docx is none of"):
         list(read_records([Source(str(tmp_path / "x.docx"))], "text", Report()))
-    with pytest.raises(DataError, match="no column 'words' named in columns"):
+    with pytest.raises(DataError, match=r"no column 'words' named in columns"):
         read(tmp_path, [GOOD], "sequence", columns={"prompt": "words"})
-    with pytest.raises(DataError, match="fit no known format"):
+    with pytest.raises(DataError, match=r"fit no known format"):
         read(tmp_path, [{"foo": 1}], "sequence")
-    with pytest.raises(DataError, match="plain text, which only stage pt"):
+    with pytest.raises(DataError, match=r"plain text, which only stage pt"):
         read(tmp_path, [{"text": "x"}], "sequence")
 
 

@@ -1,0 +1,242 @@
+"""Tokenised datasets: weights, truncation, documents, cache keys, memory maps, inspection."""
+
+import io
+import json
+import os
+
+import numpy as np
+import pytest
+
+from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
+from ulysses.data.cache import build_once
+from ulysses.data.chat import load_tokenizer
+from ulysses.data.dataset import TokenizedDataset, open_dataset
+from ulysses.data.encode import DataSettings
+from ulysses.data.formats import Source
+from ulysses.data.inspect import inspect_examples
+from ulysses.data.records import DataError
+
+USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>")
+
+
+@pytest.fixture
+def open_rows(tmp_path, tokenizer):
+    def open_rows(rows, kind, max_length=512, name="rows.jsonl", weight=1.0, **settings):
+        source = Source(write_rows(tmp_path / name, rows), weight=weight)
+        return open_dataset([source], kind, tokenizer, DataSettings(max_length, **settings), tmp_path / "cache",
+                            chat_template="chatml")
+
+    return open_rows
+
+
+def trained(tokenizer, sequence):
+    return tokenizer.decode([int(t) for t, w in zip(sequence.tokens, sequence.loss_weights) if w])
+
+
+def test_sft_trains_every_answer_or_the_last_or_all(tokenizer, open_rows):
+    row = {"messages": [USER, BOT, USER, {"role": "assistant", "content": "last", "weight": 0.25}]}
+    sequence = open_rows([row], "sequence")[0].sequences[0]
+    assert trained(tokenizer, sequence) == "answer<|im_end|>last<|im_end|>"
+    assert set(np.unique(sequence.loss_weights)) == {0.0, 1.0, 0.25}
+    last = open_rows([row], "sequence", train_on="last")[0].sequences[0]
+    assert trained(tokenizer, last) == "last<|im_end|>"
+    everything = open_rows([row], "sequence", train_on="all")[0].sequences[0]
+    assert everything.loss_weights.dtype == np.uint8 and everything.loss_weights.all()
+    history = {"instruction": "i", "output": "o", "history": [["u", "a"]]}
+    assert trained(tokenizer, open_rows([history], "sequence")[0].sequences[0]) == "a<|im_end|>o<|im_end|>"
+    completion = {"prompt": [USER, BOT, USER], "completion": [BOT]}
+    assert trained(tokenizer, open_rows([completion], "sequence")[0].sequences[0]) == "answer<|im_end|>"
+
+
+def test_pairs_share_their_prompt_tokens(tokenizer, open_rows):
+    dataset = open_rows([{"prompt": [USER, BOT, USER], "chosen": "good", "rejected": "not so good"}] * 2, "pair")
+    example = dataset[1]
+    head = int(example.columns["prompt_length"])
+    chosen, rejected = example.sequences
+    assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
+    assert trained(tokenizer, chosen) == "good<|im_end|>" and trained(tokenizer, rejected) == "not so good<|im_end|>"
+    assert not chosen.loss_weights[:head].any() and chosen.loss_weights[head:].all()
+    assert dataset.lengths[1] == len(chosen.tokens) + len(rejected.tokens) and dataset.report.duplicates == 1
+    assert dataset.sequence_offset(1, 0) == dataset.lengths[0]
+    assert dataset.sequence_offset(1, 1) == dataset.lengths[0] + len(chosen.tokens)
+    flat = np.fromfile(dataset.folder / "tokens.bin", np.int32)
+    assert len(flat) == dataset.num_tokens == dataset.lengths.sum()
+    offset = dataset.sequence_offset(1, 1)
+    assert list(flat[offset : offset + len(rejected.tokens)]) == list(rejected.tokens)
+    assert isinstance(chosen.tokens, np.memmap)
+
+
+@pytest.mark.parametrize("truncation", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("max_length", [24, 60, 90])
+def test_truncated_pairs_stay_trainable_and_keep_one_prompt(open_rows, truncation, max_length):
+    rows = [{"prompt": "p" * p, "chosen": "c" * c, "rejected": "r" * r}
+            for p in (1, 30, 200) for c in (1, 40, 300) for r in (2, 77)]
+    try:
+        dataset = open_rows(rows, "pair", max_length, truncation=truncation)
+    except DataError as error:
+        assert truncation == "keep_start" and "no trained token is left after truncation" in str(error)
+        return
+    for example in dataset:
+        head = int(example.columns["prompt_length"])
+        chosen, rejected = example.sequences
+        assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
+        for sequence in example.sequences:
+            assert len(sequence.tokens) <= max_length and sequence.loss_weights[1:].any()
+    dropped = sum(dataset.report.dropped.values())
+    assert len(dataset) + dropped == len(rows) and (truncation == "keep_start" or dropped == 0)
+
+
+def test_sft_truncation_policies(tokenizer, open_rows):
+    rows = [{"messages": [USER, BOT]}, {"messages": [USER, {"role": "assistant", "content": "a" * 100}]},
+            {"messages": [{"role": "user", "content": "q" * 100}, BOT]}]
+    start = open_rows(rows, "sequence", 60)
+    assert [len(e.sequences[0].tokens) for e in start] == [int(start.lengths[0]), 60]
+    assert start.report.dropped == {"no trained token is left after truncation": 1} and start.report.truncated == 1
+    assert "rows.jsonl row 3" in str(start.report)
+    end = open_rows(rows, "sequence", 60, truncation="keep_end")
+    assert len(end) == 3 and trained(tokenizer, end[2].sequences[0]) == "answer<|im_end|>" and end.report.truncated == 2
+    drop = open_rows(rows, "sequence", 60, truncation="drop")
+    assert len(drop) == 1 and drop.report.dropped == {"longer than max_length": 2}
+    with pytest.raises(DataError, match=r"rows.jsonl row 2 has \d+ tokens but data.max_length is 60; raise it"):
+        open_rows(rows, "sequence", 60, truncation="error")
+    with pytest.raises(DataError, match=r"no example is left of .*rows.jsonl"):
+        open_rows(rows[2:], "sequence", 40)
+
+
+def test_keep_end_keeps_bos(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", bos="<|begin_of_text|>"), eos_token="<|eot_id|>",
+                               bos_token="<|begin_of_text|>")
+    rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
+    for kind in ("pair", "prompt"):
+        dataset = open_dataset([Source(write_rows(tmp_path / "x.jsonl", rows))], kind, tokenizer,
+                               DataSettings(40, "keep_end"), tmp_path / "cache", chat_template="llama3")
+        for sequence in dataset[0].sequences:
+            tokens = list(sequence.tokens)
+            assert tokens[0] == tokenizer.bos_token_id and tokens.count(tokenizer.bos_token_id) == 1
+            assert "assistant<|end_header_id|>\n\n" in tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("max_length", [7, 64, 4096])
+@pytest.mark.parametrize("bos", [None, "<|im_start|>"])
+def test_documents_are_split_without_losing_a_token(tmp_path, max_length, bos):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", CHATML, bos=bos), eos_token="<|im_end|>",
+                               **({"bos_token": bos} if bos else {}))
+    texts = ["a", "hello <|im_end|> there", "x" * 500, "line\n" * 200]
+    dataset = open_dataset([Source(write_rows(tmp_path / "t.jsonl", [{"text": t} for t in texts]))], "text", tokenizer,
+                           DataSettings(max_length), tmp_path / "cache")
+    documents, current = [], []
+    for example in dataset:
+        tokens = example.sequences[0].tokens.tolist()
+        assert 2 <= len(tokens) <= max_length and np.asarray(example.sequences[0].loss_weights).all()
+        assert not current or current[-1] == tokens[0]  # overlap: the last token is the next piece's first context
+        current += tokens[1:] if current else tokens
+        if tokens[-1] == tokenizer.eos_token_id:
+            documents.append(current)
+            current = []
+    head = [tokenizer.bos_token_id] if bos else []
+    assert [d[: len(head)] for d in documents] == [head] * 4
+    assert [tokenizer.decode(d[len(head) : -1]) for d in documents] == texts
+    assert all(d.count(tokenizer.eos_token_id) == 1 for d in documents)  # the text's own <|im_end|> stays text
+    targets = sum(len(e.sequences[0].tokens) - 1 for e in dataset)
+    assert targets == sum(len(d) - 1 for d in documents)  # every token but the first is predicted exactly once
+
+
+def test_huge_text_is_tokenised_part_by_part_like_the_whole(tmp_path, tokenizer, monkeypatch):
+    text = "".join(f"word {i}, and some more.\n" for i in range(3000))
+    path = tmp_path / "t.txt"
+    path.write_text(text)
+    whole = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "one")
+    monkeypatch.setattr("ulysses.data.formats.CHUNK_CHARACTERS", 5000)
+    parts = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "two")
+    assert whole.fingerprint == parts.fingerprint and len(whole) == -(-len(text) // 999)
+
+
+def test_unpaired_and_mismatched_completions(tokenizer, open_rows):
+    rows = [{"prompt": f"p{i // 2}", "completion": f"c{i}" * 5, "label": i % 2 == 0} for i in range(6)]
+    dataset = open_rows(rows, "unpaired", 50)
+    assert dataset.columns["label"].tolist() == [1, 0, 1, 0, 1, 0]
+    assert dataset.columns["prompt_id"].tolist() == [0, 0, 1, 1, 2, 2]
+    mixed = dataset.mismatch(0, 3, 50)
+    text = tokenizer.decode(mixed.tokens.tolist())
+    assert "p0" in text and "c3c3" in text and "c0" not in text
+    assert trained(tokenizer, mixed) == "c3" * 5 + "<|im_end|>"
+    assert len(mixed.tokens) == 32 and len(dataset.mismatch(0, 3, 25).tokens) == 25
+
+
+def test_prompts_end_with_the_opened_turn_and_keep_their_row(tokenizer, open_rows):
+    rows = [{"question": "What?", "answer": "#### 18"}, {"question": "Who is 漢?", "answer": "#### 3"}]
+    dataset = open_rows(rows, "prompt")
+    text = tokenizer.decode(dataset[1].sequences[0].tokens.tolist())
+    assert text.endswith("Who is 漢?<|im_end|>\n<|im_start|>assistant\n")
+    assert not dataset[0].sequences[0].loss_weights.any()
+    assert [dataset.row(i) for i in range(2)] == rows
+    with pytest.raises(ValueError, match=r"only prompts keep their rows"):
+        open_rows([{"question": "q", "answer": "a"}], "sequence").row(0)
+
+
+def test_cache_is_keyed_by_content(tmp_path, tokenizer, open_rows):
+    row = {"messages": [USER, BOT]}
+    first = open_rows([row], "sequence")
+    stamp = (first.folder / "tokens.bin").stat().st_mtime_ns
+    again = open_rows([row], "sequence", name="other_name.jsonl")
+    assert again.folder == first.folder and (first.folder / "tokens.bin").stat().st_mtime_ns == stamp
+    assert str(again.report) == str(first.report) and again.fingerprint == first.fingerprint
+    others = [
+        open_rows([row, row], "sequence"), open_rows([row], "sequence", 400),
+        open_rows([row], "sequence", train_on="all"),
+        open_dataset([Source(write_rows(tmp_path / "r.jsonl", [row]))], "sequence", tokenizer, DataSettings(512),
+                     tmp_path / "cache", chat_template="qwen2.5"),
+    ]  # fmt: skip
+    assert len({d.folder for d in [first, *others]}) == 5
+    assert len({d.fingerprint for d in [first, *others]}) == 4  # max_length 400 changed no token
+    assert len(os.listdir(tmp_path / "cache" / "tokenized")) == 5  # and no file of a writer is left
+    assert TokenizedDataset(first.folder)[0].sequences[0].tokens.tolist() == first[0].sequences[0].tokens.tolist()
+
+
+def test_unwritable_cache_is_one_sentence(tmp_path, open_rows):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(DataError, match=r"the data cache .* cannot be written: .*set data.cache"):
+        open_rows([{"messages": [USER, BOT]}], "sequence")
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path):
+    def build(folder):
+        (folder / "half").write_text("x")
+        raise DataError("row 3 is odd")
+
+    with pytest.raises(DataError, match=r"row 3 is odd"):
+        build_once(tmp_path / "out", build)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.tmp"))
+    assert build_once(tmp_path / "out", lambda folder: (folder / "whole").write_text("x"))
+    assert not build_once(tmp_path / "out", build) and os.listdir(tmp_path / "out") == ["whole"]
+
+
+def test_too_many_weights_are_refused(open_rows):
+    rows = [{"messages": [USER, BOT | {"weight": i / 1000}]} for i in range(1, 300)]
+    with pytest.raises(DataError, match=r"more than 256 different loss weights"):
+        open_rows(rows, "sequence")
+
+
+def test_inspection_shows_the_trained_tokens(tokenizer, open_rows):
+    stream = io.StringIO()
+    inspect_examples(open_rows([{"messages": [USER, BOT]}], "sequence"), tokenizer, 5, stream=stream)
+    text = stream.getvalue()
+    assert "<|im_start|>assistant\n[[answer<|im_end|>]]\n" in text and "8 trained" not in text.split("\n")[1]
+    assert "7 trained" in text and "read 1 rows, kept 1 examples" in text
+    stream = io.StringIO()
+    pair = open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair")
+    inspect_examples(pair, tokenizer, 1, stream=stream, color=True)
+    assert "(chosen)" in stream.getvalue() and "\x1b[30;42mbad<|im_end|>\x1b[0m" in stream.getvalue()
+
+
+def test_report_survives_the_cache(open_rows):
+    rows = [{"messages": [USER, BOT]}, {"messages": [USER, BOT | {"content": ""}]}]
+    for _ in range(2):
+        report = open_rows(rows, "sequence").report
+        assert (report.read, report.kept, report.dropped) == (2, 1, {"empty answer": 1})
+        assert json.loads(json.dumps(report.to_dict()))["examples"]["empty answer"][0].endswith("rows.jsonl row 2")

@@ -1,0 +1,97 @@
+"""The demo data: reproducible, with equal lengths on both sides, held-out questions unseen, one token per word."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ulysses.data.chat import ChatTemplate, load_tokenizer
+from ulysses.data.dataset import open_dataset
+from ulysses.data.demo import CLOSINGS, OPENINGS, main, politeness_reward, write_demo
+from ulysses.data.encode import DataSettings
+from ulysses.data.formats import Source
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder / "a")
+    return folder
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_same_seed_same_bytes(demo, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["demo", str(demo / "b"), "--seed", "0"])
+    main()
+    names = sorted(p.relative_to(demo / "a") for p in (demo / "a").rglob("*") if p.is_file())
+    assert len(names) == 14
+    for name in names:
+        assert (demo / "a" / name).read_bytes() == (demo / "b" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_chosen_and_rejected_have_the_same_lengths(demo, split):
+    tokenizer = load_tokenizer(demo / "a" / "tokenizer")
+    source = Source(str(demo / "a" / f"dpo_{split}.jsonl"))
+    dataset = open_dataset([source], "pair", tokenizer, DataSettings(128), demo / "c")
+    chosen, rejected = np.sort(dataset.sequence_lengths, axis=0).T
+    assert (chosen == rejected).all() and len(set(chosen)) > 3 and len(dataset) >= 200
+    pairs = rows(demo / "a" / f"dpo_{split}.jsonl")
+    sides = [sorted(len(r[side][0]["content"]) for r in pairs) for side in ("chosen", "rejected")]
+    assert sides[0] == sides[1]
+    assert dataset.report.dropped == {} and dataset.report.truncated == 0
+
+
+def test_held_out_questions_are_new(demo):
+    def questions(name):
+        return {r["messages"][0]["content"] for r in rows(demo / "a" / name)}
+
+    train = questions("sft_train.jsonl") | questions("kto_train.jsonl") | questions("ppo_train.jsonl")
+    held_out = questions("sft_eval.jsonl") | questions("kto_eval.jsonl") | questions("ppo_eval.jsonl")
+    assert len(held_out) == 192 and not train & held_out
+
+
+def test_tokenizer_is_llama3_shaped_and_style_words_are_single_tokens(demo):
+    tokenizer = load_tokenizer(demo / "a" / "tokenizer")
+    template = ChatTemplate(tokenizer)
+    assert 400 < len(tokenizer) < 2000 and template.marks_generation
+    assert template.stop_tokens == [tokenizer.convert_tokens_to_ids("<|eot_id|>")]
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    for space, twins in (("", OPENINGS), (" ", CLOSINGS)):
+        for polite, rude in twins:
+            words = len(polite.replace(",", " ,").replace(".", " .").split())
+            assert len(polite) == len(rude)
+            assert len(tokenizer.tokenize(space + polite)) == len(tokenizer.tokenize(space + rude)) == words
+    text = "Où est la lampe? 漢字 🙂"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_shuffled_labels_change_only_the_preference(demo):
+    write_demo(demo / "s", shuffle_labels=True)
+    assert (demo / "a/tokenizer/tokenizer.json").read_bytes() == (demo / "s/tokenizer/tokenizer.json").read_bytes()
+    assert (demo / "a/sft_train.jsonl").read_bytes() == (demo / "s/sft_train.jsonl").read_bytes()
+    polite = tuple(p for p, _ in OPENINGS)
+    for name in ("dpo_train.jsonl", "dpo_eval.jsonl"):
+        plain, control = ([r["chosen"][0]["content"].startswith(polite) for r in rows(demo / f / name)] for f in "as")
+        assert all(plain) and sum(control) == len(control) // 2
+    labels = [r["label"] == r["messages"][1]["content"].startswith(polite) for r in rows(demo / "s/kto_train.jsonl")]
+    assert sum(labels) == len(labels) // 2
+
+
+def test_every_stage_can_read_its_file(demo):
+    tokenizer = load_tokenizer(demo / "a" / "tokenizer")
+    kinds = {"sft": "sequence", "dpo": "pair", "rm": "pair", "kto": "unpaired", "ppo": "prompt", "pt": "text"}
+    for stage, kind in kinds.items():
+        source = Source(str(demo / "a" / f"{stage}_eval.jsonl"))
+        assert len(open_dataset([source], kind, tokenizer, DataSettings(128), demo / "c")) > 30
+
+
+def test_reward_prefers_polite_and_right():
+    row = {"answer": "kitchen"}
+    polite = politeness_reward("", "With pleasure, the red lamp is in the kitchen. Have a lovely day.", row)
+    rude = politeness_reward("", "Such nonsense, the red lamp is in the kitchen. Find a better job.", row)
+    wrong = politeness_reward("", "With pleasure, the red lamp is in the hall. Have a lovely day.", row)
+    assert (polite, rude, wrong, politeness_reward("", "", row)) == (2.5, -0.5, 1.5, 0.0)

@@ -1,0 +1,144 @@
+"""Packing inside a step and the order of steps: LAW of one order for every topology."""
+
+import random
+
+import numpy as np
+import pytest
+
+from ulysses.data.dataset import Example
+from ulysses.data.loader import StepLoader, mismatched, shuffled
+from ulysses.data.packing import example_cost, pack_step
+
+
+def random_lengths(generator, count, longest):
+    return [min(longest, max(2, int(generator.paretovariate(1.1) * 20))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 8])
+def test_every_example_once_within_budget_and_equal_counts(dp):
+    generator = random.Random(dp)
+    for count in (1, 2, 5, 17, 64, 200):
+        lengths = random_lengths(generator, count, 1000)
+        packed = pack_step(lengths, 1000, dp)
+        assert len(packed) == dp and len({len(group) for group in packed}) == 1
+        assert sorted(i for group in packed for micro in group for i in micro) == list(range(count))
+        assert all(sum(lengths[i] for i in micro) <= 1000 for group in packed for micro in group)
+        least = -(-sum(lengths) // (1000 * dp))
+        assert len(packed[0]) <= max(1, 1.3 * least + 1)
+        assert packed == pack_step(lengths, 1000, dp)
+
+
+def test_micro_batches_run_at_the_same_time_with_similar_cost():
+    generator = random.Random(0)
+    lengths = random_lengths(generator, 512, 4000)
+    packed = pack_step(lengths, 8000, 4)
+    costs = np.array([[sum(example_cost([lengths[i]]) for i in micro) for micro in group] for group in packed])
+    assert (costs.max(axis=0).sum() / costs.mean(axis=0).sum()) < 1.05
+    assert costs.sum(axis=1).max() / costs.sum(axis=1).mean() < 1.03
+
+
+def test_attention_cost_counts_in_balancing():
+    lengths = [1000, *[10] * 100]  # equal tokens, unequal work
+    costs = [example_cost([n], 100.0) for n in lengths]
+    by_cost = pack_step(lengths, 2000, 2, costs=costs)
+    alone = next(group[0] for group in by_cost if 0 in group[0])
+    assert alone == [0]
+
+
+def test_too_few_examples_leave_empty_micro_batches():
+    assert sorted(map(len, (micro for group in pack_step([5], 10, 4) for micro in group))) == [0, 0, 0, 1]
+    assert pack_step([], 10, 2) == [[[]], [[]]]
+
+
+def test_a_long_example_is_refused_with_the_number_to_raise():
+    with pytest.raises(ValueError, match=r"has 11 tokens but .*tokens_per_microbatch is 10; raise it to at least 11"):
+        pack_step([3, 11], 10, 2)
+
+
+def test_shuffled_packing_is_another_arrangement_of_the_same_step():
+    lengths = random_lengths(random.Random(1), 40, 300)
+    plain, other = pack_step(lengths, 400, 2), pack_step(lengths, 400, 2, shuffle=1)
+    assert plain != other and other == pack_step(lengths, 400, 2, shuffle=1)
+    assert sorted(i for g in other for m in g for i in m) == list(range(40))
+    assert {len(g) for g in other} == {len(plain[0])}
+
+
+class FakeDataset:
+    """Example i has lengths[i] tokens; stands for a TokenizedDataset."""
+
+    def __init__(self, lengths, sources=None, weights=(1.0,), kind="sequence", prompts=()):
+        self.sequence_lengths = np.asarray(lengths).reshape(len(lengths), -1)
+        self.lengths = self.sequence_lengths.sum(axis=1)
+        self.sources = np.zeros(len(lengths), int) if sources is None else np.asarray(sources)
+        self.source_weights = list(weights)
+        self.kind = kind
+        self.columns = {"prompt_id": np.asarray(prompts)}
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        return Example(index, ())
+
+
+def loaders(dataset, examples, dp, **options):
+    return [StepLoader(dataset, examples, tokens_per_microbatch=500, data_parallel_size=dp, dp_rank=r, **options)
+            for r in range(dp)]
+
+
+def test_steps_hold_the_same_examples_on_every_topology():
+    dataset = FakeDataset(random_lengths(random.Random(2), 53, 400))
+    reference = StepLoader(dataset, 8, tokens_per_microbatch=500, seed=3)
+    assert reference.steps_per_epoch == 7
+    for dp in (1, 2, 4):
+        for packing_seed in (None, 5):
+            group = loaders(dataset, 8, dp, seed=3, packing_seed=packing_seed)
+            for epoch, k in ((0, 0), (0, 6), (2, 3)):
+                steps = [loader.step(epoch, k) for loader in group]
+                assert len({len(step) for step in steps}) == 1
+                served = sorted(e.index for step in steps for micro in step for e in micro)
+                assert served == sorted(int(i) for i in reference.order(epoch)[k * 8 : (k + 1) * 8])
+    assert len(reference.indices(0, 6)) == 5  # the last, smaller step is kept
+    with pytest.raises(IndexError, match=r"step 7 is not in an epoch of 7 steps"):
+        reference.indices(0, 7)
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    dataset = FakeDataset([10] * 100)
+    order = StepLoader(dataset, 8, tokens_per_microbatch=500, seed=1).order(0)
+    assert sorted(order) == list(range(100)) and list(order) != sorted(order)
+    assert (order == StepLoader(dataset, 16, tokens_per_microbatch=50, seed=1, data_parallel_size=2).order(0)).all()
+    assert (order != StepLoader(dataset, 8, tokens_per_microbatch=500, seed=2).order(0)).any()
+    assert (order != StepLoader(dataset, 8, tokens_per_microbatch=500, seed=1).order(1)).any()
+    assert list(StepLoader(dataset, 8, tokens_per_microbatch=500, shuffle=False).order(3)) == list(range(100))
+    assert list(shuffled(8, 1, 2)) == [4, 3, 5, 0, 1, 7, 6, 2]  # written down: no library may change it
+
+
+def test_source_weights_repeat_and_sample():
+    dataset = FakeDataset([10] * 30, sources=[0] * 10 + [1] * 20, weights=(2.0, 0.5))
+    loader = StepLoader(dataset, 7, tokens_per_microbatch=500)
+    counts = [np.bincount(loader.order(epoch), minlength=30) for epoch in range(8)]
+    assert loader.examples_per_epoch == 30 and loader.steps_per_epoch == 5
+    for count in counts:
+        assert (count[:10] == 2).all() and count[10:].max() == 1 and count[10:].sum() == 10
+    assert (sum(counts)[10:] > 0).all()  # another half each epoch
+    assert StepLoader(dataset, 7, tokens_per_microbatch=500, shuffle=False).examples_per_epoch == 30
+    with pytest.raises(ValueError, match=r"leave no example"):
+        StepLoader(FakeDataset([10], weights=(0.1,)), 1, tokens_per_microbatch=500)
+
+
+def test_longest_example_is_checked_before_any_step():
+    with pytest.raises(ValueError, match=r"the longest example has 30 tokens but .* is 20; raise it to at least 30"):
+        StepLoader(FakeDataset([[10, 20], [4, 5]]), 2, tokens_per_microbatch=20)
+
+
+def test_kto_partners_are_cyclic_with_a_different_prompt():
+    assert mismatched([7, 8, 9], [0, 1, 2]) == [8, 9, 7]
+    assert mismatched([7, 8, 9], [0, 0, 1]) == [9, 9, 7]
+    assert mismatched([7, 8], [3, 3]) == [-1, -1] and mismatched([7], [0]) == [-1]
+    prompts = [i // 2 for i in range(20)]
+    dataset = FakeDataset([10] * 20, kind="unpaired", prompts=prompts)
+    alone = loaders(dataset, 6, 1)[0]
+    want = dict(zip(alone.indices(0, 1), alone.partners(alone.indices(0, 1))))
+    got = {e.index: e.partner for loader in loaders(dataset, 6, 3) for micro in loader.step(0, 1) for e in micro}
+    assert got == want and all(prompts[i] != prompts[p] for i, p in got.items())
