@@ -24,6 +24,7 @@ from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Stage
 from ulysses.zero.engine import ZeroEngine
 
+Prepared = tuple[list[ShardedBatch], list[ShardedBatch], dict[str, float]]  # micro-batches, the stage's side batches, tokens
 
 class Trainer:
     """Train one engine with one stage.
@@ -67,7 +68,7 @@ class Trainer:
         self.best: tuple[int, float] | None = None  # (step, eval loss)
         self.metrics: dict[str, float] = {}
         self.stop_requested = False
-        self._next: tuple[int, list[ShardedBatch], dict[str, float]] | None = None
+        self._next: tuple[int, Prepared] | None = None
 
     # ---------------------------------------------------------------- one step
 
@@ -80,8 +81,9 @@ class Trainer:
         began = time.perf_counter()
         step, device = self.step, self.engine.device
         torch.manual_seed(_mix(self.seed, step, self.mesh.rank))  # dropout only: resuming needs no generator state
-        batches, amount = self._take(step)
-        self.stage.prepare_step(batches)
+        batches, side_batches, amount = self._take(step)
+        self.stage.step = step
+        self.stage.prepare_step(batches, side_batches)
         counts = self._counts(batches)
         metrics = MetricSums(device)
         for i, batch in enumerate(batches):
@@ -91,10 +93,11 @@ class Trainer:
                 metrics.add_sum("loss", self.stage.once(value) if term.per_sequence else value)
             self.engine.backward(sum(scaled) * float(self.mesh.world_size), last=i == len(batches) - 1)
         if step + 1 < self.total_steps:
-            self._next = (step + 1, *self._prepare(step + 1))  # host work while the device still computes
+            self._next = (step + 1, self._prepare(step + 1))  # host work while the device still computes
         metrics.add_sum("stop", float(self.stop_requested))
         values = metrics.reduce()
         self.stop_requested = values.pop("stop") > 0
+        values = self.stage.derive(values)
         if step == 0:
             self.stage.check_first_step(values)
         context = StepContext(step=step, total_steps=self.total_steps, loss=values["loss"], lr=self.learning_rate(step), seed=self.seed)
@@ -113,18 +116,19 @@ class Trainer:
     def _position(self, step: int) -> tuple[int, int]:
         return divmod(step, self.loader.steps_per_epoch)
 
-    def _take(self, step: int) -> tuple[list[ShardedBatch], dict[str, float]]:
+    def _take(self, step: int) -> Prepared:
         if self._next is None or self._next[0] != step:
-            self._next = (step, *self._prepare(step))
-        _, batches, amount = self._next
+            self._next = (step, self._prepare(step))
+        _, prepared = self._next
         self._next = None
-        return batches, amount
+        return prepared
 
-    def _prepare(self, step: int) -> tuple[list[ShardedBatch], dict[str, float]]:
+    def _prepare(self, step: int) -> Prepared:
         micro_batches = self.loader.step(*self._position(step))
         indices = self.loader.indices(*self._position(step))
         lengths = self.loader.dataset.sequence_lengths[indices].astype("float64")
-        return self._shard(micro_batches), {"tokens": float(lengths.sum()), "squared_lengths": float((lengths**2).sum())}
+        amount = {"tokens": float(lengths.sum()), "squared_lengths": float((lengths**2).sum())}
+        return self._shard(micro_batches), self.stage.side_batches(self.loader, indices), amount
 
     def _shard(self, micro_batches: list[list[Any]]) -> list[ShardedBatch]:
         return [
@@ -165,7 +169,7 @@ class Trainer:
         with self.engine.inference():
             for k in range(self.eval_loader.steps_per_epoch):
                 batches = self._shard(self.eval_loader.step(0, k))
-                self.stage.prepare_step(batches)
+                self.stage.prepare_step(batches, self.stage.side_batches(self.eval_loader, self.eval_loader.indices(0, k)))
                 for batch in batches:
                     counts = self.stage.counts(batch)
                     for i, term in enumerate(self.stage.losses(batch, sums)):
@@ -174,7 +178,7 @@ class Trainer:
                         sums.add(f"term{i}", value, counts[term.count])
         means = sums.reduce()
         loss = sum(weight * means.pop(name, 0.0) for name, (weight, _) in weights.items())
-        return {"eval/loss": loss, **{f"eval/{k}": v for k, v in means.items()}}
+        return {"eval/loss": loss, **{f"eval/{k}": v for k, v in self.stage.derive(means).items()}}
 
     # ---------------------------------------------------------------- state
 

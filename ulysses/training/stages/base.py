@@ -1,8 +1,10 @@
 """What the loop asks of a stage. The loop knows no algorithm; a stage knows no loop.
 
-    prepare_step(batches)    once per optimizer step, without gradient: step-wide statistics
-    counts(batch)            what this rank contributes to each global count
-    losses(batch)            terms (local sums) and metrics of one micro-batch
+    side_batches(loader, indices)      more sequences that a step needs but does not train on
+    prepare_step(batches, side)        once per optimizer step, without gradient: step-wide statistics
+    counts(batch)                      what this rank contributes to each global count
+    losses(batch)                      terms (local sums) and metrics of one micro-batch
+    derive(metrics)                    what follows from the reduced metrics
 """
 
 from typing import Any, NamedTuple
@@ -34,6 +36,7 @@ class Stage:
     def __init__(self, model: Any, mesh: Any) -> None:
         self.model = model
         self.mesh = mesh
+        self.step = 0  # the optimizer step being computed; the loop sets it
 
     def sequences(self, example: Any) -> list[Sequence]:
         """Return the example's sequences as they are packed, with the columns that `losses` needs."""
@@ -42,7 +45,16 @@ class Stage:
     def prepare_run(self) -> None:
         """Do what must be done once before the first step (all ranks together)."""
 
-    def prepare_step(self, batches: list[ShardedBatch]) -> None:
+    def side_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
+        """Return further packed sequences for `prepare_step`, as many batches on every rank.
+
+        Args:
+            loader: the step's StepLoader.
+            indices: dataset indices of the whole step, on every rank.
+        """
+        return []
+
+    def prepare_step(self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]) -> None:
         """Gather step-wide statistics over all micro-batches of one optimizer step."""
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
@@ -52,6 +64,10 @@ class Stage:
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         """Return the loss terms of one micro-batch and add its metrics."""
         raise NotImplementedError
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the reduced means with those that are functions of them; the same on every rank."""
+        return metrics
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         """Refuse to go on if identities that must hold before the first update do not.
