@@ -87,6 +87,13 @@ def test_kernel_without_causal_on_cpu(kernel, dtype):
     check(kernel, "cpu", dtype, PACKS["ragged"], (4, 2), 16, causal=False)
 
 
+@pytest.mark.parametrize("pack", [([5, 1, 60], [5, 1, 60]), ([60, 1, 33], [200, 7, 33])])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_cudnn_leaves_short_documents_to_plain_math(dtype, pack):
+    check("cudnn", "cpu", dtype, pack, (6, 2), 8)
+    check("cudnn", "cpu", dtype, pack, (6, 2), 8, causal=False)
+
+
 @pytest.mark.parametrize("window", [(1, -1), (3, -1), (16, 4), (-1, 2)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_reference_window(window, causal):

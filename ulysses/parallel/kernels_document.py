@@ -25,6 +25,7 @@ from .layout import Segments
 
 Window = tuple[int, int]
 TILE_SCORES = 1 << 24  # attention scores held at once by the plain kernel
+SHORT = 64  # cuDNN refuses some tiny shapes, and builds a plan for each; a pack's tail is one
 
 
 def documents(segments: Segments) -> Iterator[tuple[slice, slice]]:
@@ -221,7 +222,10 @@ def _fold(grads: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """cuDNN's fused attention (GPU, float16 or bfloat16); it knows kv groups."""
+    """cuDNN's fused attention (GPU, float16 or bfloat16); it knows kv groups. Short documents go by plain math."""
+    if min(q.shape[2], k.shape[2]) < SHORT:
+        weights, lse = _short_weights(q, k, None, causal, scale)
+        return (weights @ v[:, :, None].to(weights.dtype)).flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -232,8 +236,33 @@ def cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of `cudnn_forward`."""
+    if min(q.shape[2], k.shape[2]) < SHORT:
+        return _short_backward(dout, q, k, v, out, lse, causal, scale)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse[..., None], unused, unused, None, None, None,
         q.shape[2], k.shape[2], 0.0, causal, scale=scale,
     )  # fmt: skip
+
+
+def _short_weights(q: Tensor, k: Tensor, lse: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention weights [1, K, G, nq, nk] and log-sum-exps [1, K, G, nq], top-left causal."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.unflatten(1, (k.shape[1], -1)).to(wide) @ k[:, :, None].mT.to(wide) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    total = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (k.shape[1], -1))
+    return (scores - total[..., None]).exp(), total
+
+
+def _short_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights, _ = _short_weights(q, k, lse, causal, scale)
+    upstream, output, query = (x.unflatten(1, (k.shape[1], -1)).to(weights.dtype) for x in (dout, out, q))
+    key, value = k[:, :, None].to(weights.dtype), v[:, :, None].to(weights.dtype)
+    dscores = weights * (upstream @ value.mT - (upstream * output).sum(-1, keepdim=True)) * scale
+    dq = (dscores @ key).flatten(1, 2)
+    dk, dv = (dscores.mT @ query).sum(2), (weights.mT @ upstream).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
