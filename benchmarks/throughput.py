@@ -75,7 +75,7 @@ def main() -> None:
 
 def measure(a, engine, policies, shape, mesh, seq, level, world):  # noqa: ANN001, ANN201
     device = engine.device
-    engine.module.set_recompute(level)
+    engine.module.model.set_memory(level)
     generator = torch.Generator().manual_seed(1 + mesh.dp_rank)
     tokens = torch.randint(0, shape.vocab_size, (seq,), generator=generator)
     batch = pack_shard([Sequence(tokens, torch.ones(seq))], mesh, device)
@@ -93,6 +93,8 @@ def measure(a, engine, policies, shape, mesh, seq, level, world):  # noqa: ANN00
         engine.step([1e-6] * len(engine.zero.optimizer.param_groups))
         _wait(device)
         times.append(time.perf_counter() - began)
+    if a.profile and seq == a.seq[-1]:
+        profile(a, engine, policies, batch, world / count)
     total = loss_sum.detach().clone()
     dist.all_reduce(total)
     loss = float(total) / count
@@ -106,6 +108,22 @@ def measure(a, engine, policies, shape, mesh, seq, level, world):  # noqa: ANN00
         "model_tflops_gpu": round(flops / seconds / world / 1e12, 1), "mfu": round(flops / seconds / world / peak, 3) if peak else None,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None, "loss": round(loss, 4), "report": norm,
     }  # fmt: skip
+
+
+def profile(a, engine, policies, batch, scale):  # noqa: ANN001, ANN201
+    """Trace one step; rank 0 prints the kernels that take longest and writes the trace."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as trace:
+        engine.backward(-engine(batch).logps.sum() * scale, last=True)
+        policies.apply(engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=1e-6, seed=0))
+        engine.step([1e-6] * len(engine.zero.optimizer.param_groups))
+        torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        os.makedirs(a.profile, exist_ok=True)
+        trace.export_chrome_trace(os.path.join(a.profile, "step.json.gz"))
+        averages = trace.key_averages()
+        print(averages.table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70))
+        print(averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=70))
 
 
 def _wait(device: torch.device) -> None:
