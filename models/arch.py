@@ -1,4 +1,4 @@
-"""The shape of a model: read from and written to Hugging Face's config.json, or taken by name from the published sizes."""
+"""The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,13 +12,29 @@ _FAMILIES: Mapping[str, ModuleType] = {llama.MODEL_TYPE: llama, qwen2.MODEL_TYPE
 
 # Fields that change what the layers compute. Their neutral values are harmless, any other value is refused.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0), "num_local_experts": (None, 0), "n_routed_experts": (None, 0), "moe_intermediate_size": (None, 0),
-    "quantization_config": (None,), "auto_map": (None, {}), "partial_rotary_factor": (None, 1, 1.0),
-    "attention_dropout": (None, 0, 0.0), "hidden_dropout": (None, 0, 0.0), "hidden_act": (None, "silu", "swish"),
-    "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,), "logit_scale": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0), "residual_multiplier": (None, 1, 1.0), "logits_scaling": (None, 1, 1.0),
-    "attention_multiplier": (None,), "scale_emb": (None, 1, 1.0), "scale_depth": (None,), "qk_norm": (None, False),
-    "use_qk_norm": (None, False), "no_rope_layers": (None, []), "is_encoder_decoder": (None, False),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "moe_intermediate_size": (None, 0),
+    "quantization_config": (None,),
+    "auto_map": (None, {}),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "attention_dropout": (None, 0, 0.0),
+    "hidden_dropout": (None, 0, 0.0),
+    "hidden_act": (None, "silu", "swish"),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "logit_scale": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "attention_multiplier": (None,),
+    "scale_emb": (None, 1, 1.0),
+    "scale_depth": (None,),
+    "qk_norm": (None, False),
+    "use_qk_norm": (None, False),
+    "no_rope_layers": (None, []),
+    "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
 }
 
@@ -58,14 +74,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.model_type not in _FAMILIES:
-            raise ValueError(f"model_type is {self.model_type!r} but must be one of {', '.join(_FAMILIES)}; use such a model")
+            raise ValueError(
+                f"model_type is {self.model_type!r} but must be one of {', '.join(_FAMILIES)}; use such a model"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads} but must be a multiple of "
                 f"num_key_value_heads = {self.num_key_value_heads}; correct the config"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim} but rotary positions need an even number; correct the config")
+            raise ValueError(
+                f"head_dim is {self.head_dim} but rotary positions need an even number; correct the config"
+            )
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "ModelConfig":
@@ -73,10 +93,11 @@ class ModelConfig:
 
         Raises ValueError, one sentence, for a family, field or value that these models do not compute.
         """
-        model_type = raw.get("model_type")
+        model_type = str(raw.get("model_type"))
         if model_type not in _FAMILIES:
             raise ValueError(
-                f"config.json has model_type {model_type!r} but only {' and '.join(_FAMILIES)} are built here; use a Llama-3 "
+                f"config.json has model_type {model_type!r} but only {' and '.join(_FAMILIES)} are built here; use a "
+                "Llama-3 "
                 "or Qwen2.5 model"
             )
         family = _FAMILIES[model_type]
@@ -85,7 +106,10 @@ class ModelConfig:
         known = {**family.DEFAULTS, **{k: v for k, v in raw.items() if v is not None}}
         missing = [k for k in _REQUIRED if k not in known]
         if missing:
-            raise ValueError(f"config.json has no {', '.join(missing)}; a {model_type} model needs it: add it or re-download the file")
+            raise ValueError(
+                f"config.json has no {', '.join(missing)}; a {model_type} model needs it: add it or re-download the "
+                "file"
+            )
         theta, scaling = _read_rope(raw, family.DEFAULTS["rope_theta"])
         heads = int(known["num_attention_heads"])
         eos = known.get("eos_token_id")
@@ -147,7 +171,7 @@ class ModelConfig:
         return fields
 
     def num_parameters(self, *, reward: bool = False) -> int:
-        """Count the parameters; tied embeddings count once, a reward model has a score head of `hidden_size` instead of lm_head."""
+        """Count the parameters: tied embeddings once; `reward` has a score head [1, D] in the place of lm_head."""
         d, f = self.hidden_size, self.intermediate_size
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = 2 * d * q + 2 * d * kv + 3 * d * f + 2 * d
@@ -166,22 +190,29 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: ModuleType) -> None:
         value = raw.get(field)
         if value not in neutral:
             shown = "..." if isinstance(value, dict) else repr(value)
-            raise ValueError(f"config.json has {field} = {shown}, which these models do not compute; use a model without it")
+            raise ValueError(
+                f"config.json has {field} = {shown}, which these models do not compute; use a model without it"
+            )
     layer_types = set(raw.get("layer_types") or ()) - {"full_attention"}
     if layer_types:
         raise ValueError(
-            f"config.json has layer_types {', '.join(sorted(layer_types))} but every layer here is full_attention; use such a model"
+            f"config.json has layer_types {', '.join(sorted(layer_types))} but every layer here is full_attention; "
+            "use such a model"
         )
     if raw.get("sliding_window") is not None and raw.get("use_sliding_window", raw["model_type"] != "qwen2"):
         raise ValueError(
-            f"config.json has sliding_window = {raw['sliding_window']} in use but every layer here attends to the whole sequence; "
+            f"config.json has sliding_window = {raw['sliding_window']} in use but every layer here attends to the "
+            "whole sequence; "
             "use a model without it"
         )
     allowed = {family.CAUSAL_LM_CLASS, family.REWARD_CLASS}
     allowed.add(family.CAUSAL_LM_CLASS.replace("ForCausalLM", "Model"))
     other = [name for name in raw.get("architectures") or () if name not in allowed]
     if other:
-        raise ValueError(f"config.json names the architecture {other[0]} but only {', '.join(sorted(allowed))} are read; use such a model")
+        raise ValueError(
+            f"config.json names the architecture {other[0]} but only {', '.join(sorted(allowed))} are read; use such "
+            "a model"
+        )
 
 
 def _read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, RopeScaling | None]:
@@ -192,14 +223,18 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rop
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise ValueError(
-            f"config.json has partial_rotary_factor = {rope['partial_rotary_factor']} but the whole head is rotated here; "
+            f"config.json has partial_rotary_factor = {rope['partial_rotary_factor']} but the whole head is rotated "
+            "here; "
             "use a model without it"
         )
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise ValueError(f"config.json has rope type {kind!r} but only 'default' and 'llama3' are computed; remove it or use another model")
-    original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+        raise ValueError(
+            f"config.json has rope type {kind!r} but only 'default' and 'llama3' are computed; remove it or use "
+            "another model"
+        )
+    original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 0)
     try:
         return theta, RopeScaling(
             float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), int(original)

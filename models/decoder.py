@@ -52,7 +52,10 @@ class Decoder(nn.Module):
         return hidden
 
     def set_memory(
-        self, recompute: str | Sequence[str], tiling: TilingOptions | None = None, offloader: Offloader | None = None,
+        self,
+        recompute: str | Sequence[str],
+        tiling: TilingOptions | None = None,
+        offloader: Offloader | None = None,
         offload: bool | Sequence[bool] = True,
     ) -> None:
         """Say what the layers keep for backward: one recompute level for all or one per layer, the same on all ranks.
@@ -64,10 +67,14 @@ class Decoder(nn.Module):
         offloads = [offload] * count if isinstance(offload, bool) else list(offload)
         for name, values in (("recompute", levels), ("offload", offloads)):
             if len(values) != count:
-                raise ValueError(f"{name} lists {len(values)} layers but the model has {count}; give one value, or one per layer")
+                raise ValueError(
+                    f"{name} lists {len(values)} layers but the model has {count}; give one value, or one per layer"
+                )
         tiling = tiling or TilingOptions()
         tiling.check_heads(
-            self.config.num_attention_heads, self.config.num_key_value_heads, self.mesh.head_parallel_size if self.mesh else 1
+            self.config.num_attention_heads,
+            self.config.num_key_value_heads,
+            self.mesh.head_parallel_size if self.mesh else 1,
         )
         if tiling.head_chunks > 1 and "none" in levels:
             raise ValueError(
@@ -76,6 +83,7 @@ class Decoder(nn.Module):
             )
         for layer, level, away in zip(self.layers, levels, offloads):
             check_level(level)
+            assert isinstance(layer, DecoderLayer)
             layer.recompute, layer.tiling = level, tiling
             layer.offloader = offloader if away else None
 
@@ -89,8 +97,14 @@ class CausalLM(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh | None = None, *, attention: Kernel = "auto",
-        recompute: str | Sequence[str] = "none", tiling: TilingOptions | None = None, offloader: Offloader | None = None,
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh | None = None,
+        *,
+        attention: Kernel = "auto",
+        recompute: str | Sequence[str] = "none",
+        tiling: TilingOptions | None = None,
+        offloader: Offloader | None = None,
         offload: bool | Sequence[bool] = True,
     ) -> None:
         super().__init__()
@@ -100,8 +114,15 @@ class CausalLM(nn.Module):
         self.lm_head = VocabularyHead(config, self.model.embed_tokens.weight if config.tie_word_embeddings else None)
 
     def forward(
-        self, batch: ShardedBatch, *, entropy: bool = False, lse: bool = False, mean_logit: bool = False,
-        temperature: float = 1.0, noise_alpha: float = 0.0, noise_seed: int = 0,
+        self,
+        batch: ShardedBatch,
+        *,
+        entropy: bool = False,
+        lse: bool = False,
+        mean_logit: bool = False,
+        temperature: float = 1.0,
+        noise_alpha: float = 0.0,
+        noise_seed: int = 0,
     ) -> LogProbs:
         """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
 
@@ -114,10 +135,17 @@ class CausalLM(nn.Module):
         index = batch.valid_index
         rows = self.model.norm(hidden.index_select(0, index))
         out = self.lm_head(
-            rows, batch.targets.index_select(0, index), entropy=entropy, lse=lse, mean_logit=mean_logit, temperature=temperature
+            rows,
+            batch.targets.index_select(0, index),
+            entropy=entropy,
+            lse=lse,
+            mean_logit=mean_logit,
+            temperature=temperature,
         )
         S = batch.tokens.shape[0]
-        return LogProbs(*(None if value is None else scatter_rows(value, index, S) for value in out))
+        logps, *others = (None if value is None else scatter_rows(value, index, S) for value in out)
+        assert logps is not None
+        return LogProbs(logps, *others)
 
     def tie_weights(self) -> None:
         """Make lm_head share the embedding again, after the parameters were replaced (`to_empty` on meta weights)."""
@@ -126,11 +154,17 @@ class CausalLM(nn.Module):
 
 
 class RewardModel(nn.Module):
-    """Build the same decoder with a score per token: a reward model reads it at a sequence's last token, a value model everywhere."""
+    """Build the decoder with a score per token: a reward model reads the last token's, a value model every one."""
 
     def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh | None = None, *, attention: Kernel = "auto",
-        recompute: str | Sequence[str] = "none", tiling: TilingOptions | None = None, offloader: Offloader | None = None,
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh | None = None,
+        *,
+        attention: Kernel = "auto",
+        recompute: str | Sequence[str] = "none",
+        tiling: TilingOptions | None = None,
+        offloader: Offloader | None = None,
         offload: bool | Sequence[bool] = True,
     ) -> None:
         super().__init__()
@@ -149,7 +183,12 @@ class RewardModel(nn.Module):
 
 
 def init_parameter(
-    name: str, shape: Sequence[int], config: ModelConfig, seed: int, *, device: torch.device | str = "cpu",
+    name: str,
+    shape: Sequence[int],
+    config: ModelConfig,
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Draw one whole parameter: the values depend on (seed, name, shape) and the device type only, on no topology.
@@ -164,11 +203,15 @@ def init_parameter(
     std = 1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range
     key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
-    return torch.empty(tuple(shape), device=device, dtype=torch.float32).normal_(0.0, std, generator=generator).to(dtype)
+    return (
+        torch.empty(tuple(shape), device=device, dtype=torch.float32).normal_(0.0, std, generator=generator).to(dtype)
+    )
 
 
 @torch.no_grad()
 def init_weights(model: "CausalLM | RewardModel", seed: int = 0) -> None:
     """Fill every parameter of an unpartitioned model with its random start."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(init_parameter(name, parameter.shape, model.config, seed, device=parameter.device, dtype=parameter.dtype))
+        parameter.copy_(
+            init_parameter(name, parameter.shape, model.config, seed, device=parameter.device, dtype=parameter.dtype)
+        )

@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2]; halves paired as in transformers; differentiable."""
+    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2], halves paired; differentiable."""
     return _Rotate.apply(query, key, cos, sin)
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
 """Triton kernels of fused.py: one pass over memory each, float32 inside, rounded once.
 
 Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: every result is the same on every run.
@@ -21,7 +22,19 @@ if triton is not None:
 
     @triton.jit
     def _rotate_heads(
-        x, out, x_row, x_head, out_row, out_head, row, cos, sin, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+        x,
+        out,
+        x_row,
+        x_head,
+        out_row,
+        out_head,
+        row,
+        cos,
+        sin,
+        heads,
+        HALF: tl.constexpr,
+        BLOCK: tl.constexpr,
+        HEADS: tl.constexpr,
     ):
         head = tl.arange(0, HEADS)[:, None]
         column = tl.arange(0, BLOCK)[None, :]
@@ -80,7 +93,7 @@ if triton is not None:
         grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
         first = program * rows_each
         for row in range(first, tl.minimum(first + rows_each, rows)):
-            at = row.to(tl.int64) * WIDTH + column
+            at = row.to(tl.int64) * WIDTH + column  # type: ignore[attr-defined]
             v = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
             d = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / WIDTH + eps)
@@ -123,7 +136,9 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return grad_gate, grad_up, out
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [S, D] (plus `residual`) and of weight (float32); contiguous tensors."""
     rows, width = x.shape
     grad_x = torch.empty_like(x)

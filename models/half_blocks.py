@@ -10,7 +10,7 @@ partitioned parameters go through the modules' own forward.
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ def is_plain(*modules: nn.Module) -> bool:
     """Say whether the modules' weights may be read directly: own classes, no hooks, not partitioned."""
     return all(
         type(m).__module__.startswith("models.") and not m._forward_hooks and not m._forward_pre_hooks
-        and m.weight.numel() > 0
+        and cast(Tensor, m.weight).numel() > 0
         for m in modules
     )  # fmt: skip
 
@@ -53,7 +53,9 @@ class FeedForwardWeights(NamedTuple):
     down: Tensor
 
 
-def project(hidden: Tensor, weights: ProjectWeights, rope: Rope, eps: float, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def project(
+    hidden: Tensor, weights: ProjectWeights, rope: Rope, eps: float, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return query [S, H, E], key and value [S, K, E] of hidden [S, D], positions rotated in."""
     return _Project.apply(hidden, *weights, *rope, eps, head_dim)
 
@@ -128,7 +130,9 @@ def feed_forward_tiles(hidden: Tensor, weights: FeedForwardWeights, eps: float, 
     out = torch.empty_like(hidden)
     for part in tiles(hidden.shape[0], tile_rows):
         rows = hidden[part]
-        torch.add(rows, F.linear(activate(*_gate_up(rms_norm(rows, weights.norm, eps), weights)), weights.down), out=out[part])
+        torch.add(
+            rows, F.linear(activate(*_gate_up(rms_norm(rows, weights.norm, eps), weights)), weights.down), out=out[part]
+        )
     return out
 
 
@@ -207,5 +211,6 @@ class _Sums:
     def gradients(self) -> list[Tensor | None]:
         """Return the sums in the weights' dtypes, None where not wanted."""
         return [
-            s.to(w.dtype) if want and s is not None else None for s, w, want in zip(self._sums, self._weights, self._wanted)
+            s.to(w.dtype) if want and s is not None else None
+            for s, w, want in zip(self._sums, self._weights, self._wanted)
         ]

@@ -20,15 +20,31 @@ from models.arch import ModelConfig
 CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SIDE_FILES = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.json", "*.jinja",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.json",
+    "*.jinja",
 )
 DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja")
 NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "*.bin", "*.pth", "consolidated*")
 
 _DTYPES: Mapping[str, torch.dtype] = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_BYTES = 1 << 17  # reserved at the front of a shard that is being written; filled up with spaces
@@ -38,19 +54,23 @@ _CHUNK_BYTES = 1 << 26
 def resolve_model(path_or_id: str, revision: str | None = None, *, need_weights: bool = True) -> Path:
     """Return a local folder: the given one, or the hub snapshot of a model id at `revision` (fetched if absent).
 
-    `need_weights` False leaves the weights out, for a tokenizer or a config alone. Honours HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Only json, safetensors and tokenizer files are fetched; the hub
-    client's file locks let every process of a node call at once and one of them download. Raises FileNotFoundError
-    (ValueError for files that cannot be used) saying what was tried.
+    Honours HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Only json, safetensors and tokenizer files are fetched, without the
+    weights if `need_weights` is false (a tokenizer or a config alone); the hub client's file locks let every process of
+    a node call at once and one of them download. Raises FileNotFoundError (ValueError for files that cannot be used)
+    saying what was tried.
     """
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise ValueError(f"model.path is the file {folder.absolute()} but must be a folder with config.json; name its folder")
+        raise ValueError(
+            f"model.path is the file {folder.absolute()} but must be a folder with config.json; name its folder"
+        )
     looks_local = path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1
     if looks_local or folder.parent.is_dir():
         raise FileNotFoundError(
-            f"model.path is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the form owner/name; "
+            f"model.path is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the "
+            "form owner/name; "
             "correct the path"
         )
     folder = _snapshot(path_or_id, revision, need_weights)
@@ -74,7 +94,8 @@ def _snapshot(model_id: str, revision: str | None, weights: bool) -> Path:
         reason = str(error).strip().split("\n")[0]
         offline = "offline (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else f"at {constants.ENDPOINT}"
         raise FileNotFoundError(
-            f"model.path is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision {revision or 'main'} could not "
+            f"model.path is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision "
+            f"{revision or 'main'} could not "
             f"be had {offline} or from the cache {constants.HF_HUB_CACHE} ({type(error).__name__}: {reason}); "
             "give a folder, correct the id, or log in for a gated model"
         ) from error
@@ -114,17 +135,21 @@ class _File:
         self.start = 8 + length
         end = max((e["data_offsets"][1] for e in header.values()), default=0)
         if self.start + end > size:
-            raise ValueError(f"{path.absolute()} has {size} bytes but its header needs {self.start + end}; download it again")
+            raise ValueError(
+                f"{path.absolute()} has {size} bytes but its header needs {self.start + end}; download it again"
+            )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         entry = self.entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise ValueError(f"{name} in {self.path.absolute()} has dtype {entry['dtype']}, which is not read; convert the weights")
+            raise ValueError(
+                f"{name} in {self.path.absolute()} has dtype {entry['dtype']}, which is not read; convert the weights"
+            )
         out = torch.empty(stop - start, dtype=dtype)
         if stop == start:
             return out
-        raw = out.view(torch.uint8).numpy()
+        raw: Any = out.view(torch.uint8).numpy()
         offset = self.start + entry["data_offsets"][0] + start * dtype.itemsize
         with self.path.open("rb", buffering=0) as f:  # pread, not mmap: pages read never count as this process's memory
             done = 0
@@ -161,10 +186,12 @@ class WeightFiles:
 
     def num_bytes(self) -> int:
         """Return the size of all tensors in bytes."""
-        return sum(e["data_offsets"][1] - e["data_offsets"][0] for file in self._files.values() for e in file.entries.values())
+        return sum(
+            e["data_offsets"][1] - e["data_offsets"][0] for file in self._files.values() for e in file.entries.values()
+        )
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        """Return the tensor in its shape, or, if either end is given, the flat elements [start, stop) in row-major order."""
+        """Return the tensor in its shape or, if either end is given, its flat elements [start, stop), row-major."""
         shape = self.shape(name)
         if start is None and stop is None:
             return self._where[name].read(name, 0, shape.numel()).view(shape)
@@ -187,7 +214,8 @@ class WeightFiles:
         for name, shape in expected.items():
             if name in self._where and self.shape(name) != shape:
                 raise ValueError(
-                    f"{name} is {list(self.shape(name))} in {self.folder.absolute()} but config.json asks for {list(shape)}; "
+                    f"{name} is {list(self.shape(name))} in {self.folder.absolute()} but config.json asks for "
+                    f"{list(shape)}; "
                     "check that config.json belongs to these weights"
                 )
         extra = [name for name in self._where if name not in expected and not name.endswith(_UNUSED)]
@@ -207,23 +235,28 @@ def _weight_paths(folder: Path) -> list[Path]:
         names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
         for name in names:
             if Path(name).name != name:
-                raise ValueError(f"{(folder / INDEX).absolute()} names the shard {name!r} outside the folder; download it again")
+                raise ValueError(
+                    f"{(folder / INDEX).absolute()} names the shard {name!r} outside the folder; download it again"
+                )
             if not (folder / name).is_file():
-                raise FileNotFoundError(f"{(folder / INDEX).absolute()} names {name} but the file is not there; download it again")
+                raise FileNotFoundError(
+                    f"{(folder / INDEX).absolute()} names {name} but the file is not there; download it again"
+                )
         return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern))
     found = f"only {others[0]}, which is not read" if others else "none"
     raise FileNotFoundError(
-        f"there is neither {WEIGHTS} nor {INDEX} in {folder.absolute()} (weights found: {found}); convert the model to safetensors"
+        f"there is neither {WEIGHTS} nor {INDEX} in {folder.absolute()} (weights found: {found}); convert the model "
+        "to safetensors"
     )
 
 
 class WeightWriter:
-    """Write a folder's weights as transformers does, one tensor at a time; nothing shows under its final name before `finish`.
+    """Write a folder's weights as transformers does, one tensor at a time.
 
-    `max_shard_bytes` bounds a file (one larger tensor gets its own).
+    Nothing shows under its final name before `finish`. `max_shard_bytes` bounds a file (a larger tensor gets its own).
     """
 
     def __init__(self, folder: Path | str, max_shard_bytes: int = 5 << 30) -> None:
@@ -239,7 +272,11 @@ class WeightWriter:
         size = tensor.numel() * tensor.element_size()
         if any(name in shard for shard in self._shards):
             raise ValueError(f"{name} was added twice; add every parameter once")
-        if self._stream is None or (self._bytes and self._bytes + size > self.max_shard_bytes) or self._header_is_full(name):
+        if (
+            self._stream is None
+            or (self._bytes and self._bytes + size > self.max_shard_bytes)
+            or self._header_is_full(name)
+        ):
             self._close_shard()
             self._shards.append({})
             self._stream = self._temporary(len(self._shards)).open("wb")
@@ -249,7 +286,9 @@ class WeightWriter:
         for part in flat.split(_CHUNK_BYTES):  # in parts, so that a tensor on a GPU is never whole in host memory
             self._stream.write(part.cpu().contiguous().view(torch.uint8).numpy().data)
         self._shards[-1][name] = {
-            "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self._bytes, self._bytes + size],
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [self._bytes, self._bytes + size],
         }
         self._bytes += size
 

@@ -1,6 +1,6 @@
 """The decoder layer, in the stages that the memory levels keep, recompute or cut into tiles.
 
-    hidden --project--> q, k, v --exchange--> q', k', v' --attend--> out' --exchange--> out --output--> hidden --feed_forward--> hidden
+    hidden -project-> q k v -exchange-> q' k' v' -attend-> out' -exchange-> out -output-> hidden -feed_forward-> hidden
 
 Parameter names are those of transformers. Plain projections run inside the fused nodes of half_blocks.py; a projection
 that is wrapped by an adapter or watched by a hook is called as a module, and sees every use.
@@ -33,6 +33,8 @@ class Linear(nn.Linear):
 class Embedding(nn.Embedding):
     """Be nn.Embedding without its random start."""
 
+    weight: nn.Parameter
+
     def reset_parameters(self) -> None:
         pass
 
@@ -53,7 +55,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Hold the four projections; attention itself is `UlyssesAttention`, which has no parameters and is shared by all layers."""
+    """Hold the four projections; `attention` itself has no parameters and is shared by all layers."""
 
     def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
         super().__init__()
@@ -109,8 +111,15 @@ class DecoderLayer(nn.Module):
         attention = self.self_attn.attention
         if torch.is_grad_enabled() and self.recompute != "none":
             return run_layer(
-                self, attention, hidden, rope, plan, level=self.recompute, tile_rows=tile_rows,
-                head_chunks=self.tiling.head_chunks, offloader=self.offloader,
+                self,
+                attention,
+                hidden,
+                rope,
+                plan,
+                level=self.recompute,
+                tile_rows=tile_rows,
+                head_chunks=self.tiling.head_chunks,
+                offloader=self.offloader,
             )
         middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
         if tile_rows >= middle.shape[0]:
@@ -163,7 +172,9 @@ class DecoderLayer(nn.Module):
         norm, mlp = self.post_attention_layernorm, self.mlp
         if mlp._forward_hooks or not half_blocks.is_plain(norm, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             return None
-        return half_blocks.FeedForwardWeights(norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        return half_blocks.FeedForwardWeights(
+            norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+        )
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
         """Return the trainable parameters of project, of output and of feed_forward, adapters included."""

@@ -37,7 +37,10 @@ def _scaled(factor: float) -> dict[str, Any]:
     return {
         "max_position_embeddings": 131072,
         "rope_scaling": {
-            "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
     }
@@ -45,8 +48,13 @@ def _scaled(factor: float) -> dict[str, Any]:
 
 def _size(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
     return {
-        **_LLAMA3, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": hidden // heads,
+        **_LLAMA3,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
     }
 
 
@@ -65,7 +73,8 @@ def check(raw: Mapping[str, Any]) -> None:
     for field in ("attention_bias", "mlp_bias"):
         if raw.get(field):
             raise ValueError(
-                f"config.json has {field} = true but Llama models are built without that bias; use a checkpoint that has none"
+                f"config.json has {field} = true but Llama models are built without that bias; use a checkpoint that "
+                "has none"
             )
 
 

@@ -14,16 +14,24 @@ from models.arch import ModelConfig
 class VocabularyHead(nn.Module):
     """Project positions to the vocabulary in tiles and return the log-probabilities of their targets.
 
-    `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs with
-    M = 0 too, so that its collectives and zero gradients happen on every rank.
+    `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs
+    with M = 0 too, so that its collectives and zero gradients happen on every rank.
     """
 
     def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size)) if tied is None else tied
+        if tied is None:
+            tied = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.weight = tied
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, *, entropy: bool = False, lse: bool = False, mean_logit: bool = False,
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        entropy: bool = False,
+        lse: bool = False,
+        mean_logit: bool = False,
         temperature: float = 1.0,
     ) -> LogProbs:
         return linear_logprobs(

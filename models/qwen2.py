@@ -21,15 +21,33 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def _size(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, *, vocab: int = 152064,
-    tied: bool = False, max_positions: int = 131072, eps: float = 1e-6,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    vocab: int = 152064,
+    tied: bool = False,
+    max_positions: int = 131072,
+    eps: float = 1e-6,
 ) -> dict[str, Any]:
     return {
-        "model_type": MODEL_TYPE, "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads, "rms_norm_eps": eps, "rope_theta": 1000000.0, "initializer_range": 0.02,
-        "max_position_embeddings": max_positions, "tie_word_embeddings": tied,
-        "bos_token_id": 151643, "eos_token_id": 151643,
+        "model_type": MODEL_TYPE,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "rms_norm_eps": eps,
+        "rope_theta": 1000000.0,
+        "initializer_range": 0.02,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
     }
 
 

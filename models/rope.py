@@ -30,7 +30,9 @@ def inverse_frequencies(config: ModelConfig, device: torch.device | str = "cpu")
         )
         between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
         frequencies = torch.where(
-            wavelengths > longest, frequencies / scaling.factor, torch.where(wavelengths < shortest, frequencies, between)
+            wavelengths > longest,
+            frequencies / scaling.factor,
+            torch.where(wavelengths < shortest, frequencies, between),
         )
     return frequencies.to(device)
 

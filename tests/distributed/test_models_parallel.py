@@ -17,8 +17,13 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.reduce import gather_tokens, sequence_last
 
 SIZE = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "tie_word_embeddings": True,
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
 }
 TIED = ModelConfig.from_hf({**SIZE, "model_type": "qwen2"})
 UNTIED = ModelConfig.from_hf({**SIZE, "model_type": "llama", "tie_word_embeddings": False})
@@ -41,8 +46,17 @@ def one_process(config: ModelConfig) -> dict[str, torch.Tensor]:
     init_weights(model, seed=0)
     mesh = ParallelMesh.__new__(ParallelMesh)
     vars(mesh).update(
-        world_size=1, rank=0, sequence_parallel_size=1, data_parallel_size=1, sp_rank=0, dp_rank=0, sp_group=None,
-        is_main=True, head_parallel_size=1, row_parallel_size=1, num_heads=(),
+        world_size=1,
+        rank=0,
+        sequence_parallel_size=1,
+        data_parallel_size=1,
+        sp_rank=0,
+        dp_rank=0,
+        sp_group=None,
+        is_main=True,
+        head_parallel_size=1,
+        row_parallel_size=1,
+        num_heads=(),
     )
     loss_of(model, pack_shard(sequences(), mesh)).backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -123,8 +137,12 @@ def under_zero(config: ModelConfig, sp: int, dtype: str) -> dict[str, float]:
     mesh = ParallelMesh(sp)
     expected = one_process(config)
     settings = {
-        "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, "bf16": {"enabled": dtype == "bfloat16"},
-        "communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}, "steps_per_print": 10**9,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": 10**9,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
     with deepspeed.zero.Init(config_dict_or_path=settings, mem_efficient_linear=False):
@@ -133,7 +151,8 @@ def under_zero(config: ModelConfig, sp: int, dtype: str) -> dict[str, float]:
     for name, parameter in model.named_parameters():
         shard = parameter.ds_tensor
         whole = torch.nn.functional.pad(
-            init_parameter(name, parameter.ds_shape, config, 0).view(-1), (0, world * shard.ds_numel - parameter.ds_numel)
+            init_parameter(name, parameter.ds_shape, config, 0).view(-1),
+            (0, world * shard.ds_numel - parameter.ds_numel),
         )
         shard.data.copy_(whole[rank * shard.ds_numel : (rank + 1) * shard.ds_numel])
     deepspeed.utils.set_z3_leaf_modules(model, [DecoderLayer])
@@ -156,7 +175,11 @@ def under_zero(config: ModelConfig, sp: int, dtype: str) -> dict[str, float]:
 
 
 def test_zero3_gradients_at_every_level() -> None:
-    for config, sp, dtype, tolerance in ((UNTIED, 2, "float32", 1e-5), (TIED, 1, "float32", 1e-5), (TIED, 2, "bfloat16", 0.1)):
+    for config, sp, dtype, tolerance in (
+        (UNTIED, 2, "float32", 1e-5),
+        (TIED, 1, "float32", 1e-5),
+        (TIED, 2, "bfloat16", 0.1),
+    ):
         for results in run_distributed(under_zero, 2, config, sp, dtype, with_zero=True):
             assert len(results) == 6
             for case, error in results.items():

@@ -11,11 +11,22 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.reduce import sequence_last
 
 SIZE = {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
 }
 SCALING = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
 RAW = {
@@ -133,6 +144,8 @@ def test_noise_does_not_depend_on_the_packing() -> None:
         first, second = forward.sequence_ids == i, backward.sequence_ids == len(rows) - 1 - i
         assert torch.equal(a[first], b[second])
         assert a[first].abs().max() <= 5.0 / (length * 32) ** 0.5
-    assert abs(float(a[forward.sequence_ids == 1].mean())) < 0.02 and not torch.equal(a, embedding_noise(forward, 32, 5.0, seed=8))
+    assert abs(float(a[forward.sequence_ids == 1].mean())) < 0.02 and not torch.equal(
+        a, embedding_noise(forward, 32, 5.0, seed=8)
+    )
     model = filled(CausalLM(ModelConfig.from_hf(RAW["llama"])))
     assert not torch.equal(model(forward).logps, model(forward, noise_alpha=5.0, noise_seed=1).logps)

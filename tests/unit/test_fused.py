@@ -91,7 +91,9 @@ def test_rotation(device: torch.device, dtype: torch.dtype, heads: tuple[int, in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile", [40, 16])
 def test_feed_forward_half(device: torch.device, dtype: torch.dtype, tile: int) -> None:
-    x, grad, norm, gate, up, down = draw((40, 32), (40, 32), (32,), (64, 32), (64, 32), (32, 64), dtype=dtype, device=device)
+    x, grad, norm, gate, up, down = draw(
+        (40, 32), (40, 32), (32,), (64, 32), (64, 32), (32, 64), dtype=dtype, device=device
+    )
     inputs = [t.requires_grad_() for t in (x, norm, gate, up, down)]
     exact_inputs = [t.detach().double().requires_grad_() for t in inputs]
     v, n, g, u, d = exact_inputs
@@ -113,7 +115,9 @@ def test_feed_forward_half(device: torch.device, dtype: torch.dtype, tile: int) 
 
 
 def test_frozen_weights_of_the_half_get_no_gradient() -> None:
-    x, norm, gate, up, down = draw((9, 8), (8,), (16, 8), (16, 8), (8, 16), dtype=torch.float32, device=torch.device("cpu"))
+    x, norm, gate, up, down = draw(
+        (9, 8), (8,), (16, 8), (16, 8), (8, 16), dtype=torch.float32, device=torch.device("cpu")
+    )
     up.requires_grad_()
     grad_x, grads = feed_forward_gradients(x, torch.ones_like(x), FeedForwardWeights(norm, gate, up, down), 1e-5, 4)
     assert len(grads) == 1 and grads[0].shape == up.shape and grad_x.shape == x.shape

@@ -1,4 +1,4 @@
-"""Weight files: flat slices touch only their bytes, shards are written as transformers does, the hub client is honoured."""
+"""Weight files: flat slices touch only their bytes, shards are as transformers writes them, the hub is honoured."""
 
 import json
 import os
@@ -16,8 +16,13 @@ from models import ARCHITECTURES, CausalLM, ModelConfig, init_parameter, init_we
 from models.hf_format import WeightFiles, WeightWriter, copy_side_files, read_config, resolve_model, write_config
 
 TINY = {
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
 
 
@@ -136,7 +141,9 @@ def test_wrong_folders_are_refused_by_one_sentence(tmp_path: Path) -> None:
     files = WeightFiles(tmp_path)
     assert "lacks 1 of 2" in refusal(ValueError, lambda: files.check({"a": torch.Size([100]), "b": torch.Size([1])}))
     assert "[100]" in refusal(ValueError, lambda: files.check({"a": torch.Size([101])}))
-    assert files.check({"a": torch.Size([100]), "score.weight": torch.Size([1])}, may_lack=("score.weight",)) == ["score.weight"]
+    assert files.check({"a": torch.Size([100]), "score.weight": torch.Size([1])}, may_lack=("score.weight",)) == [
+        "score.weight"
+    ]
     assert "first a" in refusal(ValueError, lambda: files.check({}))
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -152,7 +159,11 @@ def test_side_files_are_copied_as_they_are(tmp_path: Path) -> None:
     target.mkdir()
     for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja", "config.json", "model.safetensors"):
         (source / name).write_text(name)
-    assert sorted(copy_side_files(source, target)) == ["chat_template.jinja", "generation_config.json", "tokenizer.json"]
+    assert sorted(copy_side_files(source, target)) == [
+        "chat_template.jinja",
+        "generation_config.json",
+        "tokenizer.json",
+    ]
 
 
 def test_random_start_depends_on_seed_and_name_only() -> None:
@@ -188,9 +199,13 @@ class _Hub(BaseHTTPRequestHandler):
         name = path.rsplit("/", 1)[1]
         if self.path.startswith("/api/models") and files:
             if "/tree/" in path:
-                content = json.dumps([{"type": "file", "path": n, "oid": n, "size": len(c)} for n, c in files.items()]).encode()
+                content = json.dumps(
+                    [{"type": "file", "path": n, "oid": n, "size": len(c)} for n, c in files.items()]
+                ).encode()
             else:
-                content = json.dumps({"id": "x/y", "sha": self.commit, "siblings": [{"rfilename": n} for n in files]}).encode()
+                content = json.dumps(
+                    {"id": "x/y", "sha": self.commit, "siblings": [{"rfilename": n} for n in files]}
+                ).encode()
         elif "/resolve/" in path and name in files:
             content = files[name]
             self.asked.append(name)
@@ -224,8 +239,12 @@ def _resolve(*model_ids: str, **environment: str) -> list[str]:
     """Resolve in a fresh process: the hub client reads its environment once."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, *model_ids], capture_output=True, text=True, timeout=60,
-        cwd=Path(__file__).parents[2], env=inherited | environment,
+        [sys.executable, "-c", RESOLVE, *model_ids],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+        env=inherited | environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -244,7 +263,12 @@ def test_hub_id_is_fetched_from_the_endpoint_and_then_found_offline(tmp_path: Pa
         fetched, absent, only_bin = _resolve("owner/tiny", "owner/absent", "owner/bin", **home)
         folder = Path(fetched)
         assert fetched.startswith(str(tmp_path / "home"))
-        assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+        assert {p.name for p in folder.iterdir()} == {
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "chat_template.jinja",
+        }
         assert not {"pytorch_model.bin", "modeling.py"} & set(handler.asked)
         assert torch.equal(WeightFiles(folder).read("a"), torch.ones(3)) and read_config(folder).vocab_size == 64
         assert absent.startswith("FileNotFoundError") and "owner/absent" in absent and home["HF_ENDPOINT"] in absent

@@ -1,4 +1,4 @@
-"""Every recompute level, with and without tiles and offload, has the gradients of ordinary autograd, at its own cost."""
+"""Every recompute level, with or without tiles and offload, has ordinary autograd's gradients, at its own cost."""
 
 from collections import Counter
 from functools import partial
@@ -84,15 +84,15 @@ def test_levels_may_differ_by_layer_and_are_checked() -> None:
 
 def test_each_level_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
-    for name in ("varlen_forward", "varlen_backward"):
-        def counted(*args: Any, _name: str = name, _real: Any = getattr(attention_module, name), **kwargs: Any) -> Any:
-            calls[_name] += 1
-            return _real(*args, **kwargs)
 
-        monkeypatch.setattr(attention_module, name, counted)
+    def counted(name: str, real: Any) -> Any:
+        return lambda *args, **kwargs: calls.update({name: 1}) or real(*args, **kwargs)
+
+    for name in ("varlen_forward", "varlen_backward"):
+        monkeypatch.setattr(attention_module, name, counted(name, getattr(attention_module, name)))
     gate_up, project = half_blocks._gate_up, half_blocks._Project.forward
-    monkeypatch.setattr(half_blocks, "_gate_up", lambda *args: calls.update(mlp=1) or gate_up(*args))
-    monkeypatch.setattr(half_blocks._Project, "forward", staticmethod(lambda *a: calls.update(projection=1) or project(*a)))
+    monkeypatch.setattr(half_blocks, "_gate_up", counted("mlp", gate_up))
+    monkeypatch.setattr(half_blocks._Project, "forward", staticmethod(counted("projection", project)))
     table = {"block": (2, 2), "keep_attention": (1, 2), "keep_exchange": (1, 2), "none": (1, 1)}
     for level, (attends, projections) in table.items():
         for tiling, mlps in ((None, 1 if level == "none" else 2), (TILED, 2 * 4)):  # 26 rows: 4 tiles of 7 or fewer
@@ -113,7 +113,9 @@ def layer_nodes(loss: torch.Tensor) -> list[Any]:
     while function is not None:
         if type(function).__name__ == "_LayerBackward":
             nodes.append(function)
-        function = next((f for f, _ in function.next_functions if f is not None and "Accumulate" not in type(f).__name__), None)
+        function = next(
+            (f for f, _ in function.next_functions if f is not None and "Accumulate" not in type(f).__name__), None
+        )
     return nodes
 
 

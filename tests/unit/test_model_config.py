@@ -5,11 +5,22 @@ import pytest
 from models.arch import ARCHITECTURES, ModelConfig, RopeScaling, architecture
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "architectures": ["LlamaForCausalLM"],
 }
 QWEN = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
-LLAMA3_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def test_old_and_new_rope_styles_agree() -> None:
@@ -26,8 +37,14 @@ def test_defaults_are_those_of_transformers() -> None:
 
     for raw, cls in ((LLAMA, LlamaConfig), (QWEN, Qwen2Config)):
         ours, theirs = ModelConfig.from_hf(raw), cls(**{k: v for k, v in raw.items() if k != "model_type"})
-        for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range", "tie_word_embeddings", "bos_token_id",
-                     "eos_token_id"):
+        for name in (
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "initializer_range",
+            "tie_word_embeddings",
+            "bos_token_id",
+            "eos_token_id",
+        ):
             assert getattr(ours, name) == getattr(theirs, name), name
         assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
 

@@ -165,7 +165,7 @@ class Group:
         self._event = self._offloader.record()
 
     def get(self, kept: Kept) -> Tensor:
-        """Return a kept tensor for use now; the first call also starts bringing back the group that backward needs next."""
+        """Return a kept tensor for use now; the first call starts bringing back the group that backward needs next."""
         if self._offloader is not None and self._event is not None:
             self._offloader.reached()
             self.fetch()
@@ -186,7 +186,11 @@ class Offloader:
     """
 
     def __init__(
-        self, device: torch.device | str, host_bytes: int | None = None, *, chunk_bytes: int = CHUNK_BYTES,
+        self,
+        device: torch.device | str,
+        host_bytes: int | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
         copy: bool | None = None,
     ) -> None:
         device = torch.device(device)

@@ -1,6 +1,6 @@
 """What a layer keeps between forward and backward, and what it computes again.
 
-    hidden -project-> q k v -exchange-> q' k' v' -attend-> out' lse -exchange-> out -output-> middle -feed_forward-> hidden
+ hidden -project-> q k v -exchange-> q' k' v' -attend-> out' lse -exchange-> out -output-> middle -feed_forward-> hidden
 
     level            kept beside the layer's input          repeated in backward
     block            nothing                                all but feed_forward's first run
@@ -79,8 +79,16 @@ def check_level(level: str) -> None:
 
 
 def run_layer(
-    layer: Layer, attention: Attention, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any, *, level: str,
-    tile_rows: int, head_chunks: int = 1, offloader: Offloader | None = None,
+    layer: Layer,
+    attention: Attention,
+    hidden: Tensor,
+    rope: tuple[Tensor, Tensor],
+    plan: Any,
+    *,
+    level: str,
+    tile_rows: int,
+    head_chunks: int = 1,
+    offloader: Offloader | None = None,
 ) -> Tensor:
     """Run a layer so that its graph keeps what `level` (any but "none") says, on the host if an offloader is given.
 
@@ -88,7 +96,8 @@ def run_layer(
     groups of heads one after the other, in a fraction of the memory. All ranks use the same settings for a layer.
     """
     settings = _Settings(level, tile_rows, head_chunks, offloader)
-    return _Layer.apply(layer, attention, plan, settings, rope, hidden, *sum(layer.stage_parameters(), []))
+    first, second, third = layer.stage_parameters()
+    return _Layer.apply(layer, attention, plan, settings, rope, hidden, *first, *second, *third)
 
 
 class _Settings(NamedTuple):
@@ -101,11 +110,17 @@ class _Settings(NamedTuple):
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, attention: Attention, plan: Any, settings: _Settings, rope: tuple[Tensor, Tensor],
-        hidden: Tensor, *parameters: nn.Parameter,
+        ctx: Any,
+        layer: Layer,
+        attention: Attention,
+        plan: Any,
+        settings: _Settings,
+        rope: tuple[Tensor, Tensor],
+        hidden: Tensor,
+        *parameters: nn.Parameter,
     ) -> Tensor:
         group = Group(settings.offloader)
-        dropout = draws(layer)
+        dropout = draws(layer.modules())
         random = [RandomState() if dropout else None]
         qkv = layer.project(hidden, rope)
         ctx.heads = qkv[0].shape[1], qkv[1].shape[1]
@@ -113,7 +128,9 @@ class _Layer(torch.autograd.Function):
         del qkv
         kept: list[Any] = [group.keep(hidden)]
         if settings.level != "block":
-            kept.append([_Chunk(*(group.keep(x) for x in chunk[:2]), tuple(map(group.keep, chunk.shards))) for chunk in chunks])
+            kept.append(
+                [_Chunk(group.keep(c.out), group.keep(c.lse), tuple(map(group.keep, c.shards))) for c in chunks]
+            )
         if settings.level == "keep_exchange":
             kept.append(group.keep(attended))
         del chunks
@@ -151,13 +168,15 @@ class _Layer(torch.autograd.Function):
         del grad
         if not qkv and not chunks[0].shards:
             qkv = project.run(layer.project, (hidden,), ctx.rope)
-        grads_qkv = _attend_gradients(attention, grad_attended, qkv, chunks, plan, ctx.heads)
-        del grad_attended, qkv
+        pieces = list(grad_attended.chunk(len(chunks), 1))
+        del grad_attended
+        grads_qkv = _attend_gradients(attention, pieces, qkv, chunks, plan, ctx.heads)
+        del qkv
         if not project.has_run:
             project.run(layer.project, (hidden,), ctx.rope)
         (grad_project,), grads_project = project.gradients(*grads_qkv)
-        grad_hidden = grad_hidden.add_(grad_project) if ctx.needs_input_grad[5] else None
-        return None, None, None, None, None, grad_hidden, *grads_project, *grads_output, *grads_ff
+        grad_input = grad_hidden.add_(grad_project) if ctx.needs_input_grad[5] else None
+        return None, None, None, None, None, grad_input, *grads_project, *grads_output, *grads_ff
 
 
 class _Chunk(NamedTuple):
@@ -173,30 +192,39 @@ def _attend(
 ) -> tuple[Tensor, list[_Chunk]]:
     """Exchange, attend and exchange back, one group of heads after the other; returns out [S, H, E] and the chunks."""
     pieces, chunks = [], []
-    for part in zip(*(x.chunk(head_chunks, 1) for x in qkv)):
-        shards = exchange_qkv_forward(*part, plan)
+    for query, key, value in zip(*(x.chunk(head_chunks, 1) for x in qkv)):
+        shards = exchange_qkv_forward(query, key, value, plan)
         out, lse = attention.attend_forward(*shards, plan)
         pieces.append(exchange_out_forward(out, plan))
         chunks.append(_Chunk(out, lse, shards if keep_shards else ()))
-        del shards, out, lse
+        del query, key, value, shards, out, lse
     return _join(pieces), chunks
 
 
 def _attend_gradients(
-    attention: Attention, grad: Tensor, qkv: Sequence[Tensor], chunks: list[_Chunk], plan: Any, heads: tuple[int, int]
+    attention: Attention,
+    grads: list[Tensor],
+    qkv: Sequence[Tensor],
+    chunks: list[_Chunk],
+    plan: Any,
+    heads: tuple[int, int],
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v; chunks without shards exchange theirs from `qkv` again. Empties `chunks`."""
+    """Return the gradients of q, k and v from those of each chunk's output.
+
+    Chunks without shards exchange theirs from `qkv` again. Empties `grads` and `chunks`: nothing outlives its use.
+    """
     count = len(chunks)
+    parts = list(zip(*(x.chunk(count, 1) for x in qkv)))
     found = []
-    for i, piece in enumerate(grad.chunk(count, 1)):
-        chunk, chunks[i] = chunks[i], _Chunk(None, None, ())
-        shards = chunk.shards or exchange_qkv_forward(*(x.chunk(count, 1)[i] for x in qkv), plan)
-        grad_out = exchange_out_backward(piece, plan)
-        grads = attention.attend_backward(grad_out, *shards, chunk.out, chunk.lse, plan)
-        del shards, grad_out, chunk
-        found.append(exchange_qkv_backward(*grads, plan, heads[0] // count, heads[1] // count))
-        del grads
-    return tuple(_join(list(parts)) for parts in zip(*found))
+    while chunks:
+        out, lse, shards = chunks.pop(0)
+        query, key, value = shards or exchange_qkv_forward(*parts.pop(0), plan)  # type: ignore[call-arg]
+        grad_out = exchange_out_backward(grads.pop(0), plan)
+        query, key, value = attention.attend_backward(grad_out, query, key, value, out, lse, plan)
+        del shards, grad_out, out, lse
+        found.append(exchange_qkv_backward(query, key, value, plan, heads[0] // count, heads[1] // count))
+        del query, key, value
+    return tuple(_join(list(same)) for same in zip(*found))
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -210,7 +238,11 @@ def _take(ctx: Any) -> tuple[Tensor, list[_Chunk], Tensor | None]:
         raise RuntimeError("a layer's backward ran twice on one forward; what it kept is gone, so run forward again")
     ctx.kept = ctx.group = None
     hidden = group.get(kept[0])
-    chunks = [_Chunk(group.get(c.out), group.get(c.lse), tuple(map(group.get, c.shards))) for c in kept[1]] if kept[1:] else []
+    chunks = (
+        [_Chunk(group.get(c.out), group.get(c.lse), tuple(map(group.get, c.shards))) for c in kept[1]]
+        if kept[1:]
+        else []
+    )
     return hidden, chunks, group.get(kept[2]) if kept[2:] else None
 
 

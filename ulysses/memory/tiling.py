@@ -39,18 +39,22 @@ class TilingOptions:
         if self.mlp_rows != "auto" and (not isinstance(self.mlp_rows, int) or self.mlp_rows < 0):
             raise ValueError(f'mlp_rows is {self.mlp_rows!r} but must be "auto", 0 (never tile) or a number of rows')
         if self.head_chunks < 1:
-            raise ValueError(f"head_chunks is {self.head_chunks} but must be at least 1, which attends to all heads at once")
+            raise ValueError(
+                f"head_chunks is {self.head_chunks} but must be at least 1, which attends to all heads at once"
+            )
 
     def check_heads(self, num_heads: int, num_kv_heads: int, head_parallel_size: int) -> None:
         """Refuse a number of head chunks that the heads or the ranks cannot be split into."""
         chunks = self.head_chunks
         if num_kv_heads % chunks or (num_heads // chunks) % head_parallel_size:
             fitting = [
-                str(c) for c in range(1, num_kv_heads + 1)
+                str(c)
+                for c in range(1, num_kv_heads + 1)
                 if num_kv_heads % c == 0 and (num_heads // c) % head_parallel_size == 0
             ]
             raise ValueError(
-                f"head_chunks is {chunks}, but {num_heads} query and {num_kv_heads} kv heads on {head_parallel_size} ranks "
+                f"head_chunks is {chunks}, but {num_heads} query and {num_kv_heads} kv heads on {head_parallel_size} "
+                "ranks "
                 f"can be cut into {', '.join(fitting)}; set one of these"
             )
 
@@ -86,8 +90,8 @@ def tile_gradients(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.
 
-    Several tiles' parameter gradients are summed in float32 (float64 for float64 weights). A parameter that the function
-    did not use gets zeros.
+    Several tiles' parameter gradients are summed in float32 or better. A parameter that the function did not use gets
+    zeros.
     """
     if tile_rows >= rows.shape[0]:
         return _tile(function, rows, grad, parameters)
@@ -103,7 +107,9 @@ def tile_gradients(
     return grad_rows, [total.to(p.dtype) for total, p in zip(sums, parameters)]
 
 
-def _tile(function: RowFunction, rows: Tensor, grad: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]]:
+def _tile(
+    function: RowFunction, rows: Tensor, grad: Tensor, parameters: Sequence[nn.Parameter]
+) -> tuple[Tensor, list[Tensor]]:
     leaf = rows.detach().requires_grad_()
     with torch.enable_grad():
         out = function(leaf)
