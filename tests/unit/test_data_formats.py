@@ -283,6 +283,7 @@ def test_sources_and_their_mistakes(tmp_path):
         ({"format": "text"}, "no path"),
         ({"path": "a", "format": "csvish"}, "'csvish' of a is unknown"),
         ({"path": "a", "weight": 0}, "must be positive"),
+        ({"path": "a", "weight": "2"}, "weight of data source a is '2', which is the wrong type"),
     ):
         with pytest.raises(DataError, match=message):
             parse_sources(value)

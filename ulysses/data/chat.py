@@ -43,7 +43,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
     file = place if place.is_file() else place / "tokenizer.json"
     try:
         if file.is_file() and (place.is_file() or not (place / "tokenizer_config.json").exists()):
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(file))
         elif place.is_dir() and not file.exists():
             tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False, use_fast=True)
         else:
@@ -195,8 +195,9 @@ class ChatTemplate:
             except DropRowError as error:
                 outcomes.append(error)
                 continue
-            outcomes.append([_Piece(self.encoder.split_special(text), trained) for text, trained in pieces])
-            texts.update((part, []) for piece in outcomes[-1] for part in piece.parts if isinstance(part, str))
+            cut = [_Piece(self.encoder.split_special(text), trained) for text, trained in pieces]
+            texts.update((part, []) for piece in cut for part in piece.parts if isinstance(part, str))
+            outcomes.append(cut)
         texts = dict(zip(texts, self.encoder.encode_texts(list(texts))))
         return [self._join(o, texts) if isinstance(o, list) else o for o in outcomes]
 

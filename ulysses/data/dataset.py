@@ -132,8 +132,8 @@ def write_dataset(
         raise DataError(f"no example is left of {', '.join(names)}: {report}")
     np.save(folder / "starts.npy", np.asarray(starts, np.int64).reshape(-1, SEQUENCES[kind]))
     np.save(folder / "lengths.npy", np.asarray(lengths, np.int64).reshape(-1, SEQUENCES[kind]))
-    np.savez(folder / "columns.npz", _source=np.asarray(sources, np.int32),
-             **{name: np.asarray(values) for name, values in columns.items()})
+    numbers_of: dict[str, Any] = {name: np.asarray(values) for name, values in columns.items()}
+    np.savez(folder / "columns.npz", **numbers_of, _source=np.asarray(sources, np.int32))
     np.save(folder / "raw.npy", np.asarray(raw_ends, np.int64))
     index = {
         "version": FORMAT_VERSION, "kind": kind, "tokens": at, "fingerprint": fingerprint.hexdigest(), "sources": names,

@@ -175,7 +175,7 @@ def write_tokenizer(folder: Path, data: Path) -> None:
     )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {name: SPECIAL[name] for name in ("bos_token", "eos_token", "pad_token")}
+    config: dict[str, Any] = {name: SPECIAL[name] for name in ("bos_token", "eos_token", "pad_token")}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config["chat_template"] = Path(__file__).with_name("llama3.jinja").read_text(encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -69,12 +69,9 @@ def encode_records(
         ]
         outcomes = iter(template.encode_batch(conversations))
         for record in group:
-            sides = [next(outcomes) for _ in (record.answers or ((),))]
+            found = [next(outcomes) for _ in (record.answers or ((),))]
             try:
-                for side in sides:
-                    if isinstance(side, DropRowError):
-                        raise side
-                example = encode(record, sides, template.encoder, settings)
+                example = encode(record, [_encoded(side) for side in found], template.encoder, settings)
             except DropRowError as error:
                 report.drop(str(error), record.where)
                 continue
@@ -83,6 +80,12 @@ def encode_records(
             if example.truncated:
                 report.truncate(record.where)
             yield example
+
+
+def _encoded(side: Encoded | DropRowError) -> Encoded:
+    if isinstance(side, DropRowError):
+        raise side
+    return side
 
 
 def _sequence(
@@ -140,7 +143,7 @@ def _prompt(
     long = _too_long(len(ids), record, settings)
     if long:
         ids = ids[_kept(len(ids), settings.max_length, "keep_end", ids[0] == encoder.bos)]
-    numbers = {"prompt_length": len(ids)}
+    numbers: dict[str, float] = {"prompt_length": len(ids)}
     return EncodedExample([ids], [np.zeros(len(ids), np.float32)], numbers, raw=record.raw, truncated=long)
 
 

@@ -58,6 +58,9 @@ class Source:
         if self.format not in ("auto", *FORMATS):
             known = ", ".join(FORMATS)
             raise DataError(f"data format {self.format!r} of {self.path} is unknown; use one of auto, {known}")
+        for name, kind in (("path", str), ("weight", int | float), ("columns", Mapping), ("max_examples", int)):
+            if not isinstance(getattr(self, name), kind):
+                raise DataError(f"{name} of data source {self.path} is {getattr(self, name)!r}, which is the wrong type")
         if not self.weight > 0:
             raise DataError(f"the weight of {self.path} is {self.weight:g} but must be positive; or leave the file out")
 
@@ -210,8 +213,8 @@ def _read_file(path: Path, source: Source, kind: str, report: Report, bad_rows: 
                     yield name, number, {"text": text}
             elif suffix in (".csv", ".tsv"):
                 csv.field_size_limit(sys.maxsize)
-                text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-                yield from _numbered(name, csv.DictReader(text, delimiter="\t" if suffix == ".tsv" else ","))
+                table = io.TextIOWrapper(file, "utf-8-sig", newline="")
+                yield from _numbered(name, csv.DictReader(table, delimiter="\t" if suffix == ".tsv" else ","))
             elif suffix == ".json" and _first_character(file) == b"[":
                 yield from _numbered(name, _json_array(file, name))
             else:

@@ -50,6 +50,7 @@ class StepLoader:
         self.shuffle = shuffle
         self.attention_length = attention_length
         self.packing_seed = packing_seed
+        self._cached: tuple[int, np.ndarray] | None = None
         if examples_per_step < 1:
             raise ValueError(f"batch.examples is {examples_per_step} but must be at least 1")
         if shuffle and not self.examples_per_epoch:
@@ -125,8 +126,6 @@ class StepLoader:
         if self._cached is None or self._cached[0] != epoch:
             self._cached = (epoch, self.order(epoch))
         return self._cached[1]
-
-    _cached: tuple[int, np.ndarray] | None = None
 
     def _shares(self) -> list[tuple[np.ndarray, int]]:
         """(members, how many of them an epoch takes) of every source."""

@@ -81,9 +81,9 @@ def _deal(bins: list[list[int]], work: list[float], dp: int, shuffle: int | None
     groups: list[list[list[int]]] = [[] for _ in range(dp)]
     totals = [0.0] * dp
     for first in range(0, len(order), dp):
-        for b, group in zip(order[first : first + dp], sorted(range(dp), key=lambda g: (totals[g], g))):
-            groups[group].append(sorted(bins[b]))
-            totals[group] += load[b]
+        for b, g in zip(order[first : first + dp], sorted(range(dp), key=lambda g: (totals[g], g))):
+            groups[g].append(sorted(bins[b]))
+            totals[g] += load[b]
     if shuffle is not None:
         generator = random.Random(shuffle)
         for group in groups:

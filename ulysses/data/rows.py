@@ -120,9 +120,9 @@ def _parse_answers(row: Mapping[str, Any], parsed: ParsedRow) -> None:
     elif ranked:
         parsed.pairs = _ranked_pairs(row, ranked)
     elif parsed.answer is None:
-        key = first_key(row, ANSWER_KEYS)
-        if key is not None:
-            parsed.answer = _answer(row[key], key)
+        name = first_key(row, ANSWER_KEYS)
+        if name is not None:
+            parsed.answer = _answer(row[name], name)
 
 
 def _parse_preference(row: Mapping[str, Any], parsed: ParsedRow) -> None:
