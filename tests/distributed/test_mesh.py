@@ -1,5 +1,7 @@
 """The rank grid: numbers, groups, refusals, and collectives over one group only."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ def grid(sp, num_heads):
     total = torch.tensor([float(mesh.rank)])
     if mesh.sp_group is not None:
         dist.all_reduce(total, group=mesh.sp_group)
+    assert copy.deepcopy(mesh) is mesh
     shape = (mesh.world_size, mesh.sequence_parallel_size, mesh.data_parallel_size)
     return mesh.rank, mesh.dp_rank, mesh.sp_rank, shape, mesh.row_parallel_size, mesh.is_main, total.item()
 

@@ -113,6 +113,8 @@ def _split_heads(got: "_Regions", heads: HeadLayout, plan: AttentionPlan) -> tup
     query = near[:, : heads.query]
     if plan.query_order is not None:
         query = query.index_select(0, plan.query_order)
+    elif plan.row_parallel_size > 1:
+        query = query.contiguous()  # a view would keep the keys' receive buffer alive beside their packed copy
     if plan.order is None and plan.row_parallel_size == 1:
         keys = near[:, heads.query :]
     else:

@@ -181,7 +181,7 @@ def varlen_forward(
     """Run a kernel's forward: q [Tq, H, E], k and v [Tk, K, E] -> out [Tq, H, E], lse [H, Tq] float32 or float64."""
     causal, scale, window, _ = options
     cu = segments.cu_q, segments.cu_k
-    longest = segments.max_q, segments.max_k
+    longest = max(2, segments.max_q), segments.max_k  # flash kernels lay lse out differently when told 1
     left, right = visible(causal, window)
     if kernel == "reference":
         return by_document.reference_forward(q, k, v, segments, causal=causal, scale=scale, window=window)
@@ -216,7 +216,7 @@ def varlen_backward(
     """Run a kernel's backward from its saved out and lse: dq [Tq, H, E], dk and dv [Tk, K, E]."""
     causal, scale, window, deterministic = options
     cu = segments.cu_q, segments.cu_k
-    longest = segments.max_q, segments.max_k
+    longest = max(2, segments.max_q), segments.max_k  # flash kernels lay lse out differently when told 1
     left, right = visible(causal, window)
     saved = dout, q, k, v, out, lse
     if kernel == "reference":

@@ -55,6 +55,9 @@ class ParallelMesh:
                 if first <= self.rank < first + sp:
                     self.sp_group = group
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "ParallelMesh":
+        return self  # process groups are shared: a copied module stays on the same mesh
+
     def __repr__(self) -> str:
         return (
             f"ParallelMesh(rank {self.rank} of {self.world_size}: dp {self.dp_rank}/{self.data_parallel_size}, "
