@@ -138,11 +138,31 @@ class MemoryConfig(Section):
     """Rows per tile of the vocabulary projection."""
 
 
-class SftConfig(Section):
+class PtConfig(Section):
     z_loss: float = Field(0.0, ge=0)
-    """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4)."""
+    """Coefficient of mean log-sum-exp squared, which keeps logits small (PaLM uses 1e-4); 0 is off."""
+
+
+class SftConfig(Section):
+    loss_type: Literal["nll", "dft"] = "nll"
+    """"nll", or "dft" (dynamic fine-tuning: each token's loss times its own probability)."""
+    z_loss: float = Field(0.0, ge=0)
+    """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4); 0 is off."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of the target spread evenly over the vocabulary."""
+    """Share of the target spread evenly over the vocabulary; 0 is off."""
+    neftune_alpha: float = Field(0.0, ge=0)
+    """NEFTune: uniform noise of alpha / sqrt(length * width) on the embeddings while training (5 in the paper); 0 is off."""
+
+    @model_validator(mode="after")
+    def _combination(self) -> "SftConfig":
+        if self.loss_type == "dft" and self.label_smoothing:
+            raise ValueError(f"sft.label_smoothing is {self.label_smoothing:g} but sft.loss_type \"dft\" has none; set it to 0 or use \"nll\"")
+        return self
+
+
+class RmConfig(Section):
+    center_coefficient: float = Field(0.0, ge=0)
+    """Weight of (chosen + rejected score)^2, which centres the scores (0.01 in arXiv 2312.09244); 0 is off."""
 
 
 class DpoConfig(Section):
@@ -218,8 +238,12 @@ class Config(BaseSettings):
     """What happens to the reduced gradient before the update."""
     memory: MemoryConfig = MemoryConfig()
     """What is kept, recomputed and offloaded."""
+    pt: PtConfig = PtConfig()
+    """Pre-training."""
     sft: SftConfig = SftConfig()
-    """Supervised fine-tuning (and pre-training)."""
+    """Supervised fine-tuning."""
+    rm: RmConfig = RmConfig()
+    """Reward modelling."""
     dpo: DpoConfig = DpoConfig()
     """Preference optimisation."""
     run: RunConfig

@@ -32,6 +32,7 @@ class MetricSums:
         self.device = device
         self.pairs: dict[str, list[Tensor]] = {}
         self.sums: dict[str, Tensor] = {}
+        self.largest: dict[str, Tensor] = {}
 
     def add_sum(self, name: str, value: Tensor | float) -> None:
         """Add to a plain global sum."""
@@ -46,17 +47,25 @@ class MetricSums:
         else:
             self.pairs[name] = pair
 
+    def add_max(self, name: str, values: Tensor) -> None:
+        """Add to a maximum over all micro-batches and ranks; no values leave it as it is."""
+        start = self.largest.get(name, torch.full((), -math.inf, dtype=torch.float64, device=self.device))
+        self.largest[name] = torch.cat([start.view(1), values.detach().double().flatten()]).max()
+
     def _number(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return value.detach().double()
         return torch.tensor(value, dtype=torch.float64, device=self.device)
 
     def reduce(self) -> dict[str, float]:
-        """Return the global sums and means (sum / count); a mean whose count is 0 is left out. One collective, one host read."""
+        """Return the global sums, means (sum / count) and maxima; a mean whose count is 0 and a maximum of nothing are left out.
+
+        One collective (two with maxima) and one host read each.
+        """
         names, plain = sorted(self.pairs), sorted(self.sums)
         numbers = [value for name in names for value in self.pairs[name]] + [self.sums[name] for name in plain]
         if not numbers:
-            return {}
+            return self._maxima()
         flat = torch.stack(numbers)
         if dist.is_initialized():
             dist.all_reduce(flat)
@@ -66,7 +75,16 @@ class MetricSums:
             total, count = values[2 * i], values[2 * i + 1]
             if count != 0:
                 means[name] = total / count
-        return means | dict(zip(plain, values[2 * len(names) :], strict=True))
+        return means | dict(zip(plain, values[2 * len(names) :], strict=True)) | self._maxima()
+
+    def _maxima(self) -> dict[str, float]:
+        names = sorted(self.largest)
+        if not names:
+            return {}
+        flat = torch.stack([self.largest[name] for name in names])
+        if dist.is_initialized():
+            dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        return {name: value for name, value in zip(names, flat.tolist(), strict=True) if value != -math.inf}
 
 
 def model_flops(parameters: int, layers: int, attention_width: int, tokens: float, squared_lengths: float) -> float:

@@ -16,23 +16,18 @@ import torch.distributed as dist
 
 from models.hf_format import WeightWriter, copy_side_files, write_config
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import DTYPES, FileWeights, build_engine, weights_fingerprint, weights_of
+from ulysses.training.build import DTYPES, build_engine, weights_of
+from ulysses.training.build_stage import StageBuilder
 from ulysses.training.checkpoint import Checkpoints
-from ulysses.training.checks import check_run, data_digest, reference_shape
+from ulysses.training.checks import check_run, data_digest
 from ulysses.training.command_line import ConfigError, parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
-from ulysses.training.reference import ReferenceCache
-from ulysses.training.stages.base import Stage
-from ulysses.training.stages.dpo import REFERENCE_FREE, DpoStage
-from ulysses.training.stages.sft import SftStage
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import full_parameters
-
-STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # mean |policy - reference| per token: rounding only
 
 
 class TrainingRun:
@@ -83,8 +78,14 @@ class TrainingRun:
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data is not None:
                 self._say(f"{name} data: {data.report}")
-        self.engine = build_engine(config, shape, weights_of(config, shape, plan.folder), self.mesh, kernel)
-        self.stage = self._stage(kernel)
+        source = weights_of(config, shape, plan.folder)
+        self.engine = build_engine(config, shape, source, self.mesh, kernel, reward=config.stage == "rm")
+        fresh = self.resume_from is None
+        builder = StageBuilder(
+            plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, fresh, self._say
+        )
+        self.stage = builder.build()
+        self.train_data, self.eval_data = builder.train_data, builder.eval_data
         dp_size, dp_rank = self.mesh.data_parallel_size, self.mesh.dp_rank
         loader = plan.loader(self.train_data, dp_size, dp_rank)
         total = plan.total_steps(loader)
@@ -105,54 +106,6 @@ class TrainingRun:
             peak_flops=device_peak_flops(),
             seed=config.run.seed,
         )
-
-    def _stage(self, kernel: str) -> Stage:
-        config, mesh = self.config, self.mesh
-        if config.stage == "sft":
-            return SftStage(self.engine, mesh, config.sft)
-        if config.stage == "dpo":
-            return self._dpo_stage(kernel)
-        raise ConfigError(f"stage {config.stage} is not there yet; use sft or dpo")
-
-    def _dpo_stage(self, kernel: str) -> DpoStage:
-        config, mesh, plan = self.config, self.mesh, self.plan
-        dpo = config.dpo
-        if dpo.loss_type in REFERENCE_FREE:
-            return DpoStage(self.engine, mesh, dpo)
-        fresh = self.resume_from is None
-        tolerance = STEP0_TOLERANCE[config.model.dtype] if fresh else None
-        if dpo.reference == "cached":
-            self._cache_reference(kernel, fresh)
-            return DpoStage(self.engine, mesh, dpo, cached=True, tolerance=tolerance)
-        if dpo.reference == "live":
-            shape, source = plan.shape, weights_of(config, plan.shape, plan.folder)
-        else:
-            shape, folder = reference_shape(dpo.reference)
-            source, tolerance = FileWeights(folder, shape, config.run.seed), None
-        return DpoStage(self.engine, mesh, dpo, reference=build_engine(config, shape, source, mesh, kernel, trainable=False), tolerance=tolerance)
-
-    def _cache_reference(self, kernel: str, fresh: bool) -> None:
-        """Fill (or find) the reference log-probabilities of all data and read the data through them from here on."""
-        config, plan = self.config, self.plan
-        weights = weights_fingerprint(config, plan.shape, plan.folder)
-
-        def through(data: Any) -> ReferenceCache:
-            key = hashlib.sha256(f"{weights} {config.model.dtype} {kernel} {data.fingerprint}".encode()).hexdigest()[:24]
-            cache = ReferenceCache(Path(config.data.cache).expanduser() / f"reference-{key}", data)
-            if not fresh and not cache.complete():
-                raise ConfigError(
-                    f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no longer has the initial policy; "
-                    "restore data.cache, or set dpo.reference to the initial model's path"
-                )
-            cache.fill(self._policy_logps, self.mesh, self.device, plan.budget, self._say)
-            return cache
-
-        self.train_data = through(self.train_data)
-        self.eval_data = through(self.eval_data) if self.eval_data is not None else None
-
-    def _policy_logps(self, batch: Any) -> torch.Tensor:
-        with self.engine.inference():
-            return self.engine(batch).logps
 
     # ---------------------------------------------------------------- running
 
@@ -218,7 +171,7 @@ class TrainingRun:
                 writer.add(name, tensor)
         if writer is not None:
             writer.finish()
-            write_config(folder, self.plan.shape, dtype=DTYPES[self.config.model.dtype])
+            write_config(folder, self.plan.shape, dtype=DTYPES[self.config.model.dtype], reward=self.config.stage == "rm")
             copy_side_files(self.config.output / "tokenizer", folder)
             self._say(f"exported {folder}")
         dist.barrier()

@@ -1,40 +1,72 @@
 """SFT: the negative log-likelihood of the trained tokens, as one mean over the whole optimizer step.
 
-loss = sum_t w_t (-log p(y_t)) / sum_t w_t   [+ z_loss * mean lse^2]   (z-loss: PaLM, arXiv 2204.02311)
+    nll   sum_t w_t (-log p_t) / sum_t w_t                        (with label smoothing: losses.token_nll)
+    dft   sum_t w_t (-p_t log p_t) / sum_t w_t, p_t constant      dynamic fine-tuning, arXiv 2508.05629
+    [+ z_loss * mean lse^2]                                       PaLM, arXiv 2204.02311
 """
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ulysses.parallel.batch import ShardedBatch
+from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
+from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.training.config import SftConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Stage, Term
 
+LARGEST_EXPONENT = 700.0  # e^700 is still finite
+
 
 class SftStage(Stage):
-    """Supervised fine-tuning on the tokens with nonzero weight."""
+    """Supervised fine-tuning on the tokens with nonzero weight.
+
+    Args:
+        seed: of NEFTune's noise, which depends on (seed, step, example, position) and on no topology.
+    """
 
     kind = "sequence"
 
-    def __init__(self, model: Any, mesh: Any, config: SftConfig) -> None:
+    def __init__(self, model: Any, mesh: Any, config: SftConfig, seed: int = 0) -> None:
         super().__init__(model, mesh)
         self.config = config
+        self.seed = seed
+
+    def sequences(self, example: Any) -> list[Sequence]:
+        if not self.config.neftune_alpha:
+            return list(example.sequences)
+        return [replace(s, columns={**s.columns, "noise_key": int(example.index)}) for s in example.sequences]
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
         return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        smoothing, z_loss = self.config.label_smoothing, self.config.z_loss
-        out = self.model(batch, lse=bool(smoothing or z_loss), mean_logit=bool(smoothing))
-        weights = batch.loss_weights
-        nll = -(out.logps * weights).sum()
-        metrics.add("nll", nll, weights.sum(dtype=torch.float64))
-        terms = [Term(nll, "tokens", 1.0 - smoothing)]
-        if smoothing:  # the uniform target's cross-entropy: lse - mean logit
-            terms.append(Term(((out.lse - out.mean_logit) * weights).sum(), "tokens", smoothing))
-        if z_loss:
-            terms.append(Term((out.lse.square() * weights).sum(), "tokens", z_loss))
+        config, weights = self.config, batch.loss_weights
+        noise = {}
+        if config.neftune_alpha and torch.is_grad_enabled():  # never in evaluation
+            noise = {"noise_alpha": config.neftune_alpha, "noise_seed": (self.seed * 1_000_003 + self.step) % (1 << 30)}
+        smoothing = config.label_smoothing
+        out = self.model(batch, lse=bool(smoothing or config.z_loss), mean_logit=bool(smoothing), **noise)
+        nll, count = token_nll(out.logps, weights)
+        metrics.add("nll", nll, count)
+        if config.loss_type == "dft":
+            loss, _ = weighted_sum(dft_nll(out.logps), weights)
+        elif smoothing:
+            loss, _ = weighted_sum(label_smoothed_nll(out.logps, out.lse, out.mean_logit, smoothing), weights)
+        else:
+            loss = nll
+        terms = [Term(loss, "tokens")]
+        if config.z_loss:
+            terms.append(Term(weighted_sum(z_loss(out.lse, config.z_loss), weights)[0], "tokens"))
         return terms
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        return with_perplexity(metrics)
+
+
+def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
+    """Add perplexity = exp(mean negative log-likelihood per token)."""
+    return {**metrics, "perplexity": math.exp(min(metrics["nll"], LARGEST_EXPONENT))} if "nll" in metrics else metrics

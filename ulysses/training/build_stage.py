@@ -1,0 +1,102 @@
+"""From configuration to the stage: which one, and where its reference's log-probabilities come from.
+
+    reference = "cached"   the initial policy's values, computed before the first update and memory-mapped
+                "live"     a frozen copy of the initial policy beside the trained one
+                a path     another frozen model
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.build import FileWeights, build_engine, weights_fingerprint, weights_of
+from ulysses.training.checks import Plan, reference_shape
+from ulysses.training.command_line import ConfigError
+from ulysses.training.reference import ReferenceCache
+from ulysses.training.stages.base import Stage
+from ulysses.training.stages.dpo import REFERENCE_FREE, DpoStage
+from ulysses.training.stages.pt import PtStage
+from ulysses.training.stages.rm import RmStage
+from ulysses.training.stages.sft import SftStage
+from ulysses.zero.engine import ZeroEngine
+
+STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # mean |policy - reference| per token: rounding only
+
+
+@dataclass
+class StageBuilder:
+    """Builds the stage of a plan around its engine; all ranks call it together.
+
+    `train_data` and `eval_data` are replaced by views that carry the reference's values if these are cached.
+    """
+
+    plan: Plan
+    engine: ZeroEngine
+    mesh: ParallelMesh
+    device: torch.device
+    train_data: Any
+    eval_data: Any
+    fresh: bool  # not resumed: the engine still holds the initial policy
+    say: Callable[[str], None]
+
+    def build(self) -> Stage:
+        config, engine, mesh = self.plan.config, self.engine, self.mesh
+        match config.stage:
+            case "pt":
+                return PtStage(engine, mesh, config.pt)
+            case "sft":
+                return SftStage(engine, mesh, config.sft, config.run.seed)
+            case "rm":
+                return RmStage(engine, mesh, config.rm)
+            case "dpo":
+                if config.dpo.loss_type in REFERENCE_FREE:
+                    return DpoStage(engine, mesh, config.dpo)
+                cached, reference, tolerance = self._reference(config.dpo.reference)
+                return DpoStage(engine, mesh, config.dpo, cached=cached, reference=reference, tolerance=tolerance)
+        raise ConfigError(f"stage {config.stage} is not there yet; use pt, sft, rm or dpo")
+
+    def _reference(self, kind: str) -> tuple[bool, Any, float | None]:
+        """Return (values are cached, an engine that computes them instead, tolerance of the check at step 0)."""
+        plan, config = self.plan, self.plan.config
+        tolerance = STEP0_TOLERANCE[config.model.dtype] if self.fresh else None
+        if kind == "cached":
+            self._cache_reference()
+            return True, None, tolerance
+        if kind == "live":
+            shape, source = plan.shape, weights_of(config, plan.shape, plan.folder)
+        else:
+            shape, folder = reference_shape(kind)
+            source, tolerance = FileWeights(folder, shape, config.run.seed), None
+        return False, build_engine(config, shape, source, self.mesh, plan.kernel, trainable=False), tolerance
+
+    def _cache_reference(self) -> None:
+        """Fill (or find) the reference log-probabilities of all data and read the data through them from here on."""
+        config, plan = self.plan.config, self.plan
+        weights = weights_fingerprint(config, plan.shape, plan.folder)
+
+        def through(data: Any) -> ReferenceCache:
+            key = hashlib.sha256(f"{weights} {config.model.dtype} {plan.kernel} {data.fingerprint}".encode())
+            cache = ReferenceCache(Path(config.data.cache).expanduser() / f"reference-{key.hexdigest()[:24]}", data)
+            self._check_cache(cache)
+            cache.fill(self._reference_logps, self.mesh, self.device, plan.budget, self.say)
+            return cache
+
+        self.train_data = through(self.train_data)
+        self.eval_data = through(self.eval_data) if self.eval_data is not None else None
+
+    def _check_cache(self, cache: Any) -> None:
+        if not self.fresh and not cache.complete():
+            raise ConfigError(
+                f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no longer has "
+                f"the initial policy; restore data.cache, or set {self.plan.config.stage}.reference to the initial "
+                "model's path"
+            )
+
+    def _reference_logps(self, batch: Any) -> torch.Tensor:
+        with self.engine.inference():
+            return self.engine(batch).logps
