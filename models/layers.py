@@ -19,6 +19,7 @@ from models.arch import ModelConfig
 from models.fused import rms_norm, rotate, swiglu
 from ulysses.memory.offload import Offloader
 from ulysses.memory.recompute import run_layer
+from ulysses.memory.replay import has_dropout
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled
 from ulysses.parallel.attention import UlyssesAttention
 
@@ -178,13 +179,23 @@ class DecoderLayer(nn.Module):
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
         """Return the trainable parameters of project, of output and of feed_forward, adapters included."""
-        a = self.self_attn
+        a, mlp = self.self_attn, self.mlp
         return (
             _trainable(self.input_layernorm, a.q_proj, a.k_proj, a.v_proj),
             _trainable(a.o_proj),
-            _trainable(self.post_attention_layernorm, self.mlp),
+            _trainable(self.post_attention_layernorm, mlp.gate_proj, mlp.up_proj, mlp.down_proj),
         )
+
+    def draws(self) -> bool:
+        """Say whether active dropout hides in a wrapped projection."""
+        a, mlp = self.self_attn, self.mlp
+        projections = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        return any(type(p) is not Linear and has_dropout(p) for p in projections)
 
 
 def _trainable(*modules: nn.Module) -> list[nn.Parameter]:
-    return [p for module in modules for p in module.parameters() if p.requires_grad]
+    found: list[nn.Parameter] = []
+    for module in modules:  # runs twice per layer and step: a plain module is not walked
+        own = module.parameters() if module._modules else module._parameters.values()
+        found += [p for p in own if p is not None and p.requires_grad]
+    return found

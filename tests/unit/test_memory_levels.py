@@ -12,7 +12,7 @@ import ulysses.parallel.attention as attention_module
 from models import CausalLM, ModelConfig, half_blocks, init_weights
 from models.rope import inverse_frequencies, rotary_table
 from ulysses.memory.offload import Group, HostPool, Offloader
-from ulysses.memory.recompute import LEVELS
+from ulysses.memory.recompute import LEVELS, kept_bytes
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled, tiles
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -119,7 +119,7 @@ def layer_nodes(loss: torch.Tensor) -> list[Any]:
     return nodes
 
 
-def kept_bytes(level: str) -> int:
+def held_bytes(level: str) -> int:
     """Bytes of distinct storages that one layer's graph holds, weights and rotary table aside."""
     model = build(recompute=level)
     storages: dict[int, int] = {}
@@ -143,13 +143,11 @@ def kept_bytes(level: str) -> int:
 
 
 def test_each_level_keeps_what_it_says() -> None:
-    D, F, H, K, E = CONFIG.hidden_size, CONFIG.intermediate_size, 4, 2, CONFIG.head_dim
-    S = len(batch().tokens)
-    attention, exchanged = H * E + H, (H + 2 * K) * E
-    assert kept_bytes("block") == 4 * S * D
-    assert kept_bytes("keep_attention") == 4 * S * (D + attention)
-    assert kept_bytes("keep_exchange") == 4 * S * (D + attention + exchanged)
-    assert kept_bytes("none") == 4 * S * (D + attention + exchanged + D + 2 * F)
+    shape = {"width": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 6}
+    for level in LEVELS:
+        assert held_bytes(level) == 26 * kept_bytes(level, **shape, element_size=4, exchanged=False)
+    llama = {"width": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    assert [round(kept_bytes(level, **llama) / 1024) for level in LEVELS] == [8, 16, 36, 100]
 
 
 def test_a_backward_frees_what_its_layers_kept() -> None:

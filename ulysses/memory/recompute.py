@@ -15,7 +15,7 @@ Where attention was kept, its tiles run before q, k and v exist again.
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', v', out' are head shards.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ulysses.memory.offload import Group, Offloader
-from ulysses.memory.replay import RandomState, draws, replay
+from ulysses.memory.replay import RandomState, replay
 from ulysses.parallel.all_to_all import (
     exchange_out_backward,
     exchange_out_forward,
@@ -69,7 +69,9 @@ class Layer(Protocol):
         """Return the trainable parameters of project, of output and of feed_forward."""
         ...
 
-    def modules(self) -> Iterator[nn.Module]: ...
+    def draws(self) -> bool:
+        """Say whether the layer draws random numbers (dropout in an adapter), to be drawn again in backward."""
+        ...
 
 
 def check_level(level: str) -> None:
@@ -120,7 +122,7 @@ class _Layer(torch.autograd.Function):
         *parameters: nn.Parameter,
     ) -> Tensor:
         group = Group(settings.offloader)
-        dropout = draws(layer.modules())
+        dropout = layer.draws()
         random = [RandomState() if dropout else None]
         qkv = layer.project(hidden, rope)
         ctx.heads = qkv[0].shape[1], qkv[1].shape[1]
@@ -270,3 +272,32 @@ class _Stage:
         count = len(self._inputs)
         self._inputs, self._edges = [], []
         return list(found[:count]), list(found[count:])
+
+
+def kept_bytes(
+    level: str,
+    *,
+    width: int,
+    intermediate: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    element_size: int = 2,
+    exchanged: bool = True,
+) -> int:
+    """Count the bytes per local token that one layer's graph keeps, weights aside; the log-sum-exp is float32.
+
+    `exchanged` says whether there is more than one sequence-parallel rank: out then exists beside out'. kv heads that
+    are sent to several ranks count once; add their copies where kv heads are fewer than ranks. For "none" it is the
+    fused halves' count; wrapped projections keep more.
+    """
+    check_level(level)
+    out, shards = heads * head_dim, (heads + 2 * kv_heads) * head_dim
+    kept = width
+    if level != "block":
+        kept += out
+    if level in ("keep_exchange", "none"):
+        kept += shards + out * exchanged
+    if level == "none":
+        kept += width + 2 * intermediate
+    return kept * element_size + 4 * heads * (level != "block")

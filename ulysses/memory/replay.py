@@ -1,6 +1,6 @@
 """Random numbers of a first run, drawn again when the run is repeated: dropout inside adapters."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,9 +15,9 @@ class RandomState:
         self.cuda: Tensor | None = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
 
-def draws(modules: Iterable[nn.Module]) -> bool:
-    """Say whether there is active dropout among `modules`, so that a repeated run must draw the same numbers."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training for m in modules)
+def has_dropout(module: nn.Module) -> bool:
+    """Say whether active dropout lies inside `module`, so that a repeated run must draw the same numbers."""
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training for m in module.modules())
 
 
 @contextmanager
