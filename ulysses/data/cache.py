@@ -51,7 +51,7 @@ def build_once(
     beat = folder.with_name(f"{folder.name}.{launch}.writing")
     failure = folder.with_name(f"{folder.name}.{launch}.failed")
     if not writer:
-        _watch(folder, beat, failure, silence, start)
+        _watch(folder, failure, silence, start)
         return False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -83,25 +83,28 @@ def build_once(
     return True
 
 
-def _watch(folder: Path, beat: Path, failure: Path, silence: float, start: float) -> None:
-    begun, last_beat, seen = time.monotonic(), None, time.monotonic()
+def _watch(folder: Path, failure: Path, silence: float, start: float) -> None:
+    last_beat, seen = 0.0, time.monotonic()
     pause = 0.02
     while not folder.is_dir():
         if failure.exists():
             raise DataError(json.loads(failure.read_text())["error"])
-        try:
-            modified = beat.stat().st_mtime_ns
-        except FileNotFoundError:
-            modified = None
-        now = time.monotonic()
-        if modified is not None and modified != last_beat:
-            last_beat, seen = modified, now
-        limit = start if last_beat is None else silence
-        if now - (begun if last_beat is None else seen) > limit and not folder.is_dir():
+        beat = max(map(_modified, folder.parent.glob(f"{folder.name}.*.writing")), default=0.0)
+        if beat != last_beat and time.time() - beat < silence:  # an older one was left by a killed run
+            last_beat, seen = beat, time.monotonic()
+        limit = silence if last_beat else start
+        if time.monotonic() - seen > limit and not folder.is_dir():
             raise DataError(f"the process with LOCAL_RANK 0, which should write {folder}, has been silent for "
                             f"{limit:g} s; look for its error and start again")
         time.sleep(pause)
         pause = min(0.5, pause * 1.5)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

@@ -60,7 +60,8 @@ class Source:
             raise DataError(f"data format {self.format!r} of {self.path} is unknown; use one of auto, {known}")
         for name, kind in (("path", str), ("weight", int | float), ("columns", Mapping), ("max_examples", int)):
             if not isinstance(getattr(self, name), kind):
-                raise DataError(f"{name} of data source {self.path} is {getattr(self, name)!r}, which is the wrong type")
+                value = getattr(self, name)
+                raise DataError(f"{name} of data source {self.path} is {value!r}, which is the wrong type")
         if not self.weight > 0:
             raise DataError(f"the weight of {self.path} is {self.weight:g} but must be positive; or leave the file out")
 
