@@ -17,9 +17,11 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import FileWeights, build_engine, weights_fingerprint, weights_of
 from ulysses.training.checks import Plan, reference_shape
 from ulysses.training.command_line import ConfigError
+from ulysses.training.mismatched import MismatchedCache, pairs_of_run
 from ulysses.training.reference import ReferenceCache
 from ulysses.training.stages.base import Stage
 from ulysses.training.stages.dpo import REFERENCE_FREE, DpoStage
+from ulysses.training.stages.kto import KtoStage
 from ulysses.training.stages.pt import PtStage
 from ulysses.training.stages.rm import RmStage
 from ulysses.training.stages.sft import SftStage
@@ -58,7 +60,16 @@ class StageBuilder:
                     return DpoStage(engine, mesh, config.dpo)
                 cached, reference, tolerance = self._reference(config.dpo.reference)
                 return DpoStage(engine, mesh, config.dpo, cached=cached, reference=reference, tolerance=tolerance)
-        raise ConfigError(f"stage {config.stage} is not there yet; use pt, sft, rm or dpo")
+            case "kto":
+                self._hint_kto_weights()
+                cached, reference, tolerance = self._reference(config.kto.reference)
+                if cached and config.kto.loss_type == "kto":
+                    self._cache_mismatched()
+                return KtoStage(
+                    engine, mesh, config.kto, max_length=config.data.max_length, budget=self.plan.budget,
+                    cached=cached, reference=reference, tolerance=tolerance,
+                )  # fmt: skip
+        raise ConfigError(f"stage {config.stage} is not there yet; use pt, sft, rm, dpo or kto")
 
     def _reference(self, kind: str) -> tuple[bool, Any, float | None]:
         """Return (values are cached, an engine that computes them instead, tolerance of the check at step 0)."""
@@ -89,6 +100,29 @@ class StageBuilder:
         self.train_data = through(self.train_data)
         self.eval_data = through(self.eval_data) if self.eval_data is not None else None
 
+    def _cache_mismatched(self) -> None:
+        """Fill the reference of every mismatched pair that the run and its evaluations will form."""
+        plan, max_length = self.plan, self.plan.config.data.max_length
+        loader = plan.loader(self.train_data, 1, 0)
+        self.train_data = MismatchedCache(
+            self.train_data, pairs_of_run(loader, plan.total_steps(loader)), max_length
+        )
+        caches = [self.train_data]
+        if self.eval_data is not None:
+            loader = plan.loader(self.eval_data, 1, 0, evaluation=True)
+            self.eval_data = MismatchedCache(self.eval_data, pairs_of_run(loader, loader.steps_per_epoch), max_length)
+            caches.append(self.eval_data)
+        for cache in caches:
+            self._check_cache(cache)
+            cache.fill(self._reference_logps, self.mesh, self.device, plan.budget, self.say)
+
+    def _hint_kto_weights(self) -> None:
+        kto, labels = self.plan.config.kto, self.train_data.columns["label"]
+        good, bad = int((labels > 0.5).sum()), int((labels <= 0.5).sum())
+        hint = weight_hint(good, bad, kto.desirable_weight, kto.undesirable_weight)
+        if hint:
+            self.say(hint)
+
     def _check_cache(self, cache: Any) -> None:
         if not self.fresh and not cache.complete():
             raise ConfigError(
@@ -100,3 +134,19 @@ class StageBuilder:
     def _reference_logps(self, batch: Any) -> torch.Tensor:
         with self.engine.inference():
             return self.engine(batch).logps
+
+
+def weight_hint(good: int, bad: int, desirable_weight: float, undesirable_weight: float) -> str:
+    """Return what to say about KTO's weights, or nothing if good and bad answers weigh alike (2402.01306, eq. 8)."""
+    if not good or not bad:
+        return f"hint: the training data has {good} good and {bad} bad answers; KTO learns most from both"
+    left, right = desirable_weight * good, undesirable_weight * bad
+    if right <= left <= right * 4 / 3:
+        return ""
+    advice = (
+        f"kto.undesirable_weight = {left / bad:.3g}" if left > right else f"kto.desirable_weight = {right / good:.3g}"
+    )
+    return (
+        f"hint: desirable_weight * {good} good / (undesirable_weight * {bad} bad answers) is "
+        f"{left / right if right else float('inf'):.3g} but 1 to 4/3 works best; for example {advice}"
+    )

@@ -131,6 +131,8 @@ def check_numbers(config: Config, world_size: int) -> None:
         raise ConfigError("data.train is empty; give a file, a folder, a hub dataset or a list of them")
     if config.stage == "dpo":
         check_dpo(config)
+    if config.stage == "kto":
+        check_kto(config)
     try:
         refuse_owned(config.deepspeed)
         config.gradients.chain()
@@ -148,8 +150,27 @@ def check_dpo(config: Config) -> None:
         dpo_loss(x - 1, x - 1, reference, reference, dpo.beta, dpo.loss_type, dpo.label_smoothing, chosen_lengths=x + 1, rejected_lengths=x + 1)
     except ValueError as error:
         raise ConfigError(f"dpo: {error}") from None
-    if dpo.reference not in ("cached", "live") and not Path(dpo.reference).exists() and "/" not in dpo.reference:
-        raise ConfigError(f"dpo.reference is {dpo.reference!r} but must be \"cached\", \"live\" or a model's folder or hub id")
+    check_reference(config)
+
+
+def check_kto(config: Config) -> None:
+    if config.kto.loss_type == "kto" and config.batch.examples < 2:
+        raise ConfigError(
+            f"batch.examples is {config.batch.examples} but kto's baseline pairs each example with another one of its "
+            "step; set it to at least 2, or kto.loss_type to \"apo_zero_unpaired\""
+        )
+    if not config.kto.desirable_weight and not config.kto.undesirable_weight:
+        raise ConfigError("kto.desirable_weight and kto.undesirable_weight are both 0; nothing would be trained, raise one")
+    check_reference(config)
+
+
+def check_reference(config: Config) -> None:
+    """Refuse a dpo.reference or kto.reference that is no known word and no model."""
+    reference = getattr(config, config.stage).reference
+    if reference not in ("cached", "live") and not Path(reference).exists() and "/" not in reference:
+        raise ConfigError(
+            f'{config.stage}.reference is {reference!r} but must be "cached", "live" or a model\'s folder or hub id'
+        )
 
 
 def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
@@ -208,12 +229,12 @@ def check_disk(plan: Plan) -> None:
 
 
 def reference_shape(path: str) -> tuple[Shape, Path]:
-    """Read another model's shape for dpo.reference."""
+    """Read another model's shape for dpo.reference or kto.reference."""
     try:
         folder = resolve_model(path)
         shape = read_config(folder)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"dpo.reference: {error}") from None
+        raise ConfigError(f"the reference model: {error}") from None
     check_weights(shape, folder, reward=False)
     return shape, folder
 

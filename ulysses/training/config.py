@@ -180,6 +180,19 @@ class DpoConfig(Section):
     """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
 
 
+class KtoConfig(Section):
+    beta: float = Field(0.1, gt=0)
+    """Strength of the implicit KL constraint."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """"kto", or "apo_zero_unpaired", which has no KL baseline and costs no pass for it."""
+    desirable_weight: float = Field(1.0, ge=0)
+    """Weight of good answers; keep desirable_weight * good / (undesirable_weight * bad) within 1 and 4/3."""
+    undesirable_weight: float = Field(1.0, ge=0)
+    """Weight of bad answers."""
+    reference: str = "cached"
+    """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
+
+
 class RunConfig(Section):
     output: str = "runs/run"
     """Run folder: config, metrics, checkpoints and export."""
@@ -246,6 +259,8 @@ class Config(BaseSettings):
     """Reward modelling."""
     dpo: DpoConfig = DpoConfig()
     """Preference optimisation."""
+    kto: KtoConfig = KtoConfig()
+    """Preference optimisation on unpaired answers."""
     run: RunConfig
     """The run itself."""
     deepspeed: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """DPO and its family: move the policy so that chosen answers gain over rejected ones, measured against a reference.
 
     packed pairs    [ prompt chosen | prompt rejected | prompt chosen | ... ]
-    logps [S]  -- segment sums over the sp group -->  [N]  -- even, odd -->  chosen, rejected [N/2]  --> one loss per pair
+    logps [S]  -- segment sums over the sp group -->  [N]  -- even, odd -->  chosen, rejected [N/2]  -->  losses [N/2]
 
 "We increase the log-probability of the preferred answers and decrease that of the others, each pair weighted by how
 wrong the implicit reward is" (Rafailov et al. 2023, arXiv 2305.18290).
@@ -17,31 +17,20 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.reduce import segment_sums
 from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
-from ulysses.training.stages.base import Stage, Term
+from ulysses.training.stages.base import Term
+from ulysses.training.stages.referenced import ReferencedStage
 
 __all__ = ["REFERENCE_FREE", "DpoStage"]
 
 
-
-class DpoStage(Stage):
-    """Preference optimisation on pairs.
-
-    Args:
-        cached: the batches carry the reference's log-probabilities as the token column `reference_logps`.
-        reference: an engine that computes them instead; neither for a reference-free loss.
-        tolerance: largest mean |policy - reference| per token allowed at step 0; None skips the check.
-    """
+class DpoStage(ReferencedStage):
+    """Preference optimisation on pairs; `cached`, `reference` and `tolerance` as in ReferencedStage."""
 
     kind = "pair"
 
-    def __init__(
-        self, model: Any, mesh: Any, config: DpoConfig, *, cached: bool = False, reference: Any = None, tolerance: float | None = None
-    ) -> None:
-        super().__init__(model, mesh)
+    def __init__(self, model: Any, mesh: Any, config: DpoConfig, **reference: Any) -> None:
+        super().__init__(model, mesh, **reference)
         self.config = config
-        self.cached = cached
-        self.reference = reference
-        self.tolerance = tolerance
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
         pairs = torch.tensor(float(self.once(batch.num_sequences // 2)), dtype=torch.float64, device=batch.tokens.device)
@@ -51,7 +40,7 @@ class DpoStage(Stage):
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         logps = self.model(batch).logps
-        reference = self._reference_logps(batch)
+        reference = self.reference_logps(batch)
         columns = [logps * weights, weights] + ([] if reference is None else [reference * weights])
         sums = segment_sums(torch.stack(columns, dim=-1), batch)
         chosen, rejected = sums[0::2], sums[1::2]
@@ -70,14 +59,6 @@ class DpoStage(Stage):
             terms.append(Term(-(logps * weights * is_chosen).sum(), "chosen_tokens", config.sft_weight))
         return terms
 
-    def _reference_logps(self, batch: ShardedBatch) -> Tensor | None:
-        if self.cached:  # a batch without sequences has no columns
-            return batch.token_columns.get("reference_logps", torch.zeros_like(batch.loss_weights))
-        if self.reference is not None:
-            with self.reference.inference():
-                return self.reference(batch).logps
-        return None
-
     def _metrics(self, metrics: MetricSums, batch: ShardedBatch, losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor,
                  chosen: Tensor, rejected: Tensor, logps: Tensor, reference: Tensor | None) -> None:  # fmt: skip
         pairs = float(self.once(float(len(losses))))
@@ -92,16 +73,4 @@ class DpoStage(Stage):
         ):
             metrics.add(name, self.once(values.detach().sum()), pairs)
         if reference is not None:
-            trained = batch.loss_weights != 0
-            gap = ((logps.detach() - reference).abs() * trained).sum()
-            metrics.add("reference_gap", gap, trained.sum())
-
-    def check_first_step(self, metrics: dict[str, float]) -> None:
-        gap = metrics.get("reference_gap")
-        if self.tolerance is None or gap is None:
-            return
-        if not gap <= self.tolerance:
-            raise RuntimeError(
-                f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token (at most {self.tolerance:g} is "
-                "rounding): the reference cache belongs to other weights or the model is not deterministic; delete data.cache and look for dropout"
-            )
+            self.add_reference_gap(metrics, batch, logps, reference)
