@@ -46,6 +46,13 @@ class Decoder(nn.Module):
         hidden = self.embed_tokens(batch.tokens)
         if noise is not None:
             hidden = hidden + noise.to(hidden.dtype)
+        if (
+            torch.is_grad_enabled()
+            and not hidden.requires_grad
+            and any(p.requires_grad for p in self.layers.parameters())
+        ):
+            # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
+            hidden = hidden.detach().requires_grad_()
         rope = rotary_table(batch.positions, inverse_frequencies(self.config, batch.positions.device))
         for layer in self.layers:
             hidden = layer(hidden, rope, batch.attention_plan)

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -41,9 +42,21 @@ def loss_of(model: Any, batch: ShardedBatch) -> torch.Tensor:
     return -(model(batch).logps * batch.loss_weights).sum()
 
 
-def one_process(config: ModelConfig) -> dict[str, torch.Tensor]:
-    model = CausalLM(config)
+def adapted(model: CausalLM) -> Any:
+    """Wrap some projections with LoRA adapters of fixed random weights."""
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "o_proj", "gate_proj", "down_proj"]))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    return wrapped
+
+
+def one_process(config: ModelConfig, adapters: bool = False) -> dict[str, torch.Tensor]:
+    model: Any = CausalLM(config)
     init_weights(model, seed=0)
+    model = adapted(model) if adapters else model
     mesh = ParallelMesh.__new__(ParallelMesh)
     vars(mesh).update(
         world_size=1,
@@ -59,7 +72,7 @@ def one_process(config: ModelConfig) -> dict[str, torch.Tensor]:
         num_heads=(),
     )
     loss_of(model, pack_shard(sequences(), mesh)).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 def worst_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -127,7 +140,7 @@ def test_reward_scores_do_not_depend_on_the_ranks() -> None:
         torch.testing.assert_close(values, one[1], rtol=1e-5, atol=1e-6)
 
 
-def under_zero(config: ModelConfig, sp: int, dtype: str) -> dict[str, float]:
+def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool) -> dict[str, float]:
     """Real ZeRO-3 with the layer as leaf module: every level and tiling against plain torch in one process."""
     import deepspeed
     import deepspeed.ops
@@ -135,7 +148,7 @@ def under_zero(config: ModelConfig, sp: int, dtype: str) -> dict[str, float]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
     mesh = ParallelMesh(sp)
-    expected = one_process(config)
+    expected = one_process(config, adapters)
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
@@ -145,42 +158,57 @@ def under_zero(config: ModelConfig, sp: int, dtype: str) -> dict[str, float]:
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
-    with deepspeed.zero.Init(config_dict_or_path=settings, mem_efficient_linear=False):
-        model = CausalLM(config, mesh)
     rank, world = dist.get_rank(), dist.get_world_size()
-    for name, parameter in model.named_parameters():
-        shard = parameter.ds_tensor
-        whole = torch.nn.functional.pad(
-            init_parameter(name, parameter.ds_shape, config, 0).view(-1),
-            (0, world * shard.ds_numel - parameter.ds_numel),
-        )
-        shard.data.copy_(whole[rank * shard.ds_numel : (rank + 1) * shard.ds_numel])
+    if adapters:
+        model: Any = CausalLM(config, mesh)
+        init_weights(model, seed=0)
+        decoder, model = model.model, adapted(model)
+    else:
+        with deepspeed.zero.Init(config_dict_or_path=settings, mem_efficient_linear=False):
+            model = CausalLM(config, mesh)
+        decoder = model.model
+        for name, parameter in model.named_parameters():
+            shard = parameter.ds_tensor
+            whole = torch.nn.functional.pad(
+                init_parameter(name, parameter.ds_shape, config, 0).view(-1),
+                (0, world * shard.ds_numel - parameter.ds_numel),
+            )
+            shard.data.copy_(whole[rank * shard.ds_numel : (rank + 1) * shard.ds_numel])
     deepspeed.utils.set_z3_leaf_modules(model, [DecoderLayer])
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=settings
-    )
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trainable.values(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     mine = sequences() if sp == world else sequences()[rank::world]
     batch = pack_shard(mine, mesh)
     results = {}
     tiled = TilingOptions(mlp_rows=4 + 3 * rank)
     cases: list[Any] = [(level, tiled) for level in LEVELS]
     for level, tiling in (*cases, ("block", None), (["keep_attention", "none"], None)):
-        model.model.set_memory(level, tiling)
+        decoder.set_memory(level, tiling)
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(loss_of(engine, batch) * world, scale_wrt_gas=False)
-        found = {n: deepspeed.utils.safe_get_full_grad(p).float().clone() for n, p in model.named_parameters()}
+        found = {n: deepspeed.utils.safe_get_full_grad(p).float().clone() for n, p in trainable.items()}
         results[f"{level} {'tiled' if tiling else 'whole'}"] = worst_error(found, expected)
         engine.optimizer.zero_grad()
     return results
 
 
-def test_zero3_gradients_at_every_level() -> None:
-    for config, sp, dtype, tolerance in (
-        (UNTIED, 2, "float32", 1e-5),
-        (TIED, 1, "float32", 1e-5),
-        (TIED, 2, "bfloat16", 0.1),
-    ):
-        for results in run_distributed(under_zero, 2, config, sp, dtype, with_zero=True):
-            assert len(results) == 6
-            for case, error in results.items():
-                assert error < tolerance, (config.model_type, sp, dtype, case, error)
+@pytest.mark.parametrize(
+    ("config", "sp", "dtype", "adapters", "tolerance"),
+    [
+        (UNTIED, 2, "float32", False, 1e-5),
+        (TIED, 1, "float32", False, 1e-5),
+        (TIED, 2, "bfloat16", False, 0.1),
+        (UNTIED, 2, "float32", True, 1e-5),
+    ],
+    ids=["untied", "tied-dp", "bfloat16", "adapters"],
+)
+def test_zero3_gradients_at_every_level(
+    config: ModelConfig, sp: int, dtype: str, adapters: bool, tolerance: float
+) -> None:
+    if adapters:
+        import peft  # noqa: F401 (imported once, before the ranks fork)
+    for results in run_distributed(under_zero, 2, config, sp, dtype, adapters, with_zero=True):
+        assert len(results) == 6
+        for case, error in results.items():
+            assert error < tolerance, (case, error)
