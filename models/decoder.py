@@ -35,6 +35,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh | None, attention: Kernel) -> None:
         super().__init__()
         self.config, self.mesh = config, mesh
+        self._frequencies: Tensor | None = None
         kernel = UlyssesAttention(
             mesh, config.num_attention_heads, config.num_key_value_heads, config.head_dim, kernel=attention
         )
@@ -53,7 +54,10 @@ class Decoder(nn.Module):
         ):
             # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
             hidden = hidden.detach().requires_grad_()
-        rope = rotary_table(batch.positions, inverse_frequencies(self.config, batch.positions.device))
+        device = batch.positions.device
+        if self._frequencies is None or self._frequencies.device != device:  # moved once: a copy makes the host wait
+            self._frequencies = inverse_frequencies(self.config, device)
+        rope = rotary_table(batch.positions, self._frequencies)
         for layer in self.layers:
             hidden = layer(hidden, rope, batch.attention_plan)
         return hidden

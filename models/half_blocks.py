@@ -10,6 +10,7 @@ partitioned parameters go through the modules' own forward.
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -77,20 +78,36 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights, cos, sin = ctx.saved_tensors
         w, wanted = ProjectWeights(*weights), ctx.needs_input_grad[1:8]
-        grad_query, grad_key = rotate_pair(grad_query, grad_key, cos, sin, back=True)
-        grads = [g.flatten(1) for g in (grad_query, grad_key, grad_value)]
-        x = rms_norm(hidden, w.norm, ctx.eps)
-        grad_matrices = [g.t() @ x if want else None for g, want in zip(grads, wanted[1:4])]
-        del x
-        grad_biases = [_column_sums(g) if want else None for g, want in zip(grads, wanted[4:7])]
-        grad_x = grads[0] @ w.query
-        grad_x.addmm_(grads[1], w.key).addmm_(grads[2], w.value)
-        del grads, grad_query, grad_key, grad_value
-        grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, w.norm, ctx.eps)
-        return grad_hidden, grad_norm.to(w.norm.dtype), *grad_matrices, *grad_biases, None, None, None, None
+        return *_project_backward(hidden, grads, w, (cos, sin), ctx.eps, wanted), None, None, None, None
+
+
+@torch.no_grad()
+def project_gradients(
+    hidden: Tensor, grads: Sequence[Tensor], weights: ProjectWeights, rope: Rope, eps: float
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return the gradients of hidden and, by id, of the trainable weights; of the forward only the norm runs again."""
+    wanted = [w is not None and w.requires_grad for w in weights]
+    grad_hidden, *found = _project_backward(hidden, grads, weights, rope, eps, wanted)
+    return grad_hidden, {id(w): g for w, g, want in zip(weights, found, wanted) if want and g is not None}
+
+
+def _project_backward(
+    hidden: Tensor, grads: Sequence[Tensor], w: ProjectWeights, rope: Rope, eps: float, wanted: Sequence[bool]
+) -> tuple[Any, ...]:
+    grad_query, grad_key = rotate_pair(grads[0], grads[1], *rope, back=True)
+    flat = [g.flatten(1) for g in (grad_query, grad_key, grads[2])]
+    x = rms_norm(hidden, w.norm, eps)
+    grad_matrices = [g.t() @ x if want else None for g, want in zip(flat, wanted[1:4])]
+    del x
+    grad_biases = [_column_sums(g) if want else None for g, want in zip(flat, wanted[4:7])]
+    grad_x = flat[0] @ w.query
+    grad_x.addmm_(flat[1], w.key).addmm_(flat[2], w.value)
+    del flat, grad_query, grad_key
+    grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, w.norm, eps)
+    return grad_hidden, grad_norm.to(w.norm.dtype), *grad_matrices, *grad_biases
 
 
 def _column_sums(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ that is wrapped by an adapter or watched by a hook is called as a module, and se
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -133,13 +134,27 @@ class DecoderLayer(nn.Module):
 
     def project(self, hidden: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
+        weights = self._project_weights()
+        if weights is None:
+            return self.self_attn.project(self.input_layernorm(hidden), rope)
+        return half_blocks.project(hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim)
+
+    def project_gradients(
+        self, hidden: Tensor, rope: half_blocks.Rope, grads: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the gradients of `hidden` and of `stage_parameters()[0]`, or None if `project` must run for them."""
+        weights = self._project_weights()
+        if weights is None:
+            return None
+        grad, found = half_blocks.project_gradients(hidden, grads, weights, rope, self.input_layernorm.eps)
+        return grad, [found[id(p)] for p in self.stage_parameters()[0]]
+
+    def _project_weights(self) -> half_blocks.ProjectWeights | None:
         norm, a = self.input_layernorm, self.self_attn
-        if not half_blocks.is_plain(norm, a.q_proj, a.k_proj, a.v_proj):
-            return a.project(norm(hidden), rope)
-        weights = half_blocks.ProjectWeights(
-            norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_proj.bias, a.k_proj.bias, a.v_proj.bias
-        )
-        return half_blocks.project(hidden, weights, rope, norm.eps, a.head_dim)
+        q, k, v = a.q_proj, a.k_proj, a.v_proj
+        if not half_blocks.is_plain(norm, q, k, v):
+            return None
+        return half_blocks.ProjectWeights(norm.weight, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Add the projected attention output [S, H, E] to the layer's input."""

@@ -3,12 +3,18 @@
 Shapes: S local tokens, M positions with a target, D width, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from losses.logprobs import LogProbs, linear_logprobs
 from models.arch import ModelConfig
+from ulysses.memory.tiling import tiles
+
+SCORE_ROWS = 8192
 
 
 class VocabularyHead(nn.Module):
@@ -51,8 +57,31 @@ class ScoreHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        work = torch.promote_types(hidden.dtype, torch.float32)
-        return F.linear(hidden.to(work), self.weight.to(work)).squeeze(-1)
+        return _Score.apply(hidden, self.weight)
+
+
+class _Score(torch.autograd.Function):
+    """Multiply by the score vector in float32, a tile of rows at a time, so that no float32 copy of all rows exists."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        vector = weight[0].to(torch.promote_types(weight.dtype, torch.float32))
+        values = vector.new_empty(hidden.shape[0])
+        for part in tiles(hidden.shape[0], SCORE_ROWS):
+            values[part] = hidden[part].to(vector.dtype) @ vector
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        vector = weight[0].to(grad.dtype)
+        grad_hidden, grad_vector = torch.empty_like(hidden), torch.zeros_like(vector)
+        for part in tiles(hidden.shape[0], SCORE_ROWS):
+            grad_hidden[part] = torch.outer(grad[part], vector)
+            grad_vector += grad[part] @ hidden[part].to(grad.dtype)
+        return grad_hidden, grad_vector[None].to(weight.dtype)
 
 
 def scatter_rows(values: Tensor, index: Tensor, rows: int) -> Tensor:

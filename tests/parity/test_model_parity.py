@@ -102,6 +102,12 @@ def test_reward_scores(kind: str) -> None:
     scores = sequence_last(model(batch), batch)
     expected = torch.stack([twin(row[None]).logits[0, 0] for row in rows])
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+    scores.square().sum().backward()
+    expected.square().sum().backward()
+    theirs = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - theirs[name].grad).norm() / theirs[name].grad.norm()
+        assert error < 1e-5, (name, float(error))
 
 
 @pytest.mark.parametrize("kind", RAW)

@@ -5,7 +5,7 @@
     level            kept beside the layer's input          repeated in backward
     block            nothing                                all but feed_forward's first run
     keep_attention   out', lse                              project, both exchanges, output
-    keep_exchange    q', k', v', out', lse, out             project, output
+    keep_exchange    q', k', v', out', lse, out             output (and project, unless it is plain)
     none             everything: ordinary autograd          nothing
 
 One autograd.Function covers the layer, so that ZeRO-3 gathers its parameters once per direction and reduces each
@@ -54,6 +54,12 @@ class Layer(Protocol):
     """Name the parts of a decoder layer that the levels keep or repeat; see the drawing."""
 
     def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def project_gradients(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor], grads: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Return the gradients of hidden and of project's parameters without running it, or None if it must run."""
+        ...
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor: ...
 
@@ -174,9 +180,13 @@ class _Layer(torch.autograd.Function):
         del grad_attended
         grads_qkv = _attend_gradients(attention, pieces, qkv, chunks, plan, ctx.heads)
         del qkv
-        if not project.has_run:
-            project.run(layer.project, (hidden,), ctx.rope)
-        (grad_project,), grads_project = project.gradients(*grads_qkv)
+        direct = None if project.has_run else layer.project_gradients(hidden, ctx.rope, grads_qkv)
+        if direct is None:
+            if not project.has_run:
+                project.run(layer.project, (hidden,), ctx.rope)
+            (grad_project,), grads_project = project.gradients(*grads_qkv)
+        else:
+            grad_project, grads_project = direct
         grad_input = grad_hidden.add_(grad_project) if ctx.needs_input_grad[5] else None
         return None, None, None, None, None, grad_input, *grads_project, *grads_output, *grads_ff
 
