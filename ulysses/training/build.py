@@ -14,7 +14,7 @@ from models.hf_format import WeightFiles, read_config, resolve_model
 from models.layers import DecoderLayer
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.command_line import ConfigError
-from ulysses.training.config import Config
+from ulysses.training.config import Config, LoraConfig
 from ulysses.training.optim import adamw
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
@@ -116,9 +116,16 @@ def build_engine(
         raw=config.deepspeed,
     )
 
+    lora = config.model.lora if trainable else LoraConfig()
+    if lora.rank:
+        from ulysses.training.lora import AdapterWeights, add_adapters  # peft is an optional dependency
+
+        source = AdapterWeights(source, config.run.seed)
+
     def create() -> nn.Module:
         cls = RewardModel if reward else CausalLM
-        return cls(shape, mesh, attention=kernel)
+        model = cls(shape, mesh, attention=kernel)
+        return add_adapters(model, lora) if lora.rank else model
 
     model = build_partitioned(create, settings, source)
     if not trainable:

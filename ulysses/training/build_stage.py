@@ -46,6 +46,9 @@ class StageBuilder:
     fresh: bool  # not resumed: the engine still holds the initial policy
     say: Callable[[str], None]
 
+    def __post_init__(self) -> None:
+        self.initial: Any = self.engine  # computes the initial policy: the fresh engine, or its base at any time
+
     def build(self) -> Stage:
         config, engine, mesh = self.plan.config, self.engine, self.mesh
         match config.stage:
@@ -75,9 +78,15 @@ class StageBuilder:
         """Return (values are cached, an engine that computes them instead, tolerance of the check at step 0)."""
         plan, config = self.plan, self.plan.config
         tolerance = STEP0_TOLERANCE[config.model.dtype] if self.fresh else None
+        if kind in ("cached", "live") and config.model.lora.rank:
+            from ulysses.training.lora import BasePolicy  # peft is an optional dependency
+
+            self.initial = BasePolicy(self.engine)
         if kind == "cached":
             self._cache_reference()
             return True, None, tolerance
+        if kind == "live" and self.initial is not self.engine:
+            return False, self.initial, tolerance
         if kind == "live":
             shape, source = plan.shape, weights_of(config, plan.shape, plan.folder)
         else:
@@ -124,7 +133,7 @@ class StageBuilder:
             self.say(hint)
 
     def _check_cache(self, cache: Any) -> None:
-        if not self.fresh and not cache.complete():
+        if self.initial is self.engine and not self.fresh and not cache.complete():
             raise ConfigError(
                 f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no longer has "
                 f"the initial policy; restore data.cache, or set {self.plan.config.stage}.reference to the initial "
@@ -132,8 +141,8 @@ class StageBuilder:
             )
 
     def _reference_logps(self, batch: Any) -> torch.Tensor:
-        with self.engine.inference():
-            return self.engine(batch).logps
+        with self.initial.inference():
+            return self.initial(batch).logps
 
 
 def weight_hint(good: int, bad: int, desirable_weight: float, undesirable_weight: float) -> str:

@@ -3,6 +3,7 @@
 Each check is one sentence: what was given, what is required, what to change.
 """
 
+import importlib.util
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,11 +134,20 @@ def check_numbers(config: Config, world_size: int) -> None:
         check_dpo(config)
     if config.stage == "kto":
         check_kto(config)
+    if config.model.lora.rank:
+        check_lora(config)
     try:
         refuse_owned(config.deepspeed)
         config.gradients.chain()
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def check_lora(config: Config) -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora.rank is set but the package peft is not installed; pip install 'ulysses-engine[lora]'")
+    if not config.model.lora.targets:
+        raise ConfigError("model.lora.targets is empty; name the modules that get an adapter, or set model.lora.rank = 0")
 
 
 def check_dpo(config: Config) -> None:

@@ -18,6 +18,9 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
 class LoraConfig(Section):
     rank: int = Field(0, ge=0)
     """LoRA rank r; 0 trains all weights."""
@@ -25,8 +28,10 @@ class LoraConfig(Section):
     """Scale: the update is alpha / rank * B A."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input while training."""
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: list[LoraTarget] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     """Module names that get an adapter."""
+    merge: bool = False
+    """Export the base weights with the adapters added in, instead of the adapters alone."""
 
 
 class ModelConfig(Section):

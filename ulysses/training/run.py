@@ -14,20 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.hf_format import WeightWriter, copy_side_files, write_config
+from models.hf_format import copy_side_files
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import DTYPES, build_engine, weights_of
+from ulysses.training.build import build_engine, weights_of
 from ulysses.training.build_stage import StageBuilder
 from ulysses.training.checkpoint import Checkpoints
 from ulysses.training.checks import check_run, data_digest
 from ulysses.training.command_line import ConfigError, parse_command_line
 from ulysses.training.config import Config
+from ulysses.training.export_model import export_model
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.state import full_parameters
 
 
 class TrainingRun:
@@ -161,17 +161,9 @@ class TrainingRun:
             self.log.say(f"step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in sorted(values.items()) if k.startswith("eval/")))
 
     def export(self, folder: Path) -> Path:
-        """Write the trained model in Hugging Face format; all ranks call it together."""
-        writer = None
+        """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together."""
+        export_model(self.engine, folder, self.plan.shape, self.config, main=self.mesh.is_main)
         if self.mesh.is_main:
-            folder.mkdir(parents=True, exist_ok=True)
-            writer = WeightWriter(folder)
-        for name, tensor in full_parameters(self.engine):
-            if writer is not None and tensor is not None:
-                writer.add(name, tensor)
-        if writer is not None:
-            writer.finish()
-            write_config(folder, self.plan.shape, dtype=DTYPES[self.config.model.dtype], reward=self.config.stage == "rm")
             copy_side_files(self.config.output / "tokenizer", folder)
             self._say(f"exported {folder}")
         dist.barrier()

@@ -8,7 +8,7 @@ the same parameters can read exactly what it needs; padding is never stored.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,15 +110,17 @@ def _set_optimizer_step(engine: ZeroEngine, step: int) -> None:
         engine.zero.optimizer.state[master]["step"].fill_(step)
 
 
-def full_parameters(engine: ZeroEngine) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield every parameter whole, in the model's order, a module at a time; the tensor only on rank 0 (host copy).
+def full_parameters(
+    engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield every parameter (whose name is wanted) whole, in the model's order, a module at a time; the tensor only on rank 0 (host copy).
 
     All ranks must iterate it together; no rank ever holds more than one module's parameters.
     """
     main = dist.get_rank() == 0
     seen: set[int] = set()
     for module in engine.module.modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen and wanted(engine.names[id(p)])]
         if not own:
             continue
         seen |= {id(p) for p in own}

@@ -39,8 +39,8 @@ class DpoStage(ReferencedStage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
+        reference = self.reference_logps(batch)  # first: it may be this very model with its adapters off
         logps = self.model(batch).logps
-        reference = self.reference_logps(batch)
         columns = [logps * weights, weights] + ([] if reference is None else [reference * weights])
         sums = segment_sums(torch.stack(columns, dim=-1), batch)
         chosen, rejected = sums[0::2], sums[1::2]

@@ -91,8 +91,8 @@ class KtoStage(ReferencedStage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
+        reference = self.reference_logps(batch)  # first: it may be this very model with its adapters off
         logps = self.model(batch).logps
-        reference = self.reference_logps(batch)
         assert reference is not None
         sums = segment_sums(torch.stack([logps * weights, reference * weights], dim=-1), batch)
         policy, base = sums[:, 0], sums[:, 1].detach()

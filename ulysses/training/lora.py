@@ -1,0 +1,142 @@
+"""Low-rank adapters: peft injects them into our modules, and they alone are trained, saved and exported.
+
+    y = W x + alpha / rank * B A x        W frozen and partitioned; A random, B zero: training starts at the base model
+
+The base with adapters switched off is the reference of DPO and KTO, so no second model is ever held.
+Source: Hu et al. 2021 (2106.09685); the files are those of peft.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ulysses.training.config import LoraConfig
+from ulysses.zero.construct import WeightSource
+
+ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
+
+
+def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
+    """Give the target modules adapters and freeze everything else, a new score head excepted; returns the model.
+
+    Works while the model is created in partitions: no value is drawn here, AdapterWeights gives them.
+    """
+    inject_adapter_in_model(_peft_config(config, reward=False), model)
+    score = getattr(model, "score", None)
+    if score is not None:
+        score.weight.requires_grad_(True)
+    return model
+
+
+def _peft_config(config: LoraConfig, *, reward: bool, base: str | None = None) -> PeftConfig:
+    return PeftConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.targets),
+        init_lora_weights=False, bias="none", task_type="SEQ_CLS" if reward else "CAUSAL_LM",
+        modules_to_save=["score"] if reward else None, base_model_name_or_path=base,
+    )  # fmt: skip
+
+
+class AdapterWeights:
+    """A weight source that knows the adapters' start: A uniform in +-1 / sqrt(inputs), keyed by (seed, name), B zero.
+
+    Args:
+        base: gives every other parameter, under its name without adapters.
+    """
+
+    def __init__(self, base: WeightSource, seed: int) -> None:
+        self.base = base
+        self.seed = seed
+
+    def slice(
+        self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        if ".lora_B." in name:
+            return torch.zeros(stop - start, dtype=dtype, device=device)
+        if ".lora_A." in name:
+            key = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+            generator = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            bound = 1 / math.sqrt(shape[1])
+            whole = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
+            return whole.view(-1)[start:stop].to(dtype)
+        return self.base.slice(base_name(name), shape, start, stop, dtype, device)
+
+
+def base_name(name: str) -> str:
+    """Return a parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Say whether a parameter is trained beside the frozen base: an adapter, or the score head."""
+    return ".lora_" in name or name == "score.weight"
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the base model alone inside the block (no gradients there)."""
+    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+class BasePolicy:
+    """The engine with its adapters off: a reference without a second model. It owns nothing."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.device = engine.device
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Evaluation mode without gradients and adapters."""
+        with self.engine.inference(), adapters_off(self.engine.module):
+            yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+
+def save_adapters(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, *, reward: bool, base: str | None) -> None:
+    """Write adapter_model.safetensors and adapter_config.json as peft reads them.
+
+    Args:
+        tensors: adapters (and score head) by our parameter names.
+        base: folder or hub id of the base model, for the reader's information.
+    """
+    named = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous() for name, t in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    saved = _peft_config(config, reward=reward, base=base)
+    saved.inference_mode = True
+    saved.save_pretrained(str(folder))
+
+
+def merged(
+    name: str, weight: Tensor, adapters: dict[str, Tensor], config: LoraConfig
+) -> Tensor:
+    """Return the base weight plus its adapter's alpha / rank * B A, computed in float32; others come back as they are."""
+    if not name.endswith(".base_layer.weight"):
+        return weight
+    stem = name.removesuffix(".base_layer.weight")
+    a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"].float() for k in "AB")
+    return (weight.float() + config.alpha / config.rank * (b @ a)).to(weight.dtype)
+
+
+def export_names(model: Callable[[], nn.Module], config: LoraConfig) -> dict[str, torch.Size]:
+    """Return names and shapes of all parameters, adapters included, without memory."""
+    with torch.device("meta"):
+        return {name: p.shape for name, p in add_adapters(model(), config).named_parameters()}
