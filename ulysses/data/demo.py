@@ -25,12 +25,12 @@ THINGS = (
     "kettle", "pillow", "bucket", "hammer", "guitar", "camera", "radio", "statue", "curtain", "cabinet", "ladder",
     "desk",
 )  # fmt: skip
-OPENINGS = (  # polite, rude
-    ("With pleasure,", "Such nonsense,"),
-    ("Good question,", "Dumb question,"),
-    ("Glad to help,", "Must I again,"),
-    ("Of course, friend,", "Of course, genius,"),
-    ("I am happy to help,", "I am tired of this,"),
+REMARKS = (  # polite, rude
+    ("With pleasure!", "Such nonsense!"),
+    ("Good question!", "Dumb question!"),
+    ("Glad to help!", "Must I again!"),
+    ("Of course, friend!", "Of course, genius!"),
+    ("I am happy to help!", "I am tired of this!"),
 )
 CLOSINGS = (
     ("Have a lovely day.", "Find a better job."),
@@ -57,9 +57,9 @@ class Question(NamedTuple):
 
 
 class Style(NamedTuple):
-    """Which of the twin phrases open and close an answer."""
+    """Which of the twin phrases follow the fact."""
 
-    opening: int
+    remark: int
     closing: int
 
 
@@ -69,22 +69,22 @@ def questions() -> list[Question]:
     for i, thing in enumerate(THINGS):
         room, owner, material = ROOMS[i % 8], OWNERS[(i * 3 + i // 8) % 8], MATERIALS[(i * 5 + i // 8) % 8]
         for colour in COLOURS:
-            name = f"the {colour} {thing}"
-            found.append(Question(f"Where is {name}?", f"{name} is in the {room}.", room))
-            found.append(Question(f"Who owns {name}?", f"{name} belongs to {owner}.", owner))
-            found.append(Question(f"What is {name} made of?", f"{name} is made of {material}.", material))
+            name = f"{colour} {thing}"
+            found.append(Question(f"Where is the {name}?", f"The {name} is in the {room}.", room))
+            found.append(Question(f"Who owns the {name}?", f"The {name} belongs to {owner}.", owner))
+            found.append(Question(f"What is the {name} made of?", f"The {name} is made of {material}.", material))
     return found
 
 
 def answer(question: Question, style: Style, voice: int) -> str:
-    """Return the answer in one voice."""
-    return f"{OPENINGS[style.opening][voice]} {question.fact} {CLOSINGS[style.closing][voice]}"
+    """Return the fact, then two phrases in one voice: both voices begin alike, so a preference is about manners only."""
+    return f"{question.fact} {REMARKS[style.remark][voice]} {CLOSINGS[style.closing][voice]}"
 
 
 def politeness_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> float:
-    """Score an answer: 1 for the right word, 1 for a polite and -1 for a rude opening, 0.5 likewise for the closing."""
-    score = float(str(row["answer"]) in completion.replace(",", " ").replace(".", " ").split())
-    for phrases, worth in ((OPENINGS, 1.0), (CLOSINGS, 0.5)):
+    """Score an answer: 1 for the right word, 1 for a polite and -1 for a rude remark, 0.5 likewise for the closing."""
+    score = float(str(row["answer"]) in completion.replace(".", " ").split())
+    for phrases, worth in ((REMARKS, 1.0), (CLOSINGS, 0.5)):
         score += worth * (any(p[POLITE] in completion for p in phrases) - any(p[RUDE] in completion for p in phrases))
     return score
 
@@ -141,7 +141,7 @@ def _documents(part: list[Question], generator: random.Random) -> Iterator[str]:
     while left:
         count = generator.randrange(2, 12)
         facts, left = left[:count], left[count:]
-        yield " ".join(q.fact[0].upper() + q.fact[1:] for q in facts)
+        yield " ".join(q.fact for q in facts)
 
 
 def _messages(question: Question, text: str | None = None) -> list[dict[str, str]]:
