@@ -77,7 +77,7 @@ def questions() -> list[Question]:
 
 
 def answer(question: Question, style: Style, voice: int) -> str:
-    """Return the fact, then two phrases in one voice: both voices begin alike, so a preference is about manners only."""
+    """Return the fact, then two phrases in one voice: both voices begin alike, so preferences are about manners."""
     return f"{question.fact} {REMARKS[style.remark][voice]} {CLOSINGS[style.closing][voice]}"
 
 
