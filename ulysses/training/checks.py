@@ -25,6 +25,7 @@ from ulysses.training.build import DTYPES, check_weights, read_shape
 from ulysses.training.checkpoint import Checkpoints, read_run_state
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
+from ulysses.training.stages.dpo import loss_options
 from ulysses.zero.settings import refuse_owned
 
 KINDS = {"pt": "text", "sft": "sequence", "dpo": "pair", "rm": "pair", "kto": "unpaired", "ppo": "prompt"}
@@ -157,7 +158,7 @@ def check_dpo(config: Config) -> None:
     x = torch.zeros(1)
     reference = None if dpo.loss_type in REFERENCE_FREE else x
     try:
-        dpo_loss(x - 1, x - 1, reference, reference, dpo.beta, dpo.loss_type, dpo.label_smoothing, chosen_lengths=x + 1, rejected_lengths=x + 1)
+        dpo_loss(x - 1, x - 1, reference, reference, chosen_lengths=x + 1, rejected_lengths=x + 1, **loss_options(dpo))
     except ValueError as error:
         raise ConfigError(f"dpo: {error}") from None
     check_reference(config)

@@ -177,8 +177,16 @@ class DpoConfig(Section):
     """One of the preference losses in losses/dpo.py."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed share of flipped labels (cDPO)."""
-    simpo_gamma: float = 0.5
-    """SimPO's target margin."""
+    simpo_gamma: float = Field(0.5, ge=0)
+    """SimPO's target margin (with loss_type "simpo")."""
+    discopop_tau: float = Field(0.05, gt=0, le=1)
+    """Temperature of the blend between the two parts of "discopop"."""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """Divergence from the reference in sigmoid, robust, hinge, exo_pair and discopop (f-DPO); "reverse_kl" is plain DPO."""
+    f_alpha: float = 0.5
+    """Parameter of the "alpha" divergence; not 1."""
+    ld_alpha: float = Field(1.0, ge=0, le=1)
+    """LD-DPO: weight of the tokens beyond the shorter answer's length, for policy and reference; 1 is plain DPO."""
     sft_weight: float = Field(0.0, ge=0)
     """Weight of the token-mean negative log-likelihood of the chosen answers."""
     reference: str = "cached"

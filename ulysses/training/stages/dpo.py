@@ -7,20 +7,28 @@
 wrong the implicit reward is" (Rafailov et al. 2023, arXiv 2305.18290).
 """
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from losses.dpo import REFERENCE_FREE, dpo_loss
-from ulysses.parallel.batch import ShardedBatch
+from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
+from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.reduce import segment_sums
 from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Term
 from ulysses.training.stages.referenced import ReferencedStage
 
-__all__ = ["REFERENCE_FREE", "DpoStage"]
+__all__ = ["REFERENCE_FREE", "DpoStage", "loss_options"]
+
+
+def loss_options(config: DpoConfig) -> dict[str, Any]:
+    """Return the arguments that the configuration fixes in `losses.dpo_loss`."""
+    names = ("beta", "loss_type", "label_smoothing", "simpo_gamma", "discopop_tau", "f_divergence", "f_alpha")
+    return {name: getattr(config, name) for name in names}
 
 
 class DpoStage(ReferencedStage):
@@ -32,8 +40,14 @@ class DpoStage(ReferencedStage):
         super().__init__(model, mesh, **reference)
         self.config = config
 
+    def sequences(self, example: Any) -> list[Sequence]:
+        if self.config.ld_alpha == 1:
+            return list(example.sequences)
+        return length_desensitised(list(example.sequences), self.config.ld_alpha)
+
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        pairs = torch.tensor(float(self.once(batch.num_sequences // 2)), dtype=torch.float64, device=batch.tokens.device)
+        number = float(self.once(float(batch.num_sequences // 2)))
+        pairs = torch.tensor(number, dtype=torch.float64, device=batch.tokens.device)
         chosen = batch.sequence_ids % 2 == 0
         return {"pairs": pairs, "chosen_tokens": (batch.loss_weights * chosen).sum(dtype=torch.float64)}
 
@@ -41,16 +55,16 @@ class DpoStage(ReferencedStage):
         config, weights = self.config, batch.loss_weights
         reference = self.reference_logps(batch)  # first: it may be this very model with its adapters off
         logps = self.model(batch).logps
-        columns = [logps * weights, weights] + ([] if reference is None else [reference * weights])
+        decayed = weights * batch.token_columns.get("ld_weights", 1.0)
+        columns = [logps * decayed, weights] + ([] if reference is None else [reference * decayed])
         sums = segment_sums(torch.stack(columns, dim=-1), batch)
         chosen, rejected = sums[0::2], sums[1::2]
         zero = torch.zeros_like(chosen[:, 0]).detach()
         losses, chosen_rewards, rejected_rewards = dpo_loss(
             chosen[:, 0], rejected[:, 0],
-            zero if reference is None else chosen[:, 2].detach(), zero if reference is None else rejected[:, 2].detach(),
-            beta=config.beta, loss_type=config.loss_type, label_smoothing=config.label_smoothing,
-            chosen_lengths=chosen[:, 1].detach(), rejected_lengths=rejected[:, 1].detach(),
-            **({"simpo_gamma": config.simpo_gamma} if config.loss_type == "simpo" else {}),
+            zero if reference is None else chosen[:, 2].detach(),
+            zero if reference is None else rejected[:, 2].detach(),
+            chosen_lengths=chosen[:, 1].detach(), rejected_lengths=rejected[:, 1].detach(), **loss_options(config),
         )  # fmt: skip
         self._metrics(metrics, batch, losses, chosen_rewards, rejected_rewards, chosen, rejected, logps, reference)
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
@@ -59,8 +73,10 @@ class DpoStage(ReferencedStage):
             terms.append(Term(-(logps * weights * is_chosen).sum(), "chosen_tokens", config.sft_weight))
         return terms
 
-    def _metrics(self, metrics: MetricSums, batch: ShardedBatch, losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor,
-                 chosen: Tensor, rejected: Tensor, logps: Tensor, reference: Tensor | None) -> None:  # fmt: skip
+    def _metrics(
+        self, metrics: MetricSums, batch: ShardedBatch, losses: Tensor, chosen_rewards: Tensor,
+        rejected_rewards: Tensor, chosen: Tensor, rejected: Tensor, logps: Tensor, reference: Tensor | None,
+    ) -> None:  # fmt: skip
         pairs = float(self.once(float(len(losses))))
         margins = chosen_rewards - rejected_rewards
         for name, values in (
@@ -74,3 +90,15 @@ class DpoStage(ReferencedStage):
             metrics.add(name, self.once(values.detach().sum()), pairs)
         if reference is not None:
             self.add_reference_gap(metrics, batch, logps, reference)
+
+
+def length_desensitised(pair: list[Sequence], alpha: float) -> list[Sequence]:
+    """Add the token column `ld_weights`: 1 up to the pair's shorter answer, `alpha` beyond (LD-DPO, 2409.06411)."""
+    trained = [np.asarray(s.loss_weights)[1:] != 0 for s in pair]
+    shorter = torch.tensor(min(int(t.sum()) for t in trained))
+    out = []
+    for sequence, mask in zip(pair, trained, strict=True):
+        index = torch.from_numpy(np.append(np.cumsum(mask) - 1, 0))  # the last position predicts nothing
+        columns = {**sequence.token_columns, "ld_weights": ld_dpo_weights(index, shorter, alpha)}
+        out.append(replace(sequence, token_columns=columns))
+    return out
