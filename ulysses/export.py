@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,10 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     with torch.device("meta"):
         model: nn.Module = RewardModel(shape) if reward else CausalLM(shape)
     out.mkdir(parents=True, exist_ok=True)
+    copy_side_files(run / "tokenizer", out)
+    if state["config"]["model"]["lora"]["rank"]:
+        _export_lora(model, saved, state["config"], shape, out)
+        return
     writer = WeightWriter(out)
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.numel(), dtype=torch.float32)
@@ -46,7 +51,38 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
         writer.add(name, whole.to(dtype).view(parameter.shape))
     writer.finish()
     write_config(out, shape, dtype=dtype, reward=reward)
-    copy_side_files(run / "tokenizer", out)
+
+
+def _export_lora(model: nn.Module, saved: SavedSlices, config: dict[str, Any], shape: ModelConfig, out: Path) -> None:
+    """Write the adapters, or the base weights (read from where the run read them) with the adapters added in."""
+    from ulysses.training.build import read_shape, weights_of  # heavy, and needed here only
+    from ulysses.training.command_line import check
+    from ulysses.training.lora import add_adapters, base_name, is_adapter, merged, save_adapters
+
+    settings = check(config)
+    lora, reward, dtype = settings.model.lora, settings.stage == "rm", DTYPES[settings.model.dtype]
+    shapes = {name: p.shape for name, p in add_adapters(model, lora).named_parameters()}
+    adapters = {}
+    for name in filter(is_adapter, shapes):
+        whole = torch.empty(shapes[name].numel(), dtype=torch.float32)
+        saved.read_into(whole, name, "master")
+        adapters[name] = whole.to(dtype).view(shapes[name])
+    if not lora.merge:
+        save_adapters(out, adapters, lora, reward=reward, base=settings.model.path)
+        return
+    source = weights_of(settings, shape, read_shape(settings)[1])
+    writer = WeightWriter(out)
+    for name, size in shapes.items():
+        if name in adapters and ".lora_" in name:
+            continue
+        plain = base_name(name)
+        if name in adapters:
+            weight = adapters[name]
+        else:
+            weight = source.slice(plain, size, 0, size.numel(), dtype, torch.device("cpu")).view(size)
+        writer.add(plain, merged(name, weight, adapters, lora))
+    writer.finish()
+    write_config(out, shape, dtype=dtype, reward=reward)
 
 
 def main() -> int:

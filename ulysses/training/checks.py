@@ -5,7 +5,7 @@ Each check is one sentence: what was given, what is required, what to change.
 
 import importlib.util
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,8 @@ def check_run(config: Config, world_size: int) -> Plan:
     if config.model.init == "pretrained" and folder is not None:
         check_weights(shape, folder, reward=config.stage == "rm")
     tokenizer = read_tokenizer(config, folder, shape)
+    if config.stage == "rm":
+        shape = replace(shape, pad_token_id=scoring_pad(tokenizer, shape))
     missing = missing_sources([*parse_sources(config.data.train or []), *parse_sources(config.data.eval or [])])
     if missing:
         raise ConfigError(f"data: {missing[0]}")
@@ -198,6 +200,17 @@ def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
     if len(tokenizer) > shape.vocab_size:
         raise ConfigError(f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary holds {shape.vocab_size}; set model.config.vocab_size or use the model's own")
     return tokenizer
+
+
+def scoring_pad(tokenizer: Any, shape: Shape) -> int | None:
+    """Return the padding token that an exported reward model's config.json names, or None.
+
+    transformers reads the score at the last token that is not padding, so a padding token that also ends sequences
+    would move it; without one, transformers scores one sequence at a time, at its last token as here.
+    """
+    eos = shape.eos_token_id if isinstance(shape.eos_token_id, tuple) else (shape.eos_token_id,)
+    pad = tokenizer.pad_token_id
+    return None if pad in (*eos, tokenizer.eos_token_id) else pad
 
 
 def find_checkpoint(config: Config) -> Path | None:

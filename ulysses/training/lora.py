@@ -8,7 +8,7 @@ Source: Hu et al. 2021 (2106.09685); the files are those of peft.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,7 @@ def save_adapters(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, 
     saved.save_pretrained(str(folder))
 
 
-def merged(
-    name: str, weight: Tensor, adapters: dict[str, Tensor], config: LoraConfig
-) -> Tensor:
+def merged(name: str, weight: Tensor, adapters: dict[str, Tensor], config: LoraConfig) -> Tensor:
     """Return the base weight plus its adapter's alpha / rank * B A, computed in float32; others come back as they are."""
     if not name.endswith(".base_layer.weight"):
         return weight
@@ -135,8 +133,3 @@ def merged(
     a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"].float() for k in "AB")
     return (weight.float() + config.alpha / config.rank * (b @ a)).to(weight.dtype)
 
-
-def export_names(model: Callable[[], nn.Module], config: LoraConfig) -> dict[str, torch.Size]:
-    """Return names and shapes of all parameters, adapters included, without memory."""
-    with torch.device("meta"):
-        return {name: p.shape for name, p in add_adapters(model(), config).named_parameters()}
