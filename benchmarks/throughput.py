@@ -20,7 +20,7 @@ from models.layers import DecoderLayer
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import RandomWeights
+from ulysses.training.build import RandomWeights, layer_parameters
 from ulysses.training.config import OptimizerConfig
 from ulysses.training.gradient_config import GradientsConfig
 from ulysses.training.metrics import device_peak_flops, model_flops
@@ -53,8 +53,7 @@ def main() -> None:
         shape = type(shape).from_hf({**shape.to_hf(), "num_hidden_layers": a.layers})
     mesh = ParallelMesh(a.sp or world, num_heads=shape.num_attention_heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    layer = shape.hidden_size * (shape.hidden_size * 2 + 3 * shape.intermediate_size)
-    settings = derive(dtype=dtype, largest_layer=layer)
+    settings = derive(dtype=dtype, largest_layer=layer_parameters(shape))
     model = build_partitioned(lambda: CausalLM(shape, mesh, attention=a.attention), settings, RandomWeights(shape, 0))
     engine = ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=1e-6), on_gpu=device.type == "cuda"), (DecoderLayer,))
     policies = GradientsConfig().chain()

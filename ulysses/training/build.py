@@ -1,6 +1,7 @@
 """From configuration to a partitioned model on every rank."""
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +103,21 @@ def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
         raise ConfigError(f"model.path: {error}") from None
 
 
+def layer_parameters(shape: Shape) -> int:
+    """Return the number of parameters of one decoder layer."""
+    return replace(shape, num_hidden_layers=shape.num_hidden_layers + 1).num_parameters() - shape.num_parameters()
+
+
 def build_engine(
     config: Config, shape: Shape, source: Any, mesh: ParallelMesh, kernel: str, *, reward: bool = False, trainable: bool = True, recompute: Any = "none"
 ) -> ZeroEngine:
     """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together."""
-    layer = shape.hidden_size * (shape.hidden_size * 2 + 3 * shape.intermediate_size)
     settings = derive(
         dtype=DTYPES[config.model.dtype],
         reduce_dtype=config.optimizer.reduce_dtype,
         offload_optimizer=config.memory.offload_optimizer and trainable,
         offload_parameters=config.memory.offload_parameters,
-        largest_layer=layer,
+        largest_layer=layer_parameters(shape),
         raw=config.deepspeed,
     )
 

@@ -6,6 +6,7 @@
 DeepSpeed averages gradients over all ranks and knows nothing of sequence parallelism.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,24 @@ from torch import nn
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.gradients import check_deepspeed, zero_gradients
+
+
+AHEAD = 2  # layers that the host may run ahead of the GPU
+
+
+class _RunAhead:
+    """Keep the host from issuing gathers far ahead of the computation: gathered layers would fill the memory."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self.events: deque[torch.cuda.Event] = deque()
+
+    def __call__(self, *_: Any) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self.events.append(event)
+        if len(self.events) > self.layers:
+            self.events.popleft().synchronize()
 
 
 class ZeroEngine:
@@ -38,6 +57,11 @@ class ZeroEngine:
         present = [c for c in leaf_modules if any(type(m) is c for m in model.modules())]
         if present:
             deepspeed.utils.set_z3_leaf_modules(model, present)
+            if torch.cuda.is_available():
+                ahead = _RunAhead(AHEAD)
+                for module in model.modules():
+                    if type(module) in present:
+                        module.register_forward_pre_hook(ahead)
         self.names = {id(p): n for n, p in model.named_parameters()}
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.module: nn.Module = self.engine.module
@@ -46,6 +70,7 @@ class ZeroEngine:
         self.device = torch.device(self.engine.device)
         if self.trainable:
             check_deepspeed(self.zero)
+            self.zero.max_param_reduce_events = 8 * AHEAD  # reductions in flight, about seven per layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
@@ -70,17 +95,21 @@ class ZeroEngine:
         zero = self.zero
         for group, lr in zip(zero.optimizer.param_groups, learning_rates, strict=True):
             group["lr"] = lr
-        timers: set[str] = set()
         zero._pre_step()
         zero._partition_all_parameters()
         if not zero.offload_optimizer:
             zero.zero_grad(set_to_none=True)
-        for index in range(len(zero.fp16_groups)):
-            zero._prepare_sub_group(index, timers)
+        offset = 0
+        for index, master in enumerate(zero.fp32_partitioned_groups_flat):
+            if not zero.offload_optimizer:  # the slices of a sub-group lie side by side in one buffer: no copy is needed
+                master.grad = zero.grad_partitions_flat_buffer.narrow(0, offset, master.numel())
+                offset += master.numel()
             zero._optimizer_step(index)
             zero._reassign_or_swap_out_partitioned_parameters(index)
-            zero._release_sub_group(index, timers)
-        zero._post_step(timers)
+            if not zero.offload_optimizer:
+                master.grad = None
+        zero.averaged_gradients = {}
+        zero._post_step(set())
         self.engine.global_steps += 1
 
     def skip_step(self) -> None:

@@ -44,7 +44,7 @@ def derive(
 
     Args:
         dtype: dtype of the weights, torch.bfloat16 or torch.float32.
-        largest_layer: parameters of one decoder layer; buckets hold about one layer.
+        largest_layer: parameters of one decoder layer; one layer is gathered ahead.
         raw: the user's own DeepSpeed keys.
 
     Raises:
@@ -57,8 +57,11 @@ def derive(
         "overlap_comm": True,
         "contiguous_gradients": False,  # gradients go straight into the reduce-scatter buffer: one copy fewer
         "reduce_scatter": True,
-        "reduce_bucket_size": max(int(5e7), largest_layer),
-        "stage3_prefetch_bucket_size": max(int(5e7), largest_layer),
+        # A matrix's gradient is reduced by itself, without a copy into a shared buffer; vectors go together.
+        "reduce_bucket_size": 1_000_000,
+        # Each parameter is gathered straight into its own memory: no copy between gathering and first use.
+        "stage3_allgather_sequential": True,
+        "stage3_prefetch_bucket_size": largest_layer,
         "stage3_param_persistence_threshold": 100_000,
         "stage3_max_live_parameters": max(int(1e9), 4 * largest_layer),
         "stage3_max_reuse_distance": 0,
