@@ -1,0 +1,147 @@
+"""What the documents say is true: settings parse, snippets run, commands, files, tables and tests exist."""
+
+import math
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from losses import DPO_LOSS_TYPES
+from models import ARCHITECTURES
+from ulysses.gradients import GRADIENT_POLICIES, build_chain
+from ulysses.training.command_line import known_keys, parse_command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+READMES = ("README.md", "README.zh-CN.md")
+DOCUMENTS = sorted(p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "tests/README.md"])
+CONFIGS = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("configs/**/*.toml"))
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def table(document: str, first_cell: str) -> list[list[str]]:
+    """Rows below the header that begins with `first_cell`."""
+    lines = (ROOT / document).read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {first_cell}"))
+    rows = [lines[start]]
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append(line)
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+@pytest.mark.parametrize("document", READMES)
+def test_ten_line_configuration_is_valid(document: str, tmp_path: Path) -> None:
+    (text,) = blocks(document, "toml")
+    assert len(text.splitlines()) <= 10
+    path = tmp_path / "long.toml"
+    path.write_text(text)
+    config = parse_command_line(["--config", str(path)]).config
+    assert config.stage == "sft" and config.data.max_length == 65536 and config.parallel.sequence_parallel_size == 8
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_every_shipped_configuration_is_valid_and_short(path: str) -> None:
+    config = parse_command_line(["--config", str(ROOT / path)]).config
+    assert config.run.output.startswith("runs/")
+    assert len((ROOT / path).read_text().splitlines()) <= 40
+    if path.startswith("configs/demo/"):
+        assert config.stage == Path(path).stem
+
+
+@pytest.mark.parametrize("document", READMES)
+def test_library_snippets_run(document: str, tmp_path: Path) -> None:
+    pieces, whole_run = blocks(document, "python")
+    assert len(pieces.splitlines()) == 6
+    names: dict[str, object] = {}
+    exec(compile(pieces, document, "exec"), names)
+    assert names["losses"].shape == (8,) and names["out"].shape == (1, 64, 32, 128)  # type: ignore[attr-defined]
+    compile(whole_run, document, "exec")
+
+
+def test_gradient_policy_page(tmp_path: Path) -> None:
+    for text in blocks("docs/gradients.md", "toml"):
+        section = tomllib.loads(text)["gradients"]
+        if "policies" in section:
+            assert len(build_chain(section["policies"]).policies) >= 3
+        else:
+            assert {f"gradients.{key}" for key in section} <= set(known_keys())
+    (snippet,) = blocks("docs/gradients.md", "python")
+    names: dict[str, object] = {}
+    exec(compile(snippet, "gradients.md", "exec"), names)
+    assert "grad/norm" in names["report"]  # type: ignore[operator]
+    listed = {row[0].strip("`") for row in table("docs/gradients.md", "policy")[1:]}
+    assert listed == {policy.name for policy in GRADIENT_POLICIES}
+
+
+@pytest.mark.parametrize("document", READMES)
+def test_heads_and_degrees(document: str) -> None:
+    """The table is U x R with U = gcd(degree, query heads), and covers every published shape."""
+    header, *rows = table(document, "query / kv")
+    degrees = [int(cell) for cell in header[2:]]
+    for row in rows:
+        heads = int(row[0].split("/")[0])
+        assert row[2:] == [f"{math.gcd(d, heads)}x{d // math.gcd(d, heads)}" for d in degrees], row
+    assert {row[0] for row in rows} == {f"{a.num_attention_heads} / {a.num_key_value_heads}" for a in ARCHITECTURES.values()}
+
+
+@pytest.mark.parametrize("document", READMES)
+def test_stages_are_those_of_the_code(document: str) -> None:
+    rows = table(document, "stage" if document == "README.md" else "阶段")[1:]
+    there = {p.stem for p in (ROOT / "ulysses/training/stages").glob("*.py")} & {"pt", "sft", "rm", "dpo", "kto", "ppo"}
+    assert {row[0].strip("`") for row in rows} == there
+    source = "".join(p.read_text() for p in (ROOT / "ulysses/training").rglob("*.py"))
+    for row in rows:
+        assert (ROOT / f"configs/demo/{row[0].strip('`')}.toml").exists()
+        for name in re.findall(r"`([^`]+)`", row[3]):
+            prefix = name.rpartition("/")[0]
+            assert f'"{name}"' in source or (prefix and f'"{prefix}/' in source), name
+
+
+@pytest.mark.parametrize("document", READMES)
+def test_named_loss_types_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    (sentence,) = re.findall(r"`dpo\.loss_type`.*?preference\.py", text, re.DOTALL)
+    named = set(re.findall(r"[a-z]+(?:_[a-z]+)*", sentence)) & {"sigmoid", "robust", "hinge", "ipo", "simpo", "orpo", "exo_pair", "nca_pair",
+                                                                "sppo_hard", "apo_zero", "apo_down", "discopop"}  # fmt: skip
+    assert len(named) == 12 and named <= set(DPO_LOSS_TYPES)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_files_and_links_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for target in re.findall(r"(?:^|`)make ([a-z]+)\b", text, re.MULTILINE):
+        assert target in targets, target
+    folder = (ROOT / document).parent
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        if not link.startswith("http"):
+            assert (folder / link).exists(), link
+    for path in re.findall(r"`((?:losses|models|ulysses|configs|tests|examples|benchmarks|docs)/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), path
+    for command in "\n".join(blocks(document, "bash")).splitlines():
+        words = shlex.split(command, comments=True)
+        if "train.py" in words:
+            options = {w.removeprefix("--") for w in words[words.index("train.py") :] if w.startswith("--")}
+            assert options <= set(known_keys()) | {"config", "dry-run", "inspect", "gpus"}, command
+
+
+@pytest.mark.parametrize("document", READMES)
+def test_keys_named_in_prose_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    sections = "|".join(k for k in known_keys() if "." not in k)
+    for key in re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]+)", text):
+        assert key in known_keys(), key
+
+
+def test_tests_named_in_the_fault_table_exist() -> None:
+    text = (ROOT / "tests/README.md").read_text()
+    found = re.findall(r"`((?:unit|distributed|parity|golden|e2e)/\w+\.py)::(\w+)`", text)
+    assert len(found) > 30
+    for file, name in found:
+        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{name}"
