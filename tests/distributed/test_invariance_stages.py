@@ -1,0 +1,71 @@
+"""THE invariance test for PT, RM, KTO and adapters: loss, metrics and gradients are the formula's on every topology."""
+
+from typing import Any
+
+import pytest
+
+from tests.engine_case import assert_same_gradients
+from tests.harness import run_distributed
+from tests.stage_case import StageCase, formula, run_stage
+
+SAMPLED = [(1, 1, 128, None), (4, 1, 128, 1), (4, 2, 256, None), (4, 4, 128, 2), (2, 2, 512, 1)]
+FULL = [(w, sp, b, seed) for w in (1, 2, 4) for sp in (1, 2, 4) if sp <= w for b in (128, 512) for seed in (None, 1)]
+KTO = {"beta": 0.3, "desirable_weight": 1.5}
+STAGES: list[tuple[str, dict[str, Any]]] = [
+    ("pt", {"z_loss": 1e-3}), ("rm", {"center_coefficient": 0.1}), ("kto", KTO),
+]  # fmt: skip
+
+
+def check(case: StageCase, world: int) -> dict[str, float]:
+    """Compare one step on `world` ranks with the formula."""
+    loss, exact, expected = formula(case)
+    metrics, gradients = run_distributed(run_stage, world, case, with_zero=True)[0]
+    assert metrics[0]["loss"] == pytest.approx(loss, rel=1e-5)
+    for name, value in expected.items():
+        assert metrics[0][name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
+    assert_same_gradients(gradients[0], exact)
+    return metrics[0]
+
+
+@pytest.mark.parametrize(("world", "sp", "budget", "seed"), SAMPLED)
+@pytest.mark.parametrize(("stage", "options"), STAGES, ids=[s for s, _ in STAGES])
+def test_loss_metrics_and_gradients(stage, options, world, sp, budget, seed) -> None:
+    metrics = check(StageCase(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world)
+    if stage == "kto":
+        assert metrics["kl"] > 0.05  # the baseline takes part
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "sp", "budget", "seed"), FULL)
+@pytest.mark.parametrize(("stage", "options"), STAGES, ids=[s for s, _ in STAGES])
+def test_full_product(stage, options, world, sp, budget, seed) -> None:
+    check(StageCase(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        ("sft", {"loss_type": "dft"}),
+        ("sft", {"label_smoothing": 0.1, "z_loss": 1e-3}),
+        ("kto", {"loss_type": "apo_zero_unpaired", "beta": 0.3}),
+        ("dpo", {"loss_type": "discopop", "f_divergence": "js"}),
+        ("dpo", {"ld_alpha": 0.3}),
+        ("sft", {"neftune_alpha": 5.0}),
+    ],
+    ids=["dft", "smoothing", "apo_zero_unpaired", "discopop js", "ld", "neftune"],
+)
+def test_options(stage, options) -> None:
+    check(StageCase(stage, sp=2, packing_seed=1, options=options), 4)
+
+
+@pytest.mark.parametrize(("stage", "world", "sp", "recompute"), [
+    ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"), ("sft", 1, 1, "keep_exchange"),
+])  # fmt: skip
+def test_adapters(stage, world, sp, recompute) -> None:
+    options = {"rm": {"center_coefficient": 0.1}, "kto": KTO}.get(stage, {})
+    check(StageCase(stage, sp=sp, options=options, lora_rank=3, recompute=recompute), world)
+
+
+@pytest.mark.parametrize("labels", [(1,) * 11, (0,) * 11], ids=["all good", "all bad"])
+def test_kto_with_one_side_only(labels) -> None:
+    check(StageCase("kto", sp=2, labels=labels, options={"beta": 0.3}), 4)

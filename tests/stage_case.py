@@ -1,0 +1,260 @@
+"""PT, RM, KTO and adapters on real ranks under real ZeRO-3, beside the same step from the formula in float64."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from losses.dpo import dpo_loss
+from models.decoder import CausalLM, RewardModel
+from models.layers import DecoderLayer
+from tests.engine_case import SHAPE, CaptureChain, ListDataset, sequences
+from ulysses.data.loader import StepLoader, mismatched
+from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.build import RandomWeights
+from ulysses.training.config import DpoConfig, KtoConfig, LoraConfig, OptimizerConfig, PtConfig, RmConfig, SftConfig
+from ulysses.training.lora import AdapterWeights, add_adapters, is_adapter
+from ulysses.training.optim import adamw
+from ulysses.training.stages.dpo import DpoStage
+from ulysses.training.stages.kto import KtoStage
+from ulysses.training.stages.pt import PtStage
+from ulysses.training.stages.rm import RmStage
+from ulysses.training.stages.sft import SftStage
+from ulysses.training.trainer import Trainer
+from ulysses.zero.construct import build_partitioned, initialize_distributed
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.settings import derive
+
+MAX_LENGTH = 50
+
+
+@dataclass
+class StageCase:
+    """One stage on one topology; `labels` are KTO's, one per example of the data set."""
+
+    stage: str
+    sp: int = 1
+    budget: int = 128
+    packing_seed: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    lora_rank: int = 0
+    targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
+    examples: int = 5
+    steps: int = 1
+    recompute: str = "none"
+    labels: tuple[int, ...] = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)
+
+
+class UnpairedDataset(ListDataset):
+    """KTO examples whose first `prompt_length` tokens are the prompt; the reference's values are made up."""
+
+    def mismatch(self, index: int, other: int, max_length: int) -> Sequence:
+        first, second = self.examples[index][0], self.examples[other][0]
+        head, start = int(self.columns["prompt_length"][index]), int(self.columns["prompt_length"][other])
+        tokens = torch.cat([first.tokens[:head], second.tokens[start:]])[:max_length]
+        weights = torch.cat([torch.zeros(head), second.loss_weights[start:]])[:max_length]
+        guess = -4.7 * float(weights[1:].sum()) - 0.01 * index - 0.1 * other
+        return Sequence(tokens, weights, {}, {"reference_sum": np.float64(guess)})
+
+
+def stage_dataset(case: StageCase, count: int = 11) -> ListDataset:
+    """Ragged examples of the stage's kind, the same on every rank."""
+    kind = case.stage
+    if kind in ("pt", "sft"):
+        plain = sequences(count, 1)
+        if kind == "sft":
+            return ListDataset("sequence", [(s,) for s in plain])
+        return ListDataset("text", [(Sequence(s.tokens, torch.ones(len(s.tokens))),) for s in plain])
+    draw = torch.Generator().manual_seed(4)
+    if kind == "kto":
+        made, prompts, ids = [], [], []
+        for i in range(count):
+            head, tail = (int(n) for n in torch.randint(2, 25, (2,), generator=draw))
+            tokens = torch.randint(0, SHAPE.vocab_size, (head + tail,), generator=draw)
+            if i in (4, 7):  # two more answers to the first prompt, so that cyclic neighbours may share it
+                head, tokens = prompts[0], torch.cat([made[0][0].tokens[: prompts[0]], tokens[head:]])
+            weights = (torch.arange(len(tokens)) >= head).float()
+            logps = -4.6 + 0.3 * torch.randn(len(tokens), generator=draw)
+            made.append((Sequence(tokens, weights, {"reference_logps": logps}),))
+            prompts.append(head)
+            ids.append(0 if i in (4, 7) else i)
+        columns = {"label": case.labels, "prompt_length": prompts, "prompt_id": ids}
+        return UnpairedDataset("unpaired", made, {k: list(v) for k, v in columns.items()})
+    found = sequences(2 * count, 2, reference=kind == "dpo")
+    margins = {"margin": torch.rand(count, generator=draw).tolist()} if kind == "rm" else {}
+    return ListDataset("pair", [(found[2 * i], found[2 * i + 1]) for i in range(count)], margins)
+
+
+class StartedAdapters(AdapterWeights):
+    """B random as well, as after some training: otherwise A would have no gradient."""
+
+    def slice(self, name: str, *rest: Any) -> torch.Tensor:
+        return super().slice(name.replace(".lora_B.", ".lora_A."), *rest)
+
+
+def make_model(case: StageCase, mesh: Any, attention: str = "auto") -> torch.nn.Module:
+    cls = RewardModel if case.stage == "rm" else CausalLM
+    model = cls(SHAPE, mesh, attention=attention, recompute=case.recompute)
+    if case.lora_rank:
+        add_adapters(model, LoraConfig(rank=case.lora_rank, targets=list(case.targets)))
+    return model
+
+
+def make_stage(case: StageCase, engine: Any, mesh: Any) -> Any:
+    o = case.options
+    match case.stage:
+        case "pt":
+            return PtStage(engine, mesh, PtConfig(**o))
+        case "sft":
+            return SftStage(engine, mesh, SftConfig(**o), seed=0)
+        case "rm":
+            return RmStage(engine, mesh, RmConfig(**o))
+        case "dpo":
+            return DpoStage(engine, mesh, DpoConfig(**o), cached=True)
+    return KtoStage(engine, mesh, KtoConfig(**o), max_length=MAX_LENGTH, budget=case.budget, cached=True)
+
+
+def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Trainer, CaptureChain]:
+    """Build everything on this rank; all ranks call it together."""
+    initialize_distributed()
+    mesh = ParallelMesh(case.sp, num_heads=SHAPE.num_attention_heads)
+    settings = derive(dtype=torch.float32)
+    source = StartedAdapters(RandomWeights(SHAPE, 0), 0)
+    model = build_partitioned(lambda: make_model(case, mesh), settings, source)
+    engine = ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=lr), on_gpu=False), (DecoderLayer,))
+    loader = StepLoader(
+        stage_dataset(case) if data is None else data, case.examples, tokens_per_microbatch=case.budget, seed=3,
+        data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,
+    )  # fmt: skip
+    chain = CaptureChain()
+    trainer = Trainer(
+        mesh=mesh, engine=engine, stage=make_stage(case, engine, mesh), loader=loader, eval_loader=None,
+        total_steps=max(2, case.steps), learning_rate=lambda step: lr, policies=chain,
+        flops=lambda tokens, squares: 0.0, peak_flops=None, seed=0,
+    )  # fmt: skip
+    return trainer, chain
+
+
+def run_stage(case: StageCase, lr: float = 0.0) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
+    """Take the case's steps; returns metrics and whole gradients of each (gradients on rank 0 only)."""
+    trainer, chain = make_trainer(case, lr)
+    metrics = [trainer.train_step() for _ in range(case.steps)]
+    trainer.engine.destroy()
+    return metrics, chain.steps if dist.get_rank() == 0 else []
+
+
+def formula(case: StageCase) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """Loss, gradients and some metrics of the first step, one unpacked sequence at a time, float64, no ZeRO."""
+    data = stage_dataset(case)
+    model = make_model(case, None, attention="reference")
+    source = StartedAdapters(RandomWeights(SHAPE, 0), 0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            flat = source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu"))
+            p.copy_(flat.view(p.shape))
+    model.double()
+    indices = StepLoader(data, case.examples, tokens_per_microbatch=10_000, seed=3).indices(0, 0)
+    examples = [data[i] for i in indices]
+
+    def forward(s: Sequence, **more: Any) -> Any:
+        return model(pack_shard([s], ParallelMesh(1), "cpu"), **more)
+
+    def weights(s: Sequence) -> torch.Tensor:
+        return torch.cat([s.loss_weights[1:].double(), torch.zeros(1).double()])
+
+    def summed(s: Sequence) -> torch.Tensor:
+        return (forward(s).logps * weights(s)).sum()
+
+    def reference(s: Sequence) -> torch.Tensor:
+        return (s.token_columns["reference_logps"].double() * weights(s)).sum()
+
+    loss, metrics = PLAIN[case.stage](case, data, indices, examples, forward, weights, summed, reference)
+    loss.backward()
+    trained = {n: p.grad for n, p in model.named_parameters() if not case.lora_rank or is_adapter(n)}
+    return float(loss), trained, metrics
+
+
+def _tokens(case: StageCase, data: Any, indices: Any, examples: Any, forward: Any, weights: Any, *_: Any) -> Any:
+    o, total, count, plain = case.options, 0.0, 0.0, 0.0
+    for e in examples:
+        s, noise = e.sequences[0], {}
+        if o.get("neftune_alpha"):
+            s = replace(s, columns={"noise_key": e.index})
+            noise = {"noise_alpha": o["neftune_alpha"], "noise_seed": 0}
+        out, w = forward(s, lse=True, mean_logit=True, **noise), weights(s)
+        each = -out.logps
+        plain = plain + float((each * w).sum())
+        if o.get("loss_type") == "dft":
+            each = out.logps.detach().exp() * each
+        smoothing = o.get("label_smoothing", 0.0)
+        each = (1 - smoothing) * each + smoothing * (out.lse - out.mean_logit)
+        total = total + ((each + o.get("z_loss", 0.0) * out.lse**2) * w).sum()
+        count = count + w.sum()
+    return total / count, {"nll": plain / float(count)}
+
+
+def _pairs(case: StageCase, data: Any, indices: Any, examples: Any, forward: Any, *_: Any) -> Any:
+    total, scores = 0.0, []
+    for e in examples:
+        chosen, rejected = (forward(s)[-1] for s in e.sequences)
+        total = total - F.logsigmoid(chosen - rejected - e.columns["margin"])
+        total = total + case.options.get("center_coefficient", 0.0) * (chosen + rejected) ** 2
+        scores.append((float(chosen), float(rejected)))
+    flat = np.array(scores)
+    metrics = {
+        "accuracy": float((flat[:, 0] > flat[:, 1]).mean()), "margin": float((flat[:, 0] - flat[:, 1]).mean()),
+        "min_reward": flat.min(), "mean_reward": flat.mean(), "max_reward": flat.max(), "std_reward": flat.std(),
+    }  # fmt: skip
+    return total / len(examples), metrics
+
+
+def _dpo(case: StageCase, data: Any, indices: Any, examples: Any, *functions: Any) -> Any:
+    o = dict(case.options)
+    alpha, total = o.pop("ld_alpha", 1.0), 0.0
+    for e in examples:
+        shorter = min(int((s.loss_weights[1:] != 0).sum()) for s in e.sequences)
+        sides = [replace(s, loss_weights=_decayed(s.loss_weights, shorter, alpha)) for s in e.sequences]
+        (c, r), (rc, rr) = ([f(s)[None] for s in sides] for f in functions[2:])
+        total = total + dpo_loss(c, r, rc, rr, **o)[0].sum()
+    return total / len(examples), {}
+
+
+def _decayed(weights: torch.Tensor, shorter: int, alpha: float) -> torch.Tensor:
+    out, seen = weights.clone(), 0
+    for t in range(1, len(out)):
+        if out[t] != 0:
+            out[t] *= 1.0 if seen < shorter else alpha
+            seen += 1
+    return out
+
+
+def _kto(case: StageCase, data: Any, indices: Any, examples: Any, *functions: Any) -> Any:
+    o, (_, _, summed, reference) = case.options, functions
+    partners = mismatched(indices, [int(data.columns["prompt_id"][i]) for i in indices])
+    gaps = []
+    with torch.no_grad():
+        for i, j in zip(indices, partners, strict=True):
+            s = data.mismatch(i, j, MAX_LENGTH)
+            gaps.append(float(summed(s)) - float(s.columns["reference_sum"]))
+    z0 = max(0.0, sum(gaps) / len(gaps))
+    beta, total, rewards = o.get("beta", 0.1), 0.0, {1: [], 0: []}
+    for e in examples:
+        s = e.sequences[0]
+        r, label = summed(s) - reference(s), int(e.columns["label"])
+        rewards[label].append(beta * float(r))
+        weight = o.get("desirable_weight" if label else "undesirable_weight", 1.0)
+        if o.get("loss_type") == "apo_zero_unpaired":
+            total = total + weight * (1 - torch.sigmoid(beta * r) if label else torch.sigmoid(beta * r))
+        else:
+            total = total + weight * (1 - torch.sigmoid(beta * (r - z0) if label else beta * (z0 - r)))
+    metrics = {f"rewards/{n}": float(np.mean(rewards[k])) for n, k in (("chosen", 1), ("rejected", 0)) if rewards[k]}
+    if o.get("loss_type") != "apo_zero_unpaired":
+        metrics["kl"] = z0
+    return total / len(examples), metrics
+
+
+PLAIN = {"pt": _tokens, "sft": _tokens, "rm": _pairs, "dpo": _dpo, "kto": _kto}
