@@ -1,0 +1,193 @@
+"""Start train.py in real processes and collect exit code, stdout and stderr.
+
+    run("python" | "torchrun" | "deepspeed", ...)    through the real launcher
+    ranks(...)                                       the same processes without one: forked from this process, which has
+                                                     paid the imports already (a second instead of ten on a small machine)
+
+All of them run on the CPU, also where there are GPUs: these tests compare numbers and bytes.
+"""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.harness import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+LAUNCHER_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+@dataclass
+class Outcome:
+    """How a launch ended: the largest exit code in size, and all that was printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def check(self) -> "Outcome":
+        assert self.code == 0, f"exit code {self.code}\n{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
+        return self
+
+
+def environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS}
+    return kept | {
+        "PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+
+
+def command(launcher: str, processes: int, port: int, agents: int = 1) -> list[str]:
+    match launcher:
+        case "python":
+            return [sys.executable]
+        case "torchrun":
+            # The rendezvous' store serves the processes too, so each agent needs nothing but its address.
+            return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={agents}", f"--nproc_per_node={processes}",
+                    "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id=run{port}"]  # fmt: skip
+        case "deepspeed":
+            return [sys.executable, str(BIN / "deepspeed"), "--num_gpus", str(processes), "--master_port", str(port)]
+    raise ValueError(launcher)
+
+
+def run(launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1, timeout: float = 240, cwd: Path = ROOT) -> Outcome:
+    """Run train.py to its end; with several agents, `processes` belong to each of them."""
+    port = free_port()
+    line = [*command(launcher, processes, port, agents), str(ROOT / "train.py"), *map(str, arguments)]
+    children = [
+        subprocess.Popen(line, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        for _ in range(agents)
+    ]
+    deadline, texts = time.monotonic() + timeout, []
+    try:
+        for child in children:
+            texts.append(child.communicate(timeout=max(1.0, deadline - time.monotonic())))
+    finally:
+        for child in children:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+    worst = max((child.returncode for child in children), key=abs)
+    return Outcome(worst, "".join(o for o, _ in texts), "".join(e for _, e in texts))
+
+
+class Ranks:
+    """Processes of one run without a launcher.
+
+    Args:
+        before: called in every process with its rank before train.py starts: where a test plants a fault.
+    """
+
+    def __init__(self, arguments: list[Any], processes: int, logs: Path, before: Callable[[int], None] | None = None, cwd: Path = ROOT) -> None:
+        preload()
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs, self.processes = logs, processes
+        port = free_port()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.codes: dict[int, int] = {}
+        self.pids: list[int] = []
+        for rank in range(processes):
+            pid = os.fork()
+            if pid == 0:
+                _become_rank(rank, processes, port, [str(a) for a in arguments], logs, before, cwd)
+            self.pids.append(pid)
+
+    def poll(self) -> bool:
+        """Reap what has ended; True while some still run."""
+        for pid in self.pids:
+            if pid not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return len(self.codes) < len(self.pids)
+
+    def send(self, number: int, *which: int) -> None:
+        for rank in which or range(self.processes):
+            if self.pids[rank] not in self.codes:
+                os.kill(self.pids[rank], number)
+
+    def wait(self, timeout: float = 120) -> Outcome:
+        deadline = time.monotonic() + timeout
+        late = False
+        while self.poll():
+            if time.monotonic() > deadline and not late:
+                late = True
+                self.send(signal.SIGKILL)
+            time.sleep(0.01)
+        texts = {name: "".join((self.logs / f"{r}.{name}").read_text() for r in range(self.processes)) for name in ("out", "err")}
+        assert not late, f"not finished after {timeout} s\n{texts['out'][-2000:]}\n{texts['err'][-2000:]}"
+        return Outcome(max(self.codes.values(), key=abs), texts["out"], texts["err"])
+
+
+def ranks(arguments: list[Any], processes: int, logs: Path, *, before: Callable[[int], None] | None = None, timeout: float = 120) -> Outcome:
+    """Run train.py on forked processes to its end."""
+    return Ranks(arguments, processes, logs, before).wait(timeout)
+
+
+def preload() -> None:
+    import tests.harness
+
+    tests.harness._import_deepspeed()
+    import torch.utils.tensorboard
+    import tqdm
+
+    import ulysses.training.lora
+    import ulysses.training.run  # noqa: F401
+
+
+def _become_rank(rank: int, world: int, port: int, arguments: list[str], logs: Path, before: Any, cwd: Path) -> None:
+    code = 1
+    try:
+        for name, number in (("out", 1), ("err", 2)):
+            os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.environ.update(environment())
+        if world > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
+        os.chdir(cwd)
+        torch.set_num_threads(1)
+        if before is not None:
+            before(rank)
+        sys.argv = ["train.py", *arguments]
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")  # ends by itself through os._exit
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1 if end.code else 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+TINY = ["--model.config.hidden_size", "32", "--model.config.intermediate_size", "64", "--model.config.num_hidden_layers", "2"]
+
+
+def tiny(stage: str, output: Path, cache: Path, **settings: Any) -> list[str]:
+    """Arguments of a run of seconds: the demo's data and a model of a few thousand weights."""
+    values: dict[str, Any] = {
+        "run.output": output, "data.cache": cache, "run.steps": 5, "run.eval_every": 0, "batch.examples": 8, "data.eval": "[]",
+        "parallel.sequence_parallel_size": 1, "batch.tokens_per_microbatch": 512, "data.max_length": 256,
+    }  # fmt: skip
+    values |= {name.replace("__", "."): value for name, value in settings.items()}
+    out = ["--config", str(ROOT / f"configs/demo/{stage}.toml"), *TINY]
+    for name, value in values.items():
+        out += [f"--{name}", value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value)]
+    return out

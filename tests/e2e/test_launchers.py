@@ -1,0 +1,68 @@
+"""train.py under every launcher: the same losses and gradient norms on any number of processes and any degree."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import metrics, ranks, run, tiny
+
+# (stage, launcher, processes per agent, agents, degree). "ranks" starts the processes without a launcher.
+REAL = [
+    ("sft", "torchrun", 4, 1, 2),
+    ("dpo", "torchrun", 4, 1, 4),
+    ("dpo", "deepspeed", 2, 1, 2),
+    ("sft", "torchrun", 2, 2, 2),
+    ("sft", "torchrun", 2, 2, 4),
+]
+QUICK = [("sft", "ranks", 4, 1, 1), ("sft", "ranks", 4, 1, 4), ("dpo", "ranks", 4, 1, 1), ("dpo", "ranks", 4, 1, 2)]
+FULL = [(stage, "torchrun", 4, 1, sp) for stage in ("sft", "dpo") for sp in (1, 2, 4)]
+FULL += [(stage, "torchrun", 2, 2, sp) for stage in ("sft", "dpo") for sp in (2, 4)] + [("sft", "deepspeed", 2, 1, 1)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("launchers")
+
+
+@pytest.fixture(scope="module")
+def one_process(folder: Path) -> dict[str, list[dict[str, float]]]:
+    """The numbers of plain python, by stage."""
+    out = {}
+    for stage in ("sft", "dpo"):
+        run("python", tiny(stage, folder / stage, folder / "cache"), timeout=120).check()
+        out[stage] = metrics(folder / stage)
+    return out
+
+
+def check(case: tuple[str, str, int, int, int], one_process: dict[str, list[dict[str, float]]], folder: Path) -> None:
+    stage, launcher, processes, agents, sp = case
+    output = folder / "-".join(map(str, case))
+    # another budget than the one process had: other micro-batches too
+    arguments = tiny(stage, output, folder / "cache", parallel__sequence_parallel_size=sp, batch__tokens_per_microbatch=700)
+    if launcher == "ranks":
+        ranks(arguments, processes, output / "logs").check()
+    else:
+        run(launcher, arguments, processes, agents=agents).check()
+    found = metrics(output)
+    assert len(found) == len(one_process[stage]) == 5
+    for theirs, ours in zip(one_process[stage], found, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", REAL + QUICK, ids=lambda c: "-".join(map(str, c)))
+def test_same_numbers(case, one_process, folder) -> None:
+    check(case, one_process, folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL, ids=lambda c: "-".join(map(str, c)))
+def test_same_numbers_under_real_launchers(case, one_process, folder) -> None:
+    check(case, one_process, folder)
+
+
+def test_learning_happens(one_process) -> None:
+    """Equal numbers of a run that stands still would prove nothing."""
+    assert one_process["sft"][-1]["loss"] < one_process["sft"][0]["loss"] - 0.01
+    assert one_process["dpo"][0]["loss"] == pytest.approx(0.6931472, abs=1e-6)  # ln 2: the reference is the policy
+    assert one_process["dpo"][-1]["loss"] != one_process["dpo"][0]["loss"]
