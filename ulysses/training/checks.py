@@ -234,11 +234,24 @@ def find_checkpoint(config: Config) -> Path | None:
     return None
 
 
+def adapter_parameters(config: Config, shape: Shape) -> int:
+    """Count the parameters that LoRA trains."""
+    d, f = shape.hidden_size, shape.intermediate_size
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    sides = {
+        "q_proj": d + q, "k_proj": d + kv, "v_proj": d + kv, "o_proj": q + d,
+        "gate_proj": d + f, "up_proj": d + f, "down_proj": f + d,
+    }  # fmt: skip
+    lora = config.model.lora
+    adapters = shape.num_hidden_layers * lora.rank * sum(sides[name] for name in set(lora.targets))
+    return adapters + (d if config.stage == "rm" else 0)
+
+
 def check_disk(plan: Plan) -> None:
     """Refuse to start if the disk cannot hold the checkpoints that rotation keeps, one more while saving, and the export."""
     config = plan.config
     numel = plan.shape.num_parameters()
-    each = 12 * numel
+    each = 12 * (adapter_parameters(config, plan.shape) if config.model.lora.rank else numel)
     count = 2 + (config.run.keep if config.run.save_every else 0)
     need = each * count + (numel * DTYPES[config.model.dtype].itemsize if config.run.export else 0)
     place = config.output.absolute()

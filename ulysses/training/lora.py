@@ -111,7 +111,9 @@ class BasePolicy:
         return self.engine(*args, **kwargs)
 
 
-def save_adapters(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, *, reward: bool, base: str | None) -> None:
+def save_adapters(
+    folder: Path, tensors: dict[str, Tensor], config: LoraConfig, *, reward: bool, base: str | None
+) -> None:
     """Write adapter_model.safetensors and adapter_config.json as peft reads them.
 
     Args:
@@ -126,7 +128,7 @@ def save_adapters(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, 
 
 
 def merged(name: str, weight: Tensor, adapters: dict[str, Tensor], config: LoraConfig) -> Tensor:
-    """Return the base weight plus its adapter's alpha / rank * B A, computed in float32; others come back as they are."""
+    """Return the base weight plus its adapter's alpha / rank * B A, summed in float32; others come back as they are."""
     if not name.endswith(".base_layer.weight"):
         return weight
     stem = name.removesuffix(".base_layer.weight")

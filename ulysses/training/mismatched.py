@@ -61,6 +61,7 @@ class MismatchedCache:
         name = hashlib.sha256(self.keys.tobytes() + str(max_length).encode()).hexdigest()[:24]
         self.folder: Path = cache.folder
         self._data, self._mark = (self.folder / f"mismatched-{name}.{end}" for end in ("bin", "json"))
+        self.chunk = CHUNK
         self.values: np.ndarray | None = None
 
     def fill(
@@ -83,7 +84,7 @@ class MismatchedCache:
             np.memmap(self._data, dtype=np.float64, mode="w+", shape=(max(1, count),)).flush()
         if start < count:
             say(f"computing reference log-probabilities of {count - start} mismatched answers -> {self._data}")
-        chunk = CHUNK * mesh.data_parallel_size
+        chunk = self.chunk * mesh.data_parallel_size
         for first in range(start, count, chunk):
             values = self._chunk(self.pairs[first : first + chunk], logprobs, mesh, device, budget)
             if writer:

@@ -1,0 +1,321 @@
+"""Whole runs of PT, RM, KTO and adapters: training, evaluation, checkpoints, references, and exports read by others."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from models.hf_format import read_config
+from tests.harness import run_distributed
+from ulysses.data.demo import write_demo
+from ulysses.export import export_checkpoint
+from ulysses.training.checks import adapter_parameters
+from ulysses.training.command_line import ConfigError, check
+from ulysses.training.run import TrainingRun
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few rows of the demo data of every stage, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder)
+    for path in folder.glob("*.jsonl"):
+        rows = path.read_text().splitlines()
+        path.write_text("\n".join(rows[: 12 if "_eval" in path.name else 29]) + "\n")
+    return folder
+
+
+def settings(demo: Path, stage: str, output: Path, **changes: Any) -> dict[str, Any]:
+    """A run's configuration; keyword arguments a__b = value set [a] b."""
+    config: dict[str, Any] = {
+        "stage": stage,
+        "model": {"init": "random", "config": SHAPE, "tokenizer": str(demo / "tokenizer"), "dtype": "float32"},
+        "data": {"train": str(demo / f"{stage}_train.jsonl"), "eval": str(demo / f"{stage}_eval.jsonl"),
+                 "max_length": 128, "cache": str(demo / "cache")},
+        "batch": {"examples": 7, "tokens_per_microbatch": 256},
+        "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
+        "run": {"output": str(output), "steps": 3},
+    }  # fmt: skip
+    for key, value in changes.items():
+        section = config
+        *path, last = key.split("__")
+        for name in path:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return config
+
+
+def train(config: dict[str, Any], stop_after: int | None = None) -> list[dict[str, float]]:
+    """Run on this rank; returns the logged lines on rank 0."""
+    run = TrainingRun(check(config))
+    run.__enter__()
+    if stop_after is not None:
+        original = run.trainer.train_step
+
+        def step() -> dict[str, float]:
+            run.trainer.stop_requested = run.trainer.step + 1 == stop_after
+            return original()
+
+        run.trainer.train_step = step
+    run.train()
+    run.engine.destroy()
+    if run.log is not None:
+        run.log.close()
+    lines = (Path(config["run"]["output"]) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines] if dist.get_rank() == 0 else []
+
+
+def on_ranks(world: int, config: dict[str, Any], **more: Any) -> list[dict[str, float]]:
+    return run_distributed(train, world, config, with_zero=True, timeout=200, **more)[0]
+
+
+@pytest.mark.parametrize(("stage", "expected"), [
+    ("pt", {"loss", "nll", "perplexity", "eval/perplexity"}),
+    ("rm", {"loss", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "std_reward", "eval/accuracy"}),
+    ("kto", {"loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "eval/kl"}),
+])  # fmt: skip
+def test_stage_trains_on_two_ranks(demo, tmp_path, stage, expected) -> None:
+    config = settings(demo, stage, tmp_path / "run", parallel__sequence_parallel_size=2, run__steps=6)
+    lines = on_ranks(2, config)
+    assert len(lines) == 6 and expected <= set(lines[-1])
+    assert all(np.isfinite(v) for line in lines for v in line.values())
+    if stage == "pt":
+        assert lines[-1]["eval/perplexity"] == pytest.approx(np.exp(lines[-1]["eval/nll"]), rel=1e-9)
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
+def test_kto_begins_at_the_reference(demo, tmp_path) -> None:
+    for options in ({}, {"kto__reference": "live"}, {"model__lora__rank": 2}):
+        first = on_ranks(1, settings(demo, "kto", tmp_path / "run", run__steps=1, run__overwrite=True, **options))[0]
+        assert first["loss"] == pytest.approx(0.5, abs=1e-6) and abs(first["rewards/margins"]) < 1e-5
+        assert first["kl"] == pytest.approx(0.0, abs=1e-4) and first["reference_gap"] < 1e-5
+
+
+def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path) -> None:
+    """29 examples in steps of 7: five steps an epoch, the last one of a single example without a partner."""
+    runs = [
+        on_ranks(world, settings(demo, "kto", tmp_path / name, run__steps=12, kto__reference=kind, optimizer__lr=3e-3))
+        for name, kind, world in (("cached", "cached", 1), ("live", "live", 2))
+    ]
+    assert max(line["kl"] for line in runs[0]) > 0.01
+    for a, b in zip(*runs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5), a["step"]
+        assert a["kl"] == pytest.approx(b["kl"], abs=5e-3)
+    assert runs[0][4]["kl"] == 0.0  # one example: no mismatch, no baseline, and finite
+
+
+def test_kto_resumes_exactly_and_only_with_its_reference(demo, tmp_path) -> None:
+    whole = on_ranks(1, settings(demo, "kto", tmp_path / "whole", run__steps=6))
+    config = settings(demo, "kto", tmp_path / "cut", run__steps=6, run__resume="auto")
+    on_ranks(1, config, stop_after=3)
+    resumed = on_ranks(1, config)
+    drop = ("seconds", "tokens_per_second")
+    strip = [[{k: v for k, v in line.items() if k not in drop} for line in lines] for lines in (whole, resumed)]
+    assert strip[0] == strip[1]
+
+    shutil.copytree(demo / "cache", tmp_path / "cache")
+    for mark in (tmp_path / "cache").glob("reference-*/mismatched-*.json"):
+        mark.unlink()
+    config["data"]["cache"], config["run"]["steps"] = str(tmp_path / "cache"), 7
+    with pytest.raises(AssertionError, match=r"no longer has the initial policy; restore data\.cache, or set kto\.ref"):
+        on_ranks(1, config)
+
+
+def test_reward_model_scores_the_same_in_transformers(demo, tmp_path) -> None:
+    """Score at the last token by length: with EOS inside the prompt, with padding, and where pad equals EOS."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = settings(demo, "rm", tmp_path / "run")
+    on_ranks(2, config)
+    export = tmp_path / "run" / "export"
+    rows = [[3, 5, 9, 650, 7], [4, 650, 4], [11, 12, 13, 14, 15, 16, 650]]
+    ours = run_distributed(scores, 2, export, rows, with_zero=True)[0]
+    theirs = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32).eval()
+    pad = theirs.config.pad_token_id
+    assert theirs.config.num_labels == 1 and pad is not None
+    width = max(map(len, rows))
+    padded = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        found = theirs(padded, attention_mask=(padded != pad).long()).logits.flatten()
+        alone = torch.stack([theirs(torch.tensor([row])).logits.flatten()[0] for row in rows])
+    torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone, ours, rtol=1e-4, atol=1e-5)
+    # The head travels: a run that starts from the export, with learning rate 0, evaluates exactly alike.
+    again = settings(demo, "rm", tmp_path / "again", run__steps=1, optimizer__lr=0.0)
+    again["model"] = {"path": str(export), "dtype": "float32"}
+    last = on_ranks(1, config | {"run": {**config["run"], "output": str(tmp_path / "same")}})[-1]
+    line = on_ranks(1, again)[-1]
+    for name in ("eval/loss", "eval/accuracy", "eval/mean_reward"):
+        assert line[name] == pytest.approx(last[name], rel=1e-4)
+
+
+def scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
+    from models.decoder import RewardModel
+    from models.hf_format import WeightFiles, read_config
+    from ulysses.parallel.batch import Sequence, pack_shard
+    from ulysses.parallel.mesh import ParallelMesh
+    from ulysses.parallel.reduce import sequence_last
+
+    mesh, shape, files = ParallelMesh(2), read_config(folder), WeightFiles(folder)
+    model = RewardModel(shape, mesh)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(files.read(name).view(p.shape))
+        batch = pack_shard([Sequence(torch.tensor(r), torch.zeros(len(r))) for r in rows], mesh)
+        return sequence_last(model(batch), batch)
+
+
+@pytest.fixture(scope="module")
+def base(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained model folder."""
+    folder = tmp_path_factory.mktemp("base") / "run"
+    on_ranks(1, settings(demo, "sft", folder, run__steps=2))
+    return folder / "export"
+
+
+def with_adapters(demo: Path, base: Path, stage: str, output: Path, **changes: Any) -> dict[str, Any]:
+    config = settings(demo, stage, output, optimizer__lr=2e-2, **changes)
+    config["model"] = {"path": str(base), "dtype": "float32", "lora": {"rank": 4, **config["model"].get("lora", {})}}
+    return config
+
+
+def test_adapters_load_with_peft(demo, base, tmp_path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    line = on_ranks(2, with_adapters(demo, base, "sft", tmp_path / "plain"))[-1]
+    on_ranks(1, with_adapters(demo, base, "sft", tmp_path / "merged", model__lora={"merge": True}))
+    export = tmp_path / "plain" / "export"
+    assert not list(export.glob("model*.safetensors"))
+    assert json.loads((export / "adapter_config.json").read_text())["r"] == 4
+    tokens = torch.arange(3, 60)[None]
+    with torch.no_grad():
+        start = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        before = start(tokens).logits
+        adapted = PeftModel.from_pretrained(start, export).eval()
+        after = adapted(tokens).logits
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "export", dtype=torch.float32)
+        merged = whole(tokens).logits
+    assert (after - before).abs().max() > 0.05
+    torch.testing.assert_close(after, merged, rtol=1e-3, atol=1e-3)
+    assert line["eval/nll"] == pytest.approx(nll(adapted, demo), rel=1e-4)
+    export_checkpoint(tmp_path / "merged" / "checkpoints" / "step-3", tmp_path / "again")
+    again, first = (load_file(p / "model.safetensors") for p in (tmp_path / "again", tmp_path / "merged" / "export"))
+    assert set(again) == set(first)
+    for name, weight in first.items():
+        torch.testing.assert_close(again[name], weight)
+
+
+def nll(model: Any, demo: Path) -> float:
+    """Mean over the held-out SFT data's trained tokens, computed by transformers."""
+    from ulysses.training.checks import check_run
+
+    plan = check_run(check(settings(demo, "sft", demo / "nowhere")), 1)
+    total, count = 0.0, 0.0
+    for example in plan.datasets()[1]:
+        s = example.sequences[0]
+        tokens, weights = torch.tensor(np.array(s.tokens)).long(), torch.tensor(np.array(s.loss_weights)).double()[1:]
+        with torch.no_grad():
+            logps = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        total, count = total - float((logps * weights).sum()), count + float(weights.sum())
+    return total / count
+
+
+def test_reward_adapters_load_with_peft(demo, base, tmp_path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    on_ranks(1, with_adapters(demo, base, "rm", tmp_path / "plain"))
+    on_ranks(1, with_adapters(demo, base, "rm", tmp_path / "merged", model__lora={"merge": True}))
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        start = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+        ours = PeftModel.from_pretrained(start, tmp_path / "plain" / "export").eval()(tokens).logits
+        export = tmp_path / "merged" / "export"
+        whole = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path) -> None:
+    config = with_adapters(demo, base, "dpo", tmp_path / "run", run__save_every=2, run__steps=2)
+    found = run_distributed(measured, 2, config, with_zero=True)[0]
+    rank, width, ff, kv = 4, 32, 48, 16
+    pairs = [(width, width), (width, kv), (width, kv), (width, width), (width, ff), (width, ff), (ff, width)]
+    adapters = 2 * sum(rank * (a + b) for a, b in pairs)
+    padding = 2 * 7 * 2 * 2  # every partition is padded to a multiple of the ranks
+    for name in ("master", "gradient", "moments"):
+        assert adapters / 2 <= found[name] <= adapters / 2 + padding, (name, found[name], adapters)
+    assert found["base_with_gradient"] == 0 and found["base_changed"] == 0 and found["adapters_changed"] > 0
+    files = (tmp_path / "run").glob("checkpoints/step-2/policy/*.master.safetensors")
+    saved = sum(len(load_file(p)["data"]) for p in files)
+    assert saved == adapters == adapter_parameters(check(config), read_config(base))
+
+
+def measured(config: dict[str, Any]) -> dict[str, float]:
+    """Elements of optimizer and gradient memory on this rank after a step, and what the step changed."""
+    from ulysses.training.lora import is_adapter
+    from ulysses.zero.state import full_parameters
+
+    run = TrainingRun(check(config))
+    run.__enter__()
+    zero, before, numbers = run.engine.zero, dict(full_parameters(run.engine)), {}
+    original = run.engine.step
+
+    def step(rates: list[float]) -> None:
+        numbers["gradient"] = sum(g.numel() for group in zero.averaged_gradients.values() for g in group)
+        frozen = [p for p in run.engine.module.parameters() if not p.requires_grad]
+        numbers["base_with_gradient"] = sum(p.grad is not None for p in frozen)
+        original(rates)
+
+    run.engine.step = step
+    run.train()
+    flats = zero.fp32_partitioned_groups_flat
+    numbers["master"] = sum(f.numel() for f in flats)
+    numbers["moments"] = sum(v.numel() for f in flats for k, v in zero.optimizer.state[f].items() if k == "exp_avg")
+    after = dict(full_parameters(run.engine))
+    if dist.get_rank() == 0:
+        changed = {n for n, t in after.items() if not torch.equal(t, before[n])}
+        numbers["base_changed"] = len({n for n in changed if not is_adapter(n)})
+        numbers["adapters_changed"] = len(changed)
+    return numbers
+
+
+def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_path) -> None:
+    """Cached and live agree, no second engine is built, and a resumed run may fill a lost cache."""
+    live = on_ranks(1, with_adapters(demo, base, "dpo", tmp_path / "live", run__steps=4, dpo__reference="live"))
+    config = with_adapters(demo, base, "dpo", tmp_path / "cached", run__steps=4, run__resume="auto")
+    on_ranks(1, config, stop_after=2)
+    config["data"]["cache"] = str(tmp_path / "lost")
+    cached = on_ranks(1, config)
+    assert live[-1]["rewards/margins"] != 0
+    for a, b in zip(live, cached, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+        assert a["rewards/margins"] == pytest.approx(b["rewards/margins"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "changes", "sentence"), [
+    ("kto", {"batch__examples": 1}, "batch.examples is 1 but kto's baseline pairs each example with another"),
+    ("kto", {"kto__reference": "sometimes"}, 'kto.reference is \'sometimes\' but must be "cached", "live" or a model'),
+    ("kto", {"kto__desirable_weight": 0.0, "kto__undesirable_weight": 0.0}, "nothing would be trained"),
+    ("dpo", {"dpo__loss_type": "exo_pair"}, "infinite at label_smoothing 0"),
+    ("dpo", {"dpo__loss_type": "ipo", "dpo__f_divergence": "js"}, "f_divergence is 'js' but loss_type 'ipo' has none"),
+    ("dpo", {"dpo__f_divergence": "alpha", "dpo__f_alpha": 1.0}, "f_alpha is 1"),
+    ("sft", {"sft__loss_type": "dft", "sft__label_smoothing": 0.1}, "sft.loss_type \"dft\" has none"),
+    ("sft", {"model__lora__rank": 4, "model__lora__targets": []}, "model.lora.targets is empty"),
+    ("sft", {"model__lora__rank": 4, "model__lora__targets": ["lm_head"]}, "model.lora.targets"),
+])  # fmt: skip
+def test_what_cannot_be_honoured_is_refused(demo, tmp_path, stage, changes, sentence) -> None:
+    with pytest.raises(ConfigError) as error:
+        TrainingRun(check(settings(demo, stage, tmp_path / "run", **changes)))
+    assert sentence in str(error.value)

@@ -1,0 +1,153 @@
+"""The parts of the stages that need no process group: metrics, hints, KTO's pairs and their cache, document pieces."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.stage_case import MAX_LENGTH, StageCase, stage_dataset
+from tests.tiny_tokenizer import write_rows, write_tokenizer
+from ulysses.data.chat import load_tokenizer
+from ulysses.data.dataset import open_dataset
+from ulysses.data.encode import DataSettings
+from ulysses.data.formats import parse_sources
+from ulysses.data.loader import StepLoader
+from ulysses.parallel.batch import PackedBatch, Sequence, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.reduce import sequence_last
+from ulysses.training.build_stage import weight_hint
+from ulysses.training.checks import scoring_pad
+from ulysses.training.config import DpoConfig
+from ulysses.training.metrics import MetricSums
+from ulysses.training.mismatched import MismatchedCache, mismatched_lengths, pairs_of_run
+from ulysses.training.stages.dpo import length_desensitised, loss_options
+
+CPU = torch.device("cpu")
+
+
+def test_maximum_over_micro_batches_and_of_nothing() -> None:
+    metrics = MetricSums(CPU)
+    metrics.add_max("a", torch.tensor([1.0, -3.0]))
+    metrics.add_max("a", torch.tensor([2.5]))
+    metrics.add_max("a", torch.empty(0))
+    metrics.add_max("nothing", torch.empty(0))
+    metrics.add("mean", 6.0, 4.0)
+    assert metrics.reduce() == {"mean": 1.5, "a": 2.5}
+
+
+def test_score_is_read_at_the_last_token_whatever_it_is() -> None:
+    """EOS inside the prompt, EOS as padding elsewhere, a sequence of one token: only the length decides."""
+    rows = [[9, 2, 5, 2], [2], [3, 2, 2, 2, 2]]
+    batch = pack_shard([Sequence(torch.tensor(r), torch.zeros(len(r))) for r in rows], ParallelMesh(1))
+    assert sequence_last(torch.arange(10.0), batch).tolist() == [3.0, 4.0, 9.0]
+
+
+@pytest.mark.parametrize(("eos", "pad", "expected"), [(7, 8, 8), (7, 7, None), ((5, 7), 5, None), (None, None, None)])
+def test_exported_reward_model_never_pads_with_eos(eos: Any, pad: Any, expected: Any) -> None:
+    tokenizer: Any = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if isinstance(eos, tuple) else eos)
+    shape: Any = SimpleNamespace(eos_token_id=eos)
+    assert scoring_pad(tokenizer, shape) == expected
+
+
+@pytest.mark.parametrize(("good", "bad", "weights", "says"), [
+    (100, 100, (1.0, 1.0), ""), (120, 100, (1.0, 1.0), ""), (100, 100, (4 / 3, 1.0), ""),
+    (300, 100, (1.0, 1.0), "kto.undesirable_weight = 3"), (100, 300, (1.0, 1.0), "kto.desirable_weight = 3"),
+    (5, 0, (1.0, 1.0), "5 good and 0 bad"), (5, 5, (1.0, 0.0), "inf"),
+])  # fmt: skip
+def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, says) -> None:
+    hint = weight_hint(good, bad, *weights)
+    assert says in hint and bool(says) == bool(hint)
+
+
+@pytest.mark.parametrize("examples", [2, 3, 5, 6])
+def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples: int) -> None:
+    """A permutation of pairs by ranks or packing would be seen here; so would reversed pairs on an odd batch."""
+    data = stage_dataset(StageCase("kto"))
+    prompts = data.columns["prompt_id"]
+    plain = StepLoader(data, examples, tokens_per_microbatch=128, seed=3)
+    other = StepLoader(
+        data, examples, tokens_per_microbatch=512, seed=3, data_parallel_size=2, dp_rank=1, packing_seed=5
+    )  # fmt: skip
+    for k in range(plain.steps_per_epoch):
+        indices = plain.indices(0, k)
+        partners = plain.partners(indices)
+        for place, (i, j) in enumerate(zip(indices, partners, strict=True)):
+            following = indices[place + 1 :] + indices[:place]
+            assert j == next((n for n in following if prompts[n] != prompts[i]), -1)
+        served = {e.index: e.partner for part in other.step(0, k) for e in part}
+        assert all(served[i] == j for i, j in zip(indices, partners, strict=True) if i in served)
+    assert len(plain.partners([4])) == 1 and plain.partners([4]) == [-1]
+
+
+def fake_reference(batch: Any) -> torch.Tensor:
+    return -(batch.tokens.double() / 7 + batch.positions) * 0.1
+
+
+def test_mismatched_cache_survives_a_kill_and_knows_its_pairs(tmp_path: Path) -> None:
+    data = stage_dataset(StageCase("kto"))
+    loader = StepLoader(data, 5, tokens_per_microbatch=128, seed=3)
+    pairs = pairs_of_run(loader, 2 * loader.steps_per_epoch)
+    assert len(set(pairs)) == len(pairs) and all(i != j for i, j in pairs)
+    lengths = [len(data.mismatch(i, j, MAX_LENGTH).tokens) for i, j in pairs]
+    assert mismatched_lengths(data, pairs, MAX_LENGTH) == lengths and max(lengths) <= MAX_LENGTH
+    data.folder = tmp_path
+    calls: list[int] = []
+
+    def opened(limit: int | None) -> MismatchedCache:
+        def counted(batch: Any) -> torch.Tensor:
+            calls.append(batch.num_sequences)
+            if limit is not None and sum(calls) > limit:
+                raise KeyboardInterrupt
+            return fake_reference(batch)
+
+        cache = MismatchedCache(data, pairs, MAX_LENGTH)
+        cache.chunk = 4
+        cache.fill(counted, ParallelMesh(1), CPU, 128, lambda text: None)
+        return cache
+
+    with pytest.raises(KeyboardInterrupt):
+        opened(limit=9)
+    assert not MismatchedCache(data, pairs, MAX_LENGTH).complete()
+    calls.clear()
+    cache = opened(None)
+    assert cache.complete() and 0 < sum(calls) < len(pairs)  # what was finished is not computed again
+    for i, j in pairs:
+        sequence = data.mismatch(i, j, MAX_LENGTH)
+        batch = pack_shard([sequence], ParallelMesh(1))
+        expected = float((fake_reference(batch) * batch.loss_weights).sum())
+        assert cache.mismatch(i, j, MAX_LENGTH).columns["reference_sum"] == pytest.approx(expected, rel=1e-12)
+    absent = next((i, j) for i in range(11) for j in range(11) if (i, j) not in pairs)
+    with pytest.raises(KeyError, match="were not paired"):
+        cache.mismatch(*absent, MAX_LENGTH)
+
+
+def test_length_desensitised_weights() -> None:
+    long, short = (Sequence(torch.arange(n), (torch.arange(n) >= 3).float()) for n in (9, 5))
+    columns = [s.token_columns["ld_weights"].tolist() for s in length_desensitised([long, short], 0.25)]
+    assert columns[0][2:8] == [1.0, 1.0, 0.25, 0.25, 0.25, 0.25] and columns[1][2:4] == [1.0, 1.0]
+    assert [len(c) for c in columns] == [9, 5]
+
+
+def test_every_loss_option_of_the_configuration_reaches_the_loss() -> None:
+    options = loss_options(DpoConfig(loss_type="discopop", discopop_tau=0.2, f_divergence="js", simpo_gamma=0.1))
+    assert options["discopop_tau"] == 0.2 and options["f_divergence"] == "js" and options["simpo_gamma"] == 0.1
+
+
+@pytest.mark.parametrize("max_length", [8, 13, 64])
+def test_long_documents_are_split_without_losing_a_token(tmp_path: Path, max_length: int) -> None:
+    """Every token but a document's first is predicted exactly once, and pieces never cross documents."""
+    tokenizer = load_tokenizer(str(write_tokenizer(
+        tmp_path / "t", bos="<|begin_of_text|>", eos_token="<|end_of_text|>")))
+    texts = ["The quick brown fox jumps over the lazy dog. " * 3, "ab", "x" * 40, "One more, of middling length."]
+    path = write_rows(tmp_path / "texts.jsonl", [{"text": t} for t in texts])
+    data = open_dataset(parse_sources(path), "text", tokenizer, DataSettings(max_length), tmp_path / "cache")
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    documents = [[bos, *tokenizer.encode(t, add_special_tokens=False), eos] for t in texts]
+    batch = PackedBatch.pack([e.sequences[0] for e in data])
+    assert batch.targets[batch.loss_weights > 0].tolist() == [t for d in documents for t in d[1:]]
+    assert int(data.sequence_lengths.max()) <= max_length
+    firsts = [int(np.asarray(e.sequences[0].tokens)[0]) for e in data]
+    assert firsts.count(bos) == len(texts)
