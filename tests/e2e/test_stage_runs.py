@@ -64,7 +64,7 @@ def train(config: dict[str, Any], stop_after: int | None = None) -> list[dict[st
         original = run.trainer.train_step
 
         def step() -> dict[str, float]:
-            run.trainer.stop_requested = run.trainer.step + 1 == stop_after
+            run.trainer.stop_wanted = run.trainer.step + 1 == stop_after
             return original()
 
         run.trainer.train_step = step

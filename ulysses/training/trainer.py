@@ -67,7 +67,8 @@ class Trainer:
         self.step = 0
         self.best: tuple[int, float] | None = None  # (step, eval loss)
         self.metrics: dict[str, float] = {}
-        self.stop_requested = False
+        self.stop_requested = False  # agreed on by all ranks at a step's boundary
+        self.stop_wanted = False  # this process was told to stop
         self._next: tuple[int, Prepared] | None = None
 
     # ---------------------------------------------------------------- one step
@@ -94,7 +95,7 @@ class Trainer:
             self.engine.backward(sum(scaled) * float(self.mesh.world_size), last=i == len(batches) - 1)
         if step + 1 < self.total_steps:
             self._next = (step + 1, self._prepare(step + 1))  # host work while the device still computes
-        metrics.add_sum("stop", float(self.stop_requested))
+        metrics.add_sum("stop", float(self.stop_wanted))
         values = metrics.reduce()
         self.stop_requested = values.pop("stop") > 0
         values = self.stage.derive(values)
@@ -194,7 +195,7 @@ class Trainer:
         """Finish the running step, save and exit on SIGTERM or SIGINT (decided together at the step's boundary)."""
 
         def request(*_: Any) -> None:
-            self.stop_requested = True
+            self.stop_wanted = True  # only the reduced sum of these decides: a signal may reach one rank a step earlier
 
         signal.signal(signal.SIGTERM, request)
 

@@ -1,0 +1,210 @@
+"""Killed at any moment, also while saving, a run continues to the same bytes as if nothing had happened."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
+from ulysses.zero.slices import KINDS, SavedSlices
+
+STEPS, PROCESSES = 8, 2
+
+
+def arguments(output: Path, cache: Path, **settings: object) -> list[str]:
+    options = {"run__steps": STEPS, "run__save_every": 1, "run__keep": 2, "parallel__sequence_parallel_size": 2, "run__resume": "auto",
+               "optimizer__lr": 1e-2, "run__eval_every": 3, "data.eval": json.dumps([str(cache.parent / "held_out.jsonl")]), "batch__examples": 16}  # fmt: skip
+    return tiny("sft", output, cache, **(options | settings))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
+    """A whole run, the cache of its data, and how long it took."""
+    folder = tmp_path_factory.mktemp("whole")
+    rows = (ROOT / "configs/demo/data/sft_eval.jsonl").read_text().splitlines()[:40]
+    (folder / "held_out.jsonl").write_text("\n".join(rows))
+    ranks(arguments(folder / "first", folder / "cache", run__steps=1), PROCESSES, folder / "logs").check()  # fills the data cache
+    began = time.monotonic()
+    ranks(arguments(folder / "run", folder / "cache"), PROCESSES, folder / "logs").check()
+    return folder / "run", folder / "cache", time.monotonic() - began
+
+
+def kill_at(place: str, step: int):
+    """Plant a kill of rank 0 at a place inside the saving of checkpoint `step`, or let every save take longer."""
+
+    def before(rank: int) -> None:
+        import ulysses.training.checkpoint as checkpoint
+        import ulysses.zero.state as state
+
+        def die(*_: object, **__: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        written, renamed = state.save_file, os.rename
+
+        def slow(*values: object, **named: object) -> None:
+            time.sleep(0.03)  # so that moments at random often lie inside a save
+            written(*values, **named)
+            if place == "files" and rank == 0 and f".step-{step}.tmp" in str(values[1]):
+                die()
+
+        def rename(source: object, target: object) -> None:
+            mine = rank == 0 and str(target).endswith((f"checkpoints/step-{step}", f"checkpoints/.step-{step - 2}.tmp"))
+            rotating = mine and ".step-" in str(target)
+            if place == "before rename" and mine and not rotating:
+                die()
+            renamed(source, target)
+            if (place == "after rename" and mine and not rotating) or (place == "rotation" and rotating):
+                die()
+
+        state.save_file = slow
+        checkpoint.os.rename = rename
+
+    return before
+
+
+def assert_complete(checkpoints: Path, expected: dict[str, int]) -> None:
+    """Whatever looks like a checkpoint holds every element of every parameter."""
+    for folder in checkpoints.glob("step-*"):
+        state = json.loads((folder / "run.json").read_text())
+        assert state["step"] == int(folder.name.removeprefix("step-"))
+        saved = SavedSlices(folder / "policy")
+        assert {name: saved.numel(name) for name in saved.places} == expected
+        for rank in range(PROCESSES):
+            for kind in KINDS:
+                assert (folder / "policy" / f"rank-{rank:05d}.{kind}.safetensors").exists()
+
+
+def wait_until_dead(run: Ranks, seconds: float) -> bool:
+    """Wait for the end; one dead process takes the others with it, as under a launcher. True if it finished by itself."""
+    deadline = time.monotonic() + seconds
+    while run.poll() and time.monotonic() < deadline and not any(code < 0 for code in run.codes.values()):
+        time.sleep(0.005)
+    finished = not run.poll() and all(code == 0 for code in run.codes.values())
+    run.send(signal.SIGKILL)
+    while run.poll():
+        time.sleep(0.005)
+    return finished
+
+
+def assert_same_run(found: Path, whole: Path) -> None:
+    """Loss, gradient norm and evaluation of every step, the last checkpoint and the export, to the last bit."""
+    names = ("step", "loss", "grad/norm", "lr", "tokens", "eval/loss")
+    table = [[line.get(n) for n in names] for line in metrics(found)]
+    assert table == [[line.get(n) for n in names] for line in metrics(whole)]
+    for part in (f"checkpoints/step-{STEPS}/policy", "export"):
+        files = sorted(p.name for p in (whole / part).iterdir())
+        assert sorted(p.name for p in (found / part).iterdir()) == files
+        for name in files:
+            assert (found / part / name).read_bytes() == (whole / part / name).read_bytes(), (part, name)
+
+
+def kill_and_resume(folder: Path, uninterrupted: tuple[Path, Path, float], places: list[str], random_kills: int, seed: int) -> int:
+    whole, cache, duration = uninterrupted
+    saved = SavedSlices(whole / f"checkpoints/step-{STEPS}/policy")
+    expected = {name: saved.numel(name) for name in saved.places}
+    draw, kills = random.Random(seed), 0
+    # places of death inside a save, in the order of the steps, then moments at random; then to the end
+    plan = [(place, 1 + i, None) for i, place in enumerate(places)]
+    plan += [("", 0, draw.uniform(0.4, 1.0) * duration) for _ in range(random_kills)]
+    for place, step, moment in plan:
+        run = Ranks(arguments(folder / "run", cache), PROCESSES, folder / "logs", before=kill_at(place, step))
+        finished = wait_until_dead(run, 60 if moment is None else moment)
+        kills += not finished
+        assert not (finished and place), f"nothing died at {place!r}"
+        assert_complete(folder / "run/checkpoints", expected)
+    ranks(arguments(folder / "run", cache), PROCESSES, folder / "logs").check()
+    assert_same_run(folder / "run", whole)
+    assert not list((folder / "run/checkpoints").glob(".*")), "what killed saves left is removed"
+    return kills
+
+
+def test_killed_runs_continue_bit_identically(tmp_path: Path, uninterrupted) -> None:
+    assert kill_and_resume(tmp_path, uninterrupted, ["files", "before rename", "after rename", "rotation"], 2, seed=1) >= 5
+
+
+@pytest.mark.full
+def test_twenty_kills(tmp_path: Path, uninterrupted) -> None:
+    kills = 0
+    for round_ in range(8):
+        if kills < 20:
+            kills += kill_and_resume(tmp_path / str(round_), uninterrupted, ["before rename", "files"], 3, seed=round_ + 10)
+    assert kills >= 20
+
+
+def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path, uninterrupted) -> None:
+    whole, cache, _ = uninterrupted
+    # saves only because it is told to stop
+    run = Ranks(arguments(tmp_path / "run", cache, run__save_every=0), PROCESSES, tmp_path / "logs")
+    deadline = time.monotonic() + 60
+    while run.poll() and not (tmp_path / "run/metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    while run.poll() and len(metrics(tmp_path / "run")) < 2:
+        time.sleep(0.005)
+    run.send(signal.SIGTERM, 1)
+    outcome = run.wait(60).check()
+    assert "continues with --run.resume auto" in outcome.stdout + outcome.stderr
+    steps = [p.name for p in (tmp_path / "run/checkpoints").iterdir()]
+    assert len(steps) == 1 and steps != [f"step-{STEPS}"]
+    assert not (tmp_path / "run/export").exists()
+    ranks(arguments(tmp_path / "run", cache, run__save_every=0), PROCESSES, tmp_path / "logs").check()
+    assert_same_run(tmp_path / "run", whole)
+
+
+def test_a_signal_at_the_worst_moment_stops_all_together(tmp_path: Path, uninterrupted) -> None:
+    """It reaches one process just after the step's metrics were reduced: nobody may stop a step before the others."""
+
+    def before(rank: int) -> None:
+        from ulysses.training.metrics import MetricSums
+
+        reduce, count = MetricSums.reduce, [0]
+
+        def reduced(self: object) -> object:
+            values = reduce(self)
+            count[0] += 1
+            if rank == 1 and count[0] == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return values
+
+        MetricSums.reduce = reduced
+
+    options = {"run__save_every": 0, "run__eval_every": 0}
+    ranks(arguments(tmp_path / "run", uninterrupted[1], **options), PROCESSES, tmp_path / "logs", before=before, timeout=60).check()
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-3"]
+
+
+def test_a_killed_fill_of_the_reference_goes_on(tmp_path: Path) -> None:
+    def go(name: str, marks: int) -> str:
+        def before(rank: int) -> None:
+            from ulysses.training.reference import ReferenceCache
+
+            mark, count = ReferenceCache._mark, [0]
+
+            def counted(self: object, done: int) -> None:
+                mark(self, done)
+                count[0] += 1
+                if count[0] == marks:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            ReferenceCache._mark = counted
+
+        run = Ranks(tiny("dpo", tmp_path / "run", tmp_path / name, run__steps=1, parallel__sequence_parallel_size=2, run__overwrite=True,
+                         data__train=[str(ROOT / "configs/demo/data/dpo_eval.jsonl")]),
+                    PROCESSES, tmp_path / "logs", before=before)  # fmt: skip
+        assert wait_until_dead(run, 60) == (marks == 0)
+        return (tmp_path / "logs/0.out").read_text()
+
+    whole = go("whole", 0)
+    assert "log-probabilities of 384 examples" in whole
+    go("killed", 3)
+    second = go("killed", 0)
+    assert "log-probabilities of 288 examples" in second, "three chunks of 32 were done"
+    values = [np.fromfile(next((tmp_path / name).glob("reference-*/reference.bin")), np.float32) for name in ("whole", "killed")]
+    assert len(values[0]) > 1000 and np.array_equal(*values)
+    assert "computing reference" not in go("killed", 0)
+    shutil.rmtree(tmp_path / "run")
