@@ -19,8 +19,9 @@ from models.decoder import CausalLM
 from models.layers import DecoderLayer
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import RandomWeights, layer_parameters
+from ulysses.training.build import RandomWeights, matrix_sizes
 from ulysses.training.config import OptimizerConfig
 from ulysses.training.gradient_config import GradientsConfig
 from ulysses.training.metrics import device_peak_flops, model_flops
@@ -53,12 +54,14 @@ def main() -> None:
         shape = type(shape).from_hf({**shape.to_hf(), "num_hidden_layers": a.layers})
     mesh = ParallelMesh(a.sp or world, num_heads=shape.num_attention_heads)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    settings = derive(dtype=dtype, largest_layer=layer_parameters(shape))
+    settings = derive(dtype=dtype, **matrix_sizes(shape))
     model = build_partitioned(lambda: CausalLM(shape, mesh, attention=a.attention), settings, RandomWeights(shape, 0))
     engine = ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=1e-6), on_gpu=device.type == "cuda"), (DecoderLayer,))
     policies = GradientsConfig().chain()
     levels = a.recompute * len(a.seq) if len(a.recompute) == 1 else a.recompute
     rows = []
+    if dist.get_rank() == 0:
+        print(resolve_kernel(a.attention, device, dtype, shape.head_dim, documents=1).reason, flush=True)
     for seq, level in zip(a.seq, levels, strict=True):
         try:
             rows.append(measure(a, engine, policies, shape, mesh, seq, level, world))

@@ -1,7 +1,6 @@
 """From configuration to a partitioned model on every rank."""
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +102,11 @@ def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
         raise ConfigError(f"model.path: {error}") from None
 
 
-def layer_parameters(shape: Shape) -> int:
-    """Return the number of parameters of one decoder layer."""
-    return replace(shape, num_hidden_layers=shape.num_hidden_layers + 1).num_parameters() - shape.num_parameters()
+def matrix_sizes(shape: Shape) -> dict[str, int]:
+    """Return the parameters in one layer's matrices and in embedding and head, as ulysses.zero.settings.derive takes them."""
+    D, E = shape.hidden_size, shape.head_dim
+    attention = 2 * D * E * (shape.num_attention_heads + shape.num_key_value_heads)
+    return {"layer_matrices": attention + 3 * D * shape.intermediate_size, "vocabulary_matrices": 2 * shape.vocab_size * D}
 
 
 def build_engine(
@@ -117,7 +118,7 @@ def build_engine(
         reduce_dtype=config.optimizer.reduce_dtype,
         offload_optimizer=config.memory.offload_optimizer and trainable,
         offload_parameters=config.memory.offload_parameters,
-        largest_layer=layer_parameters(shape),
+        **matrix_sizes(shape),
         raw=config.deepspeed,
     )
 

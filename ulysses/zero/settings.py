@@ -37,14 +37,16 @@ def derive(
     reduce_dtype: str = "float32",
     offload_optimizer: bool = False,
     offload_parameters: bool = False,
-    largest_layer: int = 1 << 20,
+    layer_matrices: int = 1 << 20,
+    vocabulary_matrices: int = 0,
     raw: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the configuration dictionary for `deepspeed.initialize` and `zero.Init`.
 
     Args:
         dtype: dtype of the weights, torch.bfloat16 or torch.float32.
-        largest_layer: parameters of one decoder layer; one layer is gathered ahead.
+        layer_matrices: parameters in the matrices of one decoder layer; exactly one layer is gathered ahead.
+        vocabulary_matrices: parameters of embedding and head together.
         raw: the user's own DeepSpeed keys.
 
     Raises:
@@ -57,13 +59,15 @@ def derive(
         "overlap_comm": True,
         "contiguous_gradients": False,  # gradients go straight into the reduce-scatter buffer: one copy fewer
         "reduce_scatter": True,
-        # A matrix's gradient is reduced by itself, without a copy into a shared buffer; vectors go together.
-        "reduce_bucket_size": 1_000_000,
+        # Large matrices' gradients are reduced by themselves, without a copy into a shared buffer; small ones together.
+        "reduce_bucket_size": max(1_000_000, layer_matrices // 4),
         # Each parameter is gathered straight into its own memory: no copy between gathering and first use.
         "stage3_allgather_sequential": True,
-        "stage3_prefetch_bucket_size": largest_layer,
+        "stage3_prefetch_bucket_size": layer_matrices,
         "stage3_param_persistence_threshold": 100_000,
-        "stage3_max_live_parameters": max(int(1e9), 4 * largest_layer),
+        # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine itself keeps
+        # the host from running far ahead of the GPU.
+        "stage3_max_live_parameters": vocabulary_matrices + 4 * layer_matrices,
         "stage3_max_reuse_distance": 0,
         "sub_group_size": int(1e9),
     }
