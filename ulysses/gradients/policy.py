@@ -169,4 +169,4 @@ def explain_non_finite(gradients: Gradients, context: StepContext) -> str:
             parts.append(f"{sum(count for _, count in found)} gradient elements are inf or nan, in {named}")
         else:
             parts.append("the gradient norm overflows float32, though every element is finite")
-    return f"step {context.step}: " + " and ".join(parts)
+    return f"step {context.step + 1}: " + " and ".join(parts)  # counted as in metrics.jsonl

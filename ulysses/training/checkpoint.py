@@ -46,7 +46,7 @@ class Checkpoints:
         dist.barrier()
         if main:
             if final.exists():
-                shutil.rmtree(final)
+                remove_folder(final)
             os.rename(temporary, final)
             self._rotate(best)
         dist.barrier()
@@ -72,12 +72,17 @@ class Checkpoints:
         if self.keep:
             for step in sorted(_steps(self.folder))[: -self.keep]:
                 if step != best:
-                    # Renamed first: a kill in the middle of the removal leaves nothing that looks complete.
-                    doomed = self.folder / f".step-{step}.tmp"
-                    shutil.rmtree(doomed, ignore_errors=True)
-                    os.rename(self.folder / f"step-{step}", doomed)
+                    remove_folder(self.folder / f"step-{step}")
         for leftover in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder that is renamed first: a kill in the middle of the removal leaves nothing that looks complete."""
+    doomed = path.with_name(f".{path.name}.old.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _steps(folder: Path) -> list[int]:

@@ -5,7 +5,7 @@ Each check is one sentence: what was given, what is required, what to change.
 
 import importlib.util
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def check_run(config: Config, world_size: int) -> Plan:
         kernel, reason = resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim, deterministic=config.run.deterministic)
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}") from None
-    plan = Plan(config, world_size, shape, folder, tokenizer, kernel, reason, find_checkpoint(config))
+    plan = Plan(config, world_size, shape, folder, tokenizer, kernel, reason, find_checkpoint(config, shape))
     check_disk(plan)
     return plan
 
@@ -213,22 +213,24 @@ def scoring_pad(tokenizer: Any, shape: Shape) -> int | None:
     return None if pad in (*eos, tokenizer.eos_token_id) else pad
 
 
-def find_checkpoint(config: Config) -> Path | None:
+def find_checkpoint(config: Config, shape: Shape) -> Path | None:
     """Decide what to resume from; refuse a run folder that would be overwritten.
 
     Raises:
-        ConfigError: for a folder with checkpoints when neither resume nor overwrite is set, or a checkpoint that is not complete.
+        ConfigError: for a folder with checkpoints when neither resume nor overwrite is set, or a checkpoint that is not
+            complete or of another model.
     """
     run, folder = config.run, config.output / "checkpoints"
     newest = Checkpoints(folder, run.keep).newest() if folder.exists() else None
-    if run.resume == "auto":
-        return newest
-    if run.resume != "never":
+    chosen = newest if run.resume == "auto" else None if run.resume == "never" else Path(run.resume)
+    if chosen is not None:
         try:
-            read_run_state(Path(run.resume))
+            saved = read_run_state(chosen)
         except ValueError as error:
             raise ConfigError(f"run.resume: {error}") from None
-        return Path(run.resume)
+        check_same_model(chosen, saved, config.stage, shape)
+    if run.resume != "never":
+        return chosen
     if newest is not None and not run.overwrite:
         raise ConfigError(f"run.output {config.output.absolute()} already holds checkpoints; set run.resume = \"auto\" to continue, run.overwrite = true to delete them, or another folder")
     return None
@@ -245,6 +247,20 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
     lora = config.model.lora
     adapters = shape.num_hidden_layers * lora.rank * sum(sides[name] for name in set(lora.targets))
     return adapters + (d if config.stage == "rm" else 0)
+
+
+def check_same_model(checkpoint: Path, saved: dict[str, Any], stage: str, shape: Shape) -> None:
+    """Refuse to continue a checkpoint of another stage or of a model that computes something else."""
+    if saved["config"]["stage"] != stage:
+        raise ConfigError(f"run.resume: {checkpoint} is of stage {saved['config']['stage']!r} but this run is {stage!r}; use its stage or another run.output")
+    was, now = asdict(Shape.from_hf(saved["shape"])), asdict(shape)
+    free = ("initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    other = [name for name in now if was[name] != now[name] and name not in free]
+    if other:
+        raise ConfigError(
+            f"run.resume: {checkpoint} is of another model: its {other[0]} is {was[other[0]]!r} and this run's is {now[other[0]]!r}; "
+            "use the same model or another run.output"
+        )
 
 
 def check_disk(plan: Plan) -> None:

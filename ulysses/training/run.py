@@ -6,7 +6,6 @@
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,11 +17,12 @@ from models.hf_format import copy_side_files
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, weights_of
 from ulysses.training.build_stage import StageBuilder
-from ulysses.training.checkpoint import Checkpoints
+from ulysses.training.checkpoint import Checkpoints, remove_folder
 from ulysses.training.checks import check_run, data_digest
 from ulysses.training.command_line import ConfigError, parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.export_model import export_model
+from ulysses.training.failure import FailureWatch, StepError
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.trainer import Trainer
@@ -61,6 +61,7 @@ class TrainingRun:
 
     def __enter__(self) -> "TrainingRun":
         self.device = initialize_distributed()
+        self.watch = FailureWatch()
         self._same_everywhere()
         if self.config.run.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -122,7 +123,7 @@ class TrainingRun:
         try:
             self._loop(trainer)
         except Exception as error:
-            raise StepError(trainer.step, error) from error
+            raise StepError(trainer.step + 1, error) from error
         if not trainer.stop_requested and run.export:
             self.export(self.config.output / "export")
 
@@ -196,7 +197,7 @@ class TrainingRun:
             if config.run.overwrite and self.resume_from is None:
                 for name in ("checkpoints", "export", "tensorboard", "metrics.jsonl"):
                     path = output / name
-                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                    remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
             (output / "checkpoints").mkdir(parents=True, exist_ok=True)
             (output / "config.json").write_text(json.dumps(self._resolved(), indent=2))
             self.plan.save_tokenizer(output / "tokenizer")
@@ -233,15 +234,9 @@ class TrainingRun:
                 engine.destroy()
         if dist.is_initialized() and error is None:
             dist.barrier()
+            self.watch.close()
+            dist.barrier()  # nobody takes the store away from one who still watches it
             dist.destroy_process_group()
-
-
-class StepError(RuntimeError):
-    """An error inside the loop, with the step at which it happened."""
-
-    def __init__(self, step: int, error: Exception) -> None:
-        super().__init__(f"step {step}: {type(error).__name__}: {error}")
-        self.step = step
 
 
 def _profiler(folder: Path, active: Any, rank: int) -> Any:

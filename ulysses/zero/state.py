@@ -72,9 +72,10 @@ def load_state(engine: ZeroEngine, folder: Path) -> None:
     """Restore this rank's slices from a folder written by any number of ranks; every rank calls it.
 
     Raises:
-        ValueError: if the folder does not cover this model's parameters, naming the first that is missing.
+        ValueError: if the folder holds other parameters than this model's, naming the first that differs.
     """
     saved = SavedSlices(folder)
+    _check_same_parameters(engine, saved)
     for kind in KINDS:
         for piece in pieces(engine):
             saved.read_into(_flat(engine, piece.group, kind).narrow(0, piece.offset, piece.length), piece.name, kind, piece.start)
@@ -84,6 +85,16 @@ def load_state(engine: ZeroEngine, folder: Path) -> None:
     for group in range(len(zero.fp16_groups)):
         zero._reassign_or_swap_out_partitioned_parameters(group)
     zero._post_step(set())  # gathers the small persistent parameters again
+
+
+def _check_same_parameters(engine: ZeroEngine, saved: SavedSlices) -> None:
+    ours = {engine.names[id(p)]: p.ds_numel for group in engine.zero.fp16_groups for p in group}
+    for name in [*ours, *saved.places]:
+        if saved.numel(name) != ours.get(name, 0):
+            raise ValueError(
+                f"the checkpoint {saved.folder} belongs to another model: it holds {saved.numel(name)} elements of {name}, "
+                f"this model has {ours.get(name, 0)}; resume with the same model and adapters"
+            )
 
 
 def _flat(engine: ZeroEngine, group: int, kind: str) -> torch.Tensor:

@@ -1,0 +1,110 @@
+"""A checkpoint continues on any number of ranks and any sequence-parallel degree, and only with its own model."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine_case import SHAPE, Case, build_trainer, dataset
+from tests.harness import run_distributed
+from ulysses.training.checkpoint import Checkpoints
+from ulysses.zero.slices import KINDS
+from ulysses.zero.state import pieces
+
+BEFORE, AFTER = 3, 3
+CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3)
+
+
+def whole_state(engine: Any) -> dict[str, torch.Tensor]:
+    """Master weights and moments of every parameter, put together from all ranks."""
+    groups = engine.zero.fp32_partitioned_groups_flat
+    out: dict[str, torch.Tensor] = {}
+    for parameters in engine.zero.fp16_groups:
+        for p in parameters:
+            for kind in KINDS:
+                out[f"{kind} {engine.names[id(p)]}"] = torch.zeros(p.ds_numel)
+    for piece in pieces(engine):
+        master = groups[piece.group]
+        for kind in KINDS:
+            flat = master if kind == "master" else engine.zero.optimizer.state[master][kind]
+            out[f"{kind} {piece.name}"][piece.start : piece.start + piece.length] = flat[piece.offset : piece.offset + piece.length].detach()
+    for value in out.values():
+        dist.all_reduce(value)
+    return out
+
+
+def whole_run(folder: Path, case: Case = CASE) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """All steps without a stop, with a checkpoint after the third; the metrics and the state it saved."""
+    trainer, _ = build_trainer(case, dataset(case.stage))
+    metrics = [trainer.train_step() for _ in range(BEFORE)]
+    Checkpoints(folder, 2).save(BEFORE, {"policy": trainer.engine}, trainer.state_dict(), best=None)
+    state = whole_state(trainer.engine)
+    metrics += [trainer.train_step() for _ in range(AFTER)]
+    trainer.engine.destroy()
+    return metrics, state
+
+
+def resumed_run(folder: Path, case: Case) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    trainer, _ = build_trainer(case, dataset(case.stage))
+    checkpoints = Checkpoints(folder, 2)
+    trainer.load_state_dict(checkpoints.load(checkpoints.newest(), {"policy": trainer.engine}))
+    state = whole_state(trainer.engine)
+    metrics = [trainer.train_step() for _ in range(AFTER)]
+    trainer.engine.destroy()
+    return metrics, state
+
+
+def refusal(folder: Path, case: Case) -> str:
+    trainer, _ = build_trainer(case, dataset(case.stage))
+    try:
+        Checkpoints(folder, 2).load(folder / f"step-{BEFORE}", {"policy": trainer.engine})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]], dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    metrics, state = run_distributed(whole_run, 4, folder, with_zero=True)[0]  # sp 2, dp 2
+    return folder, metrics, state
+
+
+# (processes, sequence-parallel degree)
+@pytest.mark.parametrize(("world", "sp"), [(1, 1), (4, 4), (2, 1), (4, 2)])
+def test_continues_on_another_topology(world: int, sp: int, saved) -> None:
+    folder, metrics, state = saved
+    found, restored = run_distributed(resumed_run, world, folder, replace(CASE, sp=sp), with_zero=True)[0]
+    assert set(restored) == set(state)
+    for name, value in state.items():
+        assert torch.equal(restored[name], value), name
+    exact = world == 4 and sp == 2
+    for theirs, ours in zip(metrics[BEFORE:], found, strict=True):
+        for name in ("loss", "grad/norm", "logps/chosen"):  # margins are differences of large numbers
+            assert ours[name] == (theirs[name] if exact else pytest.approx(theirs[name], rel=1e-5)), name
+
+
+def test_optimizer_in_host_memory_continues_too(saved) -> None:
+    folder, metrics, state = saved
+    found, restored = run_distributed(resumed_run, 2, folder, replace(CASE, offload_optimizer=True), with_zero=True)[0]
+    assert all(torch.equal(restored[name], value) for name, value in state.items())
+    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics[BEFORE:]], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"vocab_size": 64}, r"holds 3104 elements of model.embed_tokens.weight, this model has 2048"),
+        ({"num_hidden_layers": 3}, r"holds 0 elements of model.layers.2.self_attn"),
+        ({"num_hidden_layers": 1}, r"of model.layers.1.self_attn[a-z_.]*, this model has 0"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name(change: dict[str, int], sentence: str, saved) -> None:
+    case = replace(CASE, sp=1, shape=replace(SHAPE, **change))
+    [text] = run_distributed(refusal, 1, saved[0], case, with_zero=True)
+    assert "belongs to another model" in text
+    assert re.search(sentence, text), text

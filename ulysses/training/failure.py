@@ -1,0 +1,82 @@
+"""One error anywhere ends every process, and is told once.
+
+    rank 2   an exception -> claims the one key in the processes' store -> tells it -> exit code 1
+    others   a thread sees the key, or the store gone, within a second  -> exit code 1 in silence,
+             also out of a collective that would never end
+"""
+
+import os
+import sys
+import threading
+import traceback
+from typing import Any
+
+import torch.distributed as dist
+
+KEY = "ulysses/failed"
+POLL_SECONDS = 0.5
+
+
+class FailureWatch:
+    """End this process when another one has failed; every process of a run keeps one open while it trains."""
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            store = _store().clone()  # a connection of its own: the other one may be blocked in a wait
+            threading.Thread(target=self._poll, args=(store,), daemon=True).start()
+
+    def _poll(self, store: Any) -> None:
+        while not self._closed.wait(POLL_SECONDS):
+            try:
+                failed = store.check([KEY]) and store.get(KEY) != _me()
+            except Exception:  # the process that held the store is gone
+                failed = not self._closed.is_set()
+            if failed:
+                os._exit(1)
+
+    def close(self) -> None:
+        """Stop watching; called before the processes part in good order."""
+        self._closed.set()
+
+
+def tell(error: BaseException, *, debug: bool) -> None:
+    """Print an error with rank and step on stderr, unless another process of the run has told one already.
+
+    A stack trace comes with it if it is asked for or if the error is none that the engine raises on purpose.
+    """
+    first = _claim()
+    if not first and not debug:
+        return
+    cause = error.__cause__ if isinstance(error, StepError) and error.__cause__ else error
+    if debug or not isinstance(cause, FloatingPointError):
+        traceback.print_exception(cause)
+    text = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
+    print(f"error: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
+
+
+class StepError(RuntimeError):
+    """An error inside the loop, with the step (counted from 1) at which it happened."""
+
+    def __init__(self, step: int, error: Exception) -> None:
+        named = str(error).startswith(f"step {step}: ")
+        super().__init__(str(error) if named else f"step {step}: {type(error).__name__}: {error}")
+        self.step = step
+
+
+def _claim() -> bool:
+    """Say whether this process is the first to fail; without a common store everybody is."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return _store().compare_set(KEY, "", _me().decode()) == _me()
+    except Exception:  # the process that held the store is gone, so it has failed before
+        return False
+
+
+def _me() -> bytes:
+    return f"rank {dist.get_rank()}".encode()
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
