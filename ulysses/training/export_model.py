@@ -13,7 +13,7 @@ from ulysses.zero.state import full_parameters
 
 
 def export_model(engine: ZeroEngine, folder: Path, shape: Shape, config: Config, *, main: bool) -> None:
-    """Write weights and config.json, one parameter at a time; with adapters, these alone unless model.lora.merge is set.
+    """Write weights and config.json one parameter at a time; with adapters, these alone unless model.lora.merge is set.
 
     All ranks call it together; `main` writes.
     """
