@@ -25,6 +25,8 @@ def main() -> int:
     except ConfigError as error:
         if is_main:
             print(f"error: {error}", file=sys.stderr)
+        elif os.environ.get("LOCAL_RANK") == "0":  # another node may lack what the first one has
+            print(f"error (node of rank {os.environ['RANK']}): {error}", file=sys.stderr)
         if debug:
             traceback.print_exc()
         return 2

@@ -1,0 +1,209 @@
+"""Every complaint is one sentence on stderr, printed once, with exit code 2 on every process, before any collective."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.arch import ModelConfig
+from models.decoder import CausalLM, init_weights
+from models.hf_format import WeightWriter, copy_side_files, write_config
+from tests.e2e.launch import ROOT, Ranks, metrics, ranks, run, tiny
+
+DATA = ROOT / "configs/demo/data"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with files that are wrong in one way each."""
+    folder = tmp_path_factory.mktemp("complaints")
+    good = (DATA / "sft_train.jsonl").read_text().splitlines()[:12]
+    (folder / "broken.jsonl").write_text("\n".join([*good[:5], good[5][:-9], *good[6:]]))
+    pairs = [json.loads(line) for line in (DATA / "dpo_train.jsonl").read_text().splitlines()[:12]]
+    pairs[7]["rejected"] = ""
+    (folder / "empty_answer.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    tokenizer = shutil.copytree(DATA / "tokenizer", folder / "no_template")
+    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "bad.toml").write_text('stage = "sft"\n[model\n')
+    (folder / "held/checkpoints/step-3").mkdir(parents=True)
+    (folder / "held/checkpoints/step-3/run.json").write_text('{"format": 1}')
+    write_model(folder / "model")
+    tensors = load_file(folder / "model/model.safetensors")
+    shutil.copytree(folder / "model", folder / "lacking")
+    save_file({k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"}, folder / "lacking/model.safetensors")
+    return folder
+
+
+def write_model(folder: Path) -> None:
+    """A tiny model with weights, and the demo's tokenizer."""
+    shape = ModelConfig.from_hf(json.loads((ROOT / "configs/demo/model/config.json").read_text())
+                                | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2})  # fmt: skip
+    model = CausalLM(shape)
+    init_weights(model, seed=0)
+    writer = WeightWriter(folder)
+    for name, parameter in model.named_parameters():
+        writer.add(name, parameter)
+    writer.finish()
+    write_config(folder, shape, dtype=torch.float32)
+    copy_side_files(DATA / "tokenizer", folder)
+
+
+def arguments(place: Path, stage: str = "sft", **settings: Any) -> list[str]:
+    return tiny(stage, place / "run", place / "cache", **settings)
+
+
+def full_disk(rank: int) -> None:
+    import shutil as module
+
+    usage = module.disk_usage
+    module.disk_usage = lambda path: usage(path)._replace(free=100_000)
+
+
+CASES: dict[str, Any] = {
+    "bad config": (lambda p: ["--config", p / "bad.toml"], r"bad.toml is not valid TOML: .*line"),
+    "missing config": (lambda p: ["--config", p / "none.toml"], r"there is no file /.*none.toml"),
+    "wrong key": (lambda p: arguments(p, optimizer__learning_rate=1e-4), r"optimizer.learning_rate: unknown; here it is optimizer.lr"),
+    "wrong value": (lambda p: arguments(p, model__dtype="float16"), r"model.dtype is 'float16': .*'bfloat16' or 'float32'"),
+    "missing data": (lambda p: arguments(p, data__train='["none.jsonl"]'), r"data: .*/none.jsonl"),
+    "broken line": (lambda p: arguments(p, data__train=[str(p / "broken.jsonl")]), r"broken.jsonl.* (line|row) 6"),
+    "degree": (lambda p: arguments(p, parallel__sequence_parallel_size=3), r"sequence_parallel_size is 3 but must divide the 2 processes; set it to one of \[1, 2\]"),
+    "too long": (lambda p: arguments(p, batch__tokens_per_microbatch=16), r"tokens_per_microbatch.* 16"),
+    "no template": (lambda p: arguments(p, model__tokenizer=p / "no_template"), r"chat template"),
+    "kernel on CPU": (lambda p: arguments(p, model__attention="flash4"), r"model.attention: .*flash4"),
+    "kernel by name": (lambda p: arguments(p, model__attention="flash3"), r"model.attention: .*flash3"),
+    "full disk": (lambda p: arguments(p), r"GiB free but 2 checkpoints and the export need"),
+    "held folder": (lambda p: arguments(p, run__output=p / "held"), r'held already holds checkpoints; set run.resume = "auto"'),
+    "lacking weights": (lambda p: pretrained(p, "lacking"), r"lacks 1 of 21 parameters, first model.layers.1.mlp.up_proj.weight"),
+    "no such model": (lambda p: pretrained(p, "nowhere"), r"there is no folder /.*nowhere"),
+    "not a checkpoint": (lambda p: arguments(p, run__resume=p / "model"), r"run.resume: .*/model is not a complete checkpoint"),
+    "owned key": (lambda p: [*arguments(p), "--deepspeed.gradient_clipping", "1.0"], r"deepspeed.gradient_clipping is owned by the engine"),
+}  # fmt: skip
+
+
+def pretrained(place: Path, name: str) -> list[Any]:
+    return ["--stage", "sft", "--model.path", place / name, "--model.dtype", "float32", "--run.steps", "3", "--run.output", place / "run",
+            "--data.cache", place / "cache", "--data.train", json.dumps([str(DATA / "sft_eval.jsonl")]), "--data.max_length", "256"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, tmp_path: Path) -> None:
+    make, pattern = CASES[name]
+
+    def before(rank: int) -> None:
+        import torch.distributed as dist
+
+        def meet(*_: object, **__: object) -> None:
+            raise AssertionError("the processes met before the complaint")
+
+        dist.init_process_group = meet
+        if name == "full disk":
+            full_disk(rank)
+
+    started = Ranks(make(place), 2, tmp_path, before=before)
+    outcome = started.wait(60)
+    assert list(started.codes.values()) == [2, 2], outcome.stderr
+    lines = outcome.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), outcome.stderr
+    assert re.search(pattern, lines[0]), lines[0]
+    assert "Traceback" not in outcome.stderr + outcome.stdout
+    assert len(lines[0]) < 500
+    assert not (place / "run").exists(), "nothing is created for a refused run"
+
+
+def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> None:
+    def before(rank: int) -> None:
+        os.environ.update(RANK="4", LOCAL_RANK="0", WORLD_SIZE="8")  # the first process of a second node
+
+    outcome = ranks(arguments(place, data__train="none.jsonl"), 1, tmp_path, before=before)
+    assert outcome.code == 2 and re.fullmatch(r"error \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr), outcome.stderr
+
+
+def test_debug_adds_the_stack_trace(place: Path, tmp_path: Path) -> None:
+    outcome = ranks([*arguments(place, model__attention="flash3"), "--debug"], 1, tmp_path)
+    assert outcome.code == 2 and "Traceback" in outcome.stderr and "error: model.attention" in outcome.stderr
+
+
+def test_real_launcher_passes_the_sentence_and_the_code(place: Path) -> None:
+    outcome = run("python", arguments(place, optimizer__learning_rate=1e-4))
+    assert outcome.code == 2 and outcome.stderr.count("error: ") == 1 and "Traceback" not in outcome.stderr
+
+
+def test_a_pair_with_an_empty_answer_is_dropped_and_reported(place: Path, tmp_path: Path) -> None:
+    settings = {"data__train": [str(place / "empty_answer.jsonl")], "run__output": tmp_path / "run", "run__steps": 1}
+    outcome = ranks(arguments(place, "dpo", **settings), 1, tmp_path).check()
+    assert "read 12 rows, kept 11 examples" in outcome.stdout
+    assert re.search(r"dropped, empty answer: 1 \(.*empty_answer.jsonl row 8\)", outcome.stdout), outcome.stdout
+
+
+def fail_on_rank_1(rank: int) -> None:
+    from ulysses.training.stages.sft import SftStage
+
+    losses = SftStage.losses
+
+    def broken(self: Any, batch: Any, metrics: Any) -> Any:
+        if rank == 1 and self.step == 2:
+            raise ValueError("planted")
+        return losses(self, batch, metrics)
+
+    SftStage.losses = broken
+
+
+def test_an_error_on_one_process_ends_all_and_is_told_once(place: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    outcome = ranks(arguments(place, run__output=output, parallel__sequence_parallel_size=2), 2, tmp_path, before=fail_on_rank_1, timeout=40)
+    assert outcome.code == 1
+    assert re.findall(r"^error: .*$", outcome.stderr, re.M) == ["error: rank 1, step 3: ValueError: planted"]
+    assert outcome.stderr.count("Traceback") == 1, "an error that nobody foresaw comes with one stack trace"
+    assert [m["step"] for m in metrics(output)] == [1, 2]
+
+
+def test_a_process_stuck_outside_of_collectives_is_ended_too(place: Path, tmp_path: Path) -> None:
+    def before(rank: int) -> None:
+        fail_on_rank_1(rank)
+        if rank == 0:
+            import time
+
+            from ulysses.training.stages.sft import SftStage
+
+            losses = SftStage.losses
+
+            def sleeps(self: Any, *rest: Any) -> Any:
+                if self.step == 2:
+                    time.sleep(300)
+                return losses(self, *rest)
+
+            SftStage.losses = sleeps
+
+    outcome = ranks(arguments(place, run__output=tmp_path / "run"), 2, tmp_path, before=before, timeout=40)
+    assert outcome.code == 1 and outcome.stderr.count("error: rank 1, step 3") == 1
+
+
+def test_non_finite_loss_stops_before_the_weights_are_touched(place: Path, tmp_path: Path) -> None:
+    """A weight that is not a number; the run stops at step 1 on all processes, naming step and examples."""
+    bad = shutil.copytree(place / "model", tmp_path / "bad")
+    tensors = load_file(bad / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, bad / "model.safetensors")
+
+    def before(rank: int) -> None:
+        from ulysses.zero.engine import ZeroEngine
+
+        def touched(*_: object) -> None:
+            os.write(2, b"the weights were touched\n")
+
+        ZeroEngine.step = touched
+
+    line = pretrained(tmp_path, "bad")
+    outcome = ranks([*line, "--run.output", tmp_path / "run", "--parallel.sequence_parallel_size", "2"], 2, tmp_path, before=before, timeout=60)
+    assert outcome.code == 1 and "touched" not in outcome.stderr
+    [told] = re.findall(r"^error: .*$", outcome.stderr, re.M)
+    assert re.match(r"error: rank \d, step 1: the loss is nan .*; examples \[\d+, ", told), told
+    assert "Traceback" not in outcome.stderr
