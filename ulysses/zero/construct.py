@@ -62,7 +62,10 @@ def build_partitioned(create: Callable[[], nn.Module], config: dict[str, Any], s
     All ranks must call it together.
     """
     rank = dist.get_rank()
-    with deepspeed.zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
+    # Each parameter is gathered straight into its own memory: no copy between gathering and first use. Only the parameters
+    # are told: the engine would stop gathering ahead.
+    straight = {**config, "zero_optimization": {**config["zero_optimization"], "stage3_allgather_sequential": True}}
+    with deepspeed.zero.Init(config_dict_or_path=straight):
         model = create()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

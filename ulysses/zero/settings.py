@@ -61,8 +61,6 @@ def derive(
         "reduce_scatter": True,
         # Large matrices' gradients are reduced by themselves, without a copy into a shared buffer; small ones together.
         "reduce_bucket_size": max(1_000_000, layer_matrices // 4),
-        # Each parameter is gathered straight into its own memory: no copy between gathering and first use.
-        "stage3_allgather_sequential": True,
         "stage3_prefetch_bucket_size": layer_matrices,
         "stage3_param_persistence_threshold": 100_000,
         # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine itself keeps
