@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ulysses.zero.host_memory import streaming_memory
+
 
 class WeightSource(Protocol):
     """Where a parameter's values come from."""
@@ -51,6 +53,7 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
+@streaming_memory()
 def build_partitioned(create: Callable[[], nn.Module], config: dict[str, Any], source: WeightSource) -> nn.Module:
     """Create a model inside ZeRO-3's partitioned construction and fill this rank's shards from `source`.
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.host_memory import streaming_memory
 from ulysses.zero.slices import KINDS, SavedSlices
 
 
@@ -130,11 +131,12 @@ def full_parameters(
     """
     main = dist.get_rank() == 0
     seen: set[int] = set()
-    for module in engine.module.modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in seen and wanted(engine.names[id(p)])]
-        if not own:
-            continue
-        seen |= {id(p) for p in own}
-        with deepspeed.zero.GatheredParameters(own), torch.no_grad():
-            copies = [(engine.names[id(p)], p.detach().to("cpu", copy=True) if main else None) for p in own]
-        yield from copies
+    with streaming_memory():
+        for module in engine.module.modules():
+            own = [p for p in module.parameters(recurse=False) if id(p) not in seen and wanted(engine.names[id(p)])]
+            if not own:
+                continue
+            seen |= {id(p) for p in own}
+            with deepspeed.zero.GatheredParameters(own), torch.no_grad():
+                copies = [(engine.names[id(p)], p.detach().to("cpu", copy=True) if main else None) for p in own]
+            yield from copies

@@ -1,0 +1,184 @@
+"""An export loads in transformers as it is, equals what was trained, and neither it nor loading holds the model in memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.arch import ModelConfig
+from models.decoder import CausalLM, init_parameter
+from models.hf_format import WeightFiles, WeightWriter, write_config
+from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
+from tests.harness import run_distributed
+from ulysses.data.dataset import TokenizedDataset
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.build import build_engine, read_shape, weights_of
+from ulysses.training.command_line import check
+from ulysses.training.export_model import export_model
+from ulysses.zero.construct import initialize_distributed
+
+BETA = 0.1
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SFT, then DPO from its export, each with few held-out examples; 2 processes, degree 2."""
+    folder = tmp_path_factory.mktemp("export")
+    for stage in ("sft", "dpo"):
+        rows = (ROOT / f"configs/demo/data/{stage}_eval.jsonl").read_text().splitlines()[:40]
+        (folder / f"{stage}.jsonl").write_text("\n".join(rows))
+    common = {"parallel__sequence_parallel_size": 2, "optimizer__lr": 5e-3, "optimizer__warmup": 0}
+    line = tiny("sft", folder / "sft", folder / "sft_cache", data__eval=[str(folder / "sft.jsonl")], **common)
+    ranks(line, 2, folder / "logs").check()
+    line = tiny("dpo", folder / "dpo", folder / "dpo_cache", data__eval=[str(folder / "dpo.jsonl")], dpo__beta=BETA,
+                model__path=folder / "sft/export", model__init="pretrained", model__tokenizer=folder / "sft/export", **common)  # fmt: skip
+    ranks(without_shape(line), 2, folder / "logs").check()
+    return folder
+
+
+def without_shape(line: list[str]) -> list[str]:
+    """Drop --model.config.*: the weights bring their shape."""
+    at = [i for i, a in enumerate(line) if a.startswith("--model.config.")]
+    return [a for i, a in enumerate(line) if i not in at and i - 1 not in at]
+
+
+def held_out(folder: Path, cache: str) -> TokenizedDataset:
+    """The tokens and weights that the run's evaluation used."""
+    found = [TokenizedDataset(p) for p in (folder / cache / "tokenized").iterdir() if p.is_dir()]
+    return next(d for d in found if len(d) == 40)
+
+
+@torch.no_grad()
+def logps(model: Any, sequence: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum of the trained tokens' log-probabilities, and their number, by transformers."""
+    tokens = torch.tensor(sequence.tokens[:].astype("int64"))
+    weights = torch.tensor(sequence.loss_weights[:].astype("float64"))[1:]
+    scores = model(tokens[None]).logits[0, :-1].double().log_softmax(-1)
+    return (scores.gather(-1, tokens[1:, None])[:, 0] * weights).sum(), weights.sum()
+
+
+def test_transformers_sees_the_same_held_out_loss_after_sft(runs: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(runs / "sft/export").eval()
+    sums = torch.tensor([logps(model, e.sequences[0]) for e in held_out(runs, "sft_cache")])
+    last, first = metrics(runs / "sft")[-1], metrics(runs / "sft")[0]
+    assert float(-sums[:, 0].sum() / sums[:, 1].sum()) == pytest.approx(last["eval/loss"], rel=1e-4)
+    assert last["eval/loss"] < first["loss"] - 0.1, "it did learn"
+
+
+def test_transformers_sees_the_same_held_out_loss_after_dpo(runs: Path) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(runs / "dpo/export").eval()
+    reference = AutoModelForCausalLM.from_pretrained(runs / "sft/export").eval()
+    losses = []
+    for example in held_out(runs, "dpo_cache"):
+        gains = [logps(policy, s)[0] - logps(reference, s)[0] for s in example.sequences]
+        losses.append(-torch.nn.functional.logsigmoid(BETA * (gains[0] - gains[1])))
+    last = metrics(runs / "dpo")[-1]
+    assert float(torch.stack(losses).mean()) == pytest.approx(last["eval/loss"], rel=1e-4)
+    assert abs(last["eval/loss"] - 0.6931) > 1e-3, "the policy did move"
+
+
+def test_generation_works(runs: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(runs / "dpo/export")
+    model = AutoModelForCausalLM.from_pretrained(runs / "dpo/export").eval()
+    question = [{"role": "user", "content": "How do I boil an egg?"}]
+    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    out = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert out.shape[1] == inputs["input_ids"].shape[1] + 8
+    assert (inputs["input_ids"] == tokenizer.bos_token_id).sum() == 1
+
+
+def export(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "ulysses.export", *map(str, arguments)], env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def assert_same_folder(found: Path, expected: Path) -> None:
+    names = sorted(p.name for p in expected.iterdir())
+    assert sorted(p.name for p in found.iterdir()) == names and "config.json" in names and "tokenizer.json" in names
+    for name in names:
+        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def test_export_of_a_checkpoint_equals_the_runs_own(runs: Path, tmp_path: Path) -> None:
+    done = export(runs / "sft/checkpoints/step-5", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert_same_folder(tmp_path / "out", runs / "sft/export")
+
+
+def test_export_in_bfloat16_from_three_processes(runs: Path, tmp_path: Path) -> None:
+    """An uneven partition: parameters do not divide by 3."""
+    line = tiny("sft", tmp_path / "run", runs / "sft_cache", model__dtype="bfloat16", run__steps=2)
+    ranks(line, 3, tmp_path / "logs").check()
+    from ulysses.export import export_checkpoint
+
+    export_checkpoint(tmp_path / "run/checkpoints/step-2", tmp_path / "out")
+    assert_same_folder(tmp_path / "out", tmp_path / "run/export")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_export_complains_in_one_sentence(runs: Path, tmp_path: Path) -> None:
+    done = export(runs / "sft", tmp_path / "out")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "is not a complete checkpoint" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+    from ulysses.export import export_checkpoint
+
+    with pytest.raises(ValueError, match="already holds a model"):
+        export_checkpoint(runs / "sft/checkpoints/step-5", runs / "sft/export")
+
+
+LARGE = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 20,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "max_position_embeddings": 2048, "hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def memory(reset: bool = False) -> dict[str, int]:
+    """This process's resident bytes now and at their peak since the last reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(("VmRSS", "VmHWM")))
+    return {name: int(value.split()[0]) * 1024 for name, value in lines.items()}
+
+
+def load_and_export(folder: Path, out: Path) -> tuple[int, int, int]:
+    """Bytes of growth: kept after loading, at the peak of loading, at the peak of exporting above what was loaded."""
+    initialize_distributed()
+    config = check({"stage": "sft", "model": {"path": str(folder), "dtype": "bfloat16"}, "run": {"steps": 1, "output": str(out)}})
+    shape, place = read_shape(config)
+    before = memory(reset=True)["VmRSS"]
+    engine = build_engine(config, shape, weights_of(config, shape, place), ParallelMesh(1), "reference", trainable=False)
+    loaded = memory()
+    memory(reset=True)
+    export_model(engine, out, shape, config, main=engine.engine.global_rank == 0)
+    exported = memory()
+    return loaded["VmRSS"] - before, loaded["VmHWM"] - before, exported["VmHWM"] - loaded["VmRSS"]
+
+
+def test_loading_and_exporting_stream(tmp_path: Path) -> None:
+    """300 MB of weights in shards, two processes: each keeps its half and never much more."""
+    shape = ModelConfig.from_hf(LARGE)
+    with torch.device("meta"):
+        names = {name: p.shape for name, p in CausalLM(shape).named_parameters()}
+    writer = WeightWriter(tmp_path / "model", max_shard_bytes=48 << 20)
+    for name, size in names.items():
+        writer.add(name, init_parameter(name, size, shape, seed=0, device=torch.device("cpu"), dtype=torch.bfloat16))
+    writer.finish()
+    write_config(tmp_path / "model", shape, dtype=torch.bfloat16)
+    source = WeightFiles(tmp_path / "model")
+    size = source.num_bytes()
+    assert size > 290e6 and len(list((tmp_path / "model").glob("*.safetensors"))) >= 6
+    grown = run_distributed(load_and_export, 2, tmp_path / "model", tmp_path / "out", with_zero=True)
+    for rank, (kept, peak, exporting) in enumerate(grown):
+        print(f"rank {rank}: model {size / 1e6:.0f} MB; loading kept {kept / 1e6:.0f}, peak {peak / 1e6:.0f}; exporting {exporting / 1e6:.0f}")
+        assert peak < 0.5 * size + 0.2 * size, "its half, and one parameter at a time"
+        assert exporting < 0.2 * size
+    found = WeightFiles(tmp_path / "out")
+    assert found.names() == source.names() == list(names)
+    for name in names:
+        assert torch.equal(found.read(name), source.read(name)), name
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_hidden_layers"] == LARGE["num_hidden_layers"]
