@@ -75,7 +75,7 @@ def main() -> None:
     os._exit(0)
 
 
-def measure(a, engine, policies, shape, mesh, seq, level, world):  # noqa: ANN001, ANN201
+def measure(a, engine, policies, shape, mesh, seq, level, world):
     device = engine.device
     engine.module.model.set_memory(level)
     generator = torch.Generator().manual_seed(1 + mesh.dp_rank)
@@ -105,14 +105,16 @@ def measure(a, engine, policies, shape, mesh, seq, level, world):  # noqa: ANN00
     flops = model_flops(shape.num_parameters(), shape.num_hidden_layers, width, seq, float(seq) ** 2) * mesh.data_parallel_size
     peak = device_peak_flops()
     return {
-        "engine": "ours", "arch": a.arch, "layers": shape.num_hidden_layers, "gpus": world, "sp": mesh.sequence_parallel_size, "seq": seq, "recompute": level,
+        "engine": "ours", "arch": a.arch, "layers": shape.num_hidden_layers, "gpus": world,
+        "sp": mesh.sequence_parallel_size, "seq": seq, "recompute": level,
         "step_s": round(seconds, 3), "first_s": round(times[0], 2), "tok_s_gpu": round(seq * mesh.data_parallel_size / seconds / world),
         "model_tflops_gpu": round(flops / seconds / world / 1e12, 1), "mfu": round(flops / seconds / world / peak, 3) if peak else None,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None, "loss": round(loss, 4), "report": norm,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None,
+        "loss": round(loss, 4), "report": norm,
     }  # fmt: skip
 
 
-def profile(a, engine, policies, batch, scale):  # noqa: ANN001, ANN201
+def profile(a, engine, policies, batch, scale):
     """Trace one step; rank 0 prints the kernels that take longest and writes the trace."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as trace:

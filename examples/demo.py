@@ -48,7 +48,11 @@ def plot(sft: Path, dpo: Path, picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
-    for axis, run, name, held_out in ((axes[0], sft, "loss", "eval/loss"), (axes[1], dpo, "loss", "eval/loss"), (axes[2], dpo, "rewards/accuracies", "eval/rewards/accuracies")):
+    for axis, run, name, held_out in (
+        (axes[0], sft, "loss", "eval/loss"),
+        (axes[1], dpo, "loss", "eval/loss"),
+        (axes[2], dpo, "rewards/accuracies", "eval/rewards/accuracies"),
+    ):
         lines = read_metrics(run)
         axis.plot([m["step"] for m in lines if name in m], [m[name] for m in lines if name in m], lw=1, label="training")
         axis.plot([m["step"] for m in lines if held_out in m], [m[held_out] for m in lines if held_out in m], "o-", label="held out")

@@ -17,7 +17,12 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `gpu` exist only where there is a GPU, and `full` ones only when asked for: nothing is skipped in silence."""
     wanted = config.getoption("-m") or ""
-    gone = [i for i in items if (i.get_closest_marker("gpu") and not torch.cuda.is_available()) or (i.get_closest_marker("full") and "full" not in wanted)]
+    gone = [
+        i
+        for i in items
+        if (i.get_closest_marker("gpu") and not torch.cuda.is_available())
+        or (i.get_closest_marker("full") and "full" not in wanted)
+    ]
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [i for i in items if i not in gone]

@@ -136,7 +136,13 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     else:
         made = DpoStage(engine, mesh, DpoConfig(**case.options), cached=True)
     loader = StepLoader(
-        data, 6, tokens_per_microbatch=case.budget, seed=3, data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed
+        data,
+        6,
+        tokens_per_microbatch=case.budget,
+        seed=3,
+        data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank,
+        packing_seed=case.packing_seed,
     )
     chain = CaptureChain()
     trainer = Trainer(

@@ -66,7 +66,7 @@ def run_distributed(
 
 def _import_deepspeed() -> None:
     import deepspeed
-    import deepspeed.runtime.zero.muon.original_muon
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     import torch._dynamo  # noqa: F401
 
 

@@ -31,7 +31,9 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
         master = groups[piece.group]
         for kind in KINDS:
             flat = master if kind == "master" else engine.zero.optimizer.state[master][kind]
-            out[f"{kind} {piece.name}"][piece.start : piece.start + piece.length] = flat[piece.offset : piece.offset + piece.length].detach()
+            out[f"{kind} {piece.name}"][piece.start : piece.start + piece.length] = flat[
+                piece.offset : piece.offset + piece.length
+            ].detach()
     for value in out.values():
         dist.all_reduce(value)
     return out

@@ -12,7 +12,9 @@ BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
 def test_arguments_override_toml(tmp_path: Path) -> None:
     toml = tmp_path / "a.toml"
     toml.write_text('stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.99]\n')
-    config = parse_command_line(["--config", str(toml), "--optimizer.lr", "1e-6", "--data.train", '["a.jsonl", "b.jsonl"]', "--run.overwrite"]).config
+    config = parse_command_line(
+        ["--config", str(toml), "--optimizer.lr", "1e-6", "--data.train", '["a.jsonl", "b.jsonl"]', "--run.overwrite"]
+    ).config
     assert (config.stage, config.optimizer.lr, config.optimizer.betas, config.run.overwrite) == ("sft", 1e-6, (0.9, 0.99), True)
     assert config.data.train == ["a.jsonl", "b.jsonl"]
 

@@ -14,10 +14,9 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from ulysses.data.cache import build_once
 from ulysses.data.chat import ChatTemplate, TextEncoder, tokenizer_digest
@@ -25,6 +24,9 @@ from ulysses.data.encode import DataSettings, EncodedExample, encode_documents, 
 from ulysses.data.formats import Source, read_records, source_digest
 from ulysses.data.records import KINDS, DataError, Report
 from ulysses.parallel.batch import Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 FORMAT_VERSION = 1
 SEQUENCES = {"text": 1, "sequence": 1, "pair": 2, "unpaired": 1, "prompt": 1}
@@ -47,7 +49,7 @@ class Example:
 def open_dataset(
     sources: list[Source],
     kind: str,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: "PreTrainedTokenizerFast",
     settings: DataSettings,
     cache: str | Path,
     *,

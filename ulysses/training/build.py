@@ -110,7 +110,15 @@ def matrix_sizes(shape: Shape) -> dict[str, int]:
 
 
 def build_engine(
-    config: Config, shape: Shape, source: Any, mesh: ParallelMesh, kernel: str, *, reward: bool = False, trainable: bool = True, recompute: Any = "none"
+    config: Config,
+    shape: Shape,
+    source: Any,
+    mesh: ParallelMesh,
+    kernel: str,
+    *,
+    reward: bool = False,
+    trainable: bool = True,
+    recompute: Any = "none",
 ) -> ZeroEngine:
     """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together."""
     settings = derive(

@@ -86,7 +86,11 @@ def remove_folder(path: Path) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
-    return [int(p.name.removeprefix("step-")) for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit() and (p / "run.json").exists()]
+    return [
+        int(p.name.removeprefix("step-"))
+        for p in folder.glob("step-*")
+        if p.name.removeprefix("step-").isdigit() and (p / "run.json").exists()
+    ]
 
 
 def read_run_state(path: Path) -> dict[str, Any]:

@@ -117,7 +117,13 @@ def check_run(config: Config, world_size: int) -> Plan:
         raise ConfigError(f"data: {missing[0]}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        kernel, reason = resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim, deterministic=config.run.deterministic)
+        kernel, reason = resolve_kernel(
+            config.model.attention,
+            device,
+            DTYPES[config.model.dtype],
+            shape.head_dim,
+            deterministic=config.run.deterministic,
+        )
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}") from None
     plan = Plan(config, world_size, shape, folder, tokenizer, kernel, reason, find_checkpoint(config, shape))
@@ -130,7 +136,10 @@ def check_numbers(config: Config, world_size: int) -> None:
     sp = config.parallel.sequence_parallel_size
     if world_size % sp:
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-        raise ConfigError(f"parallel.sequence_parallel_size is {sp} but must divide the {world_size} processes; set it to one of {divisors}")
+        raise ConfigError(
+            f"parallel.sequence_parallel_size is {sp} but must divide the {world_size} processes; set it to one "
+            f"of {divisors}"
+        )
     if not config.data.train:
         raise ConfigError("data.train is empty; give a file, a folder, a hub dataset or a list of them")
     if config.stage == "dpo":
@@ -190,7 +199,10 @@ def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
     """Load the tokenizer and check that it fits the model and has a chat template where one is needed."""
     place = config.model.tokenizer or (str(folder) if folder else None)
     if place is None:
-        raise ConfigError("model.tokenizer is missing: a model given by arch or config brings none; set it to a folder, a hub id or a tokenizer.json")
+        raise ConfigError(
+            "model.tokenizer is missing: a model given by arch or config brings none; set it to a folder, a hub "
+            "id or a tokenizer.json"
+        )
     try:
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
         if KINDS[config.stage] != "text":
@@ -198,7 +210,10 @@ def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
     except DataError as error:
         raise ConfigError(f"model.tokenizer: {error}") from None
     if len(tokenizer) > shape.vocab_size:
-        raise ConfigError(f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary holds {shape.vocab_size}; set model.config.vocab_size or use the model's own")
+        raise ConfigError(
+            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary holds {shape.vocab_size}; "
+            f"set model.config.vocab_size or use the model's own"
+        )
     return tokenizer
 
 
@@ -232,7 +247,10 @@ def find_checkpoint(config: Config, shape: Shape) -> Path | None:
     if run.resume != "never":
         return chosen
     if newest is not None and not run.overwrite:
-        raise ConfigError(f"run.output {config.output.absolute()} already holds checkpoints; set run.resume = \"auto\" to continue, run.overwrite = true to delete them, or another folder")
+        raise ConfigError(
+            f"run.output {config.output.absolute()} already holds checkpoints; set run.resume = \"auto\" to continue, "
+            f"run.overwrite = true to delete them, or another folder"
+        )
     return None
 
 
@@ -252,7 +270,10 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
 def check_same_model(checkpoint: Path, saved: dict[str, Any], stage: str, shape: Shape) -> None:
     """Refuse to continue a checkpoint of another stage or of a model that computes something else."""
     if saved["config"]["stage"] != stage:
-        raise ConfigError(f"run.resume: {checkpoint} is of stage {saved['config']['stage']!r} but this run is {stage!r}; use its stage or another run.output")
+        raise ConfigError(
+            f"run.resume: {checkpoint} is of stage {saved['config']['stage']!r} but this run is {stage!r}; use "
+            f"its stage or another run.output"
+        )
     was, now = asdict(Shape.from_hf(saved["shape"])), asdict(shape)
     free = ("initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
     other = [name for name in now if was[name] != now[name] and name not in free]

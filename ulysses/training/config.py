@@ -63,9 +63,15 @@ class ModelConfig(Section):
         if not (self.path or self.arch or self.config):
             raise ValueError("the model is missing: set model.path to a folder or hub id, or model.arch with model.init = \"random\"")
         if self.init == "pretrained" and not self.path:
-            raise ValueError("model.init is \"pretrained\" but there is no model.path to read weights from; set model.path or model.init = \"random\"")
+            raise ValueError(
+                "model.init is \"pretrained\" but there is no model.path to read weights from; set model.path or "
+                "model.init = \"random\""
+            )
         if self.init == "pretrained" and self.config:
-            raise ValueError("model.config changes the shape, which pretrained weights do not fit; remove it or set model.init = \"random\"")
+            raise ValueError(
+                "model.config changes the shape, which pretrained weights do not fit; remove it or set model.init "
+                "= \"random\""
+            )
         return self
 
 
@@ -161,7 +167,10 @@ class SftConfig(Section):
     @model_validator(mode="after")
     def _combination(self) -> "SftConfig":
         if self.loss_type == "dft" and self.label_smoothing:
-            raise ValueError(f"sft.label_smoothing is {self.label_smoothing:g} but sft.loss_type \"dft\" has none; set it to 0 or use \"nll\"")
+            raise ValueError(
+                f"sft.label_smoothing is {self.label_smoothing:g} but sft.loss_type \"dft\" has none; set it to 0 "
+                f"or use \"nll\""
+            )
         return self
 
 

@@ -106,7 +106,15 @@ def device_peak_flops() -> float | None:
 class MetricsLog:
     """Write metrics.jsonl, TensorBoard and optionally W&B, and show a progress bar. Rank 0 only."""
 
-    def __init__(self, folder: Path, *, total_steps: int, first_step: int, wandb_project: str = "", config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        total_steps: int,
+        first_step: int,
+        wandb_project: str = "",
+        config: dict[str, Any] | None = None,
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 

@@ -22,7 +22,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 def adamw(model: nn.Module, config: OptimizerConfig, *, on_gpu: bool) -> torch.optim.AdamW:
     """Create AdamW (Loshchilov & Hutter 2019) over `parameter_groups`, fused where the state lives on a GPU."""
     return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=on_gpu, foreach=False if not on_gpu else None
+        parameter_groups(model, config.weight_decay),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=on_gpu,
+        foreach=False if not on_gpu else None,
     )
 
 

@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -118,7 +119,13 @@ class TrainingRun:
             trainer.load_state_dict(self.checkpoints.load(self.resume_from, {"policy": self.engine}))
             self._say(f"resumed {self.resume_from} at step {trainer.step}")
         if self.mesh.is_main:
-            self.log = MetricsLog(self.config.output, total_steps=trainer.total_steps, first_step=trainer.step, wandb_project=run.wandb, config=self._resolved())
+            self.log = MetricsLog(
+                self.config.output,
+                total_steps=trainer.total_steps,
+                first_step=trainer.step,
+                wandb_project=run.wandb,
+                config=self._resolved(),
+            )
         trainer.stop_on_signal()
         try:
             self._loop(trainer)
@@ -155,7 +162,8 @@ class TrainingRun:
     def _report(self, trainer: Trainer, step: int, values: dict[str, float], last: bool) -> None:
         if self.log is None:
             return
-        self.log.advance(step, {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tok/s": f"{values['tokens_per_second']:.0f}"})
+        shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tok/s": f"{values['tokens_per_second']:.0f}"}
+        self.log.advance(step, shown)
         if step % self.config.run.log_every == 0 or last or any(k.startswith("eval/") for k in values):
             self.log.write(step, values)
         if any(k.startswith("eval/") for k in values):
@@ -208,14 +216,15 @@ class TrainingRun:
 
     def _same_everywhere(self) -> None:
         """Refuse to start if configuration, data or versions differ between ranks."""
-        import deepspeed
-
-        text = json.dumps([self._resolved(), data_digest(self.plan), torch.__version__, deepspeed.__version__], sort_keys=True)
+        text = json.dumps([self._resolved(), data_digest(self.plan), torch.__version__, version("deepspeed")], sort_keys=True)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         low = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         if int(low[0]) != -int(low[1]):
-            raise ConfigError("configuration, data or library versions differ between the processes; start all of them with the same files and versions")
+            raise ConfigError(
+                "configuration, data or library versions differ between the processes; start all of them with the "
+                "same files and versions"
+            )
 
     def _say(self, text: str) -> None:
         if self.log is not None:

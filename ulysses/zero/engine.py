@@ -18,7 +18,6 @@ from torch import nn
 from ulysses.gradients.gradients import Gradients
 from ulysses.zero.gradients import check_deepspeed, zero_gradients
 
-
 AHEAD = 2  # layers that the host may run ahead of the GPU
 
 

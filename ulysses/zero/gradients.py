@@ -13,7 +13,14 @@ from torch import Tensor
 
 from ulysses.gradients.gradients import Gradients, GradientSlice
 
-NEEDED = ("averaged_gradients", "grad_partitions_flat_buffer", "fp16_groups", "fp32_partitioned_groups_flat", "offload_optimizer", "sub_group_to_group_id")
+NEEDED = (
+    "averaged_gradients",
+    "grad_partitions_flat_buffer",
+    "fp16_groups",
+    "fp32_partitioned_groups_flat",
+    "offload_optimizer",
+    "sub_group_to_group_id",
+)
 
 
 def check_deepspeed(zero: Any) -> None:
