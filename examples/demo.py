@@ -91,9 +91,10 @@ def main() -> int:
     picture = Path(arguments.output) / "demo.png"
     plot(ROOT / sft, ROOT / dpo, ROOT / picture)
     report(ROOT / sft, ROOT / dpo)
+    newest = max((ROOT / dpo / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     print(f"""
 metrics     {sft}/metrics.jsonl  {dpo}/metrics.jsonl
-checkpoint  {sorted((ROOT / dpo / 'checkpoints').glob('step-*'))[-1].relative_to(ROOT)}
+checkpoint  {dpo}/checkpoints/{newest.name}
 export      {dpo}/export   (loads in transformers as it is)
 plot        {picture}
 

@@ -8,6 +8,7 @@
 import os
 import sys
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -53,6 +54,8 @@ def tell(error: BaseException, *, debug: bool) -> None:
         traceback.print_exception(cause)
     text = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
     print(f"error: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
+    if first and dist.is_initialized() and dist.get_world_size() > 1:
+        time.sleep(3 * POLL_SECONDS)  # the others see the key and leave, before their connections break noisily
 
 
 class StepError(RuntimeError):

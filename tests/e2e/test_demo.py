@@ -1,0 +1,98 @@
+"""What `make demo` does, and what the shipped configurations say before they run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launch import ROOT, environment, metrics, ranks
+from ulysses.data.demo import write_demo
+
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
+DEMO = ROOT / "configs/demo"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The demo's output folder and what it printed; its caches go to a folder of the test."""
+    folder = tmp_path_factory.mktemp("demo")
+    env = environment() | {"HOME": str(folder), "HF_HOME": os.environ.get("HF_HOME", str(folder / "hf"))}
+    line = [sys.executable, "examples/demo.py", "--ranks", "2", "--output", str(folder / "runs")]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder / "runs", done.stdout
+
+
+def test_held_out_accuracy(demo) -> None:
+    folder, text = demo
+    last = metrics(folder / "dpo")[-1]
+    assert last["eval/rewards/accuracies"] >= 0.80
+    [n] = re.findall(r"held-out preference accuracy: \d\.\d+ \+- \d\.\d+ \(n = (\d+)\)", text)
+    assert int(n) >= 200
+
+
+def test_dpo_starts_where_sft_ended(demo) -> None:
+    folder, _ = demo
+    first = metrics(folder / "dpo")[0]
+    assert first["loss"] == pytest.approx(0.6931472, abs=1e-6)
+    assert first["logps/chosen"] > -20, "an untrained model would give each answer about -100"
+    sft = metrics(folder / "sft")
+    assert sft[-1]["eval/loss"] < 0.5 * sft[0]["loss"]
+
+
+def test_three_answers_before_and_after(demo) -> None:
+    _, text = demo
+    before, after = re.findall(r"^  before DPO  (.+)$", text, re.M), re.findall(r"^  after DPO   (.+)$", text, re.M)
+    assert len(before) == len(after) == len(re.findall(r"^  question    .+$", text, re.M)) == 3
+    assert before != after
+
+
+def test_printed_paths_exist(demo) -> None:
+    folder, text = demo
+    paths = [word for line in re.findall(r"^(?:metrics|checkpoint|export|plot) +(.+)$", text, re.M) for word in line.split() if "/" in word]
+    assert len(paths) == 5
+    assert all((ROOT / path).exists() for path in paths), paths
+    assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "next, with your own model and data:" in text
+
+
+def test_shuffled_labels_teach_nothing(demo, tmp_path: Path) -> None:
+    """The control: the same DPO run on preferences without meaning."""
+    folder, _ = demo
+    write_demo(tmp_path / "data", shuffle_labels=True)
+    line = ["--config", str(DEMO / "dpo.toml"), "--model.path", folder / "sft/export", "--model.init", "pretrained",
+            "--data.train", json.dumps([str(tmp_path / "data/dpo_train.jsonl")]), "--data.eval", json.dumps([str(tmp_path / "data/dpo_eval.jsonl")]),
+            "--data.cache", tmp_path / "cache", "--run.output", tmp_path / "run", "--run.eval_every", "0", "--run.export", "false"]  # fmt: skip
+    ranks(line, 2, tmp_path / "logs", timeout=200).check()
+    last = metrics(tmp_path / "run")[-1]
+    assert last["eval/rewards/accuracies"] < 0.6
+
+
+def shipped(path: Path, tmp_path: Path, *more: object) -> list[object]:
+    return ["--config", path, "--run.output", tmp_path / "run", "--data.cache", tmp_path / "cache", *more]
+
+
+@pytest.mark.parametrize("name", [p.name for p in sorted(DEMO.glob("*.toml"))])
+def test_dry_run_of_the_demo(name: str, tmp_path: Path) -> None:
+    outcome = ranks(shipped(DEMO / name, tmp_path, "--dry-run", "--gpus", 2), 1, tmp_path / "logs").check()
+    assert '"stage": "' + name.removesuffix(".toml") in outcome.stdout
+    assert "2 processes: data parallel 1 x sequence parallel 2" in outcome.stdout
+    assert re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", outcome.stdout)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", [p.name for p in sorted(DEMO.glob("*.toml"))])
+def test_inspect_shows_two_samples(name: str, tmp_path: Path) -> None:
+    outcome = ranks(shipped(DEMO / name, tmp_path, "--inspect", 2, "--parallel.sequence_parallel_size", 1), 1, tmp_path / "logs").check()
+    assert len(outcome.stdout.splitlines()) >= 2 and not (tmp_path / "run").exists()
+    assert "tokens" in outcome.stdout
+
+
+def test_configurations_are_complete_and_short() -> None:
+    assert {p.stem for p in DEMO.glob("*.toml")} >= {"pt", "sft", "rm", "dpo", "kto"}
+    for path in CONFIGS:
+        assert len(path.read_text().splitlines()) <= 40, path
