@@ -1,0 +1,246 @@
+"""Batched sampling with a KV cache, from plain weights: no modules, no hooks, no communication.
+
+    prompts  [ p p p . . ]   prefill   keys and values of every layer     [B, K, M, E]
+             [ p p p p p ]      |      one token per sequence and pass, written at its own position
+             [ p . . . . ]      v
+    token t of prompt p in rollout r  =  inverse of the cumulative distribution at u(seed, r, p, t)
+
+Prompts lie left-aligned, so positions are those of training and nothing is masked but the future. What a prompt gets
+depends on its key alone, not on the prompts beside it; processes decode their own prompts without waiting for others.
+
+Shapes: B sequences, P longest prompt, M longest sequence, D width, H query heads, K kv heads, E head dim, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.arch import ModelConfig
+from models.fused import rms_norm, rotate_pair, swiglu
+from models.rope import inverse_frequencies, rotary_table
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Say how tokens are drawn and when a completion ends.
+
+    temperature 0 takes the likeliest token; top_p 1 and top_k 0 keep all tokens; a stop token is part of the completion.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens} but must be at least 1")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature:g} but must be at least 0 (0 takes the likeliest token)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p:g} but must be above 0 and at most 1 (1 keeps all tokens)")
+        if self.top_k < 0:
+            raise ValueError(f"top_k is {self.top_k} but must be at least 0 (0 keeps all tokens)")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer: its tokens (the stop token included), their log-probabilities, and whether a stop token ended it.
+
+    The log-probabilities are those of the whole tempered distribution, before top_p and top_k.
+    """
+
+    tokens: list[int]
+    logps: list[float]
+    ended: bool
+
+
+def uniforms(seed: int, rollout: int, prompts: Sequence[int], token: int) -> np.ndarray:
+    """Return u in [0, 1) for token number `token` of every prompt, float64: a hash of (seed, rollout, prompt, token)."""
+    state = np.asarray(prompts, np.uint64)
+    with np.errstate(over="ignore"):
+        for part in (seed, rollout, token):
+            state = _scatter(state + np.uint64(part & (2**64 - 1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
+        return (_scatter(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _scatter(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser (Steele et al. 2014): a bijection of 64-bit numbers that scatters neighbours."""
+    values = (values + np.uint64(0x9E3779B97F4A7C15)) & np.uint64(2**64 - 1)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def cache_bytes(config: ModelConfig, sequences: int, longest: int, dtype: torch.dtype) -> int:
+    """Return the bytes of keys and values of `sequences` sequences of `longest` tokens."""
+    return 2 * config.num_hidden_layers * sequences * longest * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+
+class Sampler:
+    """Decode from whole weights under transformers' names.
+
+    Args:
+        weights: {name: tensor}; aliases of gathered parameters are fine, nothing is written to them.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+        self.config = config
+        self.weights = weights
+        embedding = weights["model.embed_tokens.weight"]
+        self.head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self.device, self.dtype = embedding.device, embedding.dtype
+        self.frequencies = inverse_frequencies(config, self.device)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: SamplingOptions,
+        *,
+        seed: int = 0,
+        rollout: int = 0,
+        keys: Sequence[int] | None = None,
+        batch: int = 64,
+    ) -> list[Completion]:
+        """Return one completion per prompt.
+
+        Args:
+            keys: the number of each prompt in the rollout, which with seed, rollout and token number decides what is
+                drawn; by default its place in `prompts`.
+            batch: prompts decoded at a time; changes memory and speed, not the result (but for rounding).
+        """
+        keys = range(len(prompts)) if keys is None else keys
+        if any(len(p) == 0 for p in prompts):
+            raise ValueError("a prompt has no tokens; give each at least one")
+        # prompts of like length together: less padding
+        order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+        found: dict[int, Completion] = {}
+        for first in range(0, len(order), batch):
+            part = order[first : first + batch]
+            done = self._batch([prompts[i] for i in part], options, seed, rollout, [keys[i] for i in part])
+            found.update(zip(part, done))
+        return [found[i] for i in range(len(prompts))]
+
+    def _batch(
+        self, prompts: list[Sequence[int]], options: SamplingOptions, seed: int, rollout: int, keys: list[int]
+    ) -> list[Completion]:
+        count = len(prompts)
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        longest = int(lengths.max())
+        cache = _Cache(self.config, count, longest + options.max_new_tokens, self.device, self.dtype)
+        padded = torch.zeros(count, longest, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            padded[row, : len(prompt)] = torch.as_tensor(np.asarray(prompt))
+        hidden = self._forward(padded.to(self.device), torch.arange(longest, device=self.device).expand(count, -1), cache)
+        last = hidden[torch.arange(count, device=self.device), lengths - 1]
+        tokens: list[list[int]] = [[] for _ in prompts]
+        logps: list[list[float]] = [[] for _ in prompts]
+        ended = [False] * count
+        rows = list(range(count))  # sequences still decoded, as rows of the cache
+        for t in range(options.max_new_tokens):
+            drawn, values = self._draw(last, options, uniforms(seed, rollout, [keys[r] for r in rows], t))
+            for r, token, value in zip(rows, drawn.tolist(), values.tolist()):
+                tokens[r].append(token)
+                logps[r].append(value)
+                ended[r] = token in options.stop_tokens
+            going = [i for i, r in enumerate(rows) if not ended[r]]
+            if not going or t + 1 == options.max_new_tokens:
+                break
+            if len(going) < len(rows):
+                keep = torch.tensor(going, device=self.device)
+                rows, drawn, lengths = [rows[i] for i in going], drawn[keep], lengths[keep]
+                cache.keep(keep)
+            last = self._forward(drawn[:, None], (lengths + t)[:, None], cache)[:, 0]
+        return [Completion(*parts) for parts in zip(tokens, logps, ended)]
+
+    def _draw(self, hidden: Tensor, options: SamplingOptions, u: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Draw one token per row of hidden [B, D]; returns tokens [B] and their log-probabilities [B]."""
+        logits = F.linear(hidden, self.head).double()
+        if options.temperature == 0:
+            logps = torch.log_softmax(logits, -1)
+            tokens = logits.argmax(-1)
+        else:
+            logps = torch.log_softmax(logits / options.temperature, -1)
+            kept = _kept(logps, options)
+            cumulative = kept.cumsum(-1)
+            at = torch.as_tensor(u, device=self.device)[:, None] * cumulative[:, -1:]
+            tokens = torch.searchsorted(cumulative, at, right=True)[:, 0]
+            # u times the total may round up to it: then the last token that has any probability
+            lastly = kept.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)
+            tokens = torch.minimum(tokens, lastly)
+        return tokens, logps.gather(-1, tokens[:, None])[:, 0]
+
+    def _forward(self, tokens: Tensor, positions: Tensor, cache: "_Cache") -> Tensor:
+        """Return normalised hidden states [B, L, D] of tokens [B, L] at `positions`, adding to the cache."""
+        c, w = self.config, self.weights
+        count, length = tokens.shape
+        rope = rotary_table(positions.reshape(-1), self.frequencies)
+        hidden = F.embedding(tokens.reshape(-1), w["model.embed_tokens.weight"])
+        for layer in range(c.num_hidden_layers):
+            name = f"model.layers.{layer}."
+            x = rms_norm(hidden, w[name + "input_layernorm.weight"], c.rms_norm_eps)
+            query, key, value = (
+                F.linear(x, w[f"{name}self_attn.{p}.weight"], w.get(f"{name}self_attn.{p}.bias")).unflatten(1, (-1, c.head_dim))
+                for p in ("q_proj", "k_proj", "v_proj")
+            )
+            query, key = rotate_pair(query, key, *rope)
+            query, key, value = (a.unflatten(0, (count, length)).transpose(1, 2) for a in (query, key, value))
+            attended = cache.attend(layer, query, key, value, positions).transpose(1, 2).flatten(2).flatten(0, 1)
+            hidden = hidden + F.linear(attended, w[f"{name}self_attn.o_proj.weight"])
+            x = rms_norm(hidden, w[name + "post_attention_layernorm.weight"], c.rms_norm_eps)
+            gate, up = (F.linear(x, w[f"{name}mlp.{p}_proj.weight"]) for p in ("gate", "up"))
+            hidden = hidden + F.linear(swiglu(gate, up), w[f"{name}mlp.down_proj.weight"])
+        return rms_norm(hidden, w["model.norm.weight"], c.rms_norm_eps).unflatten(0, (count, length))
+
+
+class _Cache:
+    """Keys and values [B, K, M, E] of every layer; row b is filled up to its own position."""
+
+    def __init__(self, config: ModelConfig, count: int, longest: int, device: torch.device, dtype: torch.dtype) -> None:
+        size = (count, config.num_key_value_heads, longest, config.head_dim)
+        self.keys = [torch.zeros(size, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        self.values = [torch.zeros(size, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop the finished sequences."""
+        for layer in range(len(self.keys)):
+            self.keys[layer] = self.keys[layer][rows]
+            self.values[layer] = self.values[layer][rows]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+        """Store key, value [B, K, L, E] and return attention [B, H, L, E] of the query over all up to its position."""
+        keys, values = self.keys[layer], self.values[layer]
+        length = query.shape[2]
+        if length > 1:  # prompts: padding lies behind them and is overwritten as they grow
+            keys[:, :, :length], values[:, :, :length] = key, value
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        rows = torch.arange(query.shape[0], device=query.device)
+        at = positions[:, 0]
+        keys[rows, :, at], values[rows, :, at] = key[:, :, 0], value[:, :, 0]
+        seen = int(at.max()) + 1 if at.device.type == "cpu" else keys.shape[2]
+        grouped = query.unflatten(1, (keys.shape[1], -1))[:, :, :, 0]  # [B, K, H / K, E]
+        scores = (grouped @ keys[:, :, :seen].transpose(2, 3)).float() * query.shape[-1] ** -0.5
+        future = torch.arange(seen, device=query.device) > at[:, None]
+        weights = scores.masked_fill(future[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
+        return (weights @ values[:, :, :seen]).flatten(1, 2)[:, :, None]
+
+
+def _kept(logps: Tensor, options: SamplingOptions) -> Tensor:
+    """Return the probabilities [B, V] that top_k and top_p leave; ties at the edge stay."""
+    kept = logps.exp()
+    V = kept.shape[-1]
+    if 0 < options.top_k < V:
+        edge = logps.topk(options.top_k, dim=-1).values[:, -1:]
+        kept = kept.masked_fill(logps < edge, 0.0)
+    if options.top_p < 1:
+        ordered = kept.sort(-1, descending=True).values
+        before = ordered.cumsum(-1) - ordered  # a token stays while those before it hold less than top_p
+        edge = ordered.masked_fill(before >= options.top_p * kept.sum(-1, keepdim=True), torch.inf).amin(-1, keepdim=True)
+        kept = kept.masked_fill(kept < edge, 0.0)
+    return kept
