@@ -8,7 +8,7 @@ Shapes: S local tokens, D width, V vocabulary, N sequences.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ class CausalLM(nn.Module):
     """Build a Llama-3 or Qwen2.5 language model whose weights are uninitialised memory until filled.
 
     config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards. recompute,
-    tiling, offloader, offload: as in `Decoder.set_memory`.
+    tiling, offloader, offload: as in `Decoder.set_memory`. logits_tile: rows of one tile of the vocabulary projection.
     `init_weights` or a loader fills the weights; names are those of transformers.
     """
 
@@ -117,12 +117,14 @@ class CausalLM(nn.Module):
         tiling: TilingOptions | None = None,
         offloader: Offloader | None = None,
         offload: bool | Sequence[bool] = True,
+        logits_tile: int | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config, mesh, attention)
         self.model.set_memory(recompute, tiling, offloader, offload)
-        self.lm_head = VocabularyHead(config, self.model.embed_tokens.weight if config.tie_word_embeddings else None)
+        tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
+        self.lm_head = VocabularyHead(config, tied, logits_tile)
 
     def forward(
         self,

@@ -3,7 +3,7 @@
 Shapes: S local tokens, M positions with a target, D width, V vocabulary.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,14 @@ class VocabularyHead(nn.Module):
     """Project positions to the vocabulary in tiles and return the log-probabilities of their targets.
 
     `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs
-    with M = 0 too, so that its collectives and zero gradients happen on every rank.
+    with M = 0 too, so that its collectives and zero gradients happen on every rank. `tile_rows`: as in linear_logprobs.
     """
 
-    def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, tied: nn.Parameter | None = None, tile_rows: int | Literal["auto"] = "auto"
+    ) -> None:
         super().__init__()
+        self.tile_rows = tile_rows
         if tied is None:
             tied = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.weight = tied
@@ -41,7 +44,14 @@ class VocabularyHead(nn.Module):
         temperature: float = 1.0,
     ) -> LogProbs:
         return linear_logprobs(
-            hidden, self.weight, targets, entropy=entropy, lse=lse, mean_logit=mean_logit, temperature=temperature
+            hidden,
+            self.weight,
+            targets,
+            entropy=entropy,
+            lse=lse,
+            mean_logit=mean_logit,
+            temperature=temperature,
+            tile_rows=self.tile_rows,
         )
 
     def logits(self, hidden: Tensor) -> Tensor:

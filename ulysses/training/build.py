@@ -12,9 +12,11 @@ from models.arch import architecture
 from models.decoder import CausalLM, RewardModel, init_parameter
 from models.hf_format import WeightFiles, read_config, resolve_model
 from models.layers import DecoderLayer
+from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config, LoraConfig
+from ulysses.training.memory import MemoryChoice, tiling
 from ulysses.training.optim import adamw
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
@@ -118,9 +120,12 @@ def build_engine(
     *,
     reward: bool = False,
     trainable: bool = True,
-    recompute: Any = "none",
+    memory: MemoryChoice | None = None,
 ) -> ZeroEngine:
-    """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together."""
+    """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together.
+
+    A frozen model (not `trainable`) keeps nothing for a backward pass: of the memory settings it has its tiles only.
+    """
     settings = derive(
         dtype=DTYPES[config.model.dtype],
         reduce_dtype=config.optimizer.reduce_dtype,
@@ -136,9 +141,21 @@ def build_engine(
 
         source = AdapterWeights(source, config.run.seed)
 
+    kept: dict[str, Any] = {"tiling": tiling(config)}
+    if trainable and memory is not None:
+        kept["recompute"] = memory.recompute
+    if trainable and memory is not None and memory.offloaded_layers:
+        # the first layers' activations wait longest for their backward, so they leave the GPU first
+        away = memory.offloaded_layers
+        kept["offload"] = [i < away for i in range(shape.num_hidden_layers)]
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        kept["offloader"] = Offloader(device, memory.host_bytes)
+    if not reward:
+        kept["logits_tile"] = config.memory.logits_tile
+
     def create() -> nn.Module:
         cls = RewardModel if reward else CausalLM
-        model = cls(shape, mesh, attention=kernel)
+        model = cls(shape, mesh, attention=kernel, **kept)
         return add_adapters(model, lora) if lora.rank else model
 
     model = build_partitioned(create, settings, source)

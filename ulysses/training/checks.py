@@ -25,6 +25,7 @@ from ulysses.training.build import DTYPES, check_weights, read_shape
 from ulysses.training.checkpoint import Checkpoints, read_run_state
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
+from ulysses.training.memory import adapter_parameters, check_memory
 from ulysses.training.stages.dpo import loss_options
 from ulysses.zero.settings import refuse_owned
 
@@ -148,6 +149,7 @@ def check_numbers(config: Config, world_size: int) -> None:
         check_kto(config)
     if config.model.lora.rank:
         check_lora(config)
+    check_memory(config)
     try:
         refuse_owned(config.deepspeed)
         config.gradients.chain()
@@ -252,19 +254,6 @@ def find_checkpoint(config: Config, shape: Shape) -> Path | None:
             f"run.overwrite = true to delete them, or another folder"
         )
     return None
-
-
-def adapter_parameters(config: Config, shape: Shape) -> int:
-    """Count the parameters that LoRA trains."""
-    d, f = shape.hidden_size, shape.intermediate_size
-    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    sides = {
-        "q_proj": d + q, "k_proj": d + kv, "v_proj": d + kv, "o_proj": q + d,
-        "gate_proj": d + f, "up_proj": d + f, "down_proj": f + d,
-    }  # fmt: skip
-    lora = config.model.lora
-    adapters = shape.num_hidden_layers * lora.rank * sum(sides[name] for name in set(lora.targets))
-    return adapters + (d if config.stage == "rm" else 0)
 
 
 def check_same_model(checkpoint: Path, saved: dict[str, Any], stage: str, shape: Shape) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from models.hf_format import copy_side_files
+from ulysses.gradients.presets import explain_thresholds
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, weights_of
 from ulysses.training.build_stage import StageBuilder
@@ -24,6 +25,7 @@ from ulysses.training.command_line import ConfigError, parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.export_model import export_model
 from ulysses.training.failure import FailureWatch, StepError
+from ulysses.training.memory import choose_memory, planner_model, planner_work, this_machine
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.trainer import Trainer
@@ -81,7 +83,12 @@ class TrainingRun:
             if data is not None:
                 self._say(f"{name} data: {data.report}")
         source = weights_of(config, shape, plan.folder)
-        self.engine = build_engine(config, shape, source, self.mesh, kernel, reward=config.stage == "rm")
+        model, machine = planner_model(config, shape), this_machine(self.device, device_peak_flops())
+        memory = choose_memory(config, model, machine, planner_work(config, plan.budget))
+        self._say(memory.line)
+        for line in explain_thresholds(config.gradients.tables, model.trained):
+            self._say(f"gradients: {line}")
+        self.engine = build_engine(config, shape, source, self.mesh, kernel, reward=config.stage == "rm", memory=memory)
         fresh = self.resume_from is None
         builder = StageBuilder(
             plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, fresh, self._say
