@@ -7,6 +7,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,19 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
 
-    def save(self, step: int, engines: dict[str, ZeroEngine], state: dict[str, Any], *, best: int | None) -> Path:
-        """Write checkpoints/step-N atomically and remove what rotation no longer keeps."""
+    def save(
+        self,
+        step: int,
+        engines: dict[str, ZeroEngine],
+        state: dict[str, Any],
+        *,
+        best: int | None,
+        more: Callable[[Path], None] | None = None,
+    ) -> Path:
+        """Write checkpoints/step-N atomically and remove what rotation no longer keeps.
+
+        `more` adds files of its own to the folder, on rank 0.
+        """
         main = dist.get_rank() == 0
         temporary, final = self.folder / f".step-{step}.tmp", self.folder / f"step-{step}"
         if main:
@@ -41,6 +53,8 @@ class Checkpoints:
         dist.barrier()
         for name, engine in engines.items():
             save_state(engine, temporary / name)
+        if main and more is not None:
+            more(temporary)
         if main:
             (temporary / "run.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
         dist.barrier()

@@ -101,7 +101,7 @@ class ParallelConfig(Section):
 
 class BatchConfig(Section):
     examples: int = Field(8, ge=1)
-    """Examples (pairs for DPO and RM, prompts for PPO) per optimizer step over all processes."""
+    """Examples (pairs for DPO and RM) per optimizer step over all processes; for PPO prompts per rollout."""
     tokens_per_microbatch: int | Literal["auto"] = "auto"
     """Longest packed sequence per micro-batch in tokens; "auto" = data.max_length, twice that for pairs."""
 
@@ -215,6 +215,77 @@ class KtoConfig(Section):
     """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
 
 
+class PpoConfig(Section):
+    reward: str = ""
+    """What scores an answer: a Python function module:function of (prompt, completion, row), or a reward model's folder or hub id."""
+    reference: str = "live"
+    """What the KL penalty is measured against: "live" keeps a frozen copy of the initial policy, a path loads another model."""
+    value: Literal["shared", "separate"] = "shared"
+    """Values from the policy's own hidden states, or from a second decoder that starts with the policy's weights."""
+    value_lr_factor: float = Field(1.0, ge=0)
+    """Learning rate of the value's parameters as a multiple of optimizer.lr."""
+    prompts_per_rollout: int = Field(0, ge=0)
+    """Prompts answered before each round of training; 0 means batch.examples."""
+    epochs: int = Field(4, ge=1)
+    """Passes over each rollout."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per pass, each on its own share of the rollout."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Longest answer in tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits, in sampling and in training alike."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that hold this probability; 1 is all. The KL penalty assumes 1."""
+    top_k: int = Field(0, ge=0)
+    """Sample among so many likeliest tokens; 0 is all. The KL penalty assumes 0."""
+    stop_tokens: list[str] = []
+    """Tokens that end an answer besides the end-of-sequence tokens of model and tokenizer."""
+    generation_batch: int = Field(64, ge=1)
+    """Answers that each process decodes at a time; changes memory and speed only."""
+    missing_eos_penalty: float = Field(0.0, ge=0)
+    """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""
+    score_clip: float = Field(0.0, ge=0)
+    """Bounds |score|; 0 is off."""
+    kl_coefficient: float = Field(0.05, ge=0)
+    """Per-token KL penalty in the reward; the adaptive controller's start. 0 is off and needs no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimate of the KL: d, d^2 / 2 or exp(-d) - 1 + d, with d the log-ratio to the reference."""
+    kl_target: float = Field(0.0, ge=0)
+    """Adapt the coefficient towards this mean KL per answer (6 in arXiv 1909.08593); 0 keeps it fixed."""
+    kl_horizon: int = Field(10_000, ge=1)
+    """Answers over which the adaptive controller acts."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """GAE's lambda: 1 is the plain return minus the value, 0 one step ahead only."""
+    whiten_rewards: bool = False
+    """Scale rewards to unit variance over the whole rollout."""
+    whiten_advantages: bool = True
+    """Shift and scale advantages to mean 0 and variance 1 over the whole rollout."""
+    clip: float = Field(0.2, ge=0, lt=1)
+    """Clip range of the probability ratio."""
+    clip_high: float = Field(0.0, ge=0)
+    """Upper side of the clip range if it differs (0.28 in DAPO, arXiv 2503.14476); 0 means clip."""
+    dual_clip: float = Field(0.0, ge=0)
+    """Bounds the loss of tokens with negative advantage by so many times the advantage (3 in arXiv 1912.09729); 0 is off."""
+    value_clip: float = Field(0.2, ge=0)
+    """Clip range of the value around the rollout's; 0 is off."""
+    value_coefficient: float = Field(0.1, ge=0)
+    """Weight of the value loss."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    target_kl: float = Field(0.0, ge=0)
+    """Leave the rest of a rollout once a step's KL to the policy that made it exceeds this; 0 never does."""
+
+    @model_validator(mode="after")
+    def _combination(self) -> "PpoConfig":
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ValueError(f"ppo.dual_clip is {self.dual_clip:g} but must be above 1 (commonly 3), or 0 for none")
+        if self.kl_target and not self.kl_coefficient:
+            raise ValueError("ppo.kl_target is set but ppo.kl_coefficient is 0, which no target moves; start above 0")
+        return self
+
+
 class RunConfig(Section):
     output: str = "runs/run"
     """Run folder: config, metrics, checkpoints and export."""
@@ -283,6 +354,8 @@ class Config(BaseSettings):
     """Preference optimisation."""
     kto: KtoConfig = KtoConfig()
     """Preference optimisation on unpaired answers."""
+    ppo: PpoConfig = PpoConfig()
+    """Proximal policy optimisation."""
     run: RunConfig
     """The run itself."""
     deepspeed: dict[str, Any] = {}

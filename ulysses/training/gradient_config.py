@@ -1,5 +1,6 @@
 """The [gradients] section: a preset, or the chain of gradient policies written out."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,6 +25,13 @@ class GradientsConfig(BaseModel):
         """The chain's tables; ValueError for an unknown preset."""
         return self.policies or preset_tables(self.preset, self.max_norm)
 
-    def chain(self) -> GradientPolicyChain:
-        """Build the gradient policies; ValueError names what cannot be honoured."""
-        return build_chain(self.tables)
+    def chain(self, scopes: Sequence[str] = ()) -> GradientPolicyChain:
+        """Build the gradient policies; ValueError names what cannot be honoured.
+
+        A preset's last clip to max_norm is applied to the parameters of every scope by themselves.
+        """
+        if self.policies or not scopes:
+            return build_chain(self.tables)
+        clip = [t for t in self.tables if t["policy"] == "clip_global_norm" and "when" not in t]
+        rest = [t for t in self.tables if t not in clip]
+        return build_chain([*rest, *({**t, "groups": [scope]} for t in clip for scope in scopes)])

@@ -93,7 +93,7 @@ class Trainer:
             for term, value in zip(terms, scaled, strict=True):
                 metrics.add_sum("loss", self.stage.once(value) if term.per_sequence else value)
             self.engine.backward(sum(scaled) * float(self.mesh.world_size), last=i == len(batches) - 1)
-        if step + 1 < self.total_steps:
+        if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
             self._next = (step + 1, self._prepare(step + 1))  # host work while the device still computes
         metrics.add_sum("stop", float(self.stop_wanted))
         values = metrics.reduce()
@@ -105,14 +105,19 @@ class Trainer:
         report = self.policies.apply(self.engine.gradients(), context)
         if context.stop:
             raise FloatingPointError(f"{context.stop}; examples {self.loader.indices(*self._position(step))[:8]} ... of the data")
-        if context.skip:
+        if context.skip or not self.stage.accepts(values):
             self.engine.skip_step()
         else:
-            self.engine.step([context.lr * context.lr_scale] * len(self.engine.zero.optimizer.param_groups))
+            self.engine.step(self._learning_rates(context))
         self.step = step + 1
         seconds = time.perf_counter() - began
         self.metrics = {**values, **report, "lr": context.lr * context.lr_scale, **self._speed(amount, seconds)}
         return self.metrics
+
+    def _learning_rates(self, context: StepContext) -> list[float]:
+        """One per parameter group: the step's, times the group's own factor and what gradient policies made of its scope."""
+        groups, lr = self.engine.zero.optimizer.param_groups, context.lr * context.lr_scale
+        return [lr * g.get("lr_factor", 1.0) * context.group_lr_scale.get(g.get("scope", "default"), 1.0) for g in groups]
 
     def _position(self, step: int) -> tuple[int, int]:
         return divmod(step, self.loader.steps_per_epoch)
@@ -165,6 +170,9 @@ class Trainer:
         """Return `eval/...` metrics over all held-out data with the training's own weighting; all ranks call it together."""
         if self.eval_loader is None:
             return {}
+        own = self.stage.evaluate(self.eval_loader)
+        if own is not None:
+            return own
         sums = MetricSums(self.engine.device)
         weights: dict[str, tuple[float, str]] = {}
         with self.engine.inference():

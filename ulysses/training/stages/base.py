@@ -5,8 +5,10 @@
     counts(batch)                      what this rank contributes to each global count
     losses(batch)                      terms (local sums) and metrics of one micro-batch
     derive(metrics)                    what follows from the reduced metrics
+    loader, may_prepare, accepts, evaluate, save, load: for a stage that makes its own data
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +81,28 @@ class Stage:
     def once(self, value: float | Tensor) -> float | Tensor:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
         return value if self.mesh.sp_rank == 0 else (torch.zeros_like(value) if isinstance(value, Tensor) else 0.0)
+
+    def loader(self, prompts: Any) -> Any:
+        """Return what the loop reads its steps from; by default the data itself."""
+        return prompts
+
+    def may_prepare(self, step: int) -> bool:
+        """Say whether the batches of `step` may be prepared while the step before it still computes."""
+        return True
+
+    def accepts(self, metrics: dict[str, float]) -> bool:
+        """Say, from reduced metrics alone, whether the step's update is applied (alike on every rank)."""
+        return True
+
+    def evaluate(self, loader: Any) -> dict[str, float] | None:
+        """Return `eval/...` metrics (eval/loss among them), or None to have the loop evaluate the losses."""
+        return None
+
+    def save(self, folder: Path) -> None:
+        """Write the stage's own state into a checkpoint; rank 0 only."""
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote; on every rank, after the weights."""
 
     def close(self) -> None:
         """Release files and engines."""
