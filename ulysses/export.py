@@ -45,10 +45,11 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     if state["config"]["model"]["lora"]["rank"]:
         _export_lora(model, saved, state["config"], shape, out)
         return
+    prefix = "policy." if state["config"]["stage"] == "ppo" else ""  # PPO's value is left out
     writer = WeightWriter(out)
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.numel(), dtype=torch.float32)
-        saved.read_into(whole, name, "master")
+        saved.read_into(whole, prefix + name, "master")
         writer.add(name, whole.to(dtype).view(parameter.shape))
     writer.finish()
     write_config(out, shape, dtype=dtype, reward=reward)

@@ -12,12 +12,13 @@ from models.arch import architecture
 from models.decoder import CausalLM, RewardModel, init_parameter
 from models.hf_format import WeightFiles, read_config, resolve_model
 from models.layers import DecoderLayer
+from models.policy_value import PolicyValue
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config, LoraConfig
 from ulysses.training.memory import MemoryChoice, tiling
-from ulysses.training.optim import adamw
+from ulysses.training.optim import adamw, policy_value_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
@@ -25,15 +26,17 @@ from ulysses.zero.settings import derive
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def read_shape(config: Config) -> tuple[Shape, Path | None]:
+def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Path | None]:
     """Return the model's shape and its folder (None for a shape given by name or keys).
+
+    Without `need_weights` a hub id's weights are not fetched.
 
     Raises:
         ConfigError: if there is no such model, or it is not supported.
     """
     m = config.model
     try:
-        folder = resolve_model(m.path, m.revision) if m.path else None
+        folder = resolve_model(m.path, m.revision, need_weights=need_weights) if m.path else None
         if folder is not None:
             raw = read_config(folder).to_hf()
         else:
@@ -65,6 +68,16 @@ class FileWeights:
         if name not in self.files:
             return self.random.slice(name, shape, start, stop, dtype, device)
         return self.files.read(name, start, stop).to(device=device, dtype=dtype)
+
+
+class PolicyValueWeights:
+    """Weights of a policy with a value, both starting from the same model; a score that it lacks is drawn at random."""
+
+    def __init__(self, source: RandomWeights | FileWeights) -> None:
+        self.source = source
+
+    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.source.slice(name.partition(".")[2], shape, start, stop, dtype, device)
 
 
 def weights_of(config: Config, shape: Shape, folder: Path | None) -> RandomWeights | FileWeights:
@@ -119,11 +132,13 @@ def build_engine(
     kernel: str,
     *,
     reward: bool = False,
+    value: str = "",
     trainable: bool = True,
     memory: MemoryChoice | None = None,
 ) -> ZeroEngine:
     """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together.
 
+    `reward` makes a reward model; `value`, "shared" or "separate", a policy with a value (models.policy_value).
     A frozen model (not `trainable`) keeps nothing for a backward pass: of the memory settings it has its tiles only.
     """
     settings = derive(
@@ -141,6 +156,8 @@ def build_engine(
 
         source = AdapterWeights(source, config.run.seed)
 
+    if value:
+        source = PolicyValueWeights(source)
     kept: dict[str, Any] = {"tiling": tiling(config)}
     if trainable and memory is not None:
         kept["recompute"] = memory.recompute
@@ -154,6 +171,8 @@ def build_engine(
         kept["logits_tile"] = config.memory.logits_tile
 
     def create() -> nn.Module:
+        if value:
+            return PolicyValue(shape, mesh, separate=value == "separate", attention=kernel, **kept)
         cls = RewardModel if reward else CausalLM
         model = cls(shape, mesh, attention=kernel, **kept)
         return add_adapters(model, lora) if lora.rank else model
@@ -163,4 +182,5 @@ def build_engine(
         model.requires_grad_(False)
         return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
     on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
-    return ZeroEngine(model.train(), settings, adamw(model, config.optimizer, on_gpu=on_gpu), (DecoderLayer,))
+    groups = policy_value_groups(model, config.optimizer.weight_decay, config.ppo.value_lr_factor) if value else None
+    return ZeroEngine(model.train(), settings, adamw(model, config.optimizer, on_gpu=on_gpu, groups=groups), (DecoderLayer,))

@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 
+from models.sampler import SamplingOptions
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import FileWeights, build_engine, weights_fingerprint, weights_of
-from ulysses.training.checks import Plan, reference_shape
+from ulysses.training.checks import Plan, reference_shape, reward_shape, stop_tokens
 from ulysses.training.command_line import ConfigError
 from ulysses.training.mismatched import MismatchedCache, pairs_of_run
 from ulysses.training.reference import ReferenceCache
+from ulysses.training.rewards import is_function, load_function
+from ulysses.training.rollout import RolloutMaker
 from ulysses.training.stages.base import Stage
 from ulysses.training.stages.dpo import REFERENCE_FREE, DpoStage
 from ulysses.training.stages.kto import KtoStage
+from ulysses.training.stages.ppo import PpoStage
 from ulysses.training.stages.pt import PtStage
 from ulysses.training.stages.rm import RmStage
 from ulysses.training.stages.sft import SftStage
@@ -72,7 +76,29 @@ class StageBuilder:
                     engine, mesh, config.kto, max_length=config.data.max_length, budget=self.plan.budget,
                     cached=cached, reference=reference, tolerance=tolerance,
                 )  # fmt: skip
-        raise ConfigError(f"stage {config.stage} is not there yet; use pt, sft, rm, dpo or kto")
+            case "ppo":
+                return self._ppo()
+
+    def _ppo(self) -> PpoStage:
+        plan, config, shape = self.plan, self.plan.config, self.plan.shape
+        ppo, reference, tolerance = config.ppo, None, STEP0_TOLERANCE[config.model.dtype] if self.fresh else None
+        if ppo.kl_coefficient:
+            _, reference, _ = self._reference(ppo.reference)
+        reward: Any
+        if is_function(ppo.reward):
+            reward = load_function(ppo.reward)
+        else:
+            scorer, folder = reward_shape(config, shape)
+            weights = FileWeights(folder, scorer, config.run.seed)
+            reward = build_engine(config, scorer, weights, self.mesh, plan.kernel, reward=True, trainable=False)
+        options = SamplingOptions(
+            ppo.max_new_tokens, ppo.temperature, ppo.top_p, ppo.top_k, stop_tokens(config, plan.tokenizer, shape)
+        )
+        maker = RolloutMaker(
+            self.engine, reference, reward, shape=shape, tokenizer=plan.tokenizer, mesh=self.mesh, config=ppo,
+            options=options, budget=plan.budget, seed=config.run.seed,
+        )  # fmt: skip
+        return PpoStage(self.engine, self.mesh, ppo, temperature=ppo.temperature, maker=maker, tolerance=tolerance)
 
     def _reference(self, kind: str) -> tuple[bool, Any, float | None]:
         """Return (values are cached, an engine that computes them instead, tolerance of the check at step 0)."""

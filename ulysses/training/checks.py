@@ -13,7 +13,7 @@ import torch
 
 from losses.dpo import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss
 from models.arch import ModelConfig as Shape
-from models.hf_format import copy_side_files, read_config, resolve_model
+from models.hf_format import WeightFiles, copy_side_files, read_config, resolve_model
 from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.dataset import TokenizedDataset, open_dataset
 from ulysses.data.encode import DataSettings
@@ -26,6 +26,7 @@ from ulysses.training.checkpoint import Checkpoints, read_run_state
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
 from ulysses.training.memory import adapter_parameters, check_memory
+from ulysses.training.rewards import is_function, load_function
 from ulysses.training.stages.dpo import loss_options
 from ulysses.zero.settings import refuse_owned
 
@@ -53,6 +54,8 @@ class Plan:
     def budget(self) -> int:
         """Tokens per packed micro-batch."""
         tokens = self.config.batch.tokens_per_microbatch
+        if tokens == "auto" and self.config.stage == "ppo":
+            return self.config.data.max_length + self.config.ppo.max_new_tokens
         if tokens == "auto":
             return self.config.data.max_length * (2 if self.kind == "pair" else 1)
         return int(tokens)
@@ -75,7 +78,7 @@ class Plan:
         try:
             return StepLoader(
                 dataset,
-                self.config.batch.examples,
+                (self.config.stage == "ppo" and self.config.ppo.prompts_per_rollout) or self.config.batch.examples,
                 tokens_per_microbatch=self.budget,
                 seed=self.config.run.seed,
                 data_parallel_size=dp_size,
@@ -107,10 +110,16 @@ def check_run(config: Config, world_size: int) -> Plan:
         ConfigError: the first complaint.
     """
     check_numbers(config, world_size)
+    if not config.data.train:
+        raise ConfigError("data.train is empty; give a file, a folder, a hub dataset or a list of them")
     shape, folder = read_shape(config)
     if config.model.init == "pretrained" and folder is not None:
         check_weights(shape, folder, reward=config.stage == "rm")
     tokenizer = read_tokenizer(config, folder, shape)
+    if config.stage == "ppo":
+        stop_tokens(config, tokenizer, shape)
+        if not is_function(config.ppo.reward):
+            reward_shape(config, shape)
     if config.stage == "rm":
         shape = replace(shape, pad_token_id=scoring_pad(tokenizer, shape))
     missing = missing_sources([*parse_sources(config.data.train or []), *parse_sources(config.data.eval or [])])
@@ -141,12 +150,12 @@ def check_numbers(config: Config, world_size: int) -> None:
             f"parallel.sequence_parallel_size is {sp} but must divide the {world_size} processes; set it to one "
             f"of {divisors}"
         )
-    if not config.data.train:
-        raise ConfigError("data.train is empty; give a file, a folder, a hub dataset or a list of them")
     if config.stage == "dpo":
         check_dpo(config)
     if config.stage == "kto":
         check_kto(config)
+    if config.stage == "ppo":
+        check_ppo(config)
     if config.model.lora.rank:
         check_lora(config)
     check_memory(config)
@@ -188,12 +197,78 @@ def check_kto(config: Config) -> None:
     check_reference(config)
 
 
-def check_reference(config: Config) -> None:
-    """Refuse a dpo.reference or kto.reference that is no known word and no model."""
-    reference = getattr(config, config.stage).reference
-    if reference not in ("cached", "live") and not Path(reference).exists() and "/" not in reference:
+def check_ppo(config: Config) -> None:
+    ppo, budget = config.ppo, config.batch.tokens_per_microbatch
+    if not ppo.reward:
         raise ConfigError(
-            f'{config.stage}.reference is {reference!r} but must be "cached", "live" or a model\'s folder or hub id'
+            "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
+        )
+    try:
+        if is_function(ppo.reward):
+            load_function(ppo.reward)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    prompts = ppo.prompts_per_rollout or config.batch.examples
+    if prompts < ppo.minibatches:
+        raise ConfigError(
+            f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise batch.examples"
+        )
+    longest = config.data.max_length + ppo.max_new_tokens
+    if budget != "auto" and int(budget) < longest:
+        raise ConfigError(
+            f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is {longest}; "
+            f"raise it to at least {longest}, or lower one of them"
+        )
+    if config.model.lora.rank:
+        raise ConfigError("model.lora.rank is set but PPO trains all weights; set it to 0")
+    if ppo.kl_coefficient:
+        check_reference(config)
+
+
+def stop_tokens(config: Config, tokenizer: Any, shape: Shape) -> tuple[int, ...]:
+    """Return the tokens that end an answer.
+
+    Raises:
+        ConfigError: for a stop token that is not one token of the tokenizer, or if there is none at all.
+    """
+    ends = shape.eos_token_id if isinstance(shape.eos_token_id, tuple) else (shape.eos_token_id,)
+    found = {int(t) for t in (*ends, tokenizer.eos_token_id) if t is not None}
+    known = tokenizer.get_vocab()
+    for text in config.ppo.stop_tokens:
+        if text not in known:
+            raise ConfigError(f"ppo.stop_tokens has {text!r} but the tokenizer has no such token; name whole tokens")
+        found.add(int(known[text]))
+    if not found:
+        raise ConfigError("neither model nor tokenizer names an end-of-sequence token; set ppo.stop_tokens")
+    return tuple(sorted(found))
+
+
+def reward_shape(config: Config, shape: Shape) -> tuple[Shape, Path]:
+    """Read the reward model named by ppo.reward; it must read the policy's tokens."""
+    try:
+        folder = resolve_model(config.ppo.reward)
+        found = read_config(folder)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"ppo.reward: {error}; name a function as module:function, or a reward model") from None
+    check_weights(found, folder, reward=True)
+    if "score.weight" not in WeightFiles(folder):
+        raise ConfigError(f"ppo.reward {config.ppo.reward} has no score.weight, so it is no reward model; train one with stage rm")
+    if found.vocab_size != shape.vocab_size:
+        raise ConfigError(
+            f"ppo.reward {config.ppo.reward} has {found.vocab_size} tokens and the policy {shape.vocab_size}, but it must read "
+            "the policy's tokens; train the reward model from the same base model"
+        )
+    return found, folder
+
+
+def check_reference(config: Config) -> None:
+    """Refuse a stage's reference that is no known word and no model."""
+    reference = getattr(config, config.stage).reference
+    words = ("live",) if config.stage == "ppo" else ("cached", "live")
+    known = ", ".join(f'"{word}"' for word in words)
+    if reference not in words and not Path(reference).exists() and "/" not in reference:
+        raise ConfigError(
+            f'{config.stage}.reference is {reference!r} but must be {known} or a model\'s folder or hub id'
         )
 
 
@@ -292,7 +367,7 @@ def check_disk(plan: Plan) -> None:
 
 
 def reference_shape(path: str) -> tuple[Shape, Path]:
-    """Read another model's shape for dpo.reference or kto.reference."""
+    """Read another model's shape for dpo.reference, kto.reference or ppo.reference."""
     try:
         folder = resolve_model(path)
         shape = read_config(folder)

@@ -23,9 +23,10 @@ def export_model(engine: ZeroEngine, folder: Path, shape: Shape, config: Config,
         _export_lora(engine, folder, shape, config, main)
         return
     writer = WeightWriter(folder) if main else None
-    for name, tensor in full_parameters(engine):
+    prefix = "policy." if config.stage == "ppo" else ""  # PPO's value stays in the checkpoints
+    for name, tensor in full_parameters(engine, lambda name: name.startswith(prefix)):
         if writer is not None and tensor is not None:
-            writer.add(name, tensor)
+            writer.add(name.removeprefix(prefix), tensor)
     _finish(writer, folder, shape, config)
 
 

@@ -88,7 +88,10 @@ class TrainingRun:
         self._say(memory.line)
         for line in explain_thresholds(config.gradients.tables, model.trained):
             self._say(f"gradients: {line}")
-        self.engine = build_engine(config, shape, source, self.mesh, kernel, reward=config.stage == "rm", memory=memory)
+        value = config.ppo.value if config.stage == "ppo" else ""
+        self.engine = build_engine(
+            config, shape, source, self.mesh, kernel, reward=config.stage == "rm", value=value, memory=memory
+        )
         fresh = self.resume_from is None
         builder = StageBuilder(
             plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, fresh, self._say
@@ -96,7 +99,7 @@ class TrainingRun:
         self.stage = builder.build()
         self.train_data, self.eval_data = builder.train_data, builder.eval_data
         dp_size, dp_rank = self.mesh.data_parallel_size, self.mesh.dp_rank
-        loader = plan.loader(self.train_data, dp_size, dp_rank)
+        loader = self.stage.loader(plan.loader(self.train_data, dp_size, dp_rank))
         total = plan.total_steps(loader)
         self.checkpoints = Checkpoints(config.output / "checkpoints", config.run.keep)
         tokens_of = shape.num_parameters()
@@ -108,7 +111,7 @@ class TrainingRun:
             eval_loader=plan.loader(self.eval_data, dp_size, dp_rank, evaluation=True) if self.eval_data is not None else None,
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
-            policies=config.gradients.chain(),
+            policies=config.gradients.chain(("policy", "value") if value else ()),
             flops=lambda tokens, squares: model_flops(
                 tokens_of, shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim, tokens, squares
             ),
@@ -124,6 +127,7 @@ class TrainingRun:
         assert trainer is not None
         if self.resume_from is not None:
             trainer.load_state_dict(self.checkpoints.load(self.resume_from, {"policy": self.engine}))
+            self.stage.load(self.resume_from)
             self._say(f"resumed {self.resume_from} at step {trainer.step}")
         if self.mesh.is_main:
             self.log = MetricsLog(
@@ -163,7 +167,7 @@ class TrainingRun:
 
     def _save(self, trainer: Trainer, step: int) -> int:
         state = {**trainer.state_dict(), "config": self._resolved(), "shape": self.plan.shape.to_hf()}
-        self.checkpoints.save(step, {"policy": self.engine}, state, best=trainer.best[0] if trainer.best else None)
+        self.checkpoints.save(step, {"policy": self.engine}, state, best=trainer.best[0] if trainer.best else None, more=self.stage.save)
         return step
 
     def _report(self, trainer: Trainer, step: int, values: dict[str, float], last: bool) -> None:
@@ -245,7 +249,8 @@ class TrainingRun:
         if self.log is not None:
             self.log.close()
             self.log = None
-        for engine in (getattr(self, "engine", None), getattr(getattr(self, "stage", None), "reference", None)):
+        stage = getattr(self, "stage", None)
+        for engine in (getattr(self, "engine", None), getattr(stage, "reference", None), getattr(stage, "reward_model", None)):
             if isinstance(engine, ZeroEngine):
                 engine.destroy()
         if dist.is_initialized() and error is None:

@@ -1,0 +1,53 @@
+"""Where PPO's scores come from: a Python function of text, or a frozen reward model.
+
+    ppo.reward = "package.module:function"     function(prompt: str, completion: str, row: dict) -> float
+                 "runs/rm/export"              a model trained by stage rm, scored at the answer's last token
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RewardFunction = Callable[[str, str, dict[str, Any]], float]
+
+
+def is_function(reward: str) -> bool:
+    """Say whether ppo.reward names a Python function rather than a model."""
+    module, _, name = reward.partition(":")
+    return bool(name) and not Path(reward).exists() and all(p.isidentifier() for p in [*module.split("."), name])
+
+
+def load_function(reward: str) -> RewardFunction:
+    """Import "module:function".
+
+    Raises:
+        ValueError: if there is no such module or function.
+    """
+    module, _, name = reward.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"ppo.reward is {reward!r} but it cannot be imported ({error}); name a function as module:function, with "
+            "the module's folder on PYTHONPATH"
+        ) from None
+    if not callable(found):
+        raise ValueError(f"ppo.reward is {reward!r} but {name} is not a function; name one as module:function")
+    return found
+
+
+def score_text(function: RewardFunction, prompt: str, completion: str, row: dict[str, Any], index: int) -> float:
+    """Call the function on one answer.
+
+    Raises:
+        ValueError: if it fails or returns no finite number, naming the example.
+    """
+    try:
+        score = float(function(prompt, completion, row))
+    except Exception as error:
+        raise ValueError(f"the reward function failed on example {index}: {type(error).__name__}: {error}") from error
+    if not math.isfinite(score):
+        raise ValueError(f"the reward function returned {score} for example {index}; return a finite number")
+    return score

@@ -1,0 +1,312 @@
+"""PPO's data: prompts -> answers of the current policy -> rewards and advantages, the same on every rank.
+
+    step r of the prompts, dealt to all ranks
+      -> every rank decodes its own        (weights gathered once, no lockstep)
+      -> exchange: all answers everywhere   so that packing does not depend on who decoded what
+      -> one packed pass each of policy with value, reference and reward model: log-probabilities, values, scores
+      -> rewards, advantages (GAE, whitened over the whole rollout), returns
+
+All columns are in prediction coordinates: row i of a sequence belongs to the prediction of its token i + 1.
+Letters: N sequences, T tokens of all sequences (prompts too), A tokens of all answers.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from losses.ppo import AdaptiveKLController, kl_estimate, packed_gae, token_rewards, whiten
+from models.arch import ModelConfig as Shape
+from models.sampler import Sampler, SamplingOptions, cache_bytes
+from ulysses.data.packing import pack_step
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.reduce import gather_tokens, sequence_last
+from ulysses.training.config import PpoConfig
+from ulysses.training.rewards import RewardFunction, score_text
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.gather import gathered_weights
+
+COLUMNS = ("old_logps", "old_values", "advantages", "returns")
+
+
+@dataclass
+class Answers:
+    """Prompts with their answers: tokens flat [T], and [N] each: whole lengths, prompt lengths, ended by a stop token, scores.
+
+    sampler_logps [A]: what the sampler computed for every answer token, at the policy's temperature.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    prompt_lengths: Tensor
+    ended: Tensor
+    scores: Tensor
+    sampler_logps: Tensor
+
+    def __post_init__(self) -> None:
+        self.starts = self.lengths.cumsum(0) - self.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sequence(self, i: int, columns: dict[str, Tensor] | None = None) -> Sequence:
+        """Return sequence i with its answer's tokens trained, and its rows of flat [T] columns."""
+        start, length = int(self.starts[i]), int(self.lengths[i])
+        part = slice(start, start + length)
+        weights = (torch.arange(length) >= int(self.prompt_lengths[i])).float()
+        return Sequence(self.tokens[part], weights, {name: c[part] for name, c in (columns or {}).items()})
+
+    def predictions(self) -> tuple[Tensor, Tensor]:
+        """Return where in [T] the answers' tokens are predicted [A], and the answers' cu_seqlens [N + 1]."""
+        counts = self.lengths - self.prompt_lengths
+        cu = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        first = self.starts + self.prompt_lengths - 1
+        rows = torch.arange(int(cu[-1])) + (first - cu[:-1]).repeat_interleave(counts)
+        return rows, cu
+
+
+@dataclass
+class Rollout:
+    """One rollout ready to train on: answers and flat float32 columns [T] (see COLUMNS)."""
+
+    number: int
+    answers: Answers
+    columns: dict[str, Tensor]
+    metrics: dict[str, float]
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """Tokens of every sequence, [N, 1]: the face of a dataset."""
+        return self.answers.lengths.numpy()[:, None]
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def sequence(self, i: int) -> Sequence:
+        return self.answers.sequence(i, self.columns)
+
+    def save(self, path: Path) -> None:
+        """Write everything but the number and the metrics as safetensors."""
+        a = self.answers
+        save_file(
+            {**self.columns, "tokens": a.tokens, "lengths": a.lengths, "prompt_lengths": a.prompt_lengths,
+             "ended": a.ended, "scores": a.scores, "sampler_logps": a.sampler_logps}, path,
+        )  # fmt: skip
+
+    @classmethod
+    def load(cls, path: Path, number: int, metrics: dict[str, float]) -> "Rollout":
+        """Read what `save` wrote."""
+        found = load_file(path)
+        columns = {name: found.pop(name) for name in COLUMNS}
+        return cls(number, Answers(**found), columns, metrics)
+
+
+class RolloutMaker:
+    """Make rollouts with the current weights; all ranks call every method together.
+
+    Args:
+        engine: trains models.policy_value.PolicyValue.
+        reference: frozen CausalLM engine, or None without a KL penalty.
+        reward: a function of text, or a frozen engine around models.decoder.RewardModel.
+        budget: tokens per packed micro-batch of the passes without gradient.
+        options: of sampling; its temperature is the policy's everywhere.
+    """
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        reference: Any,
+        reward: RewardFunction | ZeroEngine,
+        *,
+        shape: Shape,
+        tokenizer: Any,
+        mesh: ParallelMesh,
+        config: PpoConfig,
+        options: SamplingOptions,
+        budget: int,
+        seed: int,
+    ) -> None:
+        self.engine = engine
+        self.reference = reference
+        self.reward = reward
+        self.shape = shape
+        self.tokenizer = tokenizer
+        self.mesh = mesh
+        self.config = config
+        self.options = options
+        self.budget = budget
+        self.seed = seed
+        self.controller = AdaptiveKLController(config.kl_coefficient, config.kl_target or None, config.kl_horizon)
+
+    def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
+        """Answer the prompts `indices` and turn scores into advantages; updates the KL controller."""
+        began = time.perf_counter()
+        answers = self.answer(number, dataset, indices)
+        sampled = time.perf_counter()
+        old, values, reference = self._passes(answers)
+        rollout = self.finish(number, answers, old, values, reference)
+        rollout.metrics |= {"time/sampling": sampled - began, "time/rollout": time.perf_counter() - began}
+        return rollout
+
+    # ---------------------------------------------------------------- answers
+
+    def answer(self, number: int, dataset: Any, indices: list[int]) -> Answers:
+        """Decode and score an answer to every prompt; token t of place p is drawn by the key (seed, number, p, t)."""
+        prompts = [np.asarray(dataset[i].sequences[0].tokens) for i in indices]
+        N, limit, rank, world = len(prompts), self.options.max_new_tokens, self.mesh.rank, self.mesh.world_size
+        mine = list(range(rank, N, world))
+        batch = self.config.generation_batch
+        longest = max(len(p) for p in prompts) + limit
+        table = {"dtype": torch.float64, "device": self.engine.device}
+        tokens, logps = torch.zeros(N, limit, **table), torch.zeros(N, limit, **table)
+        facts = torch.zeros(3, N, **table)  # answer length, ended, score
+        extra = cache_bytes(self.shape, min(batch, -(-N // world)), longest, next(self.engine.module.parameters()).dtype)
+        with gathered_weights(self.engine, "policy.", more_bytes=extra) as weights:
+            sampler = Sampler(self.shape, weights)
+            found = sampler.sample([prompts[p] for p in mine], self.options, seed=self.seed, rollout=number, keys=mine, batch=batch)
+        for p, completion in zip(mine, found, strict=True):
+            count = len(completion.tokens)
+            tokens[p, :count] = torch.tensor(completion.tokens, **table)
+            logps[p, :count] = torch.tensor(completion.logps, **table)
+            facts[0, p], facts[1, p] = count, float(completion.ended)
+            if not isinstance(self.reward, ZeroEngine):
+                texts = [self.tokenizer.decode(t, skip_special_tokens=True) for t in (prompts[p].tolist(), completion.tokens)]
+                facts[2, p] = score_text(self.reward, *texts, dataset.row(indices[p]), indices[p])
+        for part in (tokens, logps, facts):  # every row comes from one rank, so the sums are exact
+            if dist.is_initialized():
+                dist.all_reduce(part)
+        counts = facts[0].long().cpu()
+        tokens, logps = tokens.long().cpu(), logps.cpu()
+        joined = [np.concatenate([p, tokens[i, : counts[i]].numpy()]) for i, p in enumerate(prompts)]
+        lengths = torch.tensor([len(p) for p in prompts])
+        answers = Answers(
+            tokens=torch.from_numpy(np.concatenate(joined)).int(), lengths=lengths + counts, prompt_lengths=lengths,
+            ended=facts[1].bool().cpu(), scores=facts[2].cpu(),
+            sampler_logps=torch.cat([logps[i, : counts[i]] for i in range(N)]).float(),
+        )  # fmt: skip
+        if isinstance(self.reward, ZeroEngine):
+            answers.scores = self._model_scores(answers, self.reward)
+        return answers
+
+    # ---------------------------------------------------------------- passes without gradient
+
+    def _passes(self, answers: Answers) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log-probabilities and values of the policy and log-probabilities of the reference, flat [T] each."""
+        temperature = self.options.temperature
+
+        def columns(batch: ShardedBatch) -> Tensor:
+            with self.engine.inference():
+                out = self.engine(batch, temperature=temperature)
+            reference = out.logps
+            if self.reference is not None:
+                with self.reference.inference():
+                    reference = self.reference(batch, temperature=temperature).logps
+            return torch.stack([out.logps, out.values, reference], dim=-1)
+
+        flat = torch.zeros(int(answers.lengths.sum()), 3, device=self.engine.device)
+        for places, batch in self._packed(answers):
+            whole = gather_tokens(columns(batch).float(), batch)
+            at = 0
+            for i in places:
+                start, length = int(answers.starts[i]), int(answers.lengths[i])
+                flat[start : start + length] = whole[at : at + length]
+                at += length
+        old, values, reference = self._everywhere(flat).unbind(-1)
+        return old, values, reference
+
+    def _model_scores(self, answers: Answers, engine: ZeroEngine) -> Tensor:
+        """Return the reward model's scores [N] float64, read at the last token."""
+        flat = torch.zeros(len(answers), dtype=torch.float64, device=self.engine.device)
+        for places, batch in self._packed(answers):
+            with engine.inference():
+                scores = sequence_last(engine(batch), batch)
+            if places:
+                flat[torch.tensor(places, device=flat.device)] = scores.double()
+        return self._everywhere(flat)
+
+    def _packed(self, answers: Answers) -> Any:
+        """Yield this data-parallel group's (places, batch), as many on every rank."""
+        mine = pack_step(answers.lengths.tolist(), self.budget, self.mesh.data_parallel_size)[self.mesh.dp_rank]
+        for places in mine:
+            yield places, pack_shard([answers.sequence(i) for i in places], self.mesh, self.engine.device)
+
+    def _everywhere(self, flat: Tensor) -> Tensor:
+        """Add up what the groups hold; sequence-parallel ranks hold the same, so one of each counts."""
+        if self.mesh.sp_rank != 0:
+            flat.zero_()
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        return flat.cpu()
+
+    # ---------------------------------------------------------------- rewards and advantages
+
+    def finish(self, number: int, answers: Answers, old: Tensor, values: Tensor, reference: Tensor) -> Rollout:
+        """Return the rollout with its advantages; pure but for the KL controller, and the same on every rank."""
+        config = self.config
+        rows, cu = answers.predictions()
+        coefficient = self.controller.coefficient
+        old, values, reference = old[rows], values[rows], reference[rows]
+        rewards = token_rewards(
+            coefficient * kl_estimate(old, reference, config.kl_estimator), answers.scores, cu[1:] - 1, 1.0,
+            score_clip=config.score_clip or None, missing_eos_penalty=config.missing_eos_penalty or None,
+            has_eos=answers.ended,
+        )  # fmt: skip
+        metrics = self._metrics(answers, old, values, reference, rewards, cu, coefficient)
+        everything = torch.ones_like(old, dtype=torch.bool)
+        if config.whiten_rewards:
+            rewards = whiten(rewards, everything, shift_mean=False)
+        advantages, returns = packed_gae(rewards, values, cu, config.gamma, config.lam)
+        metrics |= _moments(advantages, returns, values)
+        if config.whiten_advantages:
+            advantages = whiten(advantages, everything)
+        columns = {}
+        for name, part in zip(COLUMNS, (old, values, advantages, returns), strict=True):
+            columns[name] = torch.zeros(len(answers.tokens)).index_copy_(0, rows, part.float())
+        self.controller.update(metrics["objective/kl"], len(answers))
+        return Rollout(number, answers, columns, {"rollout": float(number), **metrics})
+
+    def _metrics(
+        self, answers: Answers, old: Tensor, values: Tensor, reference: Tensor, rewards: Tensor, cu: Tensor, coefficient: float
+    ) -> dict[str, float]:
+        N, kl, gap = len(answers), (old - reference).double(), (old - answers.sampler_logps).abs()
+        counts = cu.diff().double()
+        penalty = coefficient * kl_estimate(old, reference, self.config.kl_estimator).double().sum() / N
+        return {
+            "objective/kl": float(kl.sum() / N),
+            "objective/kl_coefficient": coefficient,
+            "objective/entropy": float(-old.double().sum() / N),
+            "objective/non_score_reward": -float(penalty),
+            "objective/rlhf_reward": float(rewards.double().sum() / N),
+            "objective/scores": float(answers.scores.mean()),
+            "objective/scores_std": float(answers.scores.std(correction=0)),
+            "val/num_eos_tokens": float(answers.ended.sum()),
+            "response_length/mean": float(counts.mean()),
+            "response_length/clip_ratio": float((~answers.ended).double().mean()),
+            "sampler/logp_gap": float(gap.double().mean()),
+            "sampler/logp_gap_max": float(gap.max()),
+        }
+
+
+def _moments(advantages: Tensor, returns: Tensor, values: Tensor) -> dict[str, float]:
+    returns, left = returns.double(), (returns - values).double()
+    variance = float(returns.var(correction=0))
+    found = {
+        "advantages/mean": float(advantages.double().mean()),
+        "advantages/std": float(advantages.double().std(correction=0)),
+        "returns/mean": float(returns.mean()),
+        "returns/std": variance**0.5,
+    }
+    if variance > 0:
+        found["val/explained_variance"] = 1 - float(left.var(correction=0)) / variance
+    return found
+
+
+MakeRollout = Callable[[int, Any, list[int]], Rollout]
