@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import ulysses.training  # noqa: F401, I001 - first: it refuses foreign packages named models or losses
+import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.hf_format import WeightWriter, copy_side_files, write_config

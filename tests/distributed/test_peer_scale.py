@@ -72,7 +72,9 @@ def peer(stage: int, reduce_scatter: bool) -> dict[str, float]:
         "seq_parallel_communication_data_type": "fp32",
     }  # fmt: skip
     model = Model()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config, mpu=parallel_state_sp)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), config=config, mpu=parallel_state_sp
+    )
     x, targets = shard()
     valid = (targets != -100).sum()
     loss = engine(x, targets) / valid
@@ -130,7 +132,9 @@ def test_tiled_losses_under_a_scale() -> None:
         return F.cross_entropy(head(rows), wanted, reduction="sum")
 
     plain = gradients(lambda head, hidden: tile(head, hidden, targets))
-    theirs = gradients(lambda head, hidden: TiledFusedLogitsLoss.apply(tile, head, hidden[None], targets[None], None, 3, [head.weight], "sum"))
+    theirs = gradients(
+        lambda head, hidden: TiledFusedLogitsLoss.apply(tile, head, hidden[None], targets[None], None, 3, [head.weight], "sum")
+    )
     mine = gradients(lambda head, hidden: -linear_logprobs(hidden, head.weight, targets, tile_rows=7).logps.sum())
     assert torch.allclose(theirs[1], plain[1], rtol=1e-5, atol=1e-7)
     assert torch.allclose(theirs[0], plain[0] / scale, rtol=1e-5, atol=1e-6)

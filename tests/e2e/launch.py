@@ -7,6 +7,7 @@
 All of them run on the CPU, also where there are GPUs: these tests compare numbers and bytes.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -68,7 +69,9 @@ def run(launcher: str, arguments: list[str], processes: int = 1, *, agents: int 
     port = free_port()
     line = [*command(launcher, processes, port, agents), str(ROOT / "train.py"), *map(str, arguments)]
     children = [
-        subprocess.Popen(line, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        subprocess.Popen(
+            line, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
         for _ in range(agents)
     ]
     deadline, texts = time.monotonic() + timeout, []
@@ -90,7 +93,9 @@ class Ranks:
         before: called in every process with its rank before train.py starts: where a test plants a fault.
     """
 
-    def __init__(self, arguments: list[Any], processes: int, logs: Path, before: Callable[[int], None] | None = None, cwd: Path = ROOT) -> None:
+    def __init__(
+        self, arguments: list[Any], processes: int, logs: Path, before: Callable[[int], None] | None = None, cwd: Path = ROOT
+    ) -> None:
         preload()
         logs.mkdir(parents=True, exist_ok=True)
         self.logs, self.processes = logs, processes
@@ -132,20 +137,18 @@ class Ranks:
         return Outcome(max(self.codes.values(), key=abs), texts["out"], texts["err"])
 
 
-def ranks(arguments: list[Any], processes: int, logs: Path, *, before: Callable[[int], None] | None = None, timeout: float = 120) -> Outcome:
+def ranks(
+    arguments: list[Any], processes: int, logs: Path, *, before: Callable[[int], None] | None = None, timeout: float = 120
+) -> Outcome:
     """Run train.py on forked processes to its end."""
     return Ranks(arguments, processes, logs, before).wait(timeout)
 
 
 def preload() -> None:
-    import tests.harness
-
-    tests.harness._import_deepspeed()
-    import torch.utils.tensorboard
-    import tqdm
-
-    import ulysses.training.lora
-    import ulysses.training.run  # noqa: F401
+    """Import what every run imports, also late, so that forked processes need not."""
+    for name in ("deepspeed.runtime.zero.muon.original_muon", "torch._dynamo", "torch.utils.tensorboard", "tqdm",
+                 "ulysses.training.lora", "ulysses.training.run"):  # fmt: skip
+        importlib.import_module(name)
 
 
 def _become_rank(rank: int, world: int, port: int, arguments: list[str], logs: Path, before: Any, cwd: Path) -> None:

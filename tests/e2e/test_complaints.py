@@ -74,7 +74,8 @@ CASES: dict[str, Any] = {
     "wrong value": (lambda p: arguments(p, model__dtype="float16"), r"model.dtype is 'float16': .*'bfloat16' or 'float32'"),
     "missing data": (lambda p: arguments(p, data__train='["none.jsonl"]'), r"data: .*/none.jsonl"),
     "broken line": (lambda p: arguments(p, data__train=[str(p / "broken.jsonl")]), r"broken.jsonl.* (line|row) 6"),
-    "degree": (lambda p: arguments(p, parallel__sequence_parallel_size=3), r"sequence_parallel_size is 3 but must divide the 2 processes; set it to one of \[1, 2\]"),
+    "degree": (lambda p: arguments(p, parallel__sequence_parallel_size=3),
+               r"size is 3 but must divide the 2 processes; set it to one of \[1, 2\]"),
     "too long": (lambda p: arguments(p, batch__tokens_per_microbatch=16), r"tokens_per_microbatch.* 16"),
     "no template": (lambda p: arguments(p, model__tokenizer=p / "no_template"), r"chat template"),
     "kernel on CPU": (lambda p: arguments(p, model__attention="flash4"), r"model.attention: .*flash4"),
@@ -90,7 +91,8 @@ CASES: dict[str, Any] = {
 
 def pretrained(place: Path, name: str) -> list[Any]:
     return ["--stage", "sft", "--model.path", place / name, "--model.dtype", "float32", "--run.steps", "3", "--run.output", place / "run",
-            "--data.cache", place / "cache", "--data.train", json.dumps([str(DATA / "sft_eval.jsonl")]), "--data.max_length", "256"]  # fmt: skip
+            "--data.cache", place / "cache", "--data.train", json.dumps([str(DATA / "sft_eval.jsonl")]),
+            "--data.max_length", "256"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -158,7 +160,9 @@ def fail_on_rank_1(rank: int) -> None:
 
 def test_an_error_on_one_process_ends_all_and_is_told_once(place: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    outcome = ranks(arguments(place, run__output=output, parallel__sequence_parallel_size=2), 2, tmp_path, before=fail_on_rank_1, timeout=40)
+    outcome = ranks(
+        arguments(place, run__output=output, parallel__sequence_parallel_size=2), 2, tmp_path, before=fail_on_rank_1, timeout=40
+    )
     assert outcome.code == 1
     assert re.findall(r"^error: .*$", outcome.stderr, re.M) == ["error: rank 1, step 3: ValueError: planted"]
     assert outcome.stderr.count("Traceback") == 1, "an error that nobody foresaw comes with one stack trace"
@@ -202,7 +206,9 @@ def test_non_finite_loss_stops_before_the_weights_are_touched(place: Path, tmp_p
         ZeroEngine.step = touched
 
     line = pretrained(tmp_path, "bad")
-    outcome = ranks([*line, "--run.output", tmp_path / "run", "--parallel.sequence_parallel_size", "2"], 2, tmp_path, before=before, timeout=60)
+    outcome = ranks(
+        [*line, "--run.output", tmp_path / "run", "--parallel.sequence_parallel_size", "2"], 2, tmp_path, before=before, timeout=60
+    )
     assert outcome.code == 1 and "touched" not in outcome.stderr
     [told] = re.findall(r"^error: .*$", outcome.stderr, re.M)
     assert re.match(r"error: rank \d, step 1: the loss is nan .*; examples \[\d+, ", told), told

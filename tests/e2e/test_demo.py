@@ -64,9 +64,10 @@ def test_shuffled_labels_teach_nothing(demo, tmp_path: Path) -> None:
     """The control: the same DPO run on preferences without meaning."""
     folder, _ = demo
     write_demo(tmp_path / "data", shuffle_labels=True)
+    train, held_out = (json.dumps([str(tmp_path / f"data/dpo_{part}.jsonl")]) for part in ("train", "eval"))
     line = ["--config", str(DEMO / "dpo.toml"), "--model.path", folder / "sft/export", "--model.init", "pretrained",
-            "--data.train", json.dumps([str(tmp_path / "data/dpo_train.jsonl")]), "--data.eval", json.dumps([str(tmp_path / "data/dpo_eval.jsonl")]),
-            "--data.cache", tmp_path / "cache", "--run.output", tmp_path / "run", "--run.eval_every", "0", "--run.export", "false"]  # fmt: skip
+            "--data.train", train, "--data.eval", held_out, "--data.cache", tmp_path / "cache", "--run.output", tmp_path / "run",
+            "--run.eval_every", "0", "--run.export", "false"]  # fmt: skip
     ranks(line, 2, tmp_path / "logs", timeout=200).check()
     last = metrics(tmp_path / "run")[-1]
     assert last["eval/rewards/accuracies"] < 0.6

@@ -93,7 +93,9 @@ def test_generation_works(runs: Path) -> None:
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "ulysses.export", *map(str, arguments)], env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "ulysses.export", *map(str, arguments)], env=environment(), capture_output=True, text=True, timeout=120
+    )
 
 
 def assert_same_folder(found: Path, expected: Path) -> None:
@@ -174,7 +176,9 @@ def test_loading_and_exporting_stream(tmp_path: Path) -> None:
     assert size > 290e6 and len(list((tmp_path / "model").glob("*.safetensors"))) >= 6
     grown = run_distributed(load_and_export, 2, tmp_path / "model", tmp_path / "out", with_zero=True)
     for rank, (kept, peak, exporting) in enumerate(grown):
-        print(f"rank {rank}: model {size / 1e6:.0f} MB; loading kept {kept / 1e6:.0f}, peak {peak / 1e6:.0f}; exporting {exporting / 1e6:.0f}")
+        print(
+            f"rank {rank}: model {size / 1e6:.0f} MB; loading kept {kept / 1e6:.0f}, peak {peak / 1e6:.0f}; exporting {exporting / 1e6:.0f}"
+        )
         assert peak < 0.5 * size + 0.2 * size, "its half, and one parameter at a time"
         assert exporting < 0.2 * size
     found = WeightFiles(tmp_path / "out")

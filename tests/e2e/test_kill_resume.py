@@ -18,8 +18,9 @@ STEPS, PROCESSES = 8, 2
 
 
 def arguments(output: Path, cache: Path, **settings: object) -> list[str]:
+    held_out = json.dumps([str(cache.parent / "held_out.jsonl")])
     options = {"run__steps": STEPS, "run__save_every": 1, "run__keep": 2, "parallel__sequence_parallel_size": 2, "run__resume": "auto",
-               "optimizer__lr": 1e-2, "run__eval_every": 3, "data.eval": json.dumps([str(cache.parent / "held_out.jsonl")]), "batch__examples": 16}  # fmt: skip
+               "optimizer__lr": 1e-2, "run__eval_every": 3, "data.eval": held_out, "batch__examples": 16}  # fmt: skip
     return tiny("sft", output, cache, **(options | settings))
 
 
@@ -54,7 +55,7 @@ def kill_at(place: str, step: int):
                 die()
 
         def rename(source: object, target: object) -> None:
-            mine = rank == 0 and str(target).endswith((f"checkpoints/step-{step}", f"checkpoints/.step-{step - 2}.tmp"))
+            mine = rank == 0 and str(target).endswith((f"checkpoints/step-{step}", f"checkpoints/.step-{step - 2}.old.tmp"))
             rotating = mine and ".step-" in str(target)
             if place == "before rename" and mine and not rotating:
                 die()

@@ -38,7 +38,11 @@ def python(arguments: list[str], cwd: Path, site: Path) -> subprocess.CompletedP
 
 
 def test_imports_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    done = python(["-c", "import losses, models, ulysses, ulysses.training.run; print(losses.__file__, models.__file__, ulysses.__file__)"], tmp_path, installed)
+    done = python(
+        ["-c", "import losses, models, ulysses, ulysses.training.run; print(losses.__file__, models.__file__, ulysses.__file__)"],
+        tmp_path,
+        installed,
+    )
     assert done.returncode == 0, done.stderr
     assert [Path(p).parent.parent for p in done.stdout.split()[-3:]] == [installed] * 3
 

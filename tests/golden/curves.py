@@ -1,6 +1,6 @@
 """The golden curves: loss and gradient norm of 20 deterministic CPU steps, SFT and DPO, one process.
 
-    python -m tests.golden.curves        writes tests/golden/*.json anew, after a change of the numerics that is meant
+python -m tests.golden.curves        writes tests/golden/*.json anew, after a change of the numerics that is meant
 """
 
 import json
