@@ -283,14 +283,23 @@ def longest_sequence(
 
 
 def recommend_degree(
-    model: Model, machine: Machine, length: int, options: Options, *, documents: int = 1, offload: str = "none"
+    model: Model,
+    machine: Machine,
+    tokens: int,
+    options: Options,
+    *,
+    documents: int = 1,
+    groups: int = 1 << 30,
+    offload: str = "none",
 ) -> int | None:
-    """Return the smallest sequence-parallel degree at which sequences of `length` fit; None if none does.
+    """Return the sequence-parallel degree of the most tokens per second for micro-batches of `tokens`; None: none fits.
 
-    The smallest is the fastest: more data-parallel groups, fewer exchanges.
+    `groups` bounds the data-parallel groups, as a step with few examples does.
     """
-    for sp in (d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0):
-        work = Work(length * documents, sp, 1, documents)
-        if choose_level(model, machine, work, options, offload=offload) is not None:
-            return sp
-    return None
+    speeds: dict[int, float] = {}
+    for sp in (d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0 and machine.gpus // d <= groups):
+        work = Work(tokens, sp, 1, documents)
+        choice = choose_level(model, machine, work, options, offload=offload)
+        if choice is not None:
+            speeds[sp] = machine.gpus / sp / choice.prediction.seconds
+    return max(speeds, key=lambda sp: speeds[sp], default=None)

@@ -145,6 +145,8 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
         lr = config.optimizer.lr * flags.adjust_lr
         config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": lr})})
     planner = {k: v for k, v in (("gpus", flags.gpus), ("gpu_memory", flags.gpu_memory), ("host_memory", flags.host_memory)) if v}
+    if planner and not flags.dry_run:
+        raise ConfigError("--gpus, --gpu-memory and --host-memory describe a machine to plan for; use them with --dry-run")
     debug = flags.debug or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
     return CommandLine(config, debug, flags.dry_run, flags.inspect, planner)
 

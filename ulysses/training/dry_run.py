@@ -1,29 +1,211 @@
-"""What can be known without training: the checked configuration, the rank grid, the steps, and a look at the data."""
+"""What can be known without training: the checked configuration, rank grid, steps, memory, time, and a look at the data.
+
+Needs no weights, no data and no GPU: what is absent is reported as a finding, and the rest is planned.
+"""
 
 import json
+import math
 import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from models.arch import ARCHITECTURES
+from models.arch import ModelConfig as Shape
+from ulysses.data.formats import is_hub_id, missing_sources, parse_sources
 from ulysses.data.inspect import inspect_examples
-from ulysses.training.checks import check_run
+from ulysses.data.records import DataError
+from ulysses.gradients.presets import explain_thresholds, preset_toml, tables_to_toml
+from ulysses.memory.plan import GIB, Machine, Model, Work, choices, longest_sequence, recommend_degree
+from ulysses.memory.recompute import LEVELS
+from ulysses.training.build import check_weights, read_shape
+from ulysses.training.checks import KINDS, Plan, check_disk, check_numbers, check_run, find_checkpoint, read_tokenizer
 from ulysses.training.command_line import CommandLine, ConfigError
+from ulysses.training.config import Config
+from ulysses.training.memory import (
+    allowed_levels,
+    choose_memory,
+    free_host_bytes,
+    planner_model,
+    planner_options,
+    planner_work,
+)
+from ulysses.training.metrics import device_peak_flops
+
+ABSENT = 3  # exit code: the configuration is right, but weights or data are not here
+ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 
 
 def dry_run(command: CommandLine) -> int:
-    """Check everything and print the plan; returns the exit code (3 if weights or data are absent)."""
+    """Check everything and print the plan; returns the exit code (3 if weights or data are absent).
+
+    Raises:
+        ConfigError: for a configuration that cannot be honoured, or that does not fit the GPU it names.
+    """
     if os.environ.get("RANK", "0") != "0":
         return 0
-    config = command.config
-    world = int(command.planner.get("gpus", 0)) or int(os.environ.get("WORLD_SIZE", "1"))
-    plan = check_run(config, world)
+    config, given = command.config, command.planner
+    world = int(given.get("gpus", 0)) or int(os.environ.get("WORLD_SIZE", "1"))
+    check_numbers(config, world)
+    findings: list[str] = []
+    shape, folder = _shape(config, findings)
+    plan = _plan(config, world, shape, folder, findings) if shape is not None else None
+    if plan is not None and not given:
+        check_disk(plan)
+    _print_grid(config, world)
+    micro_batches = _print_steps(config, world, plan)
+    _print_gradients(config, shape)
+    if shape is not None:
+        machine = planned_machine(config, given, world)
+        budget = Plan(config, world, shape, folder, None, "", "", None).budget
+        print_plan(config, planner_model(config, shape), machine, planner_work(config, budget, micro_batches))
+        try:
+            line = choose_memory(config, planner_model(config, shape), machine, planner_work(config, budget)).line
+            print(line)
+        except ConfigError as error:
+            if "gpu_memory" in given or torch.cuda.is_available():
+                raise
+            print(f"does not fit: {error}")
+    for finding in findings:
+        print(f"finding: {finding}")
+    return ABSENT if findings else 0
+
+
+def _shape(config: Config, findings: list[str]) -> tuple[Shape | None, Path | None]:
+    """Read the model's shape; absent weights become findings."""
+    path = config.model.path
+    try:
+        shape, folder = read_shape(config, need_weights=False)
+    except ConfigError as error:
+        if path is None or (Path(path).expanduser() / "config.json").exists():
+            raise
+        shape = published_shape(path)
+        findings.append(f"{error}; " + ("planned with the published shape of that name" if shape else "there is no memory plan without it"))
+        return shape, None
+    if folder is not None and config.model.init == "pretrained":
+        if any(folder.glob("*.safetensors")):
+            check_weights(shape, folder, reward=config.stage == "rm")
+        else:
+            findings.append(f"model.path: {folder.absolute()} holds no .safetensors weights")
+    return shape, folder
+
+
+def published_shape(path: str) -> Shape | None:
+    """Return the shape that a folder or hub id such as "meta-llama/Meta-Llama-3-8B-Instruct" names, or None."""
+    name = path.rstrip("/").split("/")[-1].lower().removeprefix("meta-").replace("llama-", "llama")
+    return ARCHITECTURES.get(re.sub(r"-(instruct|base)$", "", name))
+
+
+def _plan(config: Config, world: int, shape: Shape, folder: Path | None, findings: list[str]) -> Plan | None:
+    """Return the run's plan if tokenizer and data are here; absent ones become findings."""
+    before = len(findings)
+    place = config.model.tokenizer or (str(folder) if folder else None)
+    if place is None:
+        if config.model.path is None:
+            findings.append("model.tokenizer is not set and model.arch brings none; data cannot be read without it")
+    elif config.model.tokenizer and "/" in place and not Path(place).expanduser().exists() and place.startswith((".", "/", "~")):
+        findings.append(f"model.tokenizer: there is no {Path(place).expanduser().absolute()}")
+    try:
+        sources = [*parse_sources(config.data.train or []), *parse_sources(config.data.eval or [])]
+    except DataError as error:
+        raise ConfigError(f"data: {error}") from None
+    findings += [f"data: {sentence}" for sentence in missing_sources(sources)]
+    if not config.data.train:
+        findings.append("data.train is empty")
+    resume_from = find_checkpoint(config, shape)
+    if len(findings) > before or place is None:
+        return None
+    plan = Plan(config, world, shape, folder, None, "", "", resume_from)
+    hub = config.model.tokenizer is not None and not Path(config.model.tokenizer).expanduser().exists()
+    try:
+        plan = replace(plan, tokenizer=read_tokenizer(config, folder, shape))
+        hub = any(is_hub_id(source) for source in sources)
+        plan.datasets()
+    except ConfigError as error:
+        if not hub:
+            raise
+        findings.append(str(error))  # the hub could not be reached, or does not have it
+        return None
+    return plan
+
+
+def _print_grid(config: Config, world: int) -> None:
     print(json.dumps(config.model_dump(mode="json"), indent=2))
     sp = config.parallel.sequence_parallel_size
     print(f"\n{world} processes: data parallel {world // sp} x sequence parallel {sp}")
     for dp in range(min(world // sp, 8)):
         print(f"  group {dp}: ranks {dp * sp}..{dp * sp + sp - 1}")
+    if world // sp > 8:
+        print(f"  ... {world // sp - 8} more groups")
+
+
+def _print_steps(config: Config, world: int, plan: Plan | None) -> int:
+    """Print how long the run is; returns the micro-batches of one step."""
+    groups = world // config.parallel.sequence_parallel_size
+    if plan is None:
+        print(f"{config.run.steps} steps" if config.run.steps else f"{config.run.epochs:g} epochs; their steps depend on the data")
+        sides = 2 if KINDS[config.stage] == "pair" else 1
+        budget = config.batch.tokens_per_microbatch
+        each = sides * config.data.max_length
+        return math.ceil(config.batch.examples * each / (groups * (each if budget == "auto" else max(budget, each))))
     train, _ = plan.datasets()
-    loader = plan.loader(train, world // sp, 0)
-    print(f"{len(train)} examples, {loader.steps_per_epoch} steps per epoch, {plan.total_steps(loader)} steps; {train.report}")
-    return 0
+    loader = plan.loader(train, groups, 0)
+    total = plan.total_steps(loader)
+    print(f"{len(train)} examples, {loader.steps_per_epoch} steps per epoch, {total} steps; {train.report}")
+    return len(loader.plan(0, 0)[0])
+
+
+def _print_gradients(config: Config, shape: Shape | None) -> None:
+    """Print the chain of gradient policies as TOML, and what its absolute thresholds mean for this model."""
+    g = config.gradients
+    print("\n" + (tables_to_toml(g.policies) if g.policies else preset_toml(g.preset, g.max_norm)).rstrip())
+    if shape is not None:
+        for line in explain_thresholds(g.tables, planner_model(config, shape).trained):
+            print(f"gradients: {line}")
+
+
+def planned_machine(config: Config, given: dict[str, float], world: int) -> Machine:
+    """Return the machine to plan for: the one described, else this one, else GPUs of 80 GiB."""
+    here = torch.cuda.is_available()
+    gib = given.get("gpu_memory") or (torch.cuda.get_device_properties(0).total_memory / GIB if here else ASSUMED_GIB)
+    host = given["host_memory"] * GIB if "host_memory" in given else 0 if "gpus" in given else free_host_bytes()
+    machine = Machine(world, gib * GIB, host, int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8))))
+    peak = device_peak_flops()
+    if peak:
+        machine = machine._replace(peak_flops=peak)
+    if config.model.dtype == "float32":
+        machine = machine._replace(peak_flops=machine.peak_flops / 15)  # H200's float32 beside its bfloat16
+    note = "" if here or "gpu_memory" in given else " (assumed; --gpu-memory says otherwise)"
+    print(f"\npredicted for {world} GPUs of {gib:.1f} GiB{note}, {host / GIB:.0f} GiB of host memory per node:")
+    return machine
+
+
+def print_plan(config: Config, model: Model, machine: Machine, work: Work) -> None:
+    """Print a line per level, the longest sequence and the degree to use."""
+    options, offload = planner_options(config, model), config.memory.offload
+    what = "pair of sequences" if work.documents == 2 else "sequence"
+    print(
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {work.micro_batches} micro-batches per group and step, "
+        f"the fullest: one {what}, {work.tokens:,} tokens"
+    )
+    print(f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB':>10}{'layers offloaded':>18}{'s / step':>10}")
+    for c in choices(model, machine, work, options, levels=tuple(reversed(LEVELS)), offload=offload):
+        p = c.prediction
+        numbers = f"{p.gpu_bytes / GIB:9.1f}{p.host_bytes / GIB:10.1f}{c.offloaded_layers:18}{p.seconds:10.2f}"
+        print(f"  {c.level:<16}{numbers}{'' if p.fits(machine) else '   does not fit'}")
+    settings: dict[str, Any] = {"documents": work.documents, "offload": offload}
+    for sp in sorted({d for d in (work.sp, machine.gpus) if machine.gpus % d == 0}):
+        longest = longest_sequence(model, machine, sp, options, levels=allowed_levels(config), **settings)
+        each = " on each side of a pair" if work.documents == 2 else ""
+        print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{each}")
+    degree = recommend_degree(model, machine, work.tokens, options, groups=config.batch.examples, **settings)
+    if degree is None:
+        print("no sequence_parallel_size fits this length on these GPUs")
+    else:
+        print(f"recommended for this length: parallel.sequence_parallel_size = {degree}")
 
 
 def inspect(command: CommandLine) -> int:

@@ -1,0 +1,97 @@
+"""--dry-run: the plan without weights, data or GPU; findings and exit codes."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.arch import ARCHITECTURES
+from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.dry_run import dry_run, published_shape
+
+DEMO = Path(__file__).resolve().parents[2] / "configs/demo"
+NODE = ["--gpus", 8, "--gpu-memory", 139.8, "--host-memory", 550]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+    code = dry_run(parse_command_line([*map(str, arguments), "--dry-run"]))
+    return code, capsys.readouterr().out
+
+
+def arch(stage: str = "sft", length: int = 131072, sp: int = 8, name: str = "llama3-8b") -> list[Any]:
+    return ["--stage", stage, "--model.arch", name, "--model.init", "random", "--run.steps", 7, "--data.max_length", length,
+            "--parallel.sequence_parallel_size", sp]  # fmt: skip
+
+
+def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, *arch(), *NODE)
+    assert code == 3  # neither tokenizer nor data
+    assert '"sequence_parallel_size": 8' in text and "8 processes: data parallel 1 x sequence parallel 8" in text
+    assert "7 steps" in text and "8,030,261,248 parameters" in text
+    table = [line.split() for line in text.splitlines() if line.startswith("  ") and len(line.split()) >= 5]
+    levels = {words[0]: (float(words[1]), float(words[4])) for words in table if words[0] != "recompute" and words[0] != "group"}
+    assert list(levels) == ["none", "keep_exchange", "keep_attention", "block"]
+    assert [x for x, _ in levels.values()] == sorted((x for x, _ in levels.values()), reverse=True)
+    assert [s for _, s in levels.values()] == sorted(s for _, s in levels.values())
+    assert re.search(r"longest sequence at sequence_parallel_size 8: [\d,]{9,} tokens", text)
+    assert re.search(r"recommended for this length: parallel.sequence_parallel_size = \d", text)
+    assert "memory: recompute none (auto: " in text and "GiB predicted of 139.8 GiB)" in text
+    assert "finding: data.train is empty" in text and "finding: model.tokenizer is not set" in text
+
+
+def test_pairs_hold_two_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = run(capsys, *arch("dpo", 65536), *NODE)
+    assert "one pair of sequences, 131,072 tokens" in text and "tokens on each side of a pair" in text
+
+
+def test_what_does_not_fit_is_refused_with_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB on each GPU .*has 24.0 GiB; .*memory.offload_optimizer = true"):
+        run(capsys, *arch(length=4096, sp=1), "--gpus", 1, "--gpu-memory", 24)
+    _, text = run(capsys, *arch(length=4096, sp=1), "--gpus", 1)  # the 80 GiB are an assumption: said, not refused
+    assert "80.0 GiB (assumed; --gpu-memory says otherwise)" in text and "does not fit: the run needs" in text
+
+
+def test_preset_is_printed_to_copy_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = run(capsys, *arch(), *NODE, "--gradients.preset", "ulysses-pro")
+    assert '# the preset "ulysses-pro", written out\n[[gradients.policies]]\n' in text
+    assert "is 8.96 times a gradient of norm 1: it drowns the gradient" in text
+    _, text = run(capsys, *arch(), *NODE)
+    assert '# the preset "default", written out' in text and "drowns" not in text
+
+
+def test_absent_weights_and_data_are_findings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO / "model", model)
+    tokenizer = ["--model.tokenizer", DEMO / "data/tokenizer"]
+    base = ["--stage", "sft", "--run.steps", 2, "--model.path", model, *tokenizer, "--data.max_length", 64]
+    code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", "--run.output", tmp_path / "run")
+    assert code == 3 and "finding: data: " in text and "none.jsonl" in text
+    assert f"finding: model.path: {model} holds no .safetensors weights" in text and "memory: recompute" in text
+    base[5] = tmp_path / "Qwen2.5-7B"
+    code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", *NODE)
+    assert code == 3 and "planned with the published shape of that name" in text and "7,615,616,512 parameters" in text
+    base[5] = tmp_path / "other"
+    code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", *NODE)
+    assert code == 3 and "there is no memory plan without it" in text
+
+
+def test_everything_present_is_zero(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, text = run(capsys, "--config", DEMO / "sft.toml", "--gpus", 2, "--data.cache", tmp_path, "--run.output", tmp_path / "run")
+    assert code == 0 and "finding" not in text and re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", text)
+    assert not (tmp_path / "run").exists()
+
+
+def test_wrong_settings_are_still_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="sequence_parallel_size is 3 but must divide the 8 processes"):
+        run(capsys, *arch(sp=3), *NODE)
+    with pytest.raises(ConfigError, match="use them with --dry-run"):
+        parse_command_line([*map(str, arch()), "--gpus", "8"])
+
+
+def test_names_of_published_shapes() -> None:
+    for path, name in (("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"), ("Qwen/Qwen2.5-72B", "qwen2.5-72b"),
+                       ("/models/Llama-3.1-8B/", "llama3.1-8b")):  # fmt: skip
+        assert published_shape(path) == ARCHITECTURES[name]
+    assert published_shape("gpt2") is None
