@@ -273,9 +273,9 @@ def longest_sequence(
         work = Work(1024 * blocks * documents, sp, 1, documents)
         return choose_level(model, machine, work, options, levels=levels, offload=offload) is not None
 
-    low, high = 0, 1
-    while 1024 * high <= limit and fits(high):
-        low, high = high, 2 * high
+    # all powers of two are tried: MLP tiles set in at some length, and a longer sequence can need less than a shorter one
+    low = max((1 << i for i in range(max(limit >> 10, 1).bit_length()) if fits(1 << i)), default=0)
+    high = 2 * low
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
