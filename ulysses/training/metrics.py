@@ -115,13 +115,12 @@ class MetricsLog:
         wandb_project: str = "",
         config: dict[str, Any] | None = None,
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
         self.path = folder / "metrics.jsonl"
         self._keep_until(first_step)
         self.file = self.path.open("a")
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self.board = _board(folder / "tensorboard", first_step)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
         self.wandb = None
         if wandb_project:
@@ -144,7 +143,7 @@ class MetricsLog:
         self.file.write(json.dumps({"step": step, **clean}) + "\n")
         self.file.flush()
         for name, value in clean.items():
-            if value is not None:
+            if value is not None and self.board is not None:
                 self.board.add_scalar(name, value, step)
         if self.wandb is not None:
             self.wandb.log(clean, step=step)
@@ -160,7 +159,18 @@ class MetricsLog:
 
     def close(self) -> None:
         self.bar.close()
-        self.board.close()
+        if self.board is not None:
+            self.board.close()
         self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def _board(folder: Path, first_step: int) -> Any:
+    """Open TensorBoard's writer; without the package the run says so and goes on."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        print("tensorboard is not installed, so no event files are written (metrics.jsonl has everything); pip install tensorboard")
+        return None
+    return SummaryWriter(str(folder), purge_step=first_step)
