@@ -1,0 +1,270 @@
+"""PPO beside the loop: what a rollout holds, which steps it gives, when its updates are dropped, what is refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from losses.ppo import gae
+from tests.engine_case import SHAPE, ListDataset, sequences
+from ulysses.data.loader import StepLoader
+from ulysses.training.checks import check_ppo, stop_tokens
+from ulysses.training.command_line import ConfigError, check
+from ulysses.training.config import GradientsConfig, PpoConfig
+from ulysses.training.optim import policy_value_groups
+from ulysses.training.rewards import is_function, load_function, score_text
+from ulysses.training.rollout import Answers, Rollout, RolloutMaker
+from ulysses.training.rollout_loader import RolloutLoader
+from ulysses.training.stages.ppo import PpoStage
+
+EOS = 2
+SOLO = SimpleNamespace(rank=0, world_size=1, sp_rank=0, dp_rank=0, data_parallel_size=1)
+
+
+def answers() -> Answers:
+    """Three ragged answers; the second is cut at the limit; the first prompt holds an EOS token itself."""
+    rows = [([5, EOS, 7], [8, 9, EOS]), ([4], [11, 12, 13, 14]), ([6, 6], [EOS])]
+    lengths = torch.tensor([len(p) + len(a) for p, a in rows])
+    return Answers(
+        torch.tensor([t for p, a in rows for t in p + a]).int(), lengths, torch.tensor([len(p) for p, _ in rows]),
+        torch.tensor([True, False, True]), torch.tensor([1.0, 2.0, -0.5], dtype=torch.float64), torch.zeros(8),
+    )  # fmt: skip
+
+
+def maker(**options: Any) -> RolloutMaker:
+    made = RolloutMaker.__new__(RolloutMaker)
+    made.config = PpoConfig(**options)
+    made.controller = SimpleNamespace(coefficient=made.config.kl_coefficient, update=lambda kl, n: None)
+    return made
+
+
+def by_hand(a: Answers, old: torch.Tensor, values: torch.Tensor, reference: torch.Tensor, config: PpoConfig) -> Any:
+    """Rewards, advantages and returns in padded [N, L] float64, one answer at a time."""
+    counts = (a.lengths - a.prompt_lengths).tolist()
+    L = max(counts)
+    rewards, v, mask = (torch.zeros(3, L, dtype=torch.float64) for _ in range(3))
+    for i, n in enumerate(counts):
+        first = int(a.starts[i] + a.prompt_lengths[i]) - 1  # the position that predicts the first answer token
+        d = (old - reference)[first : first + n].double()
+        rewards[i, :n] = -config.kl_coefficient * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[config.kl_estimator]
+        score = float(a.scores[i])
+        if config.score_clip:
+            score = max(-config.score_clip, min(config.score_clip, score))
+        rewards[i, n - 1] += score - (0 if a.ended[i] else config.missing_eos_penalty)
+        v[i, :n], mask[i, :n] = values[first : first + n].double(), 1
+    advantages, returns = gae(rewards, v, mask, config.gamma, config.lam)
+    kept = mask.bool()
+    return rewards[kept], advantages[kept], returns[kept]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"whiten_advantages": False}, {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "score_clip": 1.5, "gamma": 0.9},
+     {"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5}],
+)  # fmt: skip
+def test_rewards_advantages_and_returns_against_the_formula(options: dict[str, Any]) -> None:
+    a, draw = answers(), torch.Generator().manual_seed(1)
+    old, values, reference = (torch.randn(14, generator=draw) for _ in range(3))
+    made = maker(**options)
+    rollout = made.finish(3, a, old, values, reference)
+    rewards, advantages, returns = by_hand(a, old, values, reference, made.config)
+    rows, cu = a.predictions()
+    assert rows.tolist() == [2, 3, 4, 6, 7, 8, 9, 12] and cu.tolist() == [0, 3, 7, 8]
+    if made.config.whiten_advantages:
+        advantages = (advantages - advantages.mean()) / (advantages.var(correction=0) + 1e-8).sqrt()
+    torch.testing.assert_close(rollout.columns["advantages"][rows].double(), advantages, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rollout.columns["returns"][rows].double(), returns, rtol=1e-5, atol=1e-5)
+    assert rollout.metrics["objective/rlhf_reward"] == pytest.approx(float(rewards.sum()) / 3, rel=1e-5)
+    assert rollout.metrics["objective/kl"] == pytest.approx(float((old - reference)[rows].sum()) / 3, rel=1e-5)
+    assert rollout.metrics["objective/scores"] == pytest.approx(2.5 / 3)
+    assert rollout.metrics["val/num_eos_tokens"] == 2 and rollout.metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    outside = torch.ones(14, dtype=torch.bool)
+    outside[rows] = False
+    for column in rollout.columns.values():
+        assert (column[outside] == 0).all()
+
+
+def test_the_score_is_earned_by_the_eos_token_itself() -> None:
+    """Without KL, discount or values, every prediction of an answer returns its score and the EOS prediction is the last."""
+    made = maker(kl_coefficient=0.0, lam=1.0, whiten_advantages=False)
+    a = answers()
+    rollout = made.finish(0, a, torch.zeros(14), torch.zeros(14), torch.zeros(14))
+    first = rollout.sequence(0)
+    trained = torch.nonzero(first.loss_weights).flatten()
+    assert first.tokens[trained].tolist() == [8, 9, EOS]  # the EOS of the prompt is not trained, the answer's is
+    assert first.token_columns["returns"].tolist() == [0, 0, 1, 1, 1, 0]  # rows 2, 3, 4 predict 8, 9, EOS
+    made = maker(kl_coefficient=0.0, lam=0.0, gamma=1.0, whiten_advantages=False)
+    rollout = made.finish(0, a, torch.zeros(14), torch.zeros(14), torch.zeros(14))
+    assert rollout.sequence(0).token_columns["advantages"].tolist() == [0, 0, 0, 0, 1, 0]
+
+
+def test_whitening_is_over_the_whole_rollout() -> None:
+    rollout = maker().finish(0, answers(), torch.zeros(14), torch.randn(14), torch.zeros(14))
+    rows, _ = rollout.answers.predictions()
+    found = rollout.columns["advantages"][rows].double()
+    assert float(found.mean()) == pytest.approx(0, abs=1e-6) and float(found.var(correction=0)) == pytest.approx(1, abs=1e-5)
+
+
+def rollout_of(number: int, count: int = 10) -> Rollout:
+    lengths = torch.arange(count) % 4 + 3
+    ones, total = torch.ones(count), int(lengths.sum())
+    made = Answers(
+        torch.arange(total).int(), lengths, ones.long() * 2, ones.bool(), ones.double(), torch.zeros(total - 2 * count)
+    )
+    columns = {name: torch.rand(total) for name in ("old_logps", "old_values", "advantages", "returns")}
+    return Rollout(number, made, columns, {"rollout": number})
+
+
+def loader(made: list[int], passes: int = 2, minibatches: int = 3, dp: int = 1, rank: int = 0) -> RolloutLoader:
+    data = ListDataset("prompt", [(s,) for s in sequences(25, 0)])
+    prompts = StepLoader(data, 10, tokens_per_microbatch=128, seed=3, data_parallel_size=dp, dp_rank=rank)
+
+    def make(number: int, dataset: Any, indices: list[int]) -> Rollout:
+        made.append(number)
+        assert indices == prompts.indices(*divmod(number, 3))
+        return rollout_of(number, len(indices))
+
+    return RolloutLoader(prompts, make, passes=passes, minibatches=minibatches, budget=12)
+
+
+def test_every_pass_takes_every_answer_once_in_new_minibatches() -> None:
+    made: list[int] = []
+    steps = loader(made)
+    assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
+    orders = []
+    for k in range(18):
+        taken = [e.index for micro_batch in steps.step(0, k) for e in micro_batch]
+        assert sorted(taken) == sorted(steps.indices(0, k))
+        orders.append(steps.indices(0, k))
+    assert made == [0, 1, 2]
+    for r, count in enumerate((10, 10, 5)):
+        for p in range(2):
+            minibatches = orders[6 * r + 3 * p : 6 * r + 3 * p + 3]
+            assert sorted(i for part in minibatches for i in part) == list(range(count))
+            assert max(map(len, minibatches)) - min(map(len, minibatches)) <= 1
+        assert orders[6 * r : 6 * r + 3] != orders[6 * r + 3 : 6 * r + 6]
+
+
+def test_steps_hold_the_same_answers_on_every_topology() -> None:
+    whole = loader([])
+    for k in range(6):
+        parts = [loader([], dp=2, rank=rank).step(0, k) for rank in range(2)]
+        assert len(parts[0]) == len(parts[1])
+        found = sorted(e.index for part in parts for micro_batch in part for e in micro_batch)
+        assert found == sorted(whole.indices(0, k))
+
+
+def stage(**options: Any) -> PpoStage:
+    made = PpoStage(None, SOLO, PpoConfig(**options))
+    made.rollouts = loader([])
+    return made
+
+
+def test_early_stop_drops_the_step_and_the_rest_of_its_rollout_only() -> None:
+    made = stage(target_kl=0.1)
+    steps = made.rollouts
+    good, bad = ({"loss/policy_avg": 0.0, "policy/approxkl_avg": kl} for kl in (0.05, 0.2))
+    steps.step(0, 0)
+    assert made.accepts(good) and steps.indices(0, 1)
+    assert not made.accepts(bad)
+    assert steps.step(0, 2) == [[]] and steps.indices(0, 2) == []
+    assert not made.accepts({})  # an empty step: nothing to update with
+    assert steps.step(0, 6) != [[]] and made.accepts(good)  # the next rollout is trained on again
+    assert not any(made.may_prepare(k) for k in range(6))  # later steps depend on the decision
+    assert [stage().may_prepare(k) for k in range(7)] == [False, *[True] * 5, False]
+
+
+def test_state_in_the_middle_and_at_the_border_of_a_rollout(tmp_path) -> None:
+    made = stage()
+    made.maker = SimpleNamespace(controller=SimpleNamespace(state_dict=lambda: {"coefficient": 0.25}, load_state_dict=lambda s: None))
+    made.rollouts.step(0, 2)
+    rollout, made.step = made.rollouts.current, 2
+    made.save(tmp_path)
+    again = stage()
+    again.maker = made.maker
+    again.load(tmp_path)
+    back = again.rollouts.current
+    assert back.number == 0 and back.metrics == rollout.metrics
+    for name, column in rollout.columns.items():
+        assert torch.equal(back.columns[name], column)
+    assert torch.equal(back.answers.tokens, rollout.answers.tokens)
+    assert [e.index for e in again.rollouts.step(0, 3)[0]] == [e.index for e in made.rollouts.step(0, 3)[0]]
+    border = tmp_path / "border"
+    border.mkdir()
+    made.step = 5
+    made.save(border)
+    assert [p.name for p in border.iterdir()] == ["ppo.json"]
+    again.load(border)
+    assert again.rollouts.current is None
+
+
+def test_first_step_identities() -> None:
+    made = PpoStage(None, SOLO, PpoConfig(), maker=None, tolerance=1e-5)
+    made.check_first_step({"policy/logp_change": 1e-7})
+    with pytest.raises(RuntimeError, match=r"its log-probabilities differ by 0.01 per token"):
+        made.check_first_step({"policy/logp_change": 0.01})
+    made.maker = SimpleNamespace(reference=object())
+    with pytest.raises(RuntimeError, match=r"their KL is 0.5 per token"):
+        made.check_first_step({"policy/logp_change": 0.0, "objective/kl": 5.0, "response_length/mean": 10.0})
+
+
+def double(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    return 2.0 * len(completion) / row["scale"]
+
+
+def test_reward_functions() -> None:
+    assert is_function("tests.unit.test_ppo_stage:double") and not is_function("meta-llama/reward") and not is_function("C:/x y")
+    assert score_text(double, "a", "bcd", {"scale": 2}, 4) == 3.0
+    with pytest.raises(ValueError, match=r"failed on example 4: ZeroDivisionError"):
+        score_text(double, "a", "bcd", {"scale": 0}, 4)
+    with pytest.raises(ValueError, match=r"returned nan for example 4"):
+        score_text(lambda *_: float("nan"), "", "", {}, 4)
+    for name in ("no_such_module_x:f", "math:nothing", "math:pi"):
+        with pytest.raises(ValueError, match=f"ppo.reward is '{name}' but"):
+            load_function(name)
+
+
+def config(**ppo: Any) -> Any:
+    return check({
+        "stage": "ppo", "model": {"init": "random", "config": SHAPE.to_hf(), "tokenizer": "x"}, "run": {"steps": 1},
+        "data": {"train": "x", "max_length": 64}, "batch": {"examples": 4, "tokens_per_microbatch": 128},
+        "ppo": {"reward": "math:sqrt", "max_new_tokens": 32} | ppo,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(("ppo", "complaint"), [
+    ({"reward": ""}, "ppo.reward is missing"),
+    ({"reward": "math:nothing"}, "cannot be imported"),
+    ({"minibatches": 5}, "ppo.minibatches is 5 but a rollout has 4 prompts"),
+    ({"max_new_tokens": 100}, r"tokens_per_microbatch is 128 but data.max_length \(prompts\) \+ ppo.max_new_tokens is 164"),
+    ({"reference": "cached"}, 'ppo.reference is \'cached\' but must be "live" or a model'),
+])  # fmt: skip
+def test_refusals(ppo: dict[str, Any], complaint: str) -> None:
+    check_ppo(config())
+    with pytest.raises(ConfigError, match=complaint):
+        check_ppo(config(**ppo))
+
+
+def test_refused_combinations_and_stop_tokens() -> None:
+    with pytest.raises(ConfigError, match=r"ppo.dual_clip is 0.5"):
+        config(dual_clip=0.5)
+    with pytest.raises(ConfigError, match=r"ppo.kl_target is set but ppo.kl_coefficient is 0"):
+        config(kl_target=6.0, kl_coefficient=0.0)
+    tokenizer = SimpleNamespace(eos_token_id=3, get_vocab=lambda: {"<|end|>": 9})
+    assert 3 in stop_tokens(config(), tokenizer, SHAPE)
+    assert 9 in stop_tokens(config(stop_tokens=["<|end|>"]), tokenizer, SHAPE)
+    with pytest.raises(ConfigError, match="no such token"):
+        stop_tokens(config(stop_tokens=["two words"]), tokenizer, SHAPE)
+
+
+def test_parameter_groups_and_separate_clipping() -> None:
+    model = torch.nn.Module()
+    model.policy, model.value = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+    groups = policy_value_groups(model, 0.1, 5.0)
+    assert [(g["scope"], g["lr_factor"], g["weight_decay"]) for g in groups] == [
+        ("policy", 1.0, 0.1), ("policy", 1.0, 0.0), ("value", 5.0, 0.1), ("value", 5.0, 0.0),
+    ]  # fmt: skip
+    names = [(p.name, getattr(p, "groups", None)) for p in GradientsConfig().chain(("policy", "value")).policies]
+    assert names == [("stop_on_non_finite", None), ("scoped", ("policy",)), ("scoped", ("value",))]
+    assert len(GradientsConfig().chain().policies) == 2
