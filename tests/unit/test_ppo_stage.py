@@ -166,6 +166,8 @@ def test_early_stop_drops_the_step_and_the_rest_of_its_rollout_only() -> None:
     steps = made.rollouts
     good, bad = ({"loss/policy_avg": 0.0, "policy/approxkl_avg": kl} for kl in (0.05, 0.2))
     steps.step(0, 0)
+    good, bad = made.derive(good), made.derive(bad)
+    assert (good["policy/stopped"], bad["policy/stopped"]) == (0, 1) and good["rollout"] == 0
     assert made.accepts(good) and steps.indices(0, 1)
     assert not made.accepts(bad)
     assert steps.step(0, 2) == [[]] and steps.indices(0, 2) == []

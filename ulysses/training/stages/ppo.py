@@ -70,9 +70,7 @@ class PpoStage(Stage):
             return True
         if "loss/policy_avg" not in metrics:  # an empty step
             return False
-        limit = self.config.target_kl
-        if limit and metrics["policy/approxkl_avg"] > limit:
-            self.rollouts.stopped = True
+        self.rollouts.stopped = metrics["policy/stopped"] > 0
         return not self.rollouts.stopped
 
     # ---------------------------------------------------------------- the loss
@@ -117,7 +115,9 @@ class PpoStage(Stage):
             metrics = {**metrics, "val/ratio_var": max(0.0, square - metrics["val/ratio"] ** 2)}
         if self.rollouts is None or self.rollouts.current is None:
             return metrics
-        return {**metrics, **self.rollouts.current.metrics, "policy/stopped": float(self.rollouts.stopped)}
+        limit = self.config.target_kl
+        stopped = self.rollouts.stopped or bool(limit and metrics.get("policy/approxkl_avg", 0.0) > limit)
+        return {**metrics, **self.rollouts.current.metrics, "policy/stopped": float(stopped)}
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         if self.tolerance is None:

@@ -1,0 +1,339 @@
+"""PPO on real ranks under ZeRO-3: the step against the formula on fixed rollouts, and rollouts on any topology."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from losses.ppo import ppo_policy_loss, ppo_value_loss
+from models.layers import DecoderLayer
+from models.policy_value import PolicyValue
+from models.sampler import SamplingOptions
+from tests.engine_case import SHAPE, CaptureChain, ListDataset, assert_same_gradients, sequences
+from tests.harness import run_distributed
+from ulysses.data.loader import StepLoader
+from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.build import PolicyValueWeights, RandomWeights
+from ulysses.training.checkpoint import Checkpoints
+from ulysses.training.config import OptimizerConfig, PpoConfig
+from ulysses.training.optim import adamw, policy_value_groups
+from ulysses.training.rollout import RolloutMaker
+from ulysses.training.stages.ppo import PpoStage
+from ulysses.training.trainer import Trainer
+from ulysses.zero.construct import build_partitioned, initialize_distributed
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.gather import gathered_weights
+from ulysses.zero.settings import derive
+
+EOS = (3, 7, 11, 19, 23, 31, 40, 41, 52, 63, 70, 77, 85, 90)  # many, so that random answers have ragged lengths
+OPTIONS = SamplingOptions(12, temperature=0.9, stop_tokens=EOS)
+
+
+class PromptDataset(ListDataset):
+    def row(self, index: int) -> dict[str, Any]:
+        return {"index": index}
+
+
+class Tokenizer:
+    """Numbers with spaces between."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, tokens))
+
+
+def reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """How many tokens are even, within -2 to 2, shifted by the example."""
+    values = [int(t) for t in completion.split()]
+    return 4 * sum(v % 2 == 0 for v in values) / len(values) - 2 + 0.01 * row["index"]
+
+
+def prompts(count: int = 14) -> PromptDataset:
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 20, (count,), generator=draw).tolist()
+    found = [torch.randint(0, 97, (n,), generator=draw) for n in lengths]
+    return PromptDataset("prompt", [(Sequence(t, torch.zeros(len(t))),) for t in found])
+
+
+def engine_of(mesh: ParallelMesh, config: PpoConfig, seed: int = 0, lr: float = 1e-3, trainable: bool = True) -> ZeroEngine:
+    settings = derive(dtype=torch.float32)
+    model = build_partitioned(
+        lambda: PolicyValue(SHAPE, mesh, separate=config.value == "separate"), settings, PolicyValueWeights(RandomWeights(SHAPE, seed))
+    )
+    groups = policy_value_groups(model, 0.0, config.value_lr_factor)
+    return ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=lr), on_gpu=False, groups=groups), (DecoderLayer,))
+
+
+def frozen_policy(mesh: ParallelMesh, seed: int) -> ZeroEngine:
+    from models.decoder import CausalLM
+
+    settings = derive(dtype=torch.float32)
+    model = build_partitioned(lambda: CausalLM(SHAPE, mesh), settings, RandomWeights(SHAPE, seed)).requires_grad_(False)
+    return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
+
+
+def trainer_of(
+    sp: int, config: PpoConfig, *, steps: int, lr: float = 1e-3, budget: int = 128, packing_seed: int | None = None,
+    fixed: bool = False, reference_seed: int = 0, examples: int = 6,
+) -> tuple[Trainer, CaptureChain, list[ZeroEngine]]:  # fmt: skip
+    """Build everything on this rank; `fixed` trains on made-up rollouts that never change."""
+    initialize_distributed()
+    mesh = ParallelMesh(sp, num_heads=SHAPE.num_attention_heads)
+    engine = engine_of(mesh, config, lr=lr)
+    engines = [engine]
+    data = fixed_rollout() if fixed else prompts()
+    loader: Any = StepLoader(
+        data, examples, tokens_per_microbatch=budget, seed=3, data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank, packing_seed=packing_seed,
+    )  # fmt: skip
+    if fixed:
+        stage = PpoStage(engine, mesh, config, temperature=0.8)
+    else:
+        engines.append(frozen_policy(mesh, reference_seed))
+        maker = RolloutMaker(
+            engine, engines[1], reward, shape=SHAPE, tokenizer=Tokenizer(), mesh=mesh, config=config, options=OPTIONS,
+            budget=budget, seed=9,
+        )  # fmt: skip
+        tolerance = 1e-5 if reference_seed == 0 else None
+        stage = PpoStage(engine, mesh, config, temperature=OPTIONS.temperature, maker=maker, tolerance=tolerance)
+        loader = stage.loader(loader)
+    chain = CaptureChain()
+    trainer = Trainer(
+        mesh=mesh, engine=engine, stage=stage, loader=loader, eval_loader=None, total_steps=steps,
+        learning_rate=lambda step: lr, policies=chain, flops=lambda tokens, squares: 0.0, peak_flops=None, seed=0,
+    )  # fmt: skip
+    return trainer, chain, engines
+
+
+def fixed_rollout(count: int = 11) -> ListDataset:
+    """Answers with made-up columns: ratios on both sides of the clip range, advantages of both signs."""
+    draw, made = torch.Generator().manual_seed(8), []
+    for s in sequences(count, 6, longest=40):
+        length = len(s.tokens)
+        columns = {
+            "old_logps": -4.6 + 0.4 * torch.randn(length, generator=draw), "advantages": torch.randn(length, generator=draw),
+            "old_values": 0.3 * torch.randn(length, generator=draw), "returns": torch.randn(length, generator=draw),
+        }  # fmt: skip
+        made.append((Sequence(s.tokens, (s.loss_weights != 0).float(), columns),))
+    return ListDataset("sequence", made)
+
+
+FIXED = {"value_coefficient": 0.5, "entropy_coefficient": 0.01, "dual_clip": 3.0}
+
+
+def formula(config: PpoConfig) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """Loss, gradients and metrics of the first step, one sequence at a time, float64, no ZeRO."""
+    data = fixed_rollout()
+    model = PolicyValue(SHAPE, None, separate=config.value == "separate", attention="reference")
+    source = PolicyValueWeights(RandomWeights(SHAPE, 0))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu")).view(p.shape))
+    model.double()
+    sums = {name: torch.zeros((), dtype=torch.float64) for name in ("policy", "value", "entropy", "kl", "clipped", "ratio")}
+    count = 0.0
+    for i in StepLoader(data, 6, tokens_per_microbatch=10_000, seed=3).indices(0, 0):
+        s = data[i].sequences[0]
+        out = model(pack_shard([s], ParallelMesh(1), "cpu"), entropy=True, temperature=0.8)
+        w = torch.cat([s.loss_weights[1:], torch.zeros(1)]).double()
+        c = {name: column.double() for name, column in s.token_columns.items()}
+        policy = ppo_policy_loss(out.logps, c["old_logps"], c["advantages"], config.clip, dual_clip=config.dual_clip or None)
+        value = ppo_value_loss(out.values, c["old_values"], c["returns"], config.value_clip)
+        kl = 0.5 * (out.logps - c["old_logps"]).square()
+        for name, x in (("policy", policy.losses), ("value", value.losses), ("entropy", out.entropy), ("kl", kl),
+                        ("clipped", policy.clipped), ("ratio", policy.ratios)):  # fmt: skip
+            sums[name] = sums[name] + (x * w).sum()
+        count += float(w.sum())
+    means = {name: x / count for name, x in sums.items()}
+    loss = means["policy"] + config.value_coefficient * means["value"] - config.entropy_coefficient * means["entropy"]
+    loss.backward()
+    names = {"policy": "loss/policy_avg", "value": "loss/value_avg", "entropy": "policy/entropy_avg", "kl": "policy/approxkl_avg",
+             "clipped": "policy/clipfrac_avg", "ratio": "val/ratio"}  # fmt: skip
+    return float(loss), {n: p.grad for n, p in model.named_parameters()}, {names[k]: float(v) for k, v in means.items()}
+
+
+def fixed_step(sp: int, config: PpoConfig, budget: int, packing_seed: int | None) -> tuple[dict[str, float], Any]:
+    trainer, chain, engines = trainer_of(sp, config, steps=1, lr=0.0, budget=budget, packing_seed=packing_seed, fixed=True)
+    metrics = trainer.train_step()
+    engines[0].destroy()
+    return metrics, chain.steps[0] if dist.get_rank() == 0 else {}
+
+
+@pytest.mark.parametrize(("world", "sp", "budget", "seed", "value"), [
+    (1, 1, 128, None, "shared"), (4, 2, 64, 1, "shared"), (4, 4, 128, 2, "separate"), (2, 1, 512, 1, "separate"),
+])  # fmt: skip
+def test_loss_metrics_and_gradients(world: int, sp: int, budget: int, seed: int | None, value: str) -> None:
+    """THE invariance test for PPO on a fixed rollout, policy and value parameters alike."""
+    config = PpoConfig(value=value, **FIXED)  # type: ignore[arg-type]
+    loss, exact, expected = formula(config)
+    metrics, gradients = run_distributed(fixed_step, world, sp, config, budget, seed, with_zero=True)[0]
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    for name, number in expected.items():
+        assert metrics[name] == pytest.approx(number, rel=1e-4), name
+    assert 0.05 < metrics["policy/clipfrac_avg"] < 0.95
+    assert_same_gradients(gradients, exact)
+
+
+def run_steps(sp: int, config: PpoConfig, steps: int, **options: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Any]:
+    """Take real steps on real rollouts; metrics, the last rollout's tensors and the last gradients."""
+    trainer, chain, engines = trainer_of(sp, config, steps=steps, **options)
+    metrics = [trainer.train_step() for _ in range(steps)]
+    rollout = trainer.stage.rollouts.current
+    tensors = {**rollout.columns, "tokens": rollout.answers.tokens, "scores": rollout.answers.scores}
+    for engine in engines:
+        engine.destroy()
+    return metrics, tensors, chain.steps if dist.get_rank() == 0 else []
+
+
+REAL = PpoConfig(epochs=2, minibatches=2, kl_target=6.0, kl_coefficient=0.2, kl_horizon=100, missing_eos_penalty=0.5)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """Two rollouts and a bit on one process, against another reference so that every term takes part."""
+    return run_distributed(run_steps, 1, 1, REAL, 6, reference_seed=1, with_zero=True)[0]
+
+
+@pytest.mark.parametrize(("world", "sp", "budget"), [(2, 2, 128), (4, 2, 64)])
+def test_rollouts_do_not_depend_on_the_ranks(alone: Any, world: int, sp: int, budget: int) -> None:
+    """The same tokens, scores, advantages and gradients, whoever decoded what and however it was packed."""
+    metrics, tensors, gradients = alone
+    found = run_distributed(run_steps, world, sp, REAL, 6, reference_seed=1, budget=budget, with_zero=True)
+    for _, other, _ in found:
+        assert torch.equal(other["tokens"], tensors["tokens"]) and torch.equal(other["scores"], tensors["scores"])
+        for name in ("old_logps", "old_values", "advantages", "returns"):
+            torch.testing.assert_close(other[name], tensors[name], rtol=1e-3, atol=2e-4)
+    assert_same_gradients(found[0][2][0], gradients[0], 2e-5)
+    for ours, theirs in zip(found[0][0], metrics, strict=True):
+        for name in ("loss", "objective/kl", "objective/scores", "val/ratio", "objective/kl_coefficient", "val/num_eos_tokens"):
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
+
+
+def test_what_a_run_reports(alone: Any) -> None:
+    metrics, _, _ = alone
+    assert [m["rollout"] for m in metrics] == [0, 0, 0, 0, 1, 1]
+    assert all(m["sampler/logp_gap_max"] < 1e-4 for m in metrics)  # the sampler computes what the trainer computes
+    assert metrics[0]["val/ratio"] == pytest.approx(1, abs=1e-6) and metrics[4]["val/ratio"] == pytest.approx(1, abs=1e-6)
+    assert abs(metrics[1]["val/ratio"] - 1) > 1e-5
+    assert 0 < metrics[0]["val/num_eos_tokens"] < 6
+    kl = metrics[0]["objective/kl"]
+    expected = 0.2 * (1 + np.clip(kl / 6.0 - 1, -0.2, 0.2) * 6 / 100)
+    assert metrics[4]["objective/kl_coefficient"] == pytest.approx(expected)
+    assert metrics[0]["objective/rlhf_reward"] == pytest.approx(
+        metrics[0]["objective/scores"] + metrics[0]["objective/non_score_reward"]
+        - 0.5 * (1 - metrics[0]["val/num_eos_tokens"] / 6), abs=1e-5)  # fmt: skip
+
+
+def resumed(folder: Path, sp: int, config: PpoConfig, stop: int, steps: int) -> tuple[Any, Any, Any]:
+    """Uninterrupted metrics, and those of a run that is saved after `stop` steps and goes on in new engines."""
+    trainer, _, engines = trainer_of(sp, config, steps=steps, reference_seed=1)
+    whole = []
+    for step in range(steps):
+        whole.append(trainer.train_step())
+        if step + 1 == stop:
+            Checkpoints(folder, 2).save(stop, {"policy": trainer.engine}, trainer.state_dict(), best=None, more=trainer.stage.save)
+    for engine in engines:
+        engine.destroy()
+    trainer, _, engines = trainer_of(sp, config, steps=steps, reference_seed=1)
+    checkpoints = Checkpoints(folder, 2)
+    trainer.load_state_dict(checkpoints.load(checkpoints.newest(), {"policy": trainer.engine}))
+    trainer.stage.load(checkpoints.newest())
+    again = [trainer.train_step() for _ in range(steps - stop)]
+    for engine in engines:
+        engine.destroy()
+    return whole, again, sorted(p.name for p in checkpoints.newest().iterdir())
+
+
+@pytest.mark.parametrize("stop", [3, 4], ids=["mid-rollout", "between rollouts"])
+def test_resume_is_bit_identical(tmp_path: Path, stop: int) -> None:
+    whole, again, files = run_distributed(resumed, 2, tmp_path, 2, REAL, stop, 6, with_zero=True)[0]
+    assert ("rollout.safetensors" in files) == (stop == 3)
+    for before, after in zip(whole[stop:], again, strict=True):
+        for name in before:
+            if not name.startswith(("time/", "seconds", "tokens_per")):
+                assert before[name] == after[name], name
+
+
+def sampling_between_steps(sample: bool) -> list[torch.Tensor]:
+    """Two steps on a fixed rollout, with or without sampling in between; returns the last gradients."""
+    trainer, chain, engines = trainer_of(1, PpoConfig(**FIXED), steps=2, fixed=True)
+    trainer.train_step()
+    if sample:
+        with gathered_weights(engines[0], "policy.") as weights:
+            assert all(w.numel() > 0 for w in weights.values()) and "model.norm.weight" in weights
+    trainer.train_step()
+    engines[0].destroy()
+    return list(chain.steps[1].values())
+
+
+def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
+    plain, sampled = (run_distributed(sampling_between_steps, 2, s, with_zero=True)[0] for s in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, sampled, strict=True))
+
+
+def refused() -> str:
+    initialize_distributed()
+    engine = engine_of(ParallelMesh(1), PpoConfig())
+    try:
+        with gathered_weights(engine, "policy.", more_bytes=1 << 50 if dist.get_rank() == 1 else 0):
+            return ""
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+def test_sampler_that_does_not_fit_is_refused_on_every_rank() -> None:
+    for text in run_distributed(refused, 2, with_zero=True):
+        assert "the whole model takes" in text and "lower ppo.generation_batch" in text
+
+
+def stopping(config: PpoConfig) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
+    trainer, _, engines = trainer_of(2, config, steps=6, lr=3e-3)
+    metrics, weights = [], []
+    for _ in range(6):
+        metrics.append(trainer.train_step())
+        weights.append(engines[0].zero.fp32_partitioned_groups_flat[0].detach().clone())
+    for engine in engines:
+        engine.destroy()
+    return metrics, weights
+
+
+def test_early_stop_leaves_the_weights_alone_until_the_next_rollout() -> None:
+    config = PpoConfig(epochs=2, minibatches=2, target_kl=1e-4)
+    for metrics, weights in run_distributed(stopping, 2, config, with_zero=True):
+        assert metrics[0]["policy/approxkl_avg"] < 1e-8 and metrics[1]["policy/approxkl_avg"] > 1e-4
+        assert [m["policy/stopped"] for m in metrics] == [0, 1, 1, 1, 0, 1]
+        assert all(torch.equal(weights[0], w) for w in weights[1:4]) and not torch.equal(weights[3], weights[4])
+
+
+def test_rewards_from_a_model_are_read_at_the_answers_last_token() -> None:
+    """The frozen reward model under ZeRO-3 gives what the plain one gives, one answer at a time."""
+    assert all(run_distributed(model_scores, 2, with_zero=True))
+
+
+def model_scores() -> bool:
+    from models.decoder import RewardModel
+
+    initialize_distributed()
+    mesh = ParallelMesh(2, num_heads=SHAPE.num_attention_heads)
+    config, settings, source = PpoConfig(), derive(dtype=torch.float32), RandomWeights(SHAPE, 4)
+    engine = engine_of(mesh, config)
+    model = build_partitioned(lambda: RewardModel(SHAPE, mesh), settings, source).requires_grad_(False)
+    scorer = ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
+    maker = RolloutMaker(
+        engine, None, scorer, shape=SHAPE, tokenizer=None, mesh=mesh, config=config, options=OPTIONS, budget=128, seed=1
+    )
+    answers = maker.answer(0, prompts(), [3, 1, 5])
+    plain = RewardModel(SHAPE, None, attention="reference")
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            p.copy_(source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu")).view(p.shape))
+        one = [float(plain(pack_shard([answers.sequence(i)], ParallelMesh(1), "cpu"))[-1]) for i in range(3)]
+    torch.testing.assert_close(answers.scores, torch.tensor(one, dtype=torch.float64), rtol=1e-4, atol=1e-5)
+    for e in (engine, scorer):
+        e.destroy()
+    return True
