@@ -302,7 +302,7 @@ class RunConfig(Section):
     eval_every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates at the end only."""
     save_every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints (the best evaluation so far is saved too); 0 saves at the end only."""
     keep: int = Field(2, ge=0)
     """How many checkpoints stay besides the best one; 0 keeps all."""
     resume: str = "never"

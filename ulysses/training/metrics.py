@@ -120,7 +120,7 @@ class MetricsLog:
         self.path = folder / "metrics.jsonl"
         self._keep_until(first_step)
         self.file = self.path.open("a")
-        self.board = _board(folder / "tensorboard", first_step)
+        self.board = _board(folder / "tensorboard", first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
         self.wandb = None
         if wandb_project:

@@ -154,13 +154,15 @@ class TrainingRun:
                 values = trainer.train_step()
             step = trainer.step
             last = step == trainer.total_steps
+            improved = False
             if (run.eval_every and step % run.eval_every == 0) or last:
                 values = {**values, **trainer.evaluate()}
                 loss = values.get("eval/loss")
-                if loss is not None and (trainer.best is None or loss < trainer.best[1]):
+                improved = loss is not None and (trainer.best is None or loss < trainer.best[1])
+                if improved:
                     trainer.best = (step, loss)
             self._report(trainer, step, values, last)
-            if (run.save_every and step % run.save_every == 0) or last or trainer.stop_requested:
+            if (run.save_every and (step % run.save_every == 0 or improved)) or last or trainer.stop_requested:
                 saved = self._save(trainer, step)
         if trainer.stop_requested:
             self._say(f"stopped at step {trainer.step} as requested; checkpoint step-{saved} continues with --run.resume auto")

@@ -200,7 +200,7 @@ class Trainer:
         self.best = (int(state["best"][0]), float(state["best"][1])) if state["best"] else None
 
     def stop_on_signal(self) -> None:
-        """Finish the running step, save and exit on SIGTERM or SIGINT (decided together at the step's boundary)."""
+        """Finish the running step, save and exit on SIGTERM (decided together at the step's boundary)."""
 
         def request(*_: Any) -> None:
             self.stop_wanted = True  # only the reduced sum of these decides: a signal may reach one rank a step earlier
