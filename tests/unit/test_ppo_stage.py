@@ -13,7 +13,7 @@ from ulysses.training.checks import check_ppo, stop_tokens
 from ulysses.training.command_line import ConfigError, check
 from ulysses.training.config import GradientsConfig, PpoConfig
 from ulysses.training.optim import policy_value_groups
-from ulysses.training.rewards import is_function, load_function, score_text
+from ulysses.training.rewards import gsm8k_reward, is_function, load_function, score_text
 from ulysses.training.rollout import Answers, Rollout, RolloutMaker
 from ulysses.training.rollout_loader import RolloutLoader
 from ulysses.training.stages.ppo import PpoStage
@@ -225,6 +225,14 @@ def test_reward_functions() -> None:
     for name in ("no_such_module_x:f", "math:nothing", "math:pi"):
         with pytest.raises(ValueError, match=f"ppo.reward is '{name}' but"):
             load_function(name)
+
+
+@pytest.mark.parametrize(("completion", "answer", "score"), [
+    ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0), ("The answer is 7.0", "7", 1.0), ("7 apples, 8 pears", "7", 0.0),
+    ("It is -3.", "#### -3", 1.0), ("no idea", "#### 5", 0.0), ("5 5,", 5, 1.0),
+])  # fmt: skip
+def test_verifiable_reward(completion: str, answer: Any, score: float) -> None:
+    assert gsm8k_reward("", completion, {"answer": answer}) == score
 
 
 def config(**ppo: Any) -> Any:

@@ -6,6 +6,7 @@
 
 import importlib
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,19 @@ def score_text(function: RewardFunction, prompt: str, completion: str, row: dict
     if not math.isfinite(score):
         raise ValueError(f"the reward function returned {score} for example {index}; return a finite number")
     return score
+
+
+def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Score a worked solution: 1 if its last number is the row's answer, else 0.
+
+    The row's `answer` is a number, or a solution that ends in "#### number" as in GSM8K (2110.14168). Thousands separators,
+    currency signs and a trailing point do not count.
+    """
+    found, wanted = last_number(completion), last_number(str(row["answer"]))
+    return float(found is not None and found == wanted)
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number written in a text, or None."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return float(numbers[-1].replace(",", "")) if numbers else None

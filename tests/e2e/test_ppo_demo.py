@@ -1,0 +1,123 @@
+"""PPO as a user runs it: SFT first, then polite answers are rewarded, and the mean reward rises."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.hf_format import WeightFiles
+from tests.e2e.launch import ROOT, metrics, ranks
+from ulysses.data.demo import write_demo
+from ulysses.export import export_checkpoint
+from ulysses.training.checkpoint import Checkpoints
+
+SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 704}
+
+
+def launch(stage: str, folder: Path, output: Path, steps: int, **settings: Any) -> list[dict[str, float]]:
+    values: dict[str, Any] = {
+        "run.output": output, "run.steps": steps, "data.cache": folder / "cache", "data.train": str(folder / f"{stage}_train.jsonl"),
+        "model.tokenizer": folder / "tokenizer", "data.eval": "[]", "run.overwrite": "true", "run.eval_every": 0,
+    }  # fmt: skip
+    values |= {name.replace("__", "."): value for name, value in settings.items()}
+    line = ["--config", ROOT / f"configs/demo/{stage}.toml"]
+    for name, value in values.items():
+        line += [f"--{name}", value if isinstance(value, str | Path) else json.dumps(value)]
+    ranks(line, 2, output.parent / f"{output.name}-logs", timeout=400).check()
+    return metrics(output)
+
+
+def scores(lines: list[dict[str, float]]) -> tuple[list[float], list[float]]:
+    """Mean and standard error of the score of every rollout, in order."""
+    by_rollout = {int(m["rollout"]): m for m in lines}
+    found = [by_rollout[r] for r in sorted(by_rollout)]
+    return [m["objective/scores"] for m in found], [m["objective/scores_std"] / 8 for m in found]  # 64 answers
+
+
+def rise(runs: list[list[dict[str, float]]]) -> float:
+    """How many standard errors the last tenth of the rollouts lies above the first, over all runs together."""
+    difference, variance = 0.0, 0.0
+    for lines in runs:
+        means, errors = scores(lines)
+        n = max(1, len(means) // 10)
+        difference += sum(means[-n:]) / n - sum(means[:n]) / n
+        variance += sum(e * e for e in errors[-n:] + errors[:n]) / n**2
+    return difference / math.sqrt(variance)
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Demo data and a small model that has learned to answer, in both voices."""
+    folder = tmp_path_factory.mktemp("ppo")
+    write_demo(folder)
+    options = {"model__config": SMALL, "optimizer__lr": 6e-3, "parallel__sequence_parallel_size": 1, "batch__examples": 16}
+    launch("sft", folder, folder / "sft", 90, **options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(spoken: Path) -> tuple[Path, list[dict[str, float]]]:
+    return spoken, launch("ppo", spoken, spoken / "ppo", 56, **policy(spoken), data__eval=str(spoken / "ppo_eval.jsonl"))
+
+
+def policy(folder: Path) -> dict[str, Any]:
+    return {"model__path": folder / "sft/export", "model__init": "pretrained", "optimizer__lr": 1e-3}
+
+
+def test_the_reward_rises(trained: Any) -> None:
+    _, lines = trained
+    means, _ = scores(lines)
+    assert len(means) == 14 and rise([lines]) > 4, means
+    assert lines[0]["val/ratio"] == pytest.approx(1, abs=1e-5) and abs(lines[0]["objective/kl"]) < 1e-4
+    assert max(m["sampler/logp_gap_max"] for m in lines) < 1e-3
+    assert lines[-1]["eval/objective/scores"] > means[0]
+
+
+def test_without_a_learning_rate_nothing_changes(spoken: Path) -> None:
+    lines = launch("ppo", spoken, spoken / "flat", 12, **policy(spoken) | {"optimizer__lr": 0.0}, run__export=False)
+    assert abs(rise([lines])) < 4
+    assert all(abs(m["objective/kl"]) < 1e-4 and m["val/ratio"] == pytest.approx(1, abs=1e-5) for m in lines)
+
+
+def test_a_run_continues_in_the_middle_of_a_rollout(spoken: Path) -> None:
+    """Stopped after step 6 of rollouts of four, it goes on to the very numbers of the run that was not stopped."""
+    options = policy(spoken) | {"run__export": False, "run__save_every": 6, "run__keep": 0}
+    whole = launch("ppo", spoken, spoken / "whole", 10, **options)
+    saved = spoken / "whole/checkpoints/step-6"
+    assert (saved / "rollout.safetensors").exists()
+    again = launch("ppo", spoken, spoken / "again", 10, **options, run__resume=str(saved))
+    for before, after in zip(whole[6:], again, strict=True):
+        for name in before:
+            if not name.startswith(("time/", "seconds", "tokens_per")):
+                assert before[name] == after[name], name
+
+
+def test_export_is_the_policy_alone(trained: Any) -> None:
+    """The export and the one made from the checkpoint load in transformers; the value stays in the checkpoint."""
+    folder, _ = trained
+    files = WeightFiles(folder / "ppo/export")
+    assert not [n for n in files.names() if n.startswith(("policy.", "value."))]
+    model = AutoModelForCausalLM.from_pretrained(folder / "ppo/export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "ppo/export")
+    assert model(torch.tensor([tokenizer("Where is it?")["input_ids"]])).logits.isfinite().all()
+    newest = Checkpoints(folder / "ppo/checkpoints", 0).newest()
+    assert newest is not None
+    export_checkpoint(newest, folder / "from_checkpoint")
+    again = AutoModelForCausalLM.from_pretrained(folder / "from_checkpoint").eval()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.full
+def test_three_seeds_rise_by_four_standard_errors(tmp_path: Path) -> None:
+    """The shipped demonstration: SFT and PPO as configured, and flat without a learning rate."""
+    write_demo(tmp_path)
+    launch("sft", tmp_path, tmp_path / "sft", 150)
+    start = {"model__path": tmp_path / "sft/export", "model__init": "pretrained", "run__export": False}
+    runs = [launch("ppo", tmp_path, tmp_path / f"ppo{seed}", 120, run__seed=seed, **start) for seed in (1, 2, 3)]
+    assert all(rise([lines]) > 4 for lines in runs) and rise(runs) > 4
+    flat = [launch("ppo", tmp_path, tmp_path / f"flat{seed}", 40, run__seed=seed, optimizer__lr=0.0, **start) for seed in (1, 2, 3)]
+    assert abs(rise(flat)) < 4
