@@ -38,14 +38,14 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     reward = state["config"]["stage"] == "rm"
     dtype = DTYPES[state["config"]["model"]["dtype"]]
     saved = SavedSlices(checkpoint / "policy")
+    prefix = "policy." if state["config"]["stage"] == "ppo" else ""  # PPO's value is left out
     with torch.device("meta"):
         model: nn.Module = RewardModel(shape) if reward else CausalLM(shape)
     out.mkdir(parents=True, exist_ok=True)
     copy_side_files(run / "tokenizer", out)
     if state["config"]["model"]["lora"]["rank"]:
-        _export_lora(model, saved, state["config"], shape, out)
+        _export_lora(model, saved, state["config"], shape, out, prefix)
         return
-    prefix = "policy." if state["config"]["stage"] == "ppo" else ""  # PPO's value is left out
     writer = WeightWriter(out)
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.numel(), dtype=torch.float32)
@@ -55,7 +55,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     write_config(out, shape, dtype=dtype, reward=reward)
 
 
-def _export_lora(model: nn.Module, saved: SavedSlices, config: dict[str, Any], shape: ModelConfig, out: Path) -> None:
+def _export_lora(model: nn.Module, saved: SavedSlices, config: dict[str, Any], shape: ModelConfig, out: Path, prefix: str) -> None:
     """Write the adapters, or the base weights (read from where the run read them) with the adapters added in."""
     from ulysses.training.build import read_shape, weights_of  # heavy, and needed here only
     from ulysses.training.command_line import check
@@ -67,7 +67,7 @@ def _export_lora(model: nn.Module, saved: SavedSlices, config: dict[str, Any], s
     adapters = {}
     for name in filter(is_adapter, shapes):
         whole = torch.empty(shapes[name].numel(), dtype=torch.float32)
-        saved.read_into(whole, name, "master")
+        saved.read_into(whole, prefix + name, "master")
         adapters[name] = whole.to(dtype).view(shapes[name])
     if not lora.merge:
         save_adapters(out, adapters, lora, reward=reward, base=settings.model.path)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.hf_format import WeightFiles
@@ -109,6 +111,25 @@ def test_export_is_the_policy_alone(trained: Any) -> None:
     export_checkpoint(newest, folder / "from_checkpoint")
     again = AutoModelForCausalLM.from_pretrained(folder / "from_checkpoint").eval()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_adapters(spoken: Path) -> None:
+    """The reference is the base with the adapters off, the sampler adds them in, and peft loads what was trained."""
+    lines = launch("ppo", spoken, spoken / "lora", 6, **policy(spoken), model__lora__rank=4)
+    assert lines[0]["val/ratio"] == pytest.approx(1, abs=1e-5) and abs(lines[0]["objective/kl"]) < 1e-4
+    assert lines[-1]["rollout"] == 1 and abs(lines[-1]["objective/kl"]) > 1e-3
+    assert max(m["sampler/logp_gap_max"] for m in lines) < 1e-3
+    base = AutoModelForCausalLM.from_pretrained(spoken / "sft/export").eval()
+    tokens = torch.arange(20)[None] + 5
+    before = base(tokens).logits
+    after = PeftModel.from_pretrained(base, spoken / "lora/export")(tokens).logits
+    assert after.isfinite().all() and not torch.allclose(before, after)
+    newest = Checkpoints(spoken / "lora/checkpoints", 0).newest()
+    assert newest is not None
+    export_checkpoint(newest, spoken / "lora_again")
+    ours, theirs = (load_file(f / "adapter_model.safetensors") for f in (spoken / "lora/export", spoken / "lora_again"))
+    assert set(ours) == set(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    assert not [n for n in ours if "policy" in n or "value" in n or "score" in n]
 
 
 @pytest.mark.full

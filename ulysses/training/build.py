@@ -150,14 +150,14 @@ def build_engine(
         raw=config.deepspeed,
     )
 
+    if value:
+        source = PolicyValueWeights(source)
     lora = config.model.lora if trainable else LoraConfig()
     if lora.rank:
         from ulysses.training.lora import AdapterWeights, add_adapters  # peft is an optional dependency
 
         source = AdapterWeights(source, config.run.seed)
 
-    if value:
-        source = PolicyValueWeights(source)
     kept: dict[str, Any] = {"tiling": tiling(config)}
     if trainable and memory is not None:
         kept["recompute"] = memory.recompute
@@ -172,9 +172,9 @@ def build_engine(
 
     def create() -> nn.Module:
         if value:
-            return PolicyValue(shape, mesh, separate=value == "separate", attention=kernel, **kept)
-        cls = RewardModel if reward else CausalLM
-        model = cls(shape, mesh, attention=kernel, **kept)
+            model: nn.Module = PolicyValue(shape, mesh, separate=value == "separate", attention=kernel, **kept)
+        else:
+            model = (RewardModel if reward else CausalLM)(shape, mesh, attention=kernel, **kept)
         return add_adapters(model, lora) if lora.rank else model
 
     model = build_partitioned(create, settings, source)

@@ -96,7 +96,7 @@ class StageBuilder:
         )
         maker = RolloutMaker(
             self.engine, reference, reward, shape=shape, tokenizer=plan.tokenizer, mesh=self.mesh, config=ppo,
-            options=options, budget=plan.budget, seed=config.run.seed,
+            options=options, budget=plan.budget, seed=config.run.seed, lora=config.model.lora,
         )  # fmt: skip
         return PpoStage(self.engine, self.mesh, ppo, temperature=ppo.temperature, maker=maker, tolerance=tolerance)
 

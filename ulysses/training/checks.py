@@ -219,8 +219,6 @@ def check_ppo(config: Config) -> None:
             f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is {longest}; "
             f"raise it to at least {longest}, or lower one of them"
         )
-    if config.model.lora.rank:
-        raise ConfigError("model.lora.rank is set but PPO trains all weights; set it to 0")
     if ppo.kl_coefficient:
         check_reference(config)
 

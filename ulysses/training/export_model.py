@@ -23,24 +23,35 @@ def export_model(engine: ZeroEngine, folder: Path, shape: Shape, config: Config,
         _export_lora(engine, folder, shape, config, main)
         return
     writer = WeightWriter(folder) if main else None
-    prefix = "policy." if config.stage == "ppo" else ""  # PPO's value stays in the checkpoints
+    prefix = prefix_of(config)
     for name, tensor in full_parameters(engine, lambda name: name.startswith(prefix)):
         if writer is not None and tensor is not None:
             writer.add(name.removeprefix(prefix), tensor)
     _finish(writer, folder, shape, config)
 
 
+def prefix_of(config: Config) -> str:
+    """Return how the names of what is exported begin in the engine; PPO's value stays in the checkpoints."""
+    return "policy." if config.stage == "ppo" else ""
+
+
 def _export_lora(engine: ZeroEngine, folder: Path, shape: Shape, config: Config, main: bool) -> None:
     from ulysses.training.lora import base_name, is_adapter, merged, save_adapters  # peft is an optional dependency
 
     lora = config.model.lora
-    adapters: dict[str, Tensor] = {n: t for n, t in full_parameters(engine, is_adapter) if t is not None}
+    prefix = prefix_of(config)
+    adapters: dict[str, Tensor] = {
+        n.removeprefix(prefix): t
+        for n, t in full_parameters(engine, lambda name: name.startswith(prefix) and is_adapter(name))
+        if t is not None
+    }
     if not lora.merge:
         if main:
             save_adapters(folder, adapters, lora, reward=config.stage == "rm", base=config.model.path)
         return
     writer = WeightWriter(folder) if main else None
-    for name, tensor in full_parameters(engine, lambda name: ".lora_" not in name):
+    for full, tensor in full_parameters(engine, lambda name: name.startswith(prefix) and ".lora_" not in name):
+        name = full.removeprefix(prefix)
         if writer is not None and tensor is not None:
             writer.add(base_name(name), merged(name, tensor, adapters, lora))
     _finish(writer, folder, shape, config)

@@ -32,9 +32,9 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
     Works while the model is created in partitions: no value is drawn here, AdapterWeights gives them.
     """
     inject_adapter_in_model(_peft_config(config, reward=False), model)
-    score = getattr(model, "score", None)
-    if score is not None:
-        score.weight.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.requires_grad_(True)
     return model
 
 
@@ -78,7 +78,12 @@ def base_name(name: str) -> str:
 
 def is_adapter(name: str) -> bool:
     """Say whether a parameter is trained beside the frozen base: an adapter, or the score head."""
-    return ".lora_" in name or name == "score.weight"
+    return ".lora_" in name or name.endswith("score.weight")
+
+
+def merged_weights(weights: dict[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    """Return whole weights under the base model's names, the adapters added in; the adapted matrices are copies."""
+    return {base_name(n): merged(n, w, weights, config) for n, w in weights.items() if ".lora_" not in n}
 
 
 @contextmanager

@@ -71,7 +71,9 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
     }  # fmt: skip
     lora = config.model.lora
     adapters = shape.num_hidden_layers * lora.rank * sum(sides[name] for name in set(lora.targets))
-    return adapters + (d if config.stage == "rm" else 0)
+    if config.stage == "ppo" and config.ppo.value == "separate":
+        adapters *= 2
+    return adapters + (d if config.stage in ("rm", "ppo") else 0)
 
 
 def planner_model(config: Config, shape: Shape) -> Model:
@@ -95,7 +97,7 @@ def planner_model(config: Config, shape: Shape) -> Model:
 def planner_options(config: Config, model: Model) -> Options:
     """Return the planner's view of the settings; a reference model beside the trained one counts as one of its size."""
     memory, rows = config.memory, config.memory.logits_tile
-    reference = getattr(config, config.stage).reference if config.stage in ("dpo", "kto") else "cached"
+    reference = getattr(config, config.stage).reference if config.stage in ("dpo", "kto", "ppo") else "cached"
     beside = reference != "cached" and not (reference == "live" and config.model.lora.rank)
     return Options(
         tiling=tiling(config),

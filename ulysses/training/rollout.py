@@ -29,11 +29,12 @@ from ulysses.data.packing import pack_step
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.reduce import gather_tokens, sequence_last
-from ulysses.training.config import PpoConfig
+from ulysses.training.config import LoraConfig, PpoConfig
 from ulysses.training.rewards import RewardFunction, score_text
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import gathered_weights
 
+NO_ADAPTERS = LoraConfig()
 COLUMNS = ("old_logps", "old_values", "advantages", "returns")
 
 
@@ -118,6 +119,7 @@ class RolloutMaker:
         reward: a function of text, or a frozen engine around models.decoder.RewardModel.
         budget: tokens per packed micro-batch of the passes without gradient.
         options: of sampling; its temperature is the policy's everywhere.
+        lora: the policy's adapters, which the sampler adds to a copy of the matrices they adapt.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class RolloutMaker:
         options: SamplingOptions,
         budget: int,
         seed: int,
+        lora: LoraConfig = NO_ADAPTERS,
     ) -> None:
         self.engine = engine
         self.reference = reference
@@ -144,6 +147,7 @@ class RolloutMaker:
         self.options = options
         self.budget = budget
         self.seed = seed
+        self.lora = lora
         self.controller = AdaptiveKLController(config.kl_coefficient, config.kl_target or None, config.kl_horizon)
 
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
@@ -168,8 +172,14 @@ class RolloutMaker:
         table = {"dtype": torch.float64, "device": self.engine.device}
         tokens, logps = torch.zeros(N, limit, **table), torch.zeros(N, limit, **table)
         facts = torch.zeros(3, N, **table)  # answer length, ended, score
-        extra = cache_bytes(self.shape, min(batch, -(-N // world)), longest, next(self.engine.module.parameters()).dtype)
+        dtype = next(self.engine.module.parameters()).dtype
+        extra = cache_bytes(self.shape, min(batch, -(-N // world)), longest, dtype)
+        extra += self.shape.num_parameters() * dtype.itemsize if self.lora.rank else 0
         with gathered_weights(self.engine, "policy.", more_bytes=extra) as weights:
+            if self.lora.rank:
+                from ulysses.training.lora import merged_weights  # peft is an optional dependency
+
+                weights = merged_weights(weights, self.lora)
             sampler = Sampler(self.shape, weights)
             found = sampler.sample([prompts[p] for p in mine], self.options, seed=self.seed, rollout=number, keys=mine, batch=batch)
         for p, completion in zip(mine, found, strict=True):
