@@ -189,6 +189,8 @@ def tiny(stage: str, output: Path, cache: Path, **settings: Any) -> list[str]:
         "run.output": output, "data.cache": cache, "run.steps": 5, "run.eval_every": 0, "batch.examples": 8, "data.eval": "[]",
         "parallel.sequence_parallel_size": 1, "batch.tokens_per_microbatch": 512, "data.max_length": 256,
     }  # fmt: skip
+    if stage == "dpo":  # the preference loss alone, which starts at ln 2
+        values["dpo.sft_weight"] = 0.0
     values |= {name.replace("__", "."): value for name, value in settings.items()}
     out = ["--config", str(ROOT / f"configs/demo/{stage}.toml"), *TINY]
     for name, value in values.items():

@@ -38,7 +38,7 @@ def test_held_out_accuracy(demo) -> None:
 def test_dpo_starts_where_sft_ended(demo) -> None:
     folder, _ = demo
     first = metrics(folder / "dpo")[0]
-    assert first["loss"] == pytest.approx(0.6931472, abs=1e-6)
+    assert first["loss/preference"] == pytest.approx(0.6931472, abs=1e-6)
     assert first["logps/chosen"] > -20, "an untrained model would give each answer about -100"
     sft = metrics(folder / "sft")
     assert sft[-1]["eval/loss"] < 0.5 * sft[0]["loss"]

@@ -70,7 +70,10 @@ class DpoStage(ReferencedStage):
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
         if config.sft_weight:
             is_chosen = batch.sequence_ids % 2 == 0
-            terms.append(Term(-(logps * weights * is_chosen).sum(), "chosen_tokens", config.sft_weight))
+            nll = -(logps * weights * is_chosen).sum()
+            terms.append(Term(nll, "chosen_tokens", config.sft_weight))
+            metrics.add("nll/chosen", nll, (weights * is_chosen).sum(dtype=torch.float64))
+            metrics.add("loss/preference", self.once(losses.sum()), self.once(float(len(losses))))
         return terms
 
     def _metrics(
