@@ -89,9 +89,14 @@ class Plan:
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
+    def steps_per_epoch(self, loader: StepLoader) -> int:
+        """Optimizer steps of a pass over the data; PPO takes several on each step's prompts."""
+        ppo = self.config.ppo
+        return loader.steps_per_epoch * (ppo.epochs * ppo.minibatches if self.config.stage == "ppo" else 1)
+
     def total_steps(self, loader: StepLoader) -> int:
         run = self.config.run
-        return run.steps or max(1, round(run.epochs * loader.steps_per_epoch))
+        return run.steps or max(1, round(run.epochs * self.steps_per_epoch(loader)))
 
     def save_tokenizer(self, folder: Path) -> None:
         """Keep tokenizer and generation config with the run, so that an export needs nothing else."""

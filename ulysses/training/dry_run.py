@@ -154,7 +154,7 @@ def _print_steps(config: Config, world: int, plan: Plan | None) -> int:
     train, _ = plan.datasets()
     loader = plan.loader(train, groups, 0)
     total = plan.total_steps(loader)
-    print(f"{len(train)} examples, {loader.steps_per_epoch} steps per epoch, {total} steps; {train.report}")
+    print(f"{len(train)} examples, {plan.steps_per_epoch(loader)} steps per epoch, {total} steps; {train.report}")
     return len(loader.plan(0, 0)[0])
 
 

@@ -2,6 +2,9 @@
 
     ppo.reward = "package.module:function"     function(prompt: str, completion: str, row: dict) -> float
                  "runs/rm/export"              a model trained by stage rm, scored at the answer's last token
+
+A function gets the texts without special tokens (the prompt as the chat template wrote it) and the whole data row. It
+runs in the process that decoded the answer, while the others run theirs.
 """
 
 import importlib

@@ -99,7 +99,7 @@ class TrainingRun:
         self.stage = builder.build()
         self.train_data, self.eval_data = builder.train_data, builder.eval_data
         dp_size, dp_rank = self.mesh.data_parallel_size, self.mesh.dp_rank
-        loader = self.stage.loader(plan.loader(self.train_data, dp_size, dp_rank))
+        loader = plan.loader(self.train_data, dp_size, dp_rank)
         total = plan.total_steps(loader)
         self.checkpoints = Checkpoints(config.output / "checkpoints", config.run.keep)
         tokens_of = shape.num_parameters()
@@ -107,7 +107,7 @@ class TrainingRun:
             mesh=self.mesh,
             engine=self.engine,
             stage=self.stage,
-            loader=loader,
+            loader=self.stage.loader(loader),
             eval_loader=plan.loader(self.eval_data, dp_size, dp_rank, evaluation=True) if self.eval_data is not None else None,
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
