@@ -1,5 +1,6 @@
 """Ulysses sequence parallelism as a library; `ulysses.training` and `train.py` are the engine built on it."""
 
+from .gradients import ClipGlobalNorm, GradientPolicy, GradientPolicyChain, StepContext, TorchGradients, build_chain
 from .parallel import (
     PackedBatch,
     ParallelMesh,
@@ -12,12 +13,18 @@ from .parallel import (
 )
 
 __all__ = [
+    "ClipGlobalNorm",
+    "GradientPolicy",
+    "GradientPolicyChain",
     "PackedBatch",
     "ParallelMesh",
     "SeqAllToAll4D",
     "Sequence",
     "ShardedBatch",
+    "StepContext",
+    "TorchGradients",
     "UlyssesAttention",
+    "build_chain",
     "pack_shard",
     "shard",
 ]

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import CliSettingsSource
 
 from ulysses.training.config import Config
+from ulysses.zero.settings import merge
 
 # Names that people bring along from other systems, and what they are called here.
 FOREIGN_NAMES = {
@@ -137,9 +138,9 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
             f"launcher only"
         )
     values = _read_toml(flags.config) if flags.config else {}
-    _merge(values, _read_arguments(rest))
+    merge(values, _read_arguments(rest))
     if flags.deepspeed:
-        values["deepspeed"] = _merge(dict(values.get("deepspeed", {})), _read_json(flags.deepspeed))
+        values["deepspeed"] = merge(dict(values.get("deepspeed", {})), _read_json(flags.deepspeed))
     config = check(values)
     if flags.adjust_lr != 1.0:
         lr = config.optimizer.lr * flags.adjust_lr
@@ -234,7 +235,7 @@ def _read_arguments(rest: list[str]) -> dict[str, Any]:
                 if not raw:
                     raise ConfigError(f"{name} needs a value")
                 value = raw.pop(0)
-            _merge(values, _nest(name.removeprefix("--").split("."), _loose(value)))
+            merge(values, _nest(name.removeprefix("--").split("."), _loose(value)))
         else:
             kept.append(argument)
             is_switch = argument.startswith("--") and not given and keys[name.removeprefix("--")].annotation is bool
@@ -243,7 +244,7 @@ def _read_arguments(rest: list[str]) -> dict[str, Any]:
     if kept:
         try:
             source = CliSettingsSource(Config, cli_parse_args=kept, cli_exit_on_error=False, cli_prog_name="train.py")
-            _merge(values, _drop_none(source()))
+            merge(values, _drop_none(source()))
         except Exception as error:  # argparse and pydantic-settings raise several kinds; all mean the same to the user
             raise ConfigError(f"{str(error).removeprefix('error parsing CLI: ')} (in: {' '.join(kept)})") from None
     return values
@@ -264,15 +265,6 @@ def _nest(path: list[str], value: Any) -> dict[str, Any]:
     for name in reversed(path):
         value = {name: value}
     return value
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = value
-    return base
 
 
 def _read_toml(path: str) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def derive(
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    return _merge(config, raw or {})
+    return merge(config, raw or {})
 
 
 def refuse_owned(raw: dict[str, Any]) -> None:
@@ -101,10 +101,11 @@ def refuse_owned(raw: dict[str, Any]) -> None:
             raise ValueError(f"deepspeed.{key} is owned by the engine and cannot be set there; use {OWNED[key]}")
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Lay the nested table `over` on `base`, in place; return `base`."""
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
+            merge(base[key], value)
         else:
             base[key] = value
     return base
