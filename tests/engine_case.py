@@ -44,16 +44,12 @@ class ListDataset:
         self.columns = {k: np.array(v) for k, v in (columns or {}).items()}
         self.sources = np.zeros(len(examples), dtype=np.int32)
         self.source_weights = [1.0]
-        self.num_tokens = int(self.lengths.sum())
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Example:
         return Example(index, self.examples[index], {k: float(v[index]) for k, v in self.columns.items()})
-
-    def sequence_offset(self, index: int, j: int = 0) -> int:
-        return int(self.lengths[:index].sum() + self.sequence_lengths[index, :j].sum())
 
 
 def sequences(count: int, seed: int, *, longest: int = 60, reference: bool = False) -> list[Sequence]:
@@ -147,7 +143,7 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     chain = CaptureChain()
     trainer = Trainer(
         mesh=mesh, engine=engine, stage=made, loader=loader, eval_loader=None, total_steps=case.steps, learning_rate=lambda step: case.lr,
-        policies=chain, flops=lambda tokens, squares: 0.0, peak_flops=None, seed=0,
+        policies=chain, flops=lambda *_: 0.0, peak_flops=None, seed=0,
     )  # fmt: skip
     return trainer, chain
 

@@ -134,7 +134,7 @@ def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Tr
     trainer = Trainer(
         mesh=mesh, engine=engine, stage=make_stage(case, engine, mesh), loader=loader, eval_loader=None,
         total_steps=max(2, case.steps), learning_rate=lambda step: lr, policies=chain,
-        flops=lambda tokens, squares: 0.0, peak_flops=None, seed=0,
+        flops=lambda *_: 0.0, peak_flops=None, seed=0,
     )  # fmt: skip
     return trainer, chain
 

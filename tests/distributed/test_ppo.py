@@ -103,7 +103,7 @@ def trainer_of(
     chain = CaptureChain()
     trainer = Trainer(
         mesh=mesh, engine=engine, stage=stage, loader=loader, eval_loader=None, total_steps=steps,
-        learning_rate=lambda step: lr, policies=chain, flops=lambda tokens, squares: 0.0, peak_flops=None, seed=0,
+        learning_rate=lambda step: lr, policies=chain, flops=lambda *_: 0.0, peak_flops=None, seed=0,
     )  # fmt: skip
     return trainer, chain, engines
 

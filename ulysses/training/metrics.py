@@ -87,12 +87,32 @@ class MetricSums:
         return {name: value for name, value in zip(names, flat.tolist(), strict=True) if value != -math.inf}
 
 
-def model_flops(parameters: int, layers: int, attention_width: int, tokens: float, squared_lengths: float) -> float:
-    """Return the FLOPs of one forward and backward pass: 6 N T + 6 L (H E) sum(length^2).
+def model_flops(
+    parameters: int,
+    layers: int,
+    attention_width: int,
+    tokens: float,
+    squared_lengths: float,
+    *,
+    head: int = 0,
+    projected: float = 0.0,
+    adapters: int = 0,
+) -> float:
+    """Return the FLOPs of one forward and backward pass, the numerator of MFU: 6 N T + 6 L (H E) sum(length^2).
 
-    Causal attention counts half of the full square; recomputation counts nothing. This is the numerator of MFU.
+    6 = 2 forward + 2 for the gradient of the activations + 2 for that of the weights. Frozen weights have no gradient of
+    their own: with adapters it is 4 N T + 6 A T. Causal attention counts half of the full square. Recomputation, passes
+    without gradient (references, rollouts) and the optimizer count nothing.
+
+    Args:
+        parameters: N, all weights without adapters.
+        attention_width: H E, query heads times head dim.
+        head: those of N in the vocabulary projection, which only `projected` tokens meet; 0 counts it for all tokens.
+        adapters: A, the trained weights beside frozen ones; 0 if all weights are trained.
     """
-    return 6.0 * parameters * tokens + 6.0 * layers * attention_width * squared_lengths
+    weights = (parameters - head) * tokens + head * projected
+    linear = 4.0 * weights + 6.0 * adapters * tokens if adapters else 6.0 * weights
+    return linear + 6.0 * layers * attention_width * squared_lengths
 
 
 def device_peak_flops() -> float | None:

@@ -25,7 +25,7 @@ from ulysses.training.command_line import ConfigError, parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.export_model import export_model
 from ulysses.training.failure import FailureWatch, StepError
-from ulysses.training.memory import choose_memory, planner_model, planner_work, this_machine
+from ulysses.training.memory import adapter_parameters, choose_memory, planner_model, planner_work, this_machine
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.trainer import Trainer
@@ -102,7 +102,8 @@ class TrainingRun:
         loader = plan.loader(self.train_data, dp_size, dp_rank)
         total = plan.total_steps(loader)
         self.checkpoints = Checkpoints(config.output / "checkpoints", config.run.keep)
-        tokens_of = shape.num_parameters()
+        head = shape.vocab_size * shape.hidden_size
+        adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
         self.trainer = Trainer(
             mesh=self.mesh,
             engine=self.engine,
@@ -112,9 +113,10 @@ class TrainingRun:
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
             policies=config.gradients.chain(("policy", "value") if value else ()),
-            flops=lambda tokens, squares: model_flops(
-                tokens_of, shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim, tokens, squares
-            ),
+            flops=lambda tokens, squares, projected: model_flops(
+                shape.num_parameters(), shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim, tokens, squares,
+                head=head, projected=projected if config.stage != "rm" else 0.0, adapters=adapters,
+            ),  # fmt: skip
             peak_flops=device_peak_flops(),
             seed=config.run.seed,
         )

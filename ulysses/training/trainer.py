@@ -34,7 +34,8 @@ class Trainer:
         eval_loader: the same over held-out data, or None.
         learning_rate: step -> learning rate, pure.
         policies: act on the reduced gradient once per step.
-        flops: (tokens, sum of squared lengths) -> model FLOPs of a forward and backward pass, for MFU.
+        flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
+            pass, for MFU.
         peak_flops: of one device, or None.
     """
 
@@ -49,7 +50,7 @@ class Trainer:
         total_steps: int,
         learning_rate: Callable[[int], float],
         policies: GradientPolicyChain,
-        flops: Callable[[float, float], float],
+        flops: Callable[[float, float, float], float],
         peak_flops: float | None,
         seed: int,
     ) -> None:
@@ -89,6 +90,7 @@ class Trainer:
         metrics = MetricSums(device)
         for i, batch in enumerate(batches):
             terms = self.stage.losses(batch, metrics)
+            metrics.add_sum("projected", float(batch.num_valid))
             scaled = [t.value * (t.weight / counts[t.count]) for t in terms]
             for term, value in zip(terms, scaled, strict=True):
                 metrics.add_sum("loss", self.stage.once(value) if term.per_sequence else value)
@@ -98,6 +100,7 @@ class Trainer:
         metrics.add_sum("stop", float(self.stop_wanted))
         values = metrics.reduce()
         self.stop_requested = values.pop("stop") > 0
+        amount["projected"] = values.pop("projected", 0.0)
         values = self.stage.derive(values)
         if step == 0:
             self.stage.check_first_step(values)
@@ -159,7 +162,7 @@ class Trainer:
         tokens, squares = amount["tokens"], amount["squared_lengths"]
         out = {"tokens": tokens, "tokens_per_second": tokens / seconds, "seconds": seconds}
         if self.peak_flops:
-            out["mfu"] = self.flops(tokens, squares) / seconds / self.mesh.world_size / self.peak_flops
+            out["mfu"] = self.flops(tokens, squares, amount["projected"]) / seconds / self.mesh.world_size / self.peak_flops
         if self.engine.device.type == "cuda":
             out["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return out

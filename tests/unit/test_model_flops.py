@@ -1,0 +1,65 @@
+"""MFU's numerator against torch's own count of what matrix products do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.engine_case import Case, build_trainer, dataset
+from ulysses.training.metrics import model_flops
+
+LAYERS, D, V, T, RANK, TRAINED = 3, 16, 40, 24, 2, 7
+
+
+class Adapted(nn.Linear):
+    """A frozen matrix with a LoRA adapter, or a plain one at rank 0."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(D, D, bias=False)
+        self.rank = rank
+        if rank:
+            self.weight.requires_grad_(False)
+            self.a, self.b = nn.Linear(D, rank, bias=False), nn.Linear(rank, D, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.b(self.a(x)) if self.rank else super().forward(x)
+
+
+@pytest.mark.parametrize("rank", [0, RANK], ids=["all weights", "adapters"])
+def test_equals_what_torch_counts(rank: int) -> None:
+    layers = nn.Sequential(*(Adapted(rank) for _ in range(LAYERS)))
+    head = nn.Linear(D, V, bias=False).requires_grad_(not rank)
+    tokens = torch.randn(T, D, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        head(layers(tokens)[:TRAINED]).sum().backward()
+    adapters = sum(p.numel() for n, p in layers.named_parameters() if ".a." in n or ".b." in n)
+    everything = LAYERS * D * D + D * V
+    found = model_flops(everything, 0, 0, T, 0.0, head=D * V, projected=TRAINED, adapters=adapters)
+    assert found == counted.get_total_flops()
+    assert (adapters > 0) == bool(rank)
+
+
+def test_causal_attention_counts_half_of_the_square() -> None:
+    q, k, v = (torch.randn(1, 1, T, D, requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as counted:
+        ((q @ k.mT).softmax(-1) @ v).sum().backward()
+    assert model_flops(0, 1, D, T, float(T * T)) == counted.get_total_flops() / 2
+
+
+def test_the_vocabulary_projection_counts_trained_tokens_only() -> None:
+    data = dataset("sft")
+    trainer, _ = build_trainer(Case("sft"), data)
+    seen: list[tuple[float, float, float]] = []
+
+    def flops(*amounts: float) -> float:
+        seen.append(amounts)  # type: ignore[arg-type]
+        return 0.0
+
+    trainer.flops, trainer.peak_flops = flops, 1.0
+    examples = [data[i] for i in trainer.loader.indices(0, 0)]
+    trainer.train_step()
+    trainer.engine.destroy()
+    lengths = [len(e.sequences[0].tokens) for e in examples]
+    trained = [int((torch.as_tensor(e.sequences[0].loss_weights)[1:] != 0).sum()) for e in examples]
+    assert seen == [(sum(lengths), sum(n * n for n in lengths), sum(trained))]
+    assert 0 < sum(trained) < sum(lengths)
