@@ -22,7 +22,7 @@ from ulysses.gradients.policy import GradientPolicy, GradientPolicyChain, Report
 from ulysses.gradients.presets import PRESETS, explain_thresholds, preset_tables, preset_toml, tables_to_toml
 from ulysses.gradients.scale_small_gradients import ScaleSmallGradients
 from ulysses.gradients.skip_spike import SkipSpike
-from ulysses.gradients.table import gradient_table
+from ulysses.gradients.table import GradientTable, gradient_table
 from ulysses.gradients.zclip import ZClip
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "GradientPolicy",
     "GradientPolicyChain",
     "GradientSlice",
+    "GradientTable",
     "Gradients",
     "MeanAbs",
     "NormZ",

@@ -6,7 +6,7 @@ Policies act once per optimizer step on the accumulated, averaged gradient, just
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -68,19 +68,24 @@ class GradientPolicy(Protocol):
             raise ValueError(f"the gradient policy {self.name} keeps no state but the checkpoint holds {sorted(state)}")
 
 
+Watch = Callable[[Gradients, StepContext], Report]
+
+
 class GradientPolicyChain:
     """Apply gradient policies in order; the first that skips or stops ends the step's chain.
 
-    With an empty chain nothing is measured. All ranks call `apply` together.
+    With an empty chain nothing is measured. All ranks call `apply` together. `watch`, if given, sees the untouched
+    gradient first, on all ranks, and has no state: with or without it, a run and its checkpoints are the same.
     """
 
-    def __init__(self, policies: Sequence[GradientPolicy]) -> None:
+    def __init__(self, policies: Sequence[GradientPolicy], watch: Watch | None = None) -> None:
         self.policies = list(policies)
+        self.watch = watch
         self.skipped_total = 0
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         """Run the chain once; return the merged reports. Act on `context` afterwards."""
-        report: Report = {}
+        report: Report = {} if self.watch is None else self.watch(gradients, context)
         for policy in self.policies:
             policy.observe(gradients, context)
         for policy in self.policies:

@@ -19,6 +19,8 @@ class GradientsConfig(BaseModel):
     """A named chain of gradient policies: "default" (stop on non-finite, clip), "steady" or "ulysses-pro"."""
     policies: list[dict[str, Any]] = []
     """The chain written out as tables {policy = name, ...}; replaces preset and max_norm."""
+    table_every: int = Field(50, ge=1)
+    """With --debug: steps between tables of the largest and smallest gradients by parameter."""
 
     @property
     def tables(self) -> list[dict[str, Any]]:

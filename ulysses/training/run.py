@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from models.hf_format import copy_side_files
+from ulysses.gradients.policy import GradientPolicyChain
 from ulysses.gradients.presets import explain_thresholds
+from ulysses.gradients.table import GradientTable
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, weights_of
 from ulysses.training.build_stage import StageBuilder
@@ -112,7 +114,7 @@ class TrainingRun:
             eval_loader=plan.loader(self.eval_data, dp_size, dp_rank, evaluation=True) if self.eval_data is not None else None,
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
-            policies=config.gradients.chain(("policy", "value") if value else ()),
+            policies=self._policies(("policy", "value") if value else ()),
             flops=lambda tokens, squares, projected: model_flops(
                 shape.num_parameters(), shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim, tokens, squares,
                 head=head, projected=projected if config.stage != "rm" else 0.0, adapters=adapters,
@@ -120,6 +122,12 @@ class TrainingRun:
             peak_flops=device_peak_flops(),
             seed=config.run.seed,
         )
+
+    def _policies(self, scopes: tuple[str, ...]) -> GradientPolicyChain:
+        chain = self.config.gradients.chain(scopes)
+        if self.debug_anywhere:
+            chain.watch = GradientTable(self.config.gradients.table_every, self._say if self.mesh.is_main else None)
+        return chain
 
     # ---------------------------------------------------------------- running
 
@@ -230,11 +238,12 @@ class TrainingRun:
         return self.config.model_dump(mode="json")
 
     def _same_everywhere(self) -> None:
-        """Refuse to start if configuration, data or versions differ between ranks."""
+        """Refuse to start if configuration, data or versions differ between ranks; learn whether any of them debugs."""
         text = json.dumps([self._resolved(), data_digest(self.plan), torch.__version__, version("deepspeed")], sort_keys=True)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        low = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
+        low = torch.tensor([digest, -digest, -int(self.debug)], dtype=torch.int64, device=self.device)
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
+        self.debug_anywhere = int(low[2]) != 0  # what all must do together follows from this, never from a rank's own flag
         if int(low[0]) != -int(low[1]):
             raise ConfigError(
                 "configuration, data or library versions differ between the processes; start all of them with the "
