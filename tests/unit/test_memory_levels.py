@@ -82,17 +82,18 @@ def test_levels_may_differ_by_layer_and_are_checked() -> None:
         build(recompute="full")
 
 
+def _counted(calls: Counter[str], name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
+    calls[name] += 1
+    return real(*args, **kwargs)
+
+
 def test_each_level_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
-
-    def counted(name: str, real: Any) -> Any:
-        return lambda *args, **kwargs: calls.update({name: 1}) or real(*args, **kwargs)
-
     for name in ("varlen_forward", "varlen_backward"):
-        monkeypatch.setattr(attention_module, name, counted(name, getattr(attention_module, name)))
+        monkeypatch.setattr(attention_module, name, partial(_counted, calls, name, getattr(attention_module, name)))
     gate_up, project = half_blocks._gate_up, half_blocks._Project.forward
-    monkeypatch.setattr(half_blocks, "_gate_up", counted("mlp", gate_up))
-    monkeypatch.setattr(half_blocks._Project, "forward", staticmethod(counted("projection", project)))
+    monkeypatch.setattr(half_blocks, "_gate_up", partial(_counted, calls, "mlp", gate_up))
+    monkeypatch.setattr(half_blocks._Project, "forward", staticmethod(partial(_counted, calls, "projection", project)))
     table = {"block": (2, 2), "keep_attention": (1, 2), "keep_exchange": (1, 1), "none": (1, 1)}
     for level, (attends, projections) in table.items():
         for tiling, mlps in ((None, 1 if level == "none" else 2), (TILED, 2 * 4)):  # 26 rows: 4 tiles of 7 or fewer
@@ -163,9 +164,15 @@ def test_a_backward_frees_what_its_layers_kept() -> None:
 
 
 @pytest.mark.parametrize("level", ["block", "keep_attention", "keep_exchange"])
-def test_heads_in_chunks(level: str) -> None:
+def test_heads_in_chunks(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chunked = TilingOptions(mlp_rows=7, head_chunks=2)
     assert_same(gradients(build(recompute=level, tiling=chunked))[1], gradients(build())[1])
+    calls: Counter[str] = Counter()
+    for name in ("varlen_forward", "varlen_backward"):
+        real = getattr(attention_module, name)
+        monkeypatch.setattr(attention_module, name, partial(_counted, calls, name, real))
+    gradients(build(recompute=level, tiling=chunked))
+    assert calls == {"varlen_forward": 3 * 2 * (2 if level == "block" else 1), "varlen_backward": 3 * 2}
     with pytest.raises(ValueError, match="can be cut into 1, 2; set one"):
         build(recompute=level, tiling=TilingOptions(head_chunks=4))
     with pytest.raises(ValueError, match='recompute "none" keeps all heads'):

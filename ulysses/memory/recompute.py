@@ -166,7 +166,7 @@ class _Layer(torch.autograd.Function):
             if settings.head_chunks == 1:
                 qkv = ()
         elif attended is None:
-            attended = _join([exchange_out_forward(chunk.out, plan) for chunk in chunks])
+            attended = _outputs(chunks, plan)
         (middle,) = output.run(layer.output, (hidden, attended))
         del attended
         with replay(ctx.random[2]):
@@ -203,14 +203,23 @@ def _attend(
     attention: Attention, qkv: Sequence[Tensor], plan: Any, head_chunks: int, keep_shards: bool
 ) -> tuple[Tensor, list[_Chunk]]:
     """Exchange, attend and exchange back, one group of heads after the other; returns out [S, H, E] and the chunks."""
-    pieces, chunks = [], []
-    for query, key, value in zip(*(x.chunk(head_chunks, 1) for x in qkv)):
+    attended, chunks = None, []
+    for i, (query, key, value) in enumerate(zip(*(x.chunk(head_chunks, 1) for x in qkv))):
         shards = exchange_qkv_forward(query, key, value, plan)
         out, lse = attention.attend_forward(*shards, plan)
-        pieces.append(exchange_out_forward(out, plan))
+        attended = _place(attended, exchange_out_forward(out, plan), i, head_chunks)
         chunks.append(_Chunk(out, lse, shards if keep_shards else ()))
         del query, key, value, shards, out, lse
-    return _join(pieces), chunks
+    assert attended is not None
+    return attended, chunks
+
+
+def _outputs(chunks: Sequence[_Chunk], plan: Any) -> Tensor | None:
+    """Exchange the chunks' outputs back to their tokens, [S, H, E]."""
+    attended = None
+    for i, chunk in enumerate(chunks):
+        attended = _place(attended, exchange_out_forward(chunk.out, plan), i, len(chunks))
+    return attended
 
 
 def _attend_gradients(
@@ -227,20 +236,29 @@ def _attend_gradients(
     """
     count = len(chunks)
     parts = list(zip(*(x.chunk(count, 1) for x in qkv)))
-    found = []
-    while chunks:
+    found: list[Tensor | None] = [None] * 3
+    for i in range(count):
         out, lse, shards = chunks.pop(0)
         query, key, value = shards or exchange_qkv_forward(*parts.pop(0), plan)  # type: ignore[call-arg]
         grad_out = exchange_out_backward(grads.pop(0), plan)
         query, key, value = attention.attend_backward(grad_out, query, key, value, out, lse, plan)
         del shards, grad_out, out, lse
-        found.append(exchange_qkv_backward(query, key, value, plan, heads[0] // count, heads[1] // count))
+        grad_parts = exchange_qkv_backward(query, key, value, plan, heads[0] // count, heads[1] // count)
         del query, key, value
-    return tuple(_join(list(same)) for same in zip(*found))
+        found = [_place(whole, part, i, count) for whole, part in zip(found, grad_parts)]
+        del grad_parts
+    return tuple(whole for whole in found if whole is not None)
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+def _place(whole: Tensor | None, part: Tensor, index: int, count: int) -> Tensor:
+    """Put the index-th of `count` equal groups of heads into [S, heads, E], which the first one makes; one alone is whole."""
+    if count == 1:
+        return part
+    heads = part.shape[1]
+    if whole is None:
+        whole = part.new_empty(part.shape[0], count * heads, part.shape[2])
+    whole[:, index * heads : (index + 1) * heads] = part
+    return whole
 
 
 def _take(ctx: Any) -> tuple[Tensor, list[_Chunk], Tensor | None]:

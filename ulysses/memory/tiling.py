@@ -45,17 +45,11 @@ class TilingOptions:
 
     def check_heads(self, num_heads: int, num_kv_heads: int, head_parallel_size: int) -> None:
         """Refuse a number of head chunks that the heads or the ranks cannot be split into."""
-        chunks = self.head_chunks
-        if num_kv_heads % chunks or (num_heads // chunks) % head_parallel_size:
-            fitting = [
-                str(c)
-                for c in range(1, num_kv_heads + 1)
-                if num_kv_heads % c == 0 and (num_heads // c) % head_parallel_size == 0
-            ]
+        fitting = head_chunk_counts(num_heads, num_kv_heads, head_parallel_size)
+        if self.head_chunks not in fitting:
             raise ValueError(
-                f"head_chunks is {chunks}, but {num_heads} query and {num_kv_heads} kv heads on {head_parallel_size} "
-                "ranks "
-                f"can be cut into {', '.join(fitting)}; set one of these"
+                f"head_chunks is {self.head_chunks}, but {num_heads} query and {num_kv_heads} kv heads on "
+                f"{head_parallel_size} ranks can be cut into {', '.join(map(str, fitting))}; set one of these"
             )
 
     def rows(self, total: int) -> int:
@@ -66,6 +60,12 @@ class TilingOptions:
         if limit == 0 or total <= limit:
             return total
         return -(-total // -(-total // limit))
+
+
+def head_chunk_counts(num_heads: int, num_kv_heads: int, head_parallel_size: int) -> tuple[int, ...]:
+    """Return the numbers of equal head groups that kv heads and ranks allow, the fewest first."""
+    counts = range(1, num_kv_heads + 1)
+    return tuple(c for c in counts if num_kv_heads % c == 0 and (num_heads // c) % head_parallel_size == 0)
 
 
 def tiles(total: int, rows: int) -> Iterator[slice]:
