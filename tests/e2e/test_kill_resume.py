@@ -182,9 +182,9 @@ def test_a_signal_at_the_worst_moment_stops_all_together(tmp_path: Path, uninter
 def test_a_killed_fill_of_the_reference_goes_on(tmp_path: Path) -> None:
     def go(name: str, marks: int) -> str:
         def before(rank: int) -> None:
-            from ulysses.training.reference import ReferenceCache
+            from ulysses.training.reference import StoredValues
 
-            mark, count = ReferenceCache._mark, [0]
+            mark, count = StoredValues._advance, [0]
 
             def counted(self: object, done: int) -> None:
                 mark(self, done)
@@ -192,7 +192,7 @@ def test_a_killed_fill_of_the_reference_goes_on(tmp_path: Path) -> None:
                 if count[0] == marks:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            ReferenceCache._mark = counted
+            StoredValues._advance = counted
 
         run = Ranks(tiny("dpo", tmp_path / "run", tmp_path / name, run__steps=1, parallel__sequence_parallel_size=2, run__overwrite=True,
                          data__train=[str(ROOT / "configs/demo/data/dpo_eval.jsonl")]),

@@ -62,11 +62,9 @@ def test_pairs_share_their_prompt_tokens(tokenizer, open_rows):
     assert trained(tokenizer, chosen) == "good<|im_end|>" and trained(tokenizer, rejected) == "not so good<|im_end|>"
     assert not chosen.loss_weights[:head].any() and chosen.loss_weights[head:].all()
     assert dataset.lengths[1] == len(chosen.tokens) + len(rejected.tokens) and dataset.report.duplicates == 1
-    assert dataset.sequence_offset(1, 0) == dataset.lengths[0]
-    assert dataset.sequence_offset(1, 1) == dataset.lengths[0] + len(chosen.tokens)
     flat = np.fromfile(dataset.folder / "tokens.bin", np.int32)
     assert len(flat) == dataset.num_tokens == dataset.lengths.sum()
-    offset = dataset.sequence_offset(1, 1)
+    offset = dataset.lengths[0] + len(chosen.tokens)  # sequences lie end to end, which the reference's values rely on
     assert list(flat[offset : offset + len(rejected.tokens)]) == list(rejected.tokens)
     assert isinstance(chosen.tokens, np.memmap)
 

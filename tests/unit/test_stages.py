@@ -1,28 +1,22 @@
-"""The parts of the stages that need no process group: metrics, hints, KTO's pairs and their cache, document pieces."""
+"""The parts of the stages that need no process group: metrics, hints, KTO's pairs, the reference cache."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.stage_case import MAX_LENGTH, StageCase, stage_dataset
-from tests.tiny_tokenizer import write_rows, write_tokenizer
-from ulysses.data.chat import load_tokenizer
-from ulysses.data.dataset import open_dataset
-from ulysses.data.encode import DataSettings
-from ulysses.data.formats import parse_sources
 from ulysses.data.loader import StepLoader
-from ulysses.parallel.batch import PackedBatch, Sequence, pack_shard
+from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.reduce import sequence_last
 from ulysses.training.build_stage import weight_hint
 from ulysses.training.checks import scoring_pad
 from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
-from ulysses.training.mismatched import MismatchedCache, mismatched_lengths, pairs_of_run
+from ulysses.training.reference import ReferenceCache, mismatched_lengths, pairs_of_run
 from ulysses.training.stages.dpo import length_desensitised, loss_options
 
 CPU = torch.device("cpu")
@@ -86,37 +80,39 @@ def fake_reference(batch: Any) -> torch.Tensor:
     return -(batch.tokens.double() / 7 + batch.positions) * 0.1
 
 
-def test_mismatched_cache_survives_a_kill_and_knows_its_pairs(tmp_path: Path) -> None:
+def test_reference_cache_survives_a_kill_and_knows_its_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = stage_dataset(StageCase("kto"))
     loader = StepLoader(data, 5, tokens_per_microbatch=128, seed=3)
     pairs = pairs_of_run(loader, 2 * loader.steps_per_epoch)
     assert len(set(pairs)) == len(pairs) and all(i != j for i, j in pairs)
     lengths = [len(data.mismatch(i, j, MAX_LENGTH).tokens) for i, j in pairs]
     assert mismatched_lengths(data, pairs, MAX_LENGTH) == lengths and max(lengths) <= MAX_LENGTH
-    data.folder = tmp_path
+    monkeypatch.setattr("ulysses.training.reference.CHUNK", 4)
     calls: list[int] = []
 
-    def opened(limit: int | None) -> MismatchedCache:
+    def filled(limit: int) -> ReferenceCache:
         def counted(batch: Any) -> torch.Tensor:
             calls.append(batch.num_sequences)
-            if limit is not None and sum(calls) > limit:
+            if sum(calls) > limit:
                 raise KeyboardInterrupt
             return fake_reference(batch)
 
-        cache = MismatchedCache(data, pairs, MAX_LENGTH)
-        cache.chunk = 4
+        cache = ReferenceCache(tmp_path, data, pairs, MAX_LENGTH)
         cache.fill(counted, ParallelMesh(1), CPU, 128, lambda text: None)
         return cache
 
-    with pytest.raises(KeyboardInterrupt):
-        opened(limit=9)
-    assert not MismatchedCache(data, pairs, MAX_LENGTH).complete()
-    calls.clear()
-    cache = opened(None)
+    for limit in (6, 15):  # killed among the examples, then among the pairs
+        with pytest.raises(KeyboardInterrupt):
+            filled(limit)
+        assert not ReferenceCache(tmp_path, data, pairs, MAX_LENGTH).complete()
+        calls.clear()
+    cache = filled(1000)
     assert cache.complete() and 0 < sum(calls) < len(pairs)  # what was finished is not computed again
+    for i in range(len(data)):
+        (sequence,) = cache[i].sequences
+        assert sequence.token_columns["reference_logps"] == pytest.approx(fake_reference(pack_shard([sequence], ParallelMesh(1))))
     for i, j in pairs:
-        sequence = data.mismatch(i, j, MAX_LENGTH)
-        batch = pack_shard([sequence], ParallelMesh(1))
+        batch = pack_shard([data.mismatch(i, j, MAX_LENGTH)], ParallelMesh(1))
         expected = float((fake_reference(batch) * batch.loss_weights).sum())
         assert cache.mismatch(i, j, MAX_LENGTH).columns["reference_sum"] == pytest.approx(expected, rel=1e-12)
     absent = next((i, j) for i in range(11) for j in range(11) if (i, j) not in pairs)
@@ -134,20 +130,3 @@ def test_length_desensitised_weights() -> None:
 def test_every_loss_option_of_the_configuration_reaches_the_loss() -> None:
     options = loss_options(DpoConfig(loss_type="discopop", discopop_tau=0.2, f_divergence="js", simpo_gamma=0.1))
     assert options["discopop_tau"] == 0.2 and options["f_divergence"] == "js" and options["simpo_gamma"] == 0.1
-
-
-@pytest.mark.parametrize("max_length", [8, 13, 64])
-def test_long_documents_are_split_without_losing_a_token(tmp_path: Path, max_length: int) -> None:
-    """Every token but a document's first is predicted exactly once, and pieces never cross documents."""
-    tokenizer = load_tokenizer(str(write_tokenizer(
-        tmp_path / "t", bos="<|begin_of_text|>", eos_token="<|end_of_text|>")))
-    texts = ["The quick brown fox jumps over the lazy dog. " * 3, "ab", "x" * 40, "One more, of middling length."]
-    path = write_rows(tmp_path / "texts.jsonl", [{"text": t} for t in texts])
-    data = open_dataset(parse_sources(path), "text", tokenizer, DataSettings(max_length), tmp_path / "cache")
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    documents = [[bos, *tokenizer.encode(t, add_special_tokens=False), eos] for t in texts]
-    batch = PackedBatch.pack([e.sequences[0] for e in data])
-    assert batch.targets[batch.loss_weights > 0].tolist() == [t for d in documents for t in d[1:]]
-    assert int(data.sequence_lengths.max()) <= max_length
-    firsts = [int(np.asarray(e.sequences[0].tokens)[0]) for e in data]
-    assert firsts.count(bos) == len(texts)

@@ -197,10 +197,6 @@ class TokenizedDataset:
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
 
-    def sequence_offset(self, index: int, j: int = 0) -> int:
-        """Return where sequence j of example `index` begins in the flat token array of num_tokens."""
-        return int(self._starts[index, j])
-
     def row(self, index: int) -> dict[str, Any]:
         """Return the raw row a prompt came from."""
         if self.kind != "prompt":

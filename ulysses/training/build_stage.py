@@ -18,8 +18,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import FileWeights, build_engine, weights_fingerprint, weights_of
 from ulysses.training.checks import Plan, reference_shape, reward_shape, stop_tokens
 from ulysses.training.command_line import ConfigError
-from ulysses.training.mismatched import MismatchedCache, pairs_of_run
-from ulysses.training.reference import ReferenceCache
+from ulysses.training.reference import ReferenceCache, pairs_of_run
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.rollout import RolloutMaker
 from ulysses.training.stages.base import Stage
@@ -70,8 +69,6 @@ class StageBuilder:
             case "kto":
                 self._hint_kto_weights()
                 cached, reference, tolerance = self._reference(config.kto.reference)
-                if cached and config.kto.loss_type == "kto":
-                    self._cache_mismatched()
                 return KtoStage(
                     engine, mesh, config.kto, max_length=config.data.max_length, budget=self.plan.budget,
                     cached=cached, reference=reference, tolerance=tolerance,
@@ -125,31 +122,20 @@ class StageBuilder:
         config, plan = self.plan.config, self.plan
         weights = weights_fingerprint(config, plan.shape, plan.folder)
 
-        def through(data: Any) -> ReferenceCache:
+        def through(data: Any, evaluation: bool) -> ReferenceCache:
             key = hashlib.sha256(f"{weights} {config.model.dtype} {plan.kernel} {data.fingerprint}".encode())
-            cache = ReferenceCache(Path(config.data.cache).expanduser() / f"reference-{key.hexdigest()[:24]}", data)
+            pairs = None
+            if config.stage == "kto" and config.kto.loss_type == "kto":
+                loader = plan.loader(data, 1, 0, evaluation=evaluation)
+                pairs = pairs_of_run(loader, loader.steps_per_epoch if evaluation else plan.total_steps(loader))
+            folder = Path(config.data.cache).expanduser() / f"reference-{key.hexdigest()[:24]}"
+            cache = ReferenceCache(folder, data, pairs, config.data.max_length)
             self._check_cache(cache)
             cache.fill(self._reference_logps, self.mesh, self.device, plan.budget, self.say)
             return cache
 
-        self.train_data = through(self.train_data)
-        self.eval_data = through(self.eval_data) if self.eval_data is not None else None
-
-    def _cache_mismatched(self) -> None:
-        """Fill the reference of every mismatched pair that the run and its evaluations will form."""
-        plan, max_length = self.plan, self.plan.config.data.max_length
-        loader = plan.loader(self.train_data, 1, 0)
-        self.train_data = MismatchedCache(
-            self.train_data, pairs_of_run(loader, plan.total_steps(loader)), max_length
-        )
-        caches = [self.train_data]
-        if self.eval_data is not None:
-            loader = plan.loader(self.eval_data, 1, 0, evaluation=True)
-            self.eval_data = MismatchedCache(self.eval_data, pairs_of_run(loader, loader.steps_per_epoch), max_length)
-            caches.append(self.eval_data)
-        for cache in caches:
-            self._check_cache(cache)
-            cache.fill(self._reference_logps, self.mesh, self.device, plan.budget, self.say)
+        self.train_data = through(self.train_data, False)
+        self.eval_data = through(self.eval_data, True) if self.eval_data is not None else None
 
     def _hint_kto_weights(self) -> None:
         kto, labels = self.plan.config.kto, self.train_data.columns["label"]
@@ -158,7 +144,7 @@ class StageBuilder:
         if hint:
             self.say(hint)
 
-    def _check_cache(self, cache: Any) -> None:
+    def _check_cache(self, cache: ReferenceCache) -> None:
         if self.initial is self.engine and not self.fresh and not cache.complete():
             raise ConfigError(
                 f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no longer has "

@@ -1,13 +1,18 @@
-"""The reference policy's log-probabilities, computed once and memory-mapped.
+"""The reference policy's log-probabilities, computed once, before the first update, and memory-mapped.
 
-    dataset tokens   [ example 0: t t t t | t t t ][ example 1: ...        int32, flat
-    reference.bin    [            l l l l | l l l ][                       float32, same positions
-    reference.json   {"done": examples finished}                           a killed fill goes on from here
+    dataset tokens    [ example 0: t t t t | t t t ][ example 1: ...       int32, flat
+    reference.bin     [            l l l l | l l l ][                      float32, same positions
+    mismatched-*.bin  [ sum of pair 0, sum of pair 1, ... ]                float64: prompt of i, completion of j (KTO)
+    *.json            {"done": examples or pairs finished}                 a killed fill goes on from here
+
+After the first update only a second model could still compute them, so the pairs of all steps, known from seed and
+epoch alone, are filled at the start. That costs what a live reference costs; a pair that returns in a later epoch is free.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,32 +22,148 @@ import torch
 import torch.distributed as dist
 
 from ulysses.data.packing import pack_step
+from ulysses.parallel.batch import Sequence as TokenSequence
 from ulysses.parallel.batch import ShardedBatch, pack_shard
-from ulysses.parallel.reduce import gather_tokens
+from ulysses.parallel.reduce import gather_tokens, segment_sums
 
-CHUNK_EXAMPLES = 32  # per data-parallel group between two marks of progress
+CHUNK = 32  # items per data-parallel group between two marks of progress
+Pairs = list[tuple[int, int]]
 
 
-class ReferenceCache:
-    """A dataset whose sequences carry the reference's per-token log-probabilities as the column `reference_logps`.
+def pairs_of_run(loader: Any, steps: int) -> Pairs:
+    """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
+    found: set[tuple[int, int]] = set()
+    for step in range(steps):
+        indices = loader.indices(*divmod(step, loader.steps_per_epoch))
+        found |= {(i, j) for i, j in zip(indices, loader.partners(indices), strict=True) if j >= 0}
+    return sorted(found)
+
+
+def mismatched_lengths(dataset: Any, pairs: Pairs, max_length: int) -> list[int]:
+    """Return the tokens of each `dataset.mismatch(i, j, max_length)` without reading one."""
+    heads, lengths = dataset.columns["prompt_length"], dataset.sequence_lengths
+    return [min(max_length, int(heads[i]) + int(lengths[j, 0]) - int(heads[j])) for i, j in pairs]
+
+
+class StoredValues:
+    """Values of numbered items in one file, written chunk by chunk by one process of each node.
 
     Args:
-        folder: where the cache lives; named after everything the values depend on.
-        dataset: a TokenizedDataset.
+        path: of the file; its mark of progress lies beside it. Named after everything the values depend on.
+        counts: how many values each item has, end to end.
     """
 
-    def __init__(self, folder: Path, dataset: Any) -> None:
-        self.folder = folder
-        self.dataset = dataset
+    def __init__(self, path: Path, dtype: Any, counts: Any) -> None:
+        self.path = path
+        self.mark = path.with_suffix(".json")
+        self.dtype = np.dtype(dtype)
+        self.ends = np.cumsum(counts, dtype=np.int64)
+        self.starts = self.ends - counts
         self.values: np.ndarray | None = None
+
+    def complete(self) -> bool:
+        """Say whether every item has its values already."""
+        return self._done() >= len(self.ends)
 
     def fill(
         self,
-        logprobs: Callable[[ShardedBatch], torch.Tensor],
+        sequences: Callable[[int], Sequence[TokenSequence]],
+        lengths: Sequence[int],
+        compute: Callable[[ShardedBatch], torch.Tensor],
+        *,
         mesh: Any,
         device: torch.device,
         budget: int,
-        say: Callable[[str], None],
+        started: Callable[[int], None],
+    ) -> None:
+        """Compute what is missing; all ranks call it together.
+
+        Args:
+            sequences: of an item; `lengths`: their tokens, per item.
+            compute: the values of a batch's sequences end to end, the same on every rank of a sequence-parallel group.
+            budget: tokens per packed micro-batch.
+            started: is told how many items are missing, if any are.
+        """
+        count, writer = len(self.ends), int(os.environ.get("LOCAL_RANK", "0")) == 0
+        done = torch.tensor(self._done() if writer else count, device=device)
+        if dist.is_initialized():
+            dist.all_reduce(done, op=dist.ReduceOp.MIN)
+        first, chunk = int(done.item()), CHUNK * mesh.data_parallel_size
+        if writer and not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.mark.unlink(missing_ok=True)
+            self._open("w+").flush()
+        if first < count:
+            started(count - first)
+        for begin in range(first, count, chunk):
+            items = range(begin, min(begin + chunk, count))
+            start, stop = int(self.starts[items[0]]), int(self.ends[items[-1]])
+            found = torch.zeros(stop - start, dtype=getattr(torch, self.dtype.name), device=device)
+            sizes = [int(lengths[i]) for i in items]
+            for part in pack_step(sizes, max([budget, *sizes]), mesh.data_parallel_size)[mesh.dp_rank]:
+                values = compute(pack_shard([s for k in part for s in sequences(items[k])], mesh, device))
+                if mesh.sp_rank == 0 and part:  # each data-parallel group computes its share
+                    where = np.concatenate([np.arange(self.starts[items[k]], self.ends[items[k]]) for k in part])
+                    found[torch.from_numpy(where - start).to(device)] = values
+            if dist.is_initialized():
+                dist.all_reduce(found)
+            if writer:
+                flat = self._open("r+")
+                flat[start:stop] = found.cpu().numpy()
+                flat.flush()
+                self._advance(items[-1] + 1)
+        if dist.is_initialized():
+            dist.barrier()
+        self.values = self._open("r")
+
+    def __getitem__(self, item: int) -> np.ndarray:
+        """Return the item's values, once filled."""
+        assert self.values is not None
+        return self.values[self.starts[item] : self.ends[item]]
+
+    def _open(self, mode: Any) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, mode, shape=(int(self.ends[-1]),))
+
+    def _done(self) -> int:
+        try:
+            return int(json.loads(self.mark.read_text())["done"]) if self.path.exists() else 0
+        except (OSError, ValueError, KeyError):
+            return 0
+
+    def _advance(self, done: int) -> None:
+        temporary = self.mark.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"done": done}))
+        os.replace(temporary, self.mark)
+
+
+class ReferenceCache:
+    """A view of a dataset whose sequences carry the reference's per-token log-probabilities as the column `reference_logps`.
+
+    With `pairs`, mismatched sequences carry the reference's sum over the completion as the column `reference_sum`.
+
+    Args:
+        folder: where the values live; named after everything that those of the dataset depend on.
+        dataset: a TokenizedDataset.
+        pairs: sorted, each once: the mismatched sequences that the run will ask for.
+        max_length: of a mismatched sequence.
+    """
+
+    def __init__(self, folder: Path, dataset: Any, pairs: Pairs | None = None, max_length: int = 0) -> None:
+        self.folder = folder
+        self.dataset = dataset
+        self.pairs = pairs or []
+        self.max_length = max_length
+        self.tokens = StoredValues(folder / "reference.bin", np.float32, dataset.lengths)
+        self.keys = np.asarray([i * len(dataset) + j for i, j in self.pairs], np.int64)
+        name = hashlib.sha256(self.keys.tobytes() + str(max_length).encode()).hexdigest()[:24]
+        self.sums = StoredValues(folder / f"mismatched-{name}.bin", np.float64, np.ones(len(self.pairs), np.int64))
+
+    def complete(self) -> bool:
+        """Say whether nothing is left to compute."""
+        return self.tokens.complete() and (not self.pairs or self.sums.complete())
+
+    def fill(
+        self, logprobs: Callable[[ShardedBatch], torch.Tensor], mesh: Any, device: torch.device, budget: int, say: Callable[[str], None]
     ) -> None:
         """Compute what is missing; all ranks call it together.
 
@@ -50,52 +171,31 @@ class ReferenceCache:
             logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
             budget: tokens per packed micro-batch.
         """
-        writer = int(os.environ.get("LOCAL_RANK", "0")) == 0
-        if writer:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        total = int(self.dataset.num_tokens)
-        done = torch.tensor(self._done() if writer else len(self.dataset), device=device)
-        dist.all_reduce(done, op=dist.ReduceOp.MIN)
-        start = int(done.item())
-        if writer and (start == 0 or not self._data.exists()):
-            np.memmap(self._data, dtype=np.float32, mode="w+", shape=(max(1, total),)).flush()
-        if start < len(self.dataset):
-            say(f"computing reference log-probabilities of {len(self.dataset) - start} examples -> {self.folder}")
-        chunk = CHUNK_EXAMPLES * mesh.data_parallel_size
-        for first in range(start, len(self.dataset), chunk):
-            positions = list(range(first, min(first + chunk, len(self.dataset))))
-            begin = self.dataset.sequence_offset(positions[0], 0)
-            values = self._chunk(positions, logprobs, mesh, device, budget)
-            if writer:
-                flat = np.memmap(self._data, dtype=np.float32, mode="r+", shape=(total,))
-                flat[begin : begin + len(values)] = values
-                flat.flush()
-                self._mark(positions[-1] + 1)
-        dist.barrier()
-        self.values = np.memmap(self._data, dtype=np.float32, mode="r", shape=(max(1, total),))
 
-    def _chunk(self, positions: list[int], logprobs: Any, mesh: Any, device: torch.device, budget: int) -> np.ndarray:
-        """Log-probabilities of consecutive examples, on every rank: each data-parallel group does its share."""
-        examples = [self.dataset[i] for i in positions]
-        begin = self.dataset.sequence_offset(positions[0], 0)
-        lengths = [sum(len(s.tokens) for s in e.sequences) for e in examples]
-        mine = pack_step(lengths, budget, mesh.data_parallel_size)[mesh.dp_rank]
-        flat = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
-        for micro_batch in mine:
-            places, sequences = [], []
-            for k in micro_batch:
-                for j, sequence in enumerate(examples[k].sequences):
-                    places.append(self.dataset.sequence_offset(positions[k], j) - begin)
-                    sequences.append(sequence)
-            batch = pack_shard(sequences, mesh, device)
-            whole = gather_tokens(logprobs(batch).float(), batch)
-            if mesh.sp_rank == 0:
-                at = 0
-                for place, sequence in zip(places, sequences, strict=True):
-                    flat[place : place + len(sequence.tokens)] = whole[at : at + len(sequence.tokens)]
-                    at += len(sequence.tokens)
-        dist.all_reduce(flat)
-        return flat.cpu().numpy()
+        def started(what: str) -> Callable[[int], None]:
+            return lambda missing: say(f"computing reference log-probabilities of {missing} {what} -> {self.folder}")
+
+        place = {"mesh": mesh, "device": device, "budget": budget}
+        self.tokens.fill(
+            lambda i: self.dataset[i].sequences, self.dataset.lengths,
+            lambda batch: gather_tokens(logprobs(batch).float(), batch), **place, started=started("examples"),
+        )  # fmt: skip
+        if self.pairs:
+            self.sums.fill(
+                lambda p: [self.dataset.mismatch(*self.pairs[p], self.max_length)],
+                mismatched_lengths(self.dataset, self.pairs, self.max_length),
+                lambda batch: segment_sums(logprobs(batch).double() * batch.loss_weights, batch),
+                **place, started=started("mismatched answers"),
+            )  # fmt: skip
+
+    def mismatch(self, index: int, other: int, max_length: int) -> TokenSequence:
+        """Return the prompt of `index` with the completion of `other`, carrying `reference_sum`."""
+        key = index * len(self.dataset) + other
+        place = int(np.searchsorted(self.keys, key))
+        if max_length != self.max_length or place == len(self.keys) or self.keys[place] != key:
+            raise KeyError(f"examples {index} and {other} were not paired when the reference was filled")
+        sequence = self.dataset.mismatch(index, other, max_length)
+        return replace(sequence, columns={**sequence.columns, "reference_sum": self.sums[place][0]})
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -103,35 +203,12 @@ class ReferenceCache:
     def __getitem__(self, index: int) -> Any:
         """Return the dataset's example, its sequences carrying their `reference_logps` column."""
         example = self.dataset[index]
-        sequences = tuple(
-            replace(s, token_columns={**s.token_columns, "reference_logps": self._column(index, j, len(s.tokens))})
-            for j, s in enumerate(example.sequences)
-        )
-        return replace(example, sequences=sequences)
+        values, at, sequences = self.tokens[index], 0, []
+        for s in example.sequences:
+            columns = {**s.token_columns, "reference_logps": values[at : at + len(s.tokens)]}
+            sequences.append(replace(s, token_columns=columns))
+            at += len(s.tokens)
+        return replace(example, sequences=tuple(sequences))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.dataset, name)
-
-    def _column(self, index: int, j: int, length: int) -> np.ndarray:
-        assert self.values is not None
-        begin = self.dataset.sequence_offset(index, j)
-        return self.values[begin : begin + length]
-
-    def complete(self) -> bool:
-        """Say whether every example has its values already."""
-        return self._done() >= len(self.dataset)
-
-    @property
-    def _data(self) -> Path:
-        return self.folder / "reference.bin"
-
-    def _done(self) -> int:
-        try:
-            return int(json.loads((self.folder / "reference.json").read_text())["done"]) if self._data.exists() else 0
-        except (OSError, ValueError, KeyError):
-            return 0
-
-    def _mark(self, done: int) -> None:
-        temporary = self.folder / "reference.tmp"
-        temporary.write_text(json.dumps({"done": done}))
-        os.replace(temporary, self.folder / "reference.json")

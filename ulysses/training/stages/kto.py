@@ -22,7 +22,7 @@ from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.reduce import segment_sums
 from ulysses.training.config import KtoConfig
 from ulysses.training.metrics import MetricSums
-from ulysses.training.mismatched import mismatched_lengths
+from ulysses.training.reference import mismatched_lengths
 from ulysses.training.stages.base import Term
 from ulysses.training.stages.referenced import ReferencedStage
 
@@ -33,7 +33,7 @@ class KtoStage(ReferencedStage):
     Args:
         max_length: mismatched sequences are cut there.
         budget: tokens per packed micro-batch.
-        cached: sequences carry `reference_logps`, mismatched ones `reference_sum` (ulysses.training.mismatched).
+        cached: sequences carry `reference_logps`, mismatched ones `reference_sum` (ulysses.training.reference).
     """
 
     kind = "unpaired"
