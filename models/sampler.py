@@ -7,6 +7,7 @@
 
 Prompts lie left-aligned, so positions are those of training and nothing is masked but the future. What a prompt gets
 depends on its key alone, not on the prompts beside it; processes decode their own prompts without waiting for others.
+On a GPU the host runs ahead: it looks only every LOOK tokens which sequences have ended, and forgets what they drew since.
 
 Shapes: B sequences, P longest prompt, M longest sequence, D width, H query heads, K kv heads, E head dim, V vocabulary.
 """
@@ -22,6 +23,8 @@ from torch import Tensor
 from models.arch import ModelConfig
 from models.fused import rms_norm, rotate_pair, swiglu
 from models.rope import inverse_frequencies, rotary_table
+
+LOOK = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Sampler:
         rollout: int = 0,
         keys: Sequence[int] | None = None,
         batch: int = 64,
+        look: int = 0,
     ) -> list[Completion]:
         """Return one completion per prompt.
 
@@ -114,7 +118,10 @@ class Sampler:
             keys: the number of each prompt in the rollout, which with seed, rollout and token number decides what is
                 drawn; by default its place in `prompts`.
             batch: prompts decoded at a time; changes memory and speed, not the result (but for rounding).
+            look: tokens between looks at which sequences have ended; likewise. 0: LOOK on a GPU, where a look waits for
+                the device, and 1 on a CPU.
         """
+        look = look or (1 if self.device.type == "cpu" else LOOK)
         keys = range(len(prompts)) if keys is None else keys
         if any(len(p) == 0 for p in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
@@ -123,44 +130,56 @@ class Sampler:
         found: dict[int, Completion] = {}
         for first in range(0, len(order), batch):
             part = order[first : first + batch]
-            done = self._batch([prompts[i] for i in part], options, seed, rollout, [keys[i] for i in part])
+            done = self._batch([prompts[i] for i in part], options, seed, rollout, [keys[i] for i in part], look)
             found.update(zip(part, done))
         return [found[i] for i in range(len(prompts))]
 
     def _batch(
-        self, prompts: list[Sequence[int]], options: SamplingOptions, seed: int, rollout: int, keys: list[int]
+        self, prompts: list[Sequence[int]], options: SamplingOptions, seed: int, rollout: int, keys: list[int], look: int
     ) -> list[Completion]:
-        count = len(prompts)
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
-        longest = int(lengths.max())
-        cache = _Cache(self.config, count, longest + options.max_new_tokens, self.device, self.dtype)
+        lengths, limit = [len(p) for p in prompts], options.max_new_tokens
+        count, longest = len(prompts), max(lengths)
+        cache = _Cache(self.config, count, _rounded(longest + limit), self.device, self.dtype)
         padded = torch.zeros(count, longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = torch.as_tensor(np.asarray(prompt))
         hidden = self._forward(padded.to(self.device), torch.arange(longest, device=self.device).expand(count, -1), cache)
-        last = hidden[torch.arange(count, device=self.device), lengths - 1]
+        places = torch.tensor(lengths, device=self.device)  # where the first drawn token goes
+        last = hidden[torch.arange(count, device=self.device), places - 1]
+        drawn = places  # of the token before; the first is predicted by the prompt
         tokens: list[list[int]] = [[] for _ in prompts]
         logps: list[list[float]] = [[] for _ in prompts]
         ended = [False] * count
-        rows = list(range(count))  # sequences still decoded, as rows of the cache
-        for t in range(options.max_new_tokens):
-            drawn, values = self._draw(last, options, uniforms(seed, rollout, [keys[r] for r in rows], t))
-            for r, token, value in zip(rows, drawn.tolist(), values.tolist()):
-                tokens[r].append(token)
-                logps[r].append(value)
-                ended[r] = token in options.stop_tokens
-            going = [i for i, r in enumerate(rows) if not ended[r]]
-            if not going or t + 1 == options.max_new_tokens:
-                break
-            if len(going) < len(rows):
+        rows, t = list(range(count)), 0  # sequences still decoded, as rows of the cache; tokens that each has
+        while rows:
+            span = range(t, min(t + look, limit))
+            draws = np.stack([uniforms(seed, rollout, [keys[r] for r in rows], i) for i in span])
+            u = torch.from_numpy(draws).to(self.device)
+            block, values = [], []
+            for i in span:
+                if i:
+                    seen = _rounded(max(lengths[r] for r in rows) + i)
+                    last = self._forward(drawn[:, None], (places + (i - 1))[:, None], cache, seen)[:, 0]
+                drawn, value = self._draw(last, options, u[i - t])
+                block.append(drawn)
+                values.append(value)
+            for found, value in zip(torch.stack(block).tolist(), torch.stack(values).tolist()):
+                for r, token, logp in zip(rows, found, value):
+                    if not ended[r]:
+                        tokens[r].append(token)
+                        logps[r].append(logp)
+                        ended[r] = token in options.stop_tokens
+            t = span.stop
+            going = [i for i, r in enumerate(rows) if not ended[r]] if t < limit else []
+            if going and len(going) < len(rows):
                 keep = torch.tensor(going, device=self.device)
-                rows, drawn, lengths = [rows[i] for i in going], drawn[keep], lengths[keep]
+                drawn, places = drawn[keep], places[keep]
                 cache.keep(keep)
-            last = self._forward(drawn[:, None], (lengths + t)[:, None], cache)[:, 0]
+            rows = [rows[i] for i in going]
         return [Completion(*parts) for parts in zip(tokens, logps, ended)]
 
-    def _draw(self, hidden: Tensor, options: SamplingOptions, u: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Draw one token per row of hidden [B, D]; returns tokens [B] and their log-probabilities [B]."""
+    def _draw(self, hidden: Tensor, options: SamplingOptions, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw one token per row of hidden [B, D] by u [B]; returns tokens [B] and their log-probabilities [B]."""
         logits = F.linear(hidden, self.head).double()
         if options.temperature == 0:
             logps = torch.log_softmax(logits, -1)
@@ -169,17 +188,21 @@ class Sampler:
             logps = torch.log_softmax(logits / options.temperature, -1)
             kept = _kept(logps, options)
             cumulative = kept.cumsum(-1)
-            at = torch.as_tensor(u, device=self.device)[:, None] * cumulative[:, -1:]
+            at = u[:, None] * cumulative[:, -1:]
             tokens = torch.searchsorted(cumulative, at, right=True)[:, 0]
             # u times the total may round up to it: then the last token that has any probability
             lastly = kept.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)
             tokens = torch.minimum(tokens, lastly)
         return tokens, logps.gather(-1, tokens[:, None])[:, 0]
 
-    def _forward(self, tokens: Tensor, positions: Tensor, cache: "_Cache") -> Tensor:
-        """Return normalised hidden states [B, L, D] of tokens [B, L] at `positions`, adding to the cache."""
+    def _forward(self, tokens: Tensor, positions: Tensor, cache: "_Cache", seen: int = 0) -> Tensor:
+        """Return normalised hidden states [B, L, D] of tokens [B, L] at `positions`, adding to the cache.
+
+        A single token (L = 1) looks at the cache's first `seen` columns, up to its own position.
+        """
         c, w = self.config, self.weights
         count, length = tokens.shape
+        future = torch.arange(seen, device=self.device) > positions[:, :1] if seen else None
         rope = rotary_table(positions.reshape(-1), self.frequencies)
         hidden = F.embedding(tokens.reshape(-1), w["model.embed_tokens.weight"])
         for layer in range(c.num_hidden_layers):
@@ -191,7 +214,7 @@ class Sampler:
             )
             query, key = rotate_pair(query, key, *rope)
             query, key, value = (a.unflatten(0, (count, length)).transpose(1, 2) for a in (query, key, value))
-            attended = cache.attend(layer, query, key, value, positions).transpose(1, 2).flatten(2).flatten(0, 1)
+            attended = cache.attend(layer, query, key, value, positions[:, 0], future).transpose(1, 2).flatten(2).flatten(0, 1)
             hidden = hidden + F.linear(attended, w[f"{name}self_attn.o_proj.weight"])
             x = rms_norm(hidden, w[name + "post_attention_layernorm.weight"], c.rms_norm_eps)
             gate, up = (F.linear(x, w[f"{name}mlp.{p}_proj.weight"]) for p in ("gate", "up"))
@@ -213,22 +236,28 @@ class _Cache:
             self.keys[layer] = self.keys[layer][rows]
             self.values[layer] = self.values[layer][rows]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-        """Store key, value [B, K, L, E] and return attention [B, H, L, E] of the query over all up to its position."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, at: Tensor, future: Tensor | None) -> Tensor:
+        """Store key, value [B, K, L, E] and return attention [B, H, L, E] of the query over all up to its position.
+
+        Without `future` [B, M'] these are whole prompts; with it one token per sequence, at position `at` [B], that looks at
+        the first M' columns but those.
+        """
         keys, values = self.keys[layer], self.values[layer]
-        length = query.shape[2]
-        if length > 1:  # prompts: padding lies behind them and is overwritten as they grow
+        if future is None:  # padding lies behind the prompts and is overwritten as they grow
+            length = query.shape[2]
             keys[:, :, :length], values[:, :, :length] = key, value
             return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        rows = torch.arange(query.shape[0], device=query.device)
-        at = positions[:, 0]
+        rows, seen = torch.arange(len(at), device=at.device), future.shape[1]
         keys[rows, :, at], values[rows, :, at] = key[:, :, 0], value[:, :, 0]
-        seen = int(at.max()) + 1 if at.device.type == "cpu" else keys.shape[2]
         grouped = query.unflatten(1, (keys.shape[1], -1))[:, :, :, 0]  # [B, K, H / K, E]
         scores = (grouped @ keys[:, :, :seen].transpose(2, 3)).float() * query.shape[-1] ** -0.5
-        future = torch.arange(seen, device=query.device) > at[:, None]
         weights = scores.masked_fill(future[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
         return (weights @ values[:, :, :seen]).flatten(1, 2)[:, :, None]
+
+
+def _rounded(columns: int) -> int:
+    """Return the next multiple of 8, which half-precision matrix kernels want."""
+    return -(-columns // 8) * 8
 
 
 def _kept(logps: Tensor, options: SamplingOptions) -> Tensor:

@@ -79,6 +79,19 @@ def test_draws_follow_the_distribution() -> None:
     assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / count) + 1e-3).all()
 
 
+@pytest.mark.parametrize("limit", [1, 7, 16, 40])
+def test_looking_rarely_changes_nothing(limit: int) -> None:
+    """What a finished sequence draws until the next look is forgotten, also beyond the last token asked for."""
+    _, sampler = made(SHAPE)
+    asked, options = prompts(13), SamplingOptions(limit, stop_tokens=(5, 6, 7, 8))
+    often, *rarely = (sampler.sample(asked, options, seed=3, batch=8, look=look) for look in (1, 4, 16, 64))
+    assert len({len(c.tokens) for c in often}) > min(limit - 1, 2)
+    for found in rarely:
+        assert [(c.tokens, c.ended) for c in found] == [(c.tokens, c.ended) for c in often]
+        for a, b in zip(found, often):
+            np.testing.assert_allclose(a.logps, b.logps, rtol=1e-5, atol=1e-6)
+
+
 def test_uniforms_are_uniform_and_differ_in_every_key() -> None:
     u = np.concatenate([uniforms(0, r, range(100), t) for r in range(10) for t in range(10)])
     assert len(np.unique(u)) == len(u) and u.min() >= 0 and u.max() < 1
