@@ -67,6 +67,35 @@ def test_statistics_follow_edits():
         view.scale_parameters([1.0, 1.0])
 
 
+def test_idle_gradient_policies_need_one_collective_together():
+    """All of them at once, conditions and groups included: nothing is measured twice, and nothing one by one."""
+    groups = {"mlp.weight": "value"}
+    tables = [
+        *preset_tables("steady", 1e6),
+        *preset_tables("ulysses-pro"),
+        {"policy": "gradient_noise", "sigma": 1.0, "when": {"norm_z_below": -3.0}},
+        {"policy": "clip_mean_abs", "limit": 1e6, "groups": ["value"]},
+        {"policy": "clip_global_norm", "max_norm": 1e6, "groups": ["default"]},
+        {"policy": "auto_clip", "percentile": 100.0},
+        {"policy": "scale_small_gradients", "threshold": 0.0},
+    ]
+    named = parameters(SHAPES)
+    before = {n: p.grad.clone() for n, p in named.items()}
+    world = FakeWorld(2)
+    for report in world.run(lambda rank: build_chain(tables).apply(world.view(named, rank, groups), context())):
+        value = named["mlp.weight"].grad.double().abs().mean().item()
+        rest = torch.cat([p.grad.double().flatten() for n, p in named.items() if n != "mlp.weight"]).norm().item()
+        assert report["grad/value/mean_abs"] == pytest.approx(value, rel=1e-6)
+        assert report["grad/default/norm"] == pytest.approx(rest, rel=1e-6)
+    assert world.calls == 1
+    assert all(torch.equal(p.grad, before[n]) for n, p in named.items())
+    # row norms are another matter: one more, and no edit where no row is too long
+    rows = [{"policy": "adaptive_gradient_clipping", "clipping": 1e6}]
+    world.run(lambda rank: build_chain(rows).apply(world.view(named, rank), context()))
+    assert world.calls == 3
+    assert all(torch.equal(p.grad, before[n]) for n, p in named.items())
+
+
 def test_plain_view_leaves_out_frozen_and_untouched_parameters():
     named = parameters({"a": (2, 3), "b": (2, 3), "c": (2, 3)})
     named["a"].requires_grad_(False)

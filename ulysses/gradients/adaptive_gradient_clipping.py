@@ -28,10 +28,11 @@ class AdaptiveGradientClipping(GradientPolicy):
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         weights, grads = gradients.row_norms()
         limits = self.clipping * weights.clamp(min=self.eps)
-        # a zero gradient needs no factor, a non-finite one no guess
-        factors = torch.where(grads > limits, limits / grads, torch.ones_like(grads))
+        over = grads > limits  # a zero gradient needs no factor, a non-finite one no guess
         for index, name in enumerate(gradients.names):
             if any(part in name for part in self.exclude):
-                factors[gradients.row_slice(index)] = 1.0
-        gradients.scale_rows(factors)
-        return {"grad/agc_clipped": float((factors < 1).double().mean()) if factors.numel() else 0.0}
+                over[gradients.row_slice(index)] = False
+        clipped = float(over.double().mean()) if over.numel() else 0.0
+        if clipped:
+            gradients.scale_rows(torch.where(over, limits / grads, 1.0))
+        return {"grad/agc_clipped": clipped}

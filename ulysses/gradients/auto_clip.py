@@ -16,6 +16,7 @@ class AutoClip(GradientPolicy):
     """
 
     name: ClassVar[str] = "auto_clip"
+    reads: tuple[str, ...] = ("norm",)
 
     def __init__(self, percentile: float = 10.0, history: int = 10_000) -> None:
         if not 0 <= percentile <= 100 or history < 1:
@@ -31,7 +32,8 @@ class AutoClip(GradientPolicy):
             return {"grad/norm": norm}
         self.norms = [*self.norms, norm][-self.history :]
         limit = float(torch.quantile(torch.tensor(self.norms, dtype=torch.float64), self.percentile / 100))
-        return {"grad/norm": norm, "grad/auto_clip_limit": limit, "grad/auto_clip_factor": gradients.clip_norm(limit)}
+        factor = gradients.clip_norm(limit) if norm > limit else 1.0
+        return {"grad/norm": norm, "grad/auto_clip_limit": limit, "grad/auto_clip_factor": factor}
 
     def state_dict(self) -> dict[str, Any]:
         return {"norms": list(self.norms)}

@@ -13,6 +13,7 @@ class ClipGlobalNorm(GradientPolicy):
     """
 
     name: ClassVar[str] = "clip_global_norm"
+    reads: tuple[str, ...] = ("norm",)
 
     def __init__(self, max_norm: float = 1.0) -> None:
         if max_norm < 0:

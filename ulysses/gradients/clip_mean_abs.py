@@ -10,6 +10,7 @@ class ClipMeanAbs(GradientPolicy):
     """g *= min(1, limit / mean|g|), with mean |g| the mean over parameters of each one's mean |g|."""
 
     name: ClassVar[str] = "clip_mean_abs"
+    reads: tuple[str, ...] = ("mean_abs",)
 
     def __init__(self, limit: float = 5.0) -> None:
         if limit <= 0:

@@ -13,7 +13,9 @@ EARLY_NORMS = 25
 
 
 class Condition(Protocol):
-    """Judge the untouched gradient once per step; on all ranks alike."""
+    """Judge the untouched gradient once per step, on all ranks alike; `reads` as in GradientPolicy."""
+
+    reads: tuple[str, ...]
 
     def holds(self, gradients: Gradients, context: StepContext) -> bool: ...
 
@@ -30,6 +32,8 @@ class MeanAbs:
     Mean |g| is the mean over parameters of each one's. Absolute thresholds depend on the model's size: a gradient of
     norm 1 over N elements has mean |g| of about 0.8 / sqrt(N).
     """
+
+    reads: tuple[str, ...] = ("mean_abs",)
 
     def __init__(self, below: float | None = None, above: float | None = None) -> None:
         if below is None and above is None:
@@ -59,6 +63,8 @@ class NormZ:
     The statistics are exponential averages over finite steps; `warmup` steps pass before the condition can hold. What
     enters them is cut at 3 deviations, so that one spike does not widen them; a deviation is at least 1%.
     """
+
+    reads: tuple[str, ...] = ("norm",)
 
     def __init__(
         self, below: float | None = None, above: float | None = None, decay: float = 0.97, warmup: int = EARLY_NORMS
@@ -127,6 +133,7 @@ class When(GradientPolicy):
         if not 0 <= late_after <= 1:
             raise ValueError(f"late_after is {late_after} but must lie in [0, 1], a share of the run")
         self.policy, self.condition, self.late, self.late_after = policy, condition, late, late_after
+        self.reads = condition.reads if condition else policy.reads
         self._active = True
 
     def observe(self, gradients: Gradients, context: StepContext) -> None:

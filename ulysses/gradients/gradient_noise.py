@@ -17,6 +17,7 @@ class GradientNoise(GradientPolicy):
     """
 
     name: ClassVar[str] = "gradient_noise"
+    reads: tuple[str, ...] = ("norm",)
 
     def __init__(
         self, sigma: float | None = None, ratio: float | None = None, eta: float | None = None, decay: float = 0.55

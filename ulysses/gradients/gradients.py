@@ -12,7 +12,6 @@ decisions taken from them.
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from ulysses.gradients.noise import add_block_noise
 from ulysses.gradients.rows import row_counts, row_starts, row_sums, scale_rows, subtract_rows
 
 NORM_RUN = 1024
+ORDERS = {"norm": 2.0, "mean_abs": 1.0, "max_abs": math.inf}  # what is measured -> the order of the slices' norms
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,10 @@ class GradientSlice:
 
 @dataclass
 class _Shared:
-    """What a view and its scoped views have in common: results valid until the next edit."""
+    """What a view and its scoped views have in common: all parameters, and what is known of them until the next edit."""
 
-    memo: dict[Any, Any] = field(default_factory=dict)
+    entries: list[GradientSlice]
+    memo: dict[str, list[float]] = field(default_factory=dict)  # reduced sums (or maxima), one per parameter
     changed: bool = False
 
 
@@ -54,8 +55,9 @@ class Gradients:
 
     `entries` lists every parameter in the same order on every rank. `all_reduce(tensor, "sum" | "max")` returns the
     tensor reduced over the ranks that hold the slices; None means that this process holds everything. Statistics are
-    remembered until an edit, so asking again costs nothing. `refresh` is called once after a step's edits, for engines
-    that keep figures derived from the gradient.
+    taken of all parameters at once and remembered on the host until an edit, so asking again, also for a group of
+    parameters, costs nothing. `refresh` is called once after a step's edits, for engines that keep figures derived from
+    the gradient.
     """
 
     def __init__(
@@ -67,8 +69,8 @@ class Gradients:
         self.entries = list(entries)
         self._all_reduce = all_reduce
         self._refresh = refresh
-        self._shared = _Shared()
-        self._groups: tuple[str, ...] | None = None
+        self._shared = _Shared(self.entries)
+        self._places: list[int] | None = None  # where a scoped view's parameters stand among all
 
     def __iter__(self) -> Iterator[GradientSlice]:
         return iter(self.entries)
@@ -78,12 +80,13 @@ class Gradients:
 
     def scoped(self, groups: Collection[str]) -> "Gradients":
         """Return a view of the parameters in `groups`; ValueError if none is."""
-        chosen = [e for e in self.entries if e.group in groups]
-        if not chosen:
-            known = ", ".join(sorted({e.group for e in self.entries}))
+        everything = self._shared.entries
+        places = [i for i, e in enumerate(everything) if e.group in groups]
+        if not places:
+            known = ", ".join(sorted({e.group for e in everything}))
             raise ValueError(f"parameter groups {sorted(groups)} hold no parameter; this run has {known}")
-        view = Gradients(chosen, self._all_reduce, None)
-        view._shared, view._groups = self._shared, tuple(sorted(groups))
+        view = Gradients([everything[i] for i in places], self._all_reduce, None)
+        view._shared, view._places = self._shared, places
         return view
 
     @property
@@ -105,43 +108,52 @@ class Gradients:
     def numel(self) -> int:
         return sum(e.numel for e in self.entries)
 
-    # statistics: one collective each
+    # statistics: one collective and one read on the host each, or together
+
+    def measure(self, *statistics: str) -> None:
+        """Take "norm", "mean_abs", "max_abs" or "nonfinite" of all parameters together, unless they are known.
+
+        All sums travel in one collective and are read on the host at once; what is asked later is then known.
+        """
+        missing = [s for s in dict.fromkeys(statistics) if s not in self._shared.memo]
+        for op in ("sum", "max"):
+            chosen = [s for s in missing if (s == "max_abs") == (op == "max")]
+            if chosen:
+                local = torch.stack([_local(self._shared.entries, s) for s in chosen])
+                self._shared.memo.update(zip(chosen, self._reduce(local, op).tolist()))
 
     def parameter_norms(self) -> Tensor:
-        """Return every parameter's L2 norm, float64 [P]."""
-        return self._remember("norms", lambda: self._per_parameter(2).square_(), "sum").sqrt()
+        """Return every parameter's L2 norm, float64 [P], on the host."""
+        return torch.tensor(self._measured("norm"), dtype=torch.float64).sqrt()
 
     def parameter_mean_abs(self) -> Tensor:
-        """Return every parameter's mean |g|, float64 [P]."""
-        sums = self._remember("abs", lambda: self._per_parameter(1), "sum")
-        counts = torch.tensor([max(e.numel, 1) for e in self.entries], dtype=torch.float64, device=sums.device)
-        return sums / counts
+        """Return every parameter's mean |g|, float64 [P], on the host."""
+        return torch.tensor(self._means(), dtype=torch.float64)
 
     def nonfinite_counts(self) -> Tensor:
-        """Return how many elements of every parameter are inf or nan, float64 [P]."""
-        return self._remember("nonfinite", self._count_nonfinite, "sum")
+        """Return how many elements of every parameter are inf or nan, float64 [P], on the host."""
+        return torch.tensor(self._measured("nonfinite"), dtype=torch.float64)
 
     def norm(self) -> float:
         """Return the global L2 norm."""
-        return self._float("norm", lambda: self.parameter_norms().square().sum().sqrt())
+        return math.sqrt(sum(self._measured("norm")))
 
     def mean_abs(self) -> float:
         """Return the mean over parameters of each one's mean |g|, so that all count the same, whatever size."""
-        return self._float("mean_abs", lambda: self.parameter_mean_abs().mean())
+        return sum(self._means()) / max(len(self), 1)
 
     def element_mean_abs(self) -> float:
         """Return the mean of |g| over all elements."""
-        return self._float(
-            "element_mean_abs", lambda: self._remember("abs", lambda: self._per_parameter(1), "sum").sum() / self.numel
-        )
+        return sum(self._measured("mean_abs")) / max(self.numel, 1)
 
     def max_abs(self) -> float:
         """Return the largest |g|."""
-        return self._float("max_abs", lambda: self._remember("max", lambda: self._per_parameter(math.inf), "max").max())
+        found = self._measured("max_abs")
+        return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
     def nonfinite_count(self) -> int:
         """Return how many elements are inf or nan."""
-        return int(self._float("nonfinite_count", lambda: self.nonfinite_counts().sum()))
+        return int(sum(self._measured("nonfinite")))
 
     # edits: in place, no host synchronisation
 
@@ -237,39 +249,31 @@ class Gradients:
     def _reduce(self, local: Tensor, op: str) -> Tensor:
         return local if self._all_reduce is None else self._all_reduce(local, op)
 
-    def _remember(self, what: str, compute: Callable[[], Tensor], op: str) -> Tensor:
-        key = (what, self._groups)
-        if key not in self._shared.memo:
-            self._shared.memo[key] = self._reduce(compute(), op)
-        return self._shared.memo[key]
+    def _measured(self, statistic: str) -> list[float]:
+        self.measure(statistic)
+        values = self._shared.memo[statistic]
+        return values if self._places is None else [values[i] for i in self._places]
 
-    def _float(self, what: str, compute: Callable[[], Tensor]) -> float:
-        key = (what, self._groups)
-        if key not in self._shared.memo:
-            self._shared.memo[key] = compute().item()  # the statistic's only read on the host
-        return self._shared.memo[key]
+    def _means(self) -> list[float]:
+        return [total / max(e.numel, 1) for total, e in zip(self._measured("mean_abs"), self.entries)]
 
-    def _per_parameter(self, order: float) -> Tensor:
-        """Return the local slices' norms of this order, float64 [P], 0 for empty slices."""
-        grads = self._filled()
-        device = self.entries[0].grad.device if self.entries else torch.device("cpu")
-        if not grads:
-            return torch.zeros(len(self.entries), dtype=torch.float64, device=device)
-        if device.type == "cpu":
-            norms = torch.stack([_accurate_norm(g, order) for g in grads])
-        else:
-            # On CPU float32 norms add up one by one and lose 1e-5 over millions of elements; GPUs reduce in trees.
-            wide = torch.float32 if grads[0].is_cuda and grads[0].dtype != torch.float64 else torch.float64
-            norms = torch.stack(torch._foreach_norm(grads, order, dtype=wide)).double()
-        if len(grads) == len(self.entries):
-            return norms
-        filled = torch.tensor([i for i, e in enumerate(self.entries) if e.grad.numel()], device=device)
-        return torch.zeros(len(self.entries), dtype=torch.float64, device=device).index_copy_(0, filled, norms)
 
-    def _count_nonfinite(self) -> Tensor:
-        counts = [(~torch.isfinite(e.grad)).sum() for e in self.entries]
-        device = self.entries[0].grad.device if self.entries else torch.device("cpu")
-        return torch.stack(counts).double() if counts else torch.zeros(0, dtype=torch.float64, device=device)
+def _local(entries: Sequence[GradientSlice], statistic: str) -> Tensor:
+    """Return this rank's share of a statistic, float64 [P]: squares, |g| or bad elements summed, or the largest |g|."""
+    if not entries:
+        return torch.zeros(0, dtype=torch.float64)
+    if statistic == "nonfinite":
+        return torch.stack([(~torch.isfinite(e.grad)).sum() for e in entries]).double()
+    grads, order = [e.grad for e in entries if e.grad.numel()], ORDERS[statistic]
+    if entries[0].grad.is_cuda:  # a few kernels for all slices; CUDA's reductions add in trees, so float32 is enough
+        wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+        norms = torch._foreach_norm(grads, order, dtype=wide) if grads else ()
+    else:
+        norms = tuple(_accurate_norm(g, order) for g in grads)
+    empty = torch.zeros((), dtype=norms[0].dtype if norms else torch.float64, device=entries[0].grad.device)
+    found = iter(norms)
+    values = torch.stack([next(found) if e.grad.numel() else empty for e in entries]).double()
+    return values.square_() if statistic == "norm" else values
 
 
 def _accurate_norm(flat: Tensor, order: float) -> Tensor:

@@ -13,6 +13,7 @@ class StopOnNonFinite(GradientPolicy):
     """
 
     name: ClassVar[str] = "stop_on_non_finite"
+    reads: tuple[str, ...] = ("norm",)
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         if not is_finite_step(gradients, context):
@@ -24,6 +25,7 @@ class SkipNonFinite(GradientPolicy):
     """Skip the step, and stop after more than `limit` such steps in a row (bad weights never recover)."""
 
     name: ClassVar[str] = "skip_non_finite"
+    reads: tuple[str, ...] = ("norm",)
 
     def __init__(self, limit: int = 3) -> None:
         if limit < 1:

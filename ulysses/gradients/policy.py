@@ -1,6 +1,7 @@
 """What a gradient policy is, and how several act in order.
 
-    observe (all policies, untouched gradient) -> apply (in order; each sees what the one before left) -> refresh
+    measure (once for all) -> observe (all policies, untouched gradient)
+                           -> apply (in order; each sees what the one before left) -> refresh
 
 Policies act once per optimizer step on the accumulated, averaged gradient, just before the optimizer.
 """
@@ -47,10 +48,13 @@ class GradientPolicy(Protocol):
     """See, and possibly change, the reduced gradient once per optimizer step.
 
     Decisions must come from the floats that `Gradients` returns (equal on all ranks), the context and own state.
-    State is plain JSON. The report's keys begin with "grad/".
+    State is plain JSON. The report's keys begin with "grad/". `reads` names what it always asks of the untouched
+    gradient ("norm", "mean_abs"), so that a chain takes everything by one collective and one read on the host; a
+    statistic that is not named there still works, by itself.
     """
 
     name: ClassVar[str]
+    reads: tuple[str, ...] = ()
 
     def observe(self, gradients: Gradients, context: StepContext) -> None:
         """Look at the gradient before any policy has changed it; called on all policies first."""
@@ -85,6 +89,7 @@ class GradientPolicyChain:
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         """Run the chain once; return the merged reports. Act on `context` afterwards."""
+        gradients.measure(*(statistic for policy in self.policies for statistic in policy.reads))
         report: Report = {} if self.watch is None else self.watch(gradients, context)
         for policy in self.policies:
             policy.observe(gradients, context)
@@ -129,6 +134,7 @@ class Scoped(GradientPolicy):
         if not groups:
             raise ValueError("groups is empty but must name at least one parameter group")
         self.policy = policy
+        self.reads = policy.reads
         self.groups = tuple(groups)
 
     def observe(self, gradients: Gradients, context: StepContext) -> None:

@@ -68,24 +68,33 @@ def row_sums(tensors: Sequence[Tensor], entries: Sequence[FlatSlice], *, squares
     """Return this rank's share of every row's sum (of squares), float64 [R], for flat tensors sliced like `entries`."""
     starts = row_starts(entries)
     device = tensors[0].device if tensors else torch.device("cpu")
-    sums = torch.zeros(starts[-1], dtype=torch.float64, device=device)
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    sums = torch.zeros(starts[-1], dtype=wide, device=device)
     for tensor, entry, first in zip(tensors, entries, starts):
-        for elements, rows, length in _parts(entry, first):
+        for elements, rows, length in _parts(entry, first):  # a slice has at most one part of each row
             part = tensor[elements].view(-1, length)
-            wide = part.double() if part.dtype == torch.float64 else part.float()
-            sums[rows] += torch.linalg.vector_norm(wide, dim=1).double().square() if squares else wide.sum(1).double()
-    return sums
+            if squares:
+                torch.linalg.vector_norm(part, dim=1, dtype=wide, out=sums[rows])
+            else:
+                torch.sum(part, dim=1, dtype=wide, out=sums[rows])
+    return sums.double().square_() if squares else sums.double()
 
 
 def subtract_rows(entries: Sequence[FlatSlice], values: Tensor) -> None:
     """Subtract each row's value from its elements, in place."""
-    for entry, first in zip(entries, row_starts(entries)):
-        for elements, rows, length in _parts(entry, first):
-            entry.grad[elements].view(-1, length).sub_(values[rows, None].to(entry.grad.dtype))
+    for part, numbers in _with_values(entries, values):
+        part.sub_(numbers)
 
 
 def scale_rows(entries: Sequence[FlatSlice], values: Tensor) -> None:
     """Multiply each row's elements by its value, in place."""
+    for part, numbers in _with_values(entries, values):
+        part.mul_(numbers)
+
+
+def _with_values(entries: Sequence[FlatSlice], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield every part as [rows, length] with its rows' values [rows, 1]."""
+    cast = {dtype: values.to(dtype) for dtype in {e.grad.dtype for e in entries}}
     for entry, first in zip(entries, row_starts(entries)):
         for elements, rows, length in _parts(entry, first):
-            entry.grad[elements].view(-1, length).mul_(values[rows, None].to(entry.grad.dtype))
+            yield entry.grad[elements].view(-1, length), cast[entry.grad.dtype][rows, None]

@@ -13,6 +13,7 @@ class ScaleSmallGradients(GradientPolicy):
     """
 
     name: ClassVar[str] = "scale_small_gradients"
+    reads: tuple[str, ...] = ("mean_abs",)
 
     def __init__(self, threshold: float = 1e-4, factor: float = 1.5) -> None:
         if threshold < 0 or factor <= 0:

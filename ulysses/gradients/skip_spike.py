@@ -16,6 +16,7 @@ class SkipSpike(GradientPolicy):
     """
 
     name: ClassVar[str] = "skip_spike"
+    reads: tuple[str, ...] = ("norm",)
 
     def __init__(self, sigma: float = 6.0, window: int = 128, warmup: int = 32) -> None:
         if sigma <= 0 or not 2 <= warmup <= window:

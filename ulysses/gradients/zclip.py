@@ -15,6 +15,7 @@ class ZClip(GradientPolicy):
     """
 
     name: ClassVar[str] = "zclip"
+    reads: tuple[str, ...] = ("norm",)
 
     def __init__(self, threshold: float = 2.5, decay: float = 0.97, warmup: int = 25) -> None:
         if threshold <= 0 or not 0 < decay < 1 or warmup < 2:

@@ -97,6 +97,7 @@ class Trainer:
             self.engine.backward(sum(scaled) * float(self.mesh.world_size), last=i == len(batches) - 1)
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
             self._next = (step + 1, self._prepare(step + 1))  # host work while the device still computes
+        gradients = self.engine.gradients()  # built while the device still computes
         metrics.add_sum("stop", float(self.stop_wanted))
         values = metrics.reduce()
         self.stop_requested = values.pop("stop") > 0
@@ -105,7 +106,7 @@ class Trainer:
         if step == 0:
             self.stage.check_first_step(values)
         context = StepContext(step=step, total_steps=self.total_steps, loss=values["loss"], lr=self.learning_rate(step), seed=self.seed)
-        report = self.policies.apply(self.engine.gradients(), context)
+        report = self.policies.apply(gradients, context)
         if context.stop:
             raise FloatingPointError(f"{context.stop}; examples {self.loader.indices(*self._position(step))[:8]} ... of the data")
         if context.skip or not self.stage.accepts(values):

@@ -48,6 +48,7 @@ def zero_gradients(zero: Any, names: dict[int, str], device: torch.device) -> Gr
     rank, entries = dist.get_rank(), []
     for index, parameters in enumerate(zero.fp16_groups):
         master = zero.fp32_partitioned_groups_flat[index]
+        weights = master.detach()
         group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]].get("scope", "default")
         offset = 0
         for j, p in enumerate(parameters):
@@ -58,7 +59,7 @@ def zero_gradients(zero: Any, names: dict[int, str], device: torch.device) -> Gr
             entries.append(
                 GradientSlice(
                     name=names[id(p)], shape=tuple(p.ds_shape), numel=p.ds_numel, grad=whole[:real], start=start, group=group,
-                    weight=master.detach().narrow(0, offset, real),
+                    weight=weights.narrow(0, offset, real),
                 )
             )  # fmt: skip
             offset += size
