@@ -2,19 +2,20 @@
 
 import random
 import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ulysses.parallel import all_to_all
+from ulysses.parallel import UlyssesAttention, all_to_all
 from ulysses.parallel.layout import (
     arc_calls,
     causal_cost,
+    causal_prefix,
     head_layout,
     padded_total,
     row_sets,
-    shard_order,
     shard_ranges,
 )
 from ulysses.parallel.plan import dense_plan, packed_plan
@@ -43,12 +44,14 @@ class SimulatedGroup:
 
     def __init__(self, ranks):
         self.board, self.barrier = [None] * ranks, threading.Barrier(ranks, timeout=20)
+        self.received = [[] for _ in range(ranks)]  # elements that reached each rank, call by call
 
     def all_to_all_single(self, received, send, output_splits=None, input_splits=None, *, group):
         rank, ranks = group, len(self.board)
         self.board[rank] = send.flatten().split(input_splits or [send.numel() // ranks] * ranks)
         self.barrier.wait()
         received.copy_(torch.cat([parts[rank] for parts in self.board]).view(received.shape))
+        self.received[rank].append(received.numel())
         assert [p[rank].numel() for p in self.board] == list(output_splits or [send.numel() // ranks] * ranks)
         self.barrier.wait()
 
@@ -119,7 +122,41 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
         assert torch.equal(back, query[mine]) and torch.equal(again, got[0])
         copies = plan.row_parallel_size * layout.repeat  # the adjoint sums all copies
         assert torch.equal(grads[0], query[mine])
+        # Every key and value arrives once per slot, every query row once; gradients go back the same way.
+        rows_and_keys = total // plan.row_parallel_size * layout.query + 2 * total * layout.key
+        if sp > 1:
+            sizes = group.received[rank]
+            assert sizes[0] == sizes[2] == rows_and_keys and sizes[1] == sizes[3] == len(mine) * num_heads
         assert torch.equal(grads[1], copies * key[mine]) and torch.equal(grads[2], -copies * key[mine])
+
+
+@pytest.mark.parametrize(("heads", "sp"), [((14, 2), 4), ((3, 1), 2), ((28, 4), 8), ((14, 2), 8), ((32, 8), 3)])
+def test_no_key_is_copied_for_a_second_piece_of_rows(heads, sp, monkeypatch):
+    """All pieces of a rank's rows attend to slices of one buffer that holds every key and value once."""
+    num_heads, num_kv_heads = heads
+    group = SimulatedGroup(sp)
+    monkeypatch.setattr(all_to_all, "dist", group)
+    cu = with_tail([90, 1, 400, 7], sp)
+    key_heads = head_layout(num_heads, num_kv_heads, simulated_mesh(sp, 0, num_heads).head_parallel_size).key
+    seen = [[] for _ in range(sp)]
+
+    def on_rank(rank):
+        mesh = simulated_mesh(sp, rank, num_heads, rank)
+        plan = packed_plan(cu, row_sets(cu, mesh.row_parallel_size, mesh.head_parallel_size), mesh, "cpu")
+
+        def kernel(q, k, v, **_):
+            seen[rank].append((k, v))
+            return q
+
+        q, k = (torch.ones(plan.local_tokens, h, 4) for h in heads)
+        UlyssesAttention(mesh, *heads, 4, kernel)(q, k, k, plan=plan)
+        return plan
+
+    for plan, calls in zip(group.run(on_rank), seen):
+        assert len(calls) == len(plan.calls)
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for pair in calls for x in pair}
+        assert list(storages.values()) == [4 * plan.total * 2 * key_heads * 4]
+    assert max(map(len, seen)) > 1
 
 
 @pytest.mark.parametrize(("batch", "sp", "num_heads"), [(1, 4, 14), (3, 2, 4), (3, 4, 14), (2, 3, 2)])
@@ -150,8 +187,7 @@ def test_row_sets_partition_the_pack_and_calls_cover_every_row(rows):
     cu = with_tail(RAGGED, rows)
     sets = row_sets(cu, rows)
     assert len({sum(b - a for a, b in arcs) for arcs in sets}) == 1
-    order = shard_order(sets)
-    order = torch.arange(int(cu[-1])) if order is None else order
+    order = torch.cat([torch.arange(a, b) for arcs in sets for a, b in arcs])
     assert torch.equal(order.sort().values, torch.arange(int(cu[-1])))
     documents = torch.bucketize(torch.arange(int(cu[-1])), cu[1:], right=True)
     for arcs in sets:
@@ -185,8 +221,39 @@ def test_causal_cost_is_balanced(rows):
     assert cost_spread([32768], rows) < 0.05
     assert cost_spread([*mixed, 16000], rows) < 0.05
     assert cost_spread([16000, *mixed], rows) < 0.05
-    assert cost_spread(mixed, rows) < 0.05
+    assert cost_spread([1] * 5000 + [30000], rows) < 0.05
+    assert cost_spread([4096] * 9, rows) < 0.05
     assert cost_spread([8192, 3, 1, 5000, 700, 1, 20000], rows) < 0.05
+    for _ in range(20):
+        lengths = [int(10 ** draw.uniform(0, 4.5)) for _ in range(draw.randint(1, 80))]
+        if sum(lengths) > 2000:
+            assert cost_spread(lengths, rows) < 0.05, lengths
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("sp", range(1, 17))
+def test_a_million_tokens(heads, sp):
+    """Every token on one rank, equal shards, equal work, few pieces: one sequence, and a pack of 2,000."""
+    mesh = simulated_mesh(sp, 0, heads[0])
+    draw = random.Random(sp)
+    for lengths in ([1 << 20], [draw.randint(1, 1000) for _ in range(2000)]):
+        cu = with_tail(lengths, sp)
+        sets = row_sets(cu, mesh.row_parallel_size, mesh.head_parallel_size)
+        shards = [shard_ranges(sets, rank, mesh.head_parallel_size) for rank in range(sp)]
+        held = sorted(piece for pieces in shards for piece in pieces)
+        assert held[0][0] == 0 and held[-1][1] == cu[-1] and all(a[1] == b[0] for a, b in pairwise(held))
+        assert {sum(b - a for a, b in pieces) for pieces in shards} == {int(cu[-1]) // sp}
+        costs = [causal_cost(cu, arcs) for arcs in sets]
+        assert max(costs) < 1.005 * sum(costs) / len(costs) and min(costs) > 0.995 * sum(costs) / len(costs)
+        assert sum(map(len, sets)) <= 2 * mesh.row_parallel_size - 1
+
+
+def test_costs_are_counted_as_a_kernel_would():
+    cu = with_tail(RAGGED, 4)
+    row_costs = torch.cat([torch.arange(1, n + 1) for n in (cu[1:] - cu[:-1]).tolist()])
+    every = causal_prefix(cu, torch.arange(int(cu[-1]) + 1))
+    assert torch.equal(every[1:] - every[:-1], row_costs)
+    assert causal_cost(cu, [(3, 40), (41, 100)]) == int(row_costs[3:40].sum() + row_costs[41:100].sum())
 
 
 def test_contiguous_shards_would_not_be_balanced():

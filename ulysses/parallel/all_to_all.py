@@ -19,6 +19,7 @@ Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E he
 row-parallel size; `query` and `key` are the heads on one rank after the exchange (HeadLayout).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -100,32 +101,40 @@ def exchange_qkv_forward(
     if plan.ranks == 1:
         return query, key, value
     heads = head_layout(query.shape[1], key.shape[1], plan.head_parallel_size)
-    send = _Regions(query, heads, plan)
-    send.near[..., : heads.query, :].copy_(_by_rank(query, plan))
-    for region in send.key_regions():
-        _write_heads(region[..., : heads.key, :], key, heads)
-        _write_heads(region[..., heads.key :, :], value, heads)
-    return _split_heads(send.exchange(plan), heads, plan)
+    send = _Regions(None, query, heads, plan)
+    send.near[:, :, : heads.query].copy_(_by_rank(query, plan))
+    for part in send.key_parts:
+        _write_heads(part[:, :, : heads.key], key, heads)
+        _write_heads(part[:, :, heads.key :], value, heads)
+    return _split_heads(send.exchange(heads, plan), heads, plan)
 
 
 def _split_heads(got: "_Regions", heads: HeadLayout, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
-    near = got.near.flatten(0, 1)
-    query = near[:, : heads.query]
-    if plan.query_order is not None:
-        query = query.index_select(0, plan.query_order)
-    elif plan.row_parallel_size > 1:
-        query = query.contiguous()  # a view would keep the keys' receive buffer alive beside their packed copy
-    if plan.order is None and plan.row_parallel_size == 1:
-        keys = near[:, heads.query :]
+    query = _to_rows(got.near[:, :, : heads.query], plan)
+    if plan.row_parallel_size == 1:
+        keys = _to_rows(got.near[:, :, heads.query :], plan)
     else:
-        keys = near.new_empty(plan.total, 2 * heads.key, near.shape[-1])
-        for region, at in zip(got.key_regions(), got.row_spans(plan)):
-            rows = region.flatten(0, -4).flatten(0, 1)
-            if plan.order is None:
-                keys[slice(*at)] = rows
-            else:
-                keys.index_copy_(0, plan.order[slice(*at)], rows)
+        query = query.contiguous()  # a view would keep the keys' receive buffer alive beside their packed copy
+        keys = got.flat.new_empty(plan.total, 2 * heads.key, got.near.shape[-1])
+        for part, pieces in zip(got.key_parts, plan.pieces):
+            rows = _to_rows(part, plan).split([b - a for a, b in pieces])
+            for (a, b), values in zip(pieces, rows):
+                keys[a:b] = values
     return query, keys[:, : heads.key], keys[:, heads.key :]
+
+
+def _to_rows(values: Tensor, plan: AttentionPlan) -> Tensor:
+    """Put what U ranks hold of a row set [U, S, ...] into packed order [U * S, ...]; a copy only in a dense batch."""
+    if plan.batch == 1:
+        return values.flatten(0, 1)
+    return values.unflatten(1, (plan.batch, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def _to_ranks(rows: Tensor, plan: AttentionPlan) -> Tensor:
+    """Undo `_to_rows`."""
+    if plan.batch == 1:
+        return rows.unflatten(0, (plan.head_parallel_size, -1))
+    return rows.unflatten(0, (plan.batch, plan.head_parallel_size, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def exchange_qkv_backward(
@@ -135,18 +144,15 @@ def exchange_qkv_backward(
     if plan.ranks == 1:
         return dquery, dkey, dvalue
     heads = head_layout(num_heads, num_kv_heads, plan.head_parallel_size)
-    send = _Regions(dquery, heads, plan)
-    near = send.near.flatten(0, 1)
-    if plan.query_inverse is not None:
-        dquery = dquery.index_select(0, plan.query_inverse)
-    near[:, : heads.query].copy_(dquery)
-    for region, at in zip(send.key_regions(), send.row_spans(plan)):
-        rows = region.flatten(0, -4).flatten(0, 1)
-        for grad, part in ((dkey, rows[:, : heads.key]), (dvalue, rows[:, heads.key :])):
-            part.copy_(grad[slice(*at)] if plan.order is None else grad.index_select(0, plan.order[slice(*at)]))
-    got = send.exchange(plan)
+    send = _Regions(None, dquery, heads, plan)
+    send.near[:, :, : heads.query].copy_(_to_ranks(dquery, plan))
+    for part, pieces in zip(send.key_parts, plan.pieces):
+        for grad, slots in ((dkey, slice(heads.key)), (dvalue, slice(heads.key, None))):
+            rows = [grad[a:b] for a, b in pieces]
+            part[:, :, slots].copy_(_to_ranks(rows[0] if len(rows) == 1 else torch.cat(rows), plan))
+    got = send.exchange(heads, plan)
     dquery = got.near[..., : heads.query, :].transpose(0, 1).flatten(1, 2)
-    total = _sum_rows(got)
+    total = _sum_rows(got.key_parts)
     return (
         dquery,
         _sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
@@ -160,45 +166,23 @@ class _Regions:
     `near` goes to, or came from, the ranks of this rank's own row set r; the send and receive buffers look the same.
     """
 
-    def __init__(self, like: Tensor, heads: HeadLayout, plan: AttentionPlan):
-        ranks, rows, me = plan.head_parallel_size, plan.row_parallel_size, plan.row_set
-        tokens, width = plan.local_tokens, like.shape[-1]
-        self.heads = heads
-        self.splits: list[int] | None = None
-        far = tokens * 2 * heads.key * width
-        wide = tokens * (heads.query + 2 * heads.key) * width
-        self.shape = (ranks, tokens, 2 * heads.key, width)
-        self.counts = (me, rows - 1 - me)
-        if rows > 1:
-            self.splits = [wide if r == me else far for r in range(rows) for _ in range(ranks)]
-        sizes = (me * ranks * far, ranks * wide, (rows - 1 - me) * ranks * far)
-        self._set(like.new_empty(sum(sizes)), sizes)
+    def __init__(self, flat: Tensor | None, like: Tensor, heads: HeadLayout, plan: AttentionPlan):
+        ranks, rows, mine = plan.head_parallel_size, plan.row_parallel_size, plan.row_set
+        shape = (ranks, plan.local_tokens, 2 * heads.key, like.shape[-1])
+        far = math.prod(shape[1:])
+        wide = far + plan.local_tokens * heads.query * like.shape[-1]
+        sizes = (mine * ranks * far, ranks * wide, (rows - 1 - mine) * ranks * far)
+        self.splits = None if rows == 1 else [wide if r == mine else far for r in range(rows) for _ in range(ranks)]
+        self.flat = like.new_empty(sum(sizes)) if flat is None else flat
+        before, near, after = self.flat.split(sizes)
+        self.near = near.view(ranks, plan.local_tokens, -1, like.shape[-1])
+        own = self.near[:, :, heads.query :]
+        self.key_parts = [*before.view(-1, *shape), own, *after.view(-1, *shape)]  # k | v of every row set
 
-    def _set(self, flat: Tensor, sizes: tuple[int, ...]) -> None:
-        self.flat, self.sizes = flat, sizes
-        before, near, after = flat.split(sizes)
-        ranks, tokens, _, width = self.shape
-        self.near = near.view(ranks, tokens, -1, width)
-        self.before = before.view(self.counts[0], *self.shape)
-        self.after = after.view(self.counts[1], *self.shape)
-
-    def key_regions(self) -> list[Tensor]:
-        """The k | v parts [rows, U, S, 2 key, E] in rank order."""
-        return [self.before, self.near[None, :, :, self.heads.query :], self.after]
-
-    def row_spans(self, plan: AttentionPlan) -> list[tuple[int, int]]:
-        """Which tokens, in rank order, each key region covers."""
-        size = plan.head_parallel_size * plan.local_tokens
-        first, second = plan.row_set * size, (plan.row_set + 1) * size
-        return [(0, first), (first, second), (second, plan.total)]
-
-    def exchange(self, plan: AttentionPlan) -> "_Regions":
+    def exchange(self, heads: HeadLayout, plan: AttentionPlan) -> "_Regions":
         received = torch.empty_like(self.flat)
         dist.all_to_all_single(received, self.flat, self.splits, self.splits, group=plan.group)
-        got = object.__new__(_Regions)
-        got.heads, got.shape, got.counts, got.splits = self.heads, self.shape, self.counts, self.splits
-        got._set(received, self.sizes)
-        return got
+        return _Regions(received, self.near, heads, plan)
 
 
 def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
@@ -206,30 +190,24 @@ def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
     return values.unflatten(1, (plan.head_parallel_size, -1)).transpose(0, 1)
 
 
-def _write_heads(region: Tensor, values: Tensor, heads: HeadLayout) -> None:
-    """Write kv heads [S, K, E] for every destination: region [rows, U, S, key, E], slot j gets head j // repeat."""
-    if region.shape[0] == 0:
-        return
-    ranks, repeat = region.shape[1], heads.repeat
-    if repeat == 1:
-        region.copy_(values.unflatten(1, (ranks, heads.key)).transpose(0, 1))
+def _write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
+    """Write kv heads [S, K, E] for U ranks: part [U, S, key, E], slot j of the U * key gets head j // repeat."""
+    if heads.repeat == 1:
+        part.copy_(values.unflatten(1, (-1, heads.key)).transpose(0, 1))
     elif heads.key == 1:
-        region.unflatten(1, (-1, repeat)).copy_(values.transpose(0, 1)[:, None, :, None])
+        part.unflatten(0, (-1, heads.repeat)).copy_(values.transpose(0, 1)[:, None, :, None])
     else:  # a block straddles kv groups
-        for u in range(ranks):
-            slots = torch.arange(u * heads.key, (u + 1) * heads.key) // repeat
-            for slot, head in enumerate(slots.tolist()):
-                region[:, u, :, slot].copy_(values[:, head])
+        for slot in range(part.shape[0] * heads.key):
+            part[slot // heads.key, :, slot % heads.key].copy_(values[:, slot // heads.repeat])
 
 
-def _sum_rows(got: _Regions) -> Tensor:
-    """Sum the k | v gradients over row sets [U, S, 2 key, E], in float32 or better."""
-    near = got.key_regions()[1][0]
-    if got.counts == (0, 0):
-        return near
-    total = near.to(torch.promote_types(near.dtype, torch.float32), copy=True)
-    for region in (*got.before, *got.after):
-        total += region
+def _sum_rows(parts: list[Tensor]) -> Tensor:
+    """Sum the k | v gradients of all row sets [U, S, 2 key, E], in float32 or better."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
     return total
 
 
@@ -262,18 +240,15 @@ def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
     """Do `exchange_out` without recording a graph."""
     if plan.ranks == 1:
         return output
-    if plan.query_inverse is not None:
-        output = output.index_select(0, plan.query_inverse)
-    received = _exchange_near(output.contiguous(), plan)
-    return received.unflatten(0, (plan.head_parallel_size, -1)).transpose(0, 1).flatten(1, 2)
+    received = _exchange_near(_to_ranks(output, plan).contiguous(), plan)
+    return received.transpose(0, 1).flatten(1, 2)
 
 
 def exchange_out_backward(grad: Tensor, plan: AttentionPlan) -> Tensor:
     """Apply the adjoint of `exchange_out`: [S, H, E] -> [T/R, H/U, E]."""
     if plan.ranks == 1:
         return grad
-    grad = _exchange_near(_by_rank(grad, plan).contiguous(), plan).flatten(0, 1)
-    return grad if plan.query_order is None else grad.index_select(0, plan.query_order)
+    return _to_rows(_exchange_near(_by_rank(grad, plan).contiguous(), plan), plan)
 
 
 def _exchange_near(send: Tensor, plan: AttentionPlan) -> Tensor:

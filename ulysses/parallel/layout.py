@@ -84,14 +84,12 @@ def row_sets(cu_seqlens: Tensor, row_parallel_size: int, head_parallel_size: int
         raise ValueError(f"{total} tokens do not split evenly over {row_parallel_size * head_parallel_size} ranks")
     if row_parallel_size == 1:
         return [[(0, total)]]
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
-    cost = torch.arange(1, total + 1, dtype=torch.int64) - starts  # row p of a document meets p + 1 keys
+    cu = cu_seqlens.long()
     size = total // row_parallel_size
     left: list[Range] = [(0, total)]
     sets = []
     for remaining in range(row_parallel_size, 1, -1):
-        begin = _balanced_window(torch.cat([cost[a:b] for a, b in left]), size, remaining)
+        begin = _balanced_window(cu, left, size, remaining)
         taken = _cut(left, begin, min(begin + size, size * remaining))
         wrapped = begin + size - size * remaining
         if wrapped > 0:
@@ -105,22 +103,38 @@ def row_sets(cu_seqlens: Tensor, row_parallel_size: int, head_parallel_size: int
     return sets
 
 
-def _balanced_window(cost: Tensor, size: int, remaining: int) -> int:
-    """Start of the circular window of `size` tokens whose cost is 1/remaining of the whole."""
-    prefix = torch.zeros(cost.numel() + 1, dtype=torch.int64)
-    torch.cumsum(cost, 0, out=prefix[1:])
-    whole = int(prefix[-1])
-    straight = prefix[size:] - prefix[:-size]
-    windows = torch.cat([straight, _around(prefix, size)])
-    error = (windows * remaining - whole).abs()
-    good = torch.nonzero(error * 500 <= whole)  # within 0.2%, the first window: it cuts the least
-    return int(good[0]) if good.numel() else int(error.argmin())
+def _balanced_window(cu: Tensor, left: list[Range], size: int, remaining: int) -> int:
+    """Where in the circle of the arcs `left` a window of `size` tokens has 1/remaining of the whole cost.
 
+    Moved by one token, a window gains the cost of the row it takes and loses that of the row it leaves. Both grow by
+    one per token, so its cost is linear in its start wherever neither end passes the start of a document or an arc.
+    """
+    arcs = torch.tensor(left)
+    offsets = torch.cat([arcs.new_zeros(1), (arcs[:, 1] - arcs[:, 0]).cumsum(0)])
+    count = size * remaining
+    costs = causal_prefix(cu, arcs)
+    before = torch.cat([costs.new_zeros(1), (costs[:, 1] - costs[:, 0]).cumsum(0)])
 
-def _around(prefix: Tensor, size: int) -> Tensor:
-    """Cost of the circular windows that start in the last size - 1 tokens."""
-    count = prefix.numel() - 1
-    return prefix[-1] - prefix[count - size + 1 : count] + prefix[1:size]
+    def prefix(at: Tensor) -> Tensor:
+        arc = torch.bucketize(at, offsets[1:-1], right=True)
+        return before[arc] + causal_prefix(cu, arcs[arc, 0] + at - offsets[arc]) - costs[arc, 0]
+
+    arc = (torch.bucketize(cu, arcs[:, 0], right=True) - 1).clamp(min=0)
+    inside = (cu >= arcs[arc, 0]) & (cu < arcs[arc, 1])
+    corners = torch.cat([offsets[:-1], (offsets[arc] + cu - arcs[arc, 0])[inside]])
+    starts = torch.cat([corners, (corners - size) % count]).unique()
+    stops = starts + size
+    windows = prefix(stops.clamp(max=count)) - prefix(starts) + prefix((stops - count).clamp(min=0))
+    target = int(before[-1]) // remaining
+    error = windows - target
+    following = error.roll(-1)
+    # The windows' mean is the target, so some window meets it. The first within 0.2% cuts the fewest documents.
+    first = int(torch.nonzero((error.abs() * 500 <= target) | (error.sign() * following.sign() < 0))[0])
+    if abs(int(error[first])) * 500 <= target:
+        return int(starts[first])
+    end = int(starts[first + 1]) if first + 1 < starts.numel() else count
+    begin, slope = int(starts[first]), int(following[first] - error[first])
+    return begin + round(-int(error[first]) * (end - begin) / slope)
 
 
 def _cut(arcs: list[Range], start: int, stop: int) -> list[Range]:
@@ -150,14 +164,6 @@ def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int)
     size = sum(b - a for a, b in arcs) // head_parallel_size
     part = sp_rank % head_parallel_size
     return _cut(arcs, part * size, (part + 1) * size)
-
-
-def shard_order(sets: list[list[Range]]) -> Tensor | None:
-    """Packed index of every token in rank order [T] (host i64); None if ranks hold the pack in its own order."""
-    arcs = _merge([arc for arcs in sets for arc in arcs])
-    if len(arcs) == 1:
-        return None
-    return torch.cat([torch.arange(a, b, dtype=torch.int64) for a, b in arcs])
 
 
 class Segments(NamedTuple):
@@ -222,12 +228,14 @@ def _segments(cu_q: Tensor, cu_k: Tensor) -> Segments:
 
 def causal_cost(cu_seqlens: Tensor, arcs: list[Range]) -> int:
     """Count the query-key products of causal attention over these rows."""
-    cost = 0
-    for a, b in arcs:
-        first = int(torch.searchsorted(cu_seqlens, a, right=True)) - 1
-        while first < cu_seqlens.numel() - 1 and int(cu_seqlens[first]) < b:
-            start = int(cu_seqlens[first])
-            low, high = max(a, start) - start, min(b, int(cu_seqlens[first + 1])) - start
-            cost += (high * (high + 1) - low * (low + 1)) // 2
-            first += 1
-    return cost
+    costs = causal_prefix(cu_seqlens.long(), torch.tensor(arcs))
+    return int((costs[:, 1] - costs[:, 0]).sum())
+
+
+def causal_prefix(cu: Tensor, rows: Tensor) -> Tensor:
+    """Count the query-key products of causal attention over the packed rows before each of `rows` (host i64)."""
+    lengths = cu[1:] - cu[:-1]
+    before = torch.cat([cu.new_zeros(1), (lengths * (lengths + 1) // 2).cumsum(0)])
+    document = torch.bucketize(rows, cu, right=True) - 1
+    within = rows - cu[document]
+    return before[document] + within * (within + 1) // 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .device import to_device
-from .layout import ArcCall, Range, Segments, arc_calls, row_sets, shard_order
+from .layout import ArcCall, Range, Segments, arc_calls, row_sets
 from .mesh import ParallelMesh
 
 
@@ -20,8 +20,8 @@ from .mesh import ParallelMesh
 class AttentionPlan:
     """Say how this rank's tokens are exchanged and which varlen calls its attention makes.
 
-    order [T]: packed index of every token in rank order, None when that is 0, 1, 2, ...
-    query_order: packed order of this row set's tokens among those received, None when they arrive in it.
+    pieces: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
+    batch: 1, or the sequences of a dense batch, of each of which these ranks hold equal parts.
     calls: one per arc of the row set. cu_seqlens [N + 1] int32 and max_seqlen describe the whole pack.
     """
 
@@ -35,9 +35,8 @@ class AttentionPlan:
     max_seqlen: int
     documents: int
     calls: tuple[ArcCall, ...]
-    order: Tensor | None = None
-    query_order: Tensor | None = None
-    query_inverse: Tensor | None = None
+    pieces: tuple[tuple[Range, ...], ...]
+    batch: int = 1
 
     @property
     def ranks(self) -> int:
@@ -48,7 +47,7 @@ def packed_plan(
     cu_seqlens: Tensor, sets: list[list[Range]], mesh: ParallelMesh | None, device: torch.device | str
 ) -> AttentionPlan:
     """Plan the attention of a pack whose rows were dealt as `sets` (host `cu_seqlens`, tail included)."""
-    return _plan(cu_seqlens.long(), sets, shard_order(sets), mesh, device)
+    return _plan(cu_seqlens.long(), sets, mesh, device)
 
 
 def dense_plan(
@@ -67,11 +66,7 @@ def dense_plan(
     sets = [[(b * length + r * share, b * length + (r + 1) * share) for b in range(batch_size)] for r in range(rows)]
     if rows == 1:
         sets = [[(0, batch_size * length)]]
-    order = None
-    if batch_size > 1 and ranks > 1:
-        shards = torch.arange(ranks, dtype=torch.int64) * local_tokens
-        order = (shards[:, None, None] + starts[:, None] + torch.arange(local_tokens)).flatten()
-    return _plan(cu_seqlens, sets, order, mesh, device)
+    return _plan(cu_seqlens, sets, mesh, device, batch_size)
 
 
 def device_plan(
@@ -105,6 +100,7 @@ def device_plan(
         max_seqlen=longest,
         documents=cu_seqlens.numel() - 1,
         calls=(ArcCall((0, total), (0, total), segments, (0, total), segments),),
+        pieces=(((0, total),),),
     )
 
 
@@ -113,20 +109,11 @@ def _sizes(mesh: ParallelMesh | None) -> tuple[int, int]:
 
 
 def _plan(
-    cu_seqlens: Tensor,
-    sets: list[list[Range]],
-    order: Tensor | None,
-    mesh: ParallelMesh | None,
-    device: torch.device | str,
+    cu_seqlens: Tensor, sets: list[list[Range]], mesh: ParallelMesh | None, device: torch.device | str, batch: int = 1
 ) -> AttentionPlan:
     ranks, rows = _sizes(mesh)
     total = int(cu_seqlens[-1])
     row_set = mesh.sp_rank // mesh.head_parallel_size if mesh else 0
-    query_order = None
-    if order is not None:
-        received = order.view(rows, -1)[row_set]
-        if bool((received[1:] < received[:-1]).any()):
-            query_order = received.argsort()
     cu_device = to_device(cu_seqlens.int(), device)
     return AttentionPlan(
         group=mesh.sp_group if mesh else None,
@@ -139,9 +126,8 @@ def _plan(
         max_seqlen=int((cu_seqlens[1:] - cu_seqlens[:-1]).max()),
         documents=cu_seqlens.numel() - 1,
         calls=tuple(_on_device(call, cu_device, device) for call in arc_calls(cu_seqlens, sets[row_set])),
-        order=None if order is None else to_device(order, device),
-        query_order=None if query_order is None else to_device(query_order, device),
-        query_inverse=None if query_order is None else to_device(query_order.argsort(), device),
+        pieces=tuple(tuple(arcs) for arcs in sets),
+        batch=batch,
     )
 
 

@@ -92,9 +92,10 @@ def gather_tokens(values: Tensor, batch: "ShardedBatch") -> Tensor:
         parts = [torch.empty_like(gathered) for _ in range(batch.mesh.sequence_parallel_size)]
         dist.all_gather(parts, gathered, group=batch.mesh.sp_group)
         gathered = torch.cat(parts)
-    order = batch.attention_plan.order
-    if order is not None:
-        gathered = torch.empty_like(gathered).index_copy_(0, order, gathered)
+    ranges = [piece for pieces in batch.attention_plan.pieces for piece in pieces]
+    if len(ranges) > 1:
+        in_rank_order = gathered.split([b - a for a, b in ranges])
+        gathered = torch.cat([part for _, part in sorted(zip(ranges, in_rank_order), key=lambda both: both[0])])
     return gathered[: batch.num_tokens]
 
 
