@@ -1,6 +1,15 @@
 """Llama-3 and Qwen2.5 on packed, sequence-sharded batches."""
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
-from models.decoder import CausalLM, RewardModel, init_parameter, init_weights
+from models.decoder import CausalLM, LayerMemory, RewardModel, init_parameter, init_weights
 
-__all__ = ["ARCHITECTURES", "CausalLM", "ModelConfig", "RewardModel", "architecture", "init_parameter", "init_weights"]
+__all__ = [
+    "ARCHITECTURES",
+    "CausalLM",
+    "LayerMemory",
+    "ModelConfig",
+    "RewardModel",
+    "architecture",
+    "init_parameter",
+    "init_weights",
+]

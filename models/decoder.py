@@ -8,7 +8,7 @@ Shapes: S local tokens, D width, V vocabulary, N sequences.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,18 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
 
 Kernel = str | Callable[..., Any]
+
+
+class LayerMemory(NamedTuple):
+    """Say what the layers keep for backward; the fields are explained at `Decoder.set_memory`."""
+
+    recompute: str | Sequence[str] = "none"
+    tiling: TilingOptions | None = None
+    offloader: Offloader | None = None
+    offload: bool | Sequence[bool] = True
+
+
+KEEP_ALL = LayerMemory()
 
 
 class Decoder(nn.Module):
@@ -102,8 +114,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """Build a Llama-3 or Qwen2.5 language model whose weights are uninitialised memory until filled.
 
-    config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards. recompute,
-    tiling, offloader, offload: as in `Decoder.set_memory`. logits_tile: rows of one tile of the vocabulary projection.
+    config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards. memory: what
+    the layers keep for backward. logits_tile: rows of one tile of the vocabulary projection.
     `init_weights` or a loader fills the weights; names are those of transformers.
     """
 
@@ -113,16 +125,13 @@ class CausalLM(nn.Module):
         mesh: ParallelMesh | None = None,
         *,
         attention: Kernel = "auto",
-        recompute: str | Sequence[str] = "none",
-        tiling: TilingOptions | None = None,
-        offloader: Offloader | None = None,
-        offload: bool | Sequence[bool] = True,
+        memory: LayerMemory = KEEP_ALL,
         logits_tile: int | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config, mesh, attention)
-        self.model.set_memory(recompute, tiling, offloader, offload)
+        self.model.set_memory(*memory)
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = VocabularyHead(config, tied, logits_tile)
 
@@ -160,11 +169,6 @@ class CausalLM(nn.Module):
         assert logps is not None
         return LogProbs(logps, *others)
 
-    def tie_weights(self) -> None:
-        """Make lm_head share the embedding again, after the parameters were replaced (`to_empty` on meta weights)."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
 
 class RewardModel(nn.Module):
     """Build the decoder with a score per token: a reward model reads the last token's, a value model every one."""
@@ -175,24 +179,17 @@ class RewardModel(nn.Module):
         mesh: ParallelMesh | None = None,
         *,
         attention: Kernel = "auto",
-        recompute: str | Sequence[str] = "none",
-        tiling: TilingOptions | None = None,
-        offloader: Offloader | None = None,
-        offload: bool | Sequence[bool] = True,
+        memory: LayerMemory = KEEP_ALL,
     ) -> None:
         super().__init__()
         self.config = config
         self.model = Decoder(config, mesh, attention)
-        self.model.set_memory(recompute, tiling, offloader, offload)
+        self.model.set_memory(*memory)
         self.score = ScoreHead(config)
 
-    def forward(self, batch: ShardedBatch, *, noise_alpha: float = 0.0, noise_seed: int = 0) -> Tensor:
+    def forward(self, batch: ShardedBatch) -> Tensor:
         """Return values [S] float32, one per local token. All ranks of the sequence-parallel group call together."""
-        noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed) if noise_alpha > 0 else None
-        return self.score(self.model.norm(self.model(batch, noise)))
-
-    def tie_weights(self) -> None:
-        """Do nothing: there is no lm_head to tie."""
+        return self.score(self.model.norm(self.model(batch)))
 
 
 def init_parameter(

@@ -6,7 +6,6 @@ Shapes: S local tokens, M positions with a target, D width, V vocabulary.
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -53,10 +52,6 @@ class VocabularyHead(nn.Module):
             temperature=temperature,
             tile_rows=self.tile_rows,
         )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return whole logits [M, V] in the weight's dtype, for sampling one token at a time."""
-        return F.linear(hidden, self.weight)
 
 
 class ScoreHead(nn.Module):

@@ -77,7 +77,3 @@ class PolicyValue(nn.Module):
         )
         assert logps is not None and values is not None
         return PolicyValueOutput(logps, entropies, values)
-
-    def tie_weights(self) -> None:
-        """Make lm_head share the embedding again, after the parameters were replaced."""
-        self.policy.tie_weights()

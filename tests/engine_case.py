@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from losses.dpo import dpo_loss
 from models.arch import ModelConfig
-from models.decoder import CausalLM, init_weights
+from models.decoder import CausalLM, LayerMemory, init_weights
 from models.layers import DecoderLayer
 from ulysses.data.dataset import Example
 from ulysses.data.loader import StepLoader
@@ -121,7 +121,7 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     settings = derive(dtype=case.dtype, offload_optimizer=case.offload_optimizer)
 
     def create() -> CausalLM:
-        return CausalLM(case.shape, mesh, recompute=case.recompute)
+        return CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))
 
     model = build_partitioned(create, settings, RandomWeights(case.shape, 0))
     engine = ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=case.lr), on_gpu=False), (DecoderLayer,))

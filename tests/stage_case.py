@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from losses.dpo import dpo_loss
-from models.decoder import CausalLM, RewardModel
+from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.layers import DecoderLayer
 from tests.engine_case import SHAPE, CaptureChain, ListDataset, sequences
 from ulysses.data.loader import StepLoader, mismatched
@@ -98,7 +98,7 @@ class StartedAdapters(AdapterWeights):
 
 def make_model(case: StageCase, mesh: Any, attention: str = "auto") -> torch.nn.Module:
     cls = RewardModel if case.stage == "rm" else CausalLM
-    model = cls(SHAPE, mesh, attention=attention, recompute=case.recompute)
+    model = cls(SHAPE, mesh, attention=attention, memory=LayerMemory(case.recompute))
     if case.lora_rank:
         add_adapters(model, LoraConfig(rank=case.lora_rank, targets=list(case.targets)))
     return model

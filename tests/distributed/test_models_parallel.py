@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import CausalLM, ModelConfig, RewardModel, init_parameter, init_weights
+from models import CausalLM, LayerMemory, ModelConfig, RewardModel, init_parameter, init_weights
 from models.layers import DecoderLayer
 from tests.harness import run_distributed
 from ulysses.memory.recompute import LEVELS
@@ -96,7 +96,7 @@ def levels_and_counts() -> dict[str, Any]:
     results = {}
     for level in LEVELS:
         for rows in (0, 5 + 3 * dist.get_rank()):  # ranks disagree about the number of tiles
-            model = CausalLM(UNTIED, mesh, recompute=level, tiling=TilingOptions(mlp_rows=rows))
+            model = CausalLM(UNTIED, mesh, memory=LayerMemory(level, TilingOptions(mlp_rows=rows)))
             init_weights(model, seed=0)
             calls.clear()
             with mock.patch.object(dist, "all_to_all_single", counted):
@@ -107,7 +107,7 @@ def levels_and_counts() -> dict[str, Any]:
             error = worst_error({n: p.grad for n, p in model.named_parameters()}, expected)
             results[f"{level} {'tiled' if rows else 'whole'}"] = (error, count)
     for level in LEVELS[:3]:
-        model = CausalLM(UNTIED, mesh, recompute=level, tiling=TilingOptions(head_chunks=2))
+        model = CausalLM(UNTIED, mesh, memory=LayerMemory(level, TilingOptions(head_chunks=2)))
         init_weights(model, seed=0)
         calls.clear()
         with mock.patch.object(dist, "all_to_all_single", counted):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ulysses.parallel.attention as attention_module
-from models import CausalLM, ModelConfig, half_blocks, init_weights
+from models import CausalLM, LayerMemory, ModelConfig, half_blocks, init_weights
 from models.rope import inverse_frequencies, rotary_table
 from ulysses.memory.offload import Group, HostPool, Offloader
 from ulysses.memory.recompute import LEVELS, kept_bytes
@@ -31,7 +31,7 @@ def batch() -> ShardedBatch:
 
 
 def build(dtype: torch.dtype = torch.float32, **memory: Any) -> CausalLM:
-    model = CausalLM(CONFIG, **memory).to(dtype)
+    model = CausalLM(CONFIG, memory=LayerMemory(**memory)).to(dtype)
     init_weights(model, seed=4)
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):

@@ -9,7 +9,7 @@ from torch import nn
 
 from models.arch import ModelConfig as Shape
 from models.arch import architecture
-from models.decoder import CausalLM, RewardModel, init_parameter
+from models.decoder import CausalLM, LayerMemory, RewardModel, init_parameter
 from models.hf_format import WeightFiles, read_config, resolve_model
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
@@ -158,23 +158,24 @@ def build_engine(
 
         source = AdapterWeights(source, config.run.seed)
 
-    kept: dict[str, Any] = {"tiling": tiling(config)}
+    kept = LayerMemory(tiling=tiling(config))
     if trainable and memory is not None:
-        kept["recompute"] = memory.recompute
+        kept = kept._replace(recompute=memory.recompute)
     if trainable and memory is not None and memory.offloaded_layers:
         # the first layers' activations wait longest for their backward, so they leave the GPU first
         away = memory.offloaded_layers
-        kept["offload"] = [i < away for i in range(shape.num_hidden_layers)]
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        kept["offloader"] = Offloader(device, memory.host_bytes)
+        offload = [i < away for i in range(shape.num_hidden_layers)]
+        kept = kept._replace(offload=offload, offloader=Offloader(device, memory.host_bytes))
+    options: dict[str, Any] = {"attention": kernel, "memory": kept}
     if not reward:
-        kept["logits_tile"] = config.memory.logits_tile
+        options["logits_tile"] = config.memory.logits_tile
 
     def create() -> nn.Module:
         if value:
-            model: nn.Module = PolicyValue(shape, mesh, separate=value == "separate", attention=kernel, **kept)
+            model: nn.Module = PolicyValue(shape, mesh, separate=value == "separate", **options)
         else:
-            model = (RewardModel if reward else CausalLM)(shape, mesh, attention=kernel, **kept)
+            model = (RewardModel if reward else CausalLM)(shape, mesh, **options)
         return add_adapters(model, lora) if lora.rank else model
 
     model = build_partitioned(create, settings, source)

@@ -47,11 +47,6 @@ def pieces(engine: ZeroEngine) -> list[Piece]:
     return found
 
 
-def state_bytes(engine: ZeroEngine) -> int:
-    """Return the bytes all ranks together write for one checkpoint."""
-    return sum(p.ds_numel for group in engine.zero.fp16_groups for p in group) * 4 * len(KINDS)
-
-
 def save_state(engine: ZeroEngine, folder: Path) -> None:
     """Write this rank's master weights and AdamW moments into `folder`; every rank calls it."""
     rank = dist.get_rank()

@@ -44,9 +44,6 @@ class Stage:
         """Return the example's sequences as they are packed, with the columns that `losses` needs."""
         return list(example.sequences)
 
-    def prepare_run(self) -> None:
-        """Do what must be done once before the first step (all ranks together)."""
-
     def side_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
         """Return further packed sequences for `prepare_step`, as many batches on every rank.
 
