@@ -10,8 +10,9 @@ from ulysses.gradients.policy import Report, StepContext
 def gradient_table(gradients: Gradients, rows: int = 8) -> str:
     """Return the parameters with the largest and smallest gradient norms, and all that are not finite, as text lines.
 
-    All ranks call it together (three collectives); print it on one.
+    All ranks call it together (one collective); print it on one.
     """
+    gradients.measure("norm", "mean_abs", "nonfinite")
     norms, means = gradients.parameter_norms().tolist(), gradients.parameter_mean_abs().tolist()
     bad = gradients.nonfinite_counts().tolist()
     order = sorted((i for i in range(len(norms)) if not bad[i]), key=lambda i: -norms[i])
