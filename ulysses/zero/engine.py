@@ -70,6 +70,9 @@ class ZeroEngine:
         if self.trainable:
             check_deepspeed(self.zero)
             self.zero.max_param_reduce_events = 8 * AHEAD  # reductions in flight, about seven per layer
+            if self.device.type == "cuda":
+                # Reductions start at the next kernel boundary instead of behind all queued products: fewer are left at the end.
+                self.zero.reduce_and_partition_stream = torch.cuda.Stream(priority=-1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""

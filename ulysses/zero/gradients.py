@@ -19,6 +19,7 @@ NEEDED = (
     "fp16_groups",
     "fp32_partitioned_groups_flat",
     "offload_optimizer",
+    "reduce_and_partition_stream",
     "sub_group_to_group_id",
 )
 
