@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from losses.dpo import dpo_loss
+from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.layers import DecoderLayer
 from tests.engine_case import SHAPE, CaptureChain, ListDataset, sequences
@@ -47,6 +48,9 @@ class StageCase:
     steps: int = 1
     recompute: str = "none"
     labels: tuple[int, ...] = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)
+    shape: ModelConfig = SHAPE
+    attention: str = "auto"
+    ragged: bool = False  # sequences of one token, and answers so short that shards hold no trained token
 
 
 class UnpairedDataset(ListDataset):
@@ -62,7 +66,29 @@ class UnpairedDataset(ListDataset):
 
 
 def stage_dataset(case: StageCase, count: int = 11) -> ListDataset:
-    """Ragged examples of the stage's kind, the same on every rank."""
+    """Examples of the stage's kind, the same on every rank."""
+    data = _dataset(case, count)
+    return _ragged(data) if case.ragged else data
+
+
+def _ragged(data: ListDataset) -> ListDataset:
+    """Cut one sequence of every third example to its first token; of the others train at most the last two tokens."""
+    examples = []
+    for i, sides in enumerate(data.examples):
+        cut = i // 3 % len(sides) if i % 3 == 0 else -1
+        if i % 3 == 0 and "prompt_length" in data.columns:
+            data.columns["prompt_length"][i] = 1
+        made = []
+        for j, s in enumerate(sides):
+            length = 1 if j == cut else len(s.tokens)
+            weights = torch.where(torch.arange(len(s.tokens)) < len(s.tokens) - 2, 0.0, s.loss_weights)
+            columns = {name: column[:length] for name, column in s.token_columns.items()}
+            made.append(Sequence(s.tokens[:length], weights[:length], columns))
+        examples.append(tuple(made))
+    return type(data)(data.kind, examples, {k: list(v) for k, v in data.columns.items()})
+
+
+def _dataset(case: StageCase, count: int) -> ListDataset:
     kind = case.stage
     if kind in ("pt", "sft"):
         plain = sequences(count, 1)
@@ -96,9 +122,9 @@ class StartedAdapters(AdapterWeights):
         return super().slice(name.replace(".lora_B.", ".lora_A."), *rest)
 
 
-def make_model(case: StageCase, mesh: Any, attention: str = "auto") -> torch.nn.Module:
+def make_model(case: StageCase, mesh: Any, attention: str | None = None) -> torch.nn.Module:
     cls = RewardModel if case.stage == "rm" else CausalLM
-    model = cls(SHAPE, mesh, attention=attention, memory=LayerMemory(case.recompute))
+    model = cls(case.shape, mesh, attention=attention or case.attention, memory=LayerMemory(case.recompute))
     if case.lora_rank:
         add_adapters(model, LoraConfig(rank=case.lora_rank, targets=list(case.targets)))
     return model
@@ -121,9 +147,9 @@ def make_stage(case: StageCase, engine: Any, mesh: Any) -> Any:
 def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Trainer, CaptureChain]:
     """Build everything on this rank; all ranks call it together."""
     initialize_distributed()
-    mesh = ParallelMesh(case.sp, num_heads=SHAPE.num_attention_heads)
+    mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
     settings = derive(dtype=torch.float32)
-    source = StartedAdapters(RandomWeights(SHAPE, 0), 0)
+    source = StartedAdapters(RandomWeights(case.shape, 0), 0)
     model = build_partitioned(lambda: make_model(case, mesh), settings, source)
     engine = ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=lr), on_gpu=False), (DecoderLayer,))
     loader = StepLoader(
@@ -151,7 +177,7 @@ def formula(case: StageCase) -> tuple[float, dict[str, torch.Tensor], dict[str, 
     """Loss, gradients and some metrics of the first step, one unpacked sequence at a time, float64, no ZeRO."""
     data = stage_dataset(case)
     model = make_model(case, None, attention="reference")
-    source = StartedAdapters(RandomWeights(SHAPE, 0), 0)
+    source = StartedAdapters(RandomWeights(case.shape, 0), 0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             flat = source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu"))

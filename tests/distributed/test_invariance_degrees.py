@@ -1,0 +1,95 @@
+"""THE invariance test where the degree does not divide the heads: ranks share heads and split query rows.
+
+Models with 3, 6 and 14 query heads on 2 to 4 processes; packs with one-token sequences and shards without a trained
+token. SFT and DPO on every topology, the other stages on two each, with changing recompute levels and kernels; the
+whole product is marked full. (PPO: test_ppo.py.)
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_invariance_stages import check
+from tests.engine_case import SHAPE
+from tests.stage_case import StageCase, stage_dataset
+from tests.unit.test_layout import simulated_mesh
+from ulysses.data.loader import StepLoader
+from ulysses.parallel.batch import pack_shard
+
+# name: query heads, kv heads, head dim, processes, degree -> ranks that exchange heads x ranks that split rows
+TOPOLOGIES = {
+    "6/2 2x2": (6, 2, 8, 4, 4),
+    "14/2 2x2": (14, 2, 4, 4, 4),
+    "3/1 1x2": (3, 1, 8, 2, 2),
+    "3/1 1x4": (3, 1, 8, 4, 4),
+    "3/1 1x2 dp 2": (3, 1, 8, 4, 2),
+    "6/2 2x2 dim 64": (6, 2, 64, 4, 4),
+    "6/2 3x1": (6, 2, 8, 3, 3),  # plain Ulysses whose blocks straddle kv groups
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "pt": {"z_loss": 1e-3}, "rm": {"center_coefficient": 0.1}, "kto": {"beta": 0.3, "desirable_weight": 1.5},
+}  # fmt: skip
+LEVELS = ("none", "block", "keep_attention", "keep_exchange")
+SAMPLED = [
+    ("sft", "6/2 2x2", "none", "reference"),
+    ("sft", "14/2 2x2", "block", "torch"),
+    ("sft", "3/1 1x2", "keep_attention", "torch"),
+    ("sft", "3/1 1x4", "keep_exchange", "reference"),
+    ("sft", "3/1 1x2 dp 2", "block", "reference"),
+    ("sft", "6/2 2x2 dim 64", "keep_attention", "torch"),
+    ("sft", "6/2 3x1", "keep_exchange", "torch"),
+    ("dpo", "6/2 2x2", "keep_exchange", "torch"),
+    ("dpo", "14/2 2x2", "keep_attention", "reference"),
+    ("dpo", "3/1 1x2", "none", "reference"),
+    ("dpo", "3/1 1x4", "block", "torch"),
+    ("dpo", "3/1 1x2 dp 2", "keep_exchange", "torch"),
+    ("dpo", "6/2 2x2 dim 64", "none", "reference"),
+    ("dpo", "6/2 3x1", "none", "torch"),
+    ("pt", "3/1 1x4", "none", "torch"),
+    ("pt", "6/2 2x2 dim 64", "block", "reference"),
+    ("rm", "14/2 2x2", "keep_exchange", "reference"),
+    ("rm", "3/1 1x2 dp 2", "keep_attention", "torch"),
+    ("kto", "6/2 2x2", "block", "torch"),
+    ("kto", "3/1 1x4", "keep_attention", "reference"),
+]
+
+
+def case_of(stage: str, topology: str, level: str = "none", kernel: str = "auto", **more: Any) -> tuple[StageCase, int]:
+    heads, kv_heads, head_dim, world, sp = TOPOLOGIES[topology]
+    shape = replace(SHAPE, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    case = StageCase(
+        stage, sp=sp, options=OPTIONS.get(stage, {}), recompute=level, attention=kernel, shape=shape, ragged=True, **more
+    )
+    return case, world
+
+
+@pytest.mark.parametrize(("stage", "topology", "level", "kernel"), SAMPLED)
+def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: str, kernel: str) -> None:
+    check(*case_of(stage, topology, level, kernel, packing_seed=1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("stage", ["pt", "sft", "rm", "dpo", "kto"])
+def test_full_product(stage: str, topology: str, level: str, kernel: str) -> None:
+    check(*case_of(stage, topology, level, kernel, budget=256))
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto"])
+def test_the_data_are_as_ragged_as_claimed(stage: str) -> None:
+    """The step holds one-token sequences, and some rank's shard no trained token while another's does."""
+    case, _ = case_of(stage, "3/1 1x4", packing_seed=1)
+    data = stage_dataset(case)
+    loader = StepLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3, packing_seed=1)
+    lengths, valid = set(), []
+    for micro_batch in loader.step(0, 0):
+        sequences = [s for example in micro_batch for s in example.sequences]
+        lengths |= {len(s.tokens) for s in sequences}
+        shards = [pack_shard(sequences, simulated_mesh(4, rank, 3)) for rank in range(4)]
+        assert {s.mesh.row_parallel_size for s in shards} == {4}
+        valid.append([s.num_valid for s in shards])
+    assert 1 in lengths and max(lengths) > 20
+    assert any(0 in counts and any(counts) for counts in valid)
