@@ -2,7 +2,10 @@
 
 import os
 
+if os.environ.get("ULYSSES_TEST_DEVICE") == "cpu":
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/dev/nvidia0") else "cpu")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs must not start CUDA: ranks are forked
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,16 +1,19 @@
 """Train a tiny model on real ranks under real ZeRO-3 and hand back losses, metrics and whole gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from losses.dpo import dpo_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, init_weights
 from models.layers import DecoderLayer
+from tests.harness import device
 from ulysses.data.dataset import Example
 from ulysses.data.loader import StepLoader
 from ulysses.gradients.policy import GradientPolicyChain
@@ -31,6 +34,18 @@ SHAPE = ModelConfig.from_hf(
      "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512,
      "hidden_act": "silu", "initializer_range": 0.1}
 )  # fmt: skip
+
+
+class HostWeights(RandomWeights):
+    """The values that the formula's model has on the CPU, whatever device the shards lie on."""
+
+    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return super().slice(name, shape, start, stop, dtype, torch.device("cpu")).to(device)
+
+
+def optimizer_of(model: Any, lr: float = 0.0, *, offload: bool = False, **options: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that a run takes on this rank's device."""
+    return adamw(model, OptimizerConfig(lr=lr), on_gpu=device().type == "cuda" and not offload, **options)
 
 
 class ListDataset:
@@ -93,6 +108,8 @@ class Case:
     shape: ModelConfig = SHAPE
     options: dict[str, Any] = field(default_factory=dict)
     offload_optimizer: bool = False
+    raw: dict[str, Any] = field(default_factory=dict)  # DeepSpeed keys
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
 
 class CaptureChain(GradientPolicyChain):
@@ -105,7 +122,7 @@ class CaptureChain(GradientPolicyChain):
     def apply(self, gradients: Any, context: Any) -> dict[str, float]:
         whole = {}
         for entry in gradients:
-            flat = torch.zeros(entry.numel, device=entry.grad.device)
+            flat = torch.zeros(entry.numel, device=device())
             flat[entry.start : entry.start + entry.grad.numel()] = entry.grad
             if dist.is_initialized():
                 dist.all_reduce(flat)
@@ -118,13 +135,14 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     """Build model, stage and trainer on this rank; `stage(engine, mesh)` replaces the built-in ones."""
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    settings = derive(dtype=case.dtype, offload_optimizer=case.offload_optimizer)
+    settings = derive(dtype=case.dtype, offload_optimizer=case.offload_optimizer, raw=case.raw)
 
     def create() -> CausalLM:
         return CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))
 
-    model = build_partitioned(create, settings, RandomWeights(case.shape, 0))
-    engine = ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=case.lr), on_gpu=False), (DecoderLayer,))
+    model = build_partitioned(create, settings, HostWeights(case.shape, 0))
+    optimizer = case.optimizer(model) if case.optimizer else optimizer_of(model, case.lr, offload=case.offload_optimizer)
+    engine = ZeroEngine(model.train(), settings, optimizer, (DecoderLayer,))
     if stage is not None:
         made = stage(engine, mesh)
     elif case.stage == "sft":

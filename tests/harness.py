@@ -1,11 +1,14 @@
 """Run a function on several real processes and collect what each returns.
 
-On CPU the ranks are forked from this process (imports are paid once) and talk through gloo. `with_zero=True`
-also imports deepspeed in the parent, so that the ranks do not import it one by one.
+Ranks are forked from this process (imports are paid once). They run on GPUs over NCCL, one GPU each, where the machine
+has one for every rank, and on CPU over gloo elsewhere; ULYSSES_TEST_DEVICE=cpu keeps all of them on the CPU. Test bodies
+put their tensors on `device()` and draw them on the CPU, so that the numbers are the same. This process itself never
+starts CUDA: forked processes could not use it.
+
+`with_zero=True` also imports deepspeed in the parent, so that the ranks do not import it one by one.
 """
 
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -19,6 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ulysses.training.determinism import require_determinism
+
+RANK_DEVICE = "ULYSSES_TEST_RANK_DEVICE"  # set in a rank's own process
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -26,14 +33,38 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, with_zero: bool = False, **kwargs: Any
-) -> list[Any]:
-    """Call `function(*args, **kwargs)` on `world_size` forked ranks with torch.distributed (gloo) initialised.
+def device() -> torch.device:
+    """Return where this rank works; the CPU outside of ranks."""
+    return torch.device(os.environ.get(RANK_DEVICE, "cpu"))
 
-    Returns the ranks' return values in rank order (anything picklable). Raises the first rank's error with its
-    traceback; a rank that hangs past `timeout` seconds ends all of them.
+
+def on_gpu() -> bool:
+    """Say whether this process is a rank on a GPU."""
+    return device().type == "cuda"
+
+
+def gpus() -> int:
+    """Count the GPUs that ranks may use, without starting CUDA in this process (torch asks the driver's library)."""
+    wanted = os.environ.get("ULYSSES_TEST_DEVICE", "cuda")
+    if wanted not in ("cpu", "cuda"):
+        raise ValueError(f"ULYSSES_TEST_DEVICE is {wanted!r} but must be cpu, or cuda (where there are enough GPUs)")
+    return torch.cuda.device_count() if wanted == "cuda" else 0
+
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, with_zero: bool = False,
+    cpu: bool = False, deterministic: bool = False, **kwargs: Any,
+) -> list[Any]:  # fmt: skip
+    """Call `function(*args, **kwargs)` on `world_size` forked ranks with torch.distributed initialised.
+
+    Returns the ranks' return values in rank order (anything picklable; tensors come back on the CPU). Raises the first
+    rank's error with its traceback; a rank that hangs past `timeout` seconds (three times that on GPUs, where kernels
+    are compiled first) ends all of them. `cpu=True` keeps the ranks on the CPU; `deterministic=True` is for results that
+    are compared bit by bit, and changes nothing on the CPU, where all are.
     """
+    cuda = not cpu and gpus() >= world_size
+    if cuda and torch.cuda.is_initialized():
+        raise RuntimeError("CUDA was started in this process, so forked ranks cannot use it; run tests/distributed by itself")
     if with_zero:
         _import_deepspeed()
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -44,21 +75,21 @@ def run_distributed(
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            _child(function, args, kwargs, rank, world_size, port, folder)
+            _child(function, args, kwargs, rank, world_size, port, folder, cuda, deterministic)
         children.append(pid)
-    failed = _wait(children, timeout)
+    failed = _wait(children, timeout * (3 if cuda else 1))
     results: list[Any] = []
     errors: list[str] = []
     for rank in range(world_size):
-        path = folder / f"{rank}.pkl"
+        path = folder / f"{rank}.result"
         if not path.exists():
             errors.append(f"rank {rank} left no result{' (timed out)' if failed else ''}")
             continue
-        ok, value = pickle.loads(path.read_bytes())
+        ok, value = torch.load(path, map_location="cpu", weights_only=False)
         if ok:
             results.append(value)
         else:
-            errors.insert(0, f"rank {rank}:\n{value}")
+            errors.insert(0, f"rank {rank} of {world_size} on {'cuda, nccl' if cuda else 'cpu, gloo'}:\n{value}")
     if errors:
         raise AssertionError("\n".join(errors))
     return results
@@ -70,7 +101,22 @@ def _import_deepspeed() -> None:
     import torch._dynamo  # noqa: F401
 
 
-def _child(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, world: int, port: int, folder: Path) -> None:
+def hide_gpus() -> None:
+    """Make this rank one of a machine without GPUs, for torch and for a deepspeed that has been imported already."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    torch.cuda._cached_device_count = 0  # remembered once the parent has started CUDA
+    if "deepspeed" in sys.modules:
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        if get_accelerator().device_name() != "cpu":
+            set_accelerator(CPU_Accelerator())
+
+
+def _child(
+    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, world: int, port: int, folder: Path, cuda: bool,
+    deterministic: bool,
+) -> None:  # fmt: skip
     code = 0
     try:
         os.environ.update(
@@ -78,15 +124,30 @@ def _child(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, worl
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        if cuda:
+            os.environ[RANK_DEVICE] = f"cuda:{rank}"
+            if deterministic:
+                require_determinism()
+            torch.cuda.set_device(rank)
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+            dist.init_process_group("nccl", rank=rank, world_size=world)  # the engine's own: no collective on host tensors
+        else:
+            hide_gpus()
+            dist.init_process_group("gloo", rank=rank, world_size=world)
         outcome = (True, function(*args, **kwargs))
+        if cuda:
+            torch.cuda.synchronize()
         dist.barrier()
     except BaseException:
         outcome = (False, traceback.format_exc())
         code = 1
     temporary = folder / f"{rank}.tmp"
-    temporary.write_bytes(pickle.dumps(outcome))
-    temporary.rename(folder / f"{rank}.pkl")
+    try:
+        torch.save(outcome, temporary)
+    except Exception:
+        code = 1
+        torch.save((False, traceback.format_exc()), temporary)
+    temporary.rename(folder / f"{rank}.result")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no interpreter shutdown: it can abort while gloo threads still run

@@ -12,14 +12,13 @@ from losses.dpo import dpo_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.layers import DecoderLayer
-from tests.engine_case import SHAPE, CaptureChain, ListDataset, sequences
+from tests.engine_case import SHAPE, CaptureChain, ListDataset, optimizer_of, sequences
 from ulysses.data.loader import StepLoader, mismatched
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights
-from ulysses.training.config import DpoConfig, KtoConfig, LoraConfig, OptimizerConfig, PtConfig, RmConfig, SftConfig
+from ulysses.training.config import DpoConfig, KtoConfig, LoraConfig, PtConfig, RmConfig, SftConfig
 from ulysses.training.lora import AdapterWeights, add_adapters, is_adapter
-from ulysses.training.optim import adamw
 from ulysses.training.stages.dpo import DpoStage
 from ulysses.training.stages.kto import KtoStage
 from ulysses.training.stages.pt import PtStage
@@ -116,10 +115,11 @@ def _dataset(case: StageCase, count: int) -> ListDataset:
 
 
 class StartedAdapters(AdapterWeights):
-    """B random as well, as after some training: otherwise A would have no gradient."""
+    """B random as well, as after some training: otherwise A would have no gradient. All drawn on the CPU, as the formula's."""
 
-    def slice(self, name: str, *rest: Any) -> torch.Tensor:
-        return super().slice(name.replace(".lora_B.", ".lora_A."), *rest)
+    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        cpu = torch.device("cpu")
+        return super().slice(name.replace(".lora_B.", ".lora_A."), shape, start, stop, dtype, cpu).to(device)
 
 
 def make_model(case: StageCase, mesh: Any, attention: str | None = None) -> torch.nn.Module:
@@ -151,7 +151,7 @@ def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Tr
     settings = derive(dtype=torch.float32)
     source = StartedAdapters(RandomWeights(case.shape, 0), 0)
     model = build_partitioned(lambda: make_model(case, mesh), settings, source)
-    engine = ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=lr), on_gpu=False), (DecoderLayer,))
+    engine = ZeroEngine(model.train(), settings, optimizer_of(model, lr), (DecoderLayer,))
     loader = StepLoader(
         stage_dataset(case) if data is None else data, case.examples, tokens_per_microbatch=case.budget, seed=3,
         data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,

@@ -1,27 +1,32 @@
-"""Attention over real processes against one process: out, dq, dk, dv for every head count and degree."""
+"""Attention over real processes against one process: out, dq, dk, dv for every head count and degree.
+
+On GPUs with as many of them as ranks the same tests run over NCCL, and every kernel of the machine in bfloat16 besides.
+"""
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from tests.harness import run_distributed
+from tests.harness import device, gpus, run_distributed
 from ulysses import ParallelMesh, SeqAllToAll4D, Sequence, UlyssesAttention, pack_shard
 from ulysses.parallel import gather_tokens
+from ulysses.parallel.kernels import available_kernels
 
 HEADS = [(14, 2), (12, 2), (28, 4), (24, 8), (40, 8), (32, 8), (16, 2)]
 RAGGED = [5, 1, 37, 1, 1, 60, 13, 2, 9]
 E = 8
 
 
-def inputs(num_heads, num_kv_heads, total):
-    """The same q, k, v and upstream gradient on every rank."""
+def inputs(num_heads, num_kv_heads, total, head_dim=E, dtype=torch.float32):
+    """The same q, k, v and upstream gradient on every rank, drawn on the CPU."""
     draw = torch.Generator().manual_seed(num_heads)
-    return [torch.randn(total, h, E, generator=draw) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    shapes = [(total, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    return [torch.randn(shape, generator=draw).to(device(), dtype) for shape in shapes]
 
 
-def one_process(num_heads, num_kv_heads, lengths, causal=True):
+def one_process(num_heads, num_kv_heads, lengths, causal=True, **more):
     """out, dq, dk, dv in float64, a document at a time."""
-    q, k, v, upstream = (x.double().requires_grad_() for x in inputs(num_heads, num_kv_heads, sum(lengths)))
+    q, k, v, upstream = (x.double().requires_grad_() for x in inputs(num_heads, num_kv_heads, sum(lengths), **more))
     outs = []
     for query, key, value in zip(*(x.split(lengths) for x in (q, k, v))):
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
@@ -31,16 +36,16 @@ def one_process(num_heads, num_kv_heads, lengths, causal=True):
     return out.detach(), q.grad, k.grad, v.grad
 
 
-def many_processes(sp, cases, lengths, kernel="auto", causal=True, stages=False):
+def many_processes(sp, cases, lengths, kernel="auto", causal=True, stages=False, head_dim=E, dtype=torch.float32):
     results = []
     for num_heads, num_kv_heads in cases:
         mesh = ParallelMesh(sp, num_heads=num_heads)
-        batch = pack_shard([Sequence(range(n), [1] * n) for n in lengths], mesh)
+        batch = pack_shard([Sequence(range(n), [1] * n) for n in lengths], mesh, device())
         plan = batch.attention_plan
-        full = inputs(num_heads, num_kv_heads, sum(lengths))
+        full = inputs(num_heads, num_kv_heads, sum(lengths), head_dim, dtype)
         padded = [torch.cat([x, x.new_ones(batch.total - x.shape[0], *x.shape[1:])]) for x in full]
         q, k, v, upstream = (x[batch.indices].requires_grad_() for x in padded)
-        attention = UlyssesAttention(mesh, num_heads, num_kv_heads, E, kernel=kernel)
+        attention = UlyssesAttention(mesh, num_heads, num_kv_heads, head_dim, kernel=kernel)
         if stages:  # forward, then the backward of the middle stage from what it kept
             exchanged = attention.exchange_qkv(q, k, v, plan)
             kept, lse = attention.attend_forward(*(x.detach() for x in exchanged), plan)
@@ -60,7 +65,8 @@ def compare(got, wanted, tolerance=1e-5):
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, wanted):
         error = float((a.double() - b).norm() / b.norm())
         assert error < tolerance, f"{name} is off by {error:.2e}"
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+        if tolerance <= 1e-5:
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sp", range(1, 9))
@@ -86,13 +92,34 @@ def test_without_causal_mask(sp):
     compare(results[1], one_process(4, 4, RAGGED, causal=False))
 
 
+LONG = [333, 1, 700, 1, 64, 517]
+
+
+def every_kernel(sp, heads, head_dim, stages):
+    dtype = torch.bfloat16
+    return {k: many_processes(sp, [heads], LONG, k, stages=stages, head_dim=head_dim, dtype=dtype) for k in available_kernels("cuda")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize(("sp", "heads", "head_dim"), [(2, (14, 2), 64), (2, (32, 8), 128), (3, (14, 2), 128), (4, (28, 4), 64)])
+def test_every_kernel_of_this_machine_in_bfloat16(sp, heads, head_dim, stages):
+    if gpus() < sp:
+        pytest.skip(f"needs {sp} GPUs, one for each rank")
+    found = run_distributed(every_kernel, sp, sp, heads, head_dim, stages)[0]
+    wanted = one_process(*heads, LONG, head_dim=head_dim, dtype=torch.bfloat16)
+    for kernel, (got,) in found.items():
+        print(kernel, end=" ")  # shown with a failure
+        compare(got, wanted, tolerance=2e-2)
+
+
 def local_window_kernel(q, k, v, *, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **_):
     """A caller's own kernel on head shards: mean of the values, doubled."""
     outs = []
     for i in range(cu_seqlens_q.numel() - 1):
         values = v[cu_seqlens_k[i] : cu_seqlens_k[i + 1]].repeat_interleave(q.shape[1] // v.shape[1], 1)
         rows = q[cu_seqlens_q[i] : cu_seqlens_q[i + 1]]
-        mean = values.cumsum(0) / torch.arange(1, len(values) + 1)[:, None, None]
+        mean = values.cumsum(0) / torch.arange(1, len(values) + 1, device=values.device)[:, None, None]
         outs.append(mean[len(values) - len(rows) :] * 2 + 0 * (rows + k.sum()))
     return torch.cat(outs)
 
@@ -114,10 +141,10 @@ def other_layouts(num_heads, num_kv_heads):
     alone = UlyssesAttention(None, num_heads, num_kv_heads, E)
     rank = mesh.sp_rank
     q, k, v, upstream = inputs(num_heads, num_kv_heads, 48)
-    batch = pack_shard([Sequence(range(n), [1] * n) for n in (30, 1, 17)], mesh)
+    batch = pack_shard([Sequence(range(n), [1] * n) for n in (30, 1, 17)], mesh, device())
     for given in ({"max_seqlen": 30}, {}):
         out = attention(q[batch.indices], k[batch.indices], v[batch.indices], batch.cu_seqlens, **given)
-        whole = alone(q, k, v, torch.tensor([0, 30, 31, 48], dtype=torch.int32))
+        whole = alone(q, k, v, torch.tensor([0, 30, 31, 48], dtype=torch.int32, device=device()))
         torch.testing.assert_close(out, whole[batch.indices], rtol=1e-5, atol=1e-5)
     for sequences in (1, 3):
         length = 48 // sequences
@@ -144,7 +171,7 @@ def all_to_all_4d():
     import torch.distributed as dist
 
     group, rank = dist.group.WORLD, dist.get_rank()
-    full = torch.arange(2 * 6 * 4 * 3, dtype=torch.float64).view(2, 6, 4, 3)
+    full = torch.arange(2 * 6 * 4 * 3, dtype=torch.float64, device=device()).view(2, 6, 4, 3)
     mine = full[:, rank * 3 : rank * 3 + 3].clone().requires_grad_()
     heads = SeqAllToAll4D.apply(group, mine, 2, 1)
     assert torch.equal(heads, full[:, :, rank * 2 : rank * 2 + 2])
@@ -179,8 +206,8 @@ def one_collective_per_direction(num_heads):
 
     all_to_all.dist = Counting()
     mesh = ParallelMesh(4, num_heads=num_heads)
-    batch = pack_shard([Sequence(range(n), [1] * n) for n in (30, 1, 17)], mesh)
-    x = torch.randn(12, num_heads, E, requires_grad=True)
+    batch = pack_shard([Sequence(range(n), [1] * n) for n in (30, 1, 17)], mesh, device())
+    x = torch.randn(12, num_heads, E, device=device(), requires_grad=True)
     UlyssesAttention(mesh, num_heads, num_heads, E)(x, x, x, plan=batch.attention_plan).sum().backward()
     return len(calls), all(splits is None for splits in calls)
 
@@ -217,15 +244,15 @@ def undivided_heads():
     with pytest.raises(ValueError) as caught:
         UlyssesAttention(ParallelMesh(4), 14, 2, E)
     mesh = ParallelMesh(4, num_heads=14)
-    batch = pack_shard([Sequence(range(48), [1] * 48)], mesh)
-    q, k = torch.ones(12, 14, E), torch.ones(12, 2, E)
+    batch = pack_shard([Sequence(range(48), [1] * 48)], mesh, device())
+    q, k = torch.ones(12, 14, E, device=device()), torch.ones(12, 2, E, device=device())
     attention = UlyssesAttention(mesh, 14, 2, E, kernel="reference")
     with pytest.raises(ValueError, match="without causal needs row_parallel_size 1, not 2"):
         attention(q, k, k, plan=batch.attention_plan, causal=False, window=(3, 3))
-    full = torch.randn(48, 14, E, generator=torch.Generator().manual_seed(0))
+    full = torch.randn(48, 14, E, generator=torch.Generator().manual_seed(0)).to(device())
     got = attention(full[batch.indices], k, k, plan=batch.attention_plan, window=(3, -1))
-    cu = torch.tensor([0, 48], dtype=torch.int32)
-    whole = UlyssesAttention(None, 14, 2, E)(full, torch.ones(48, 2, E), torch.ones(48, 2, E), cu, window=(3, -1))
+    cu, ones = torch.tensor([0, 48], dtype=torch.int32, device=device()), torch.ones(48, 2, E, device=device())
+    whole = UlyssesAttention(None, 14, 2, E)(full, ones, ones, cu, window=(3, -1))
     torch.testing.assert_close(got, whole[batch.indices])
     return str(caught.value)
 

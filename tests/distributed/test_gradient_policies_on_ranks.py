@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.harness import run_distributed
+from tests.harness import device, run_distributed
 from ulysses.gradients import Gradients, GradientSlice, StepContext, TorchGradients, build_chain, preset_tables
 
 SHAPES = {"embed": (11, 7), "wide": (450, 300), "norm": (9,), "one": (1,)}
@@ -25,8 +25,8 @@ def parameters(step):
     g = torch.Generator().manual_seed(step)
     named = {}
     for name, shape in SHAPES.items():
-        named[name] = nn.Parameter(torch.randn(shape, generator=g))
-        named[name].grad = (0.1 if step % 2 else 1.0) * torch.randn(shape, generator=g)
+        named[name] = nn.Parameter(torch.randn(shape, generator=g).to(device()))
+        named[name].grad = ((0.1 if step % 2 else 1.0) * torch.randn(shape, generator=g)).to(device())
     return named
 
 
@@ -59,22 +59,30 @@ def steps(tables, bad_rank=None):
     return out
 
 
+def steps_whole(tables):
+    """The same on one rank that holds everything; noise is drawn alike on devices of one type only."""
+    chain, out = build_chain(tables), []
+    for step in range(3):
+        named = parameters(step)
+        context = StepContext(step, 100, loss=1.0, lr=1e-3, seed=4)
+        report = chain.apply(TorchGradients(named.items()), context)
+        out.append(({n: p.grad for n, p in named.items()}, report, (context.lr_scale, context.skip, context.stop)))
+    return out
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "tables", [ALL, preset_tables("ulysses-pro"), preset_tables("steady")], ids=["all", "pro", "steady"]
 )
 def test_partitioned_equals_whole(world, tables):
     ranks = run_distributed(steps, world, tables)
-    chain = build_chain(tables)
-    for step in range(3):
-        named = parameters(step)
-        context = StepContext(step, 100, loss=1.0, lr=1e-3, seed=4)
-        report = chain.apply(TorchGradients(named.items()), context)
+    (alone,) = run_distributed(steps_whole, 1, tables)
+    for step, (gradients, report, decided) in enumerate(alone):
         for pieces, their_report, decisions in (rank[step] for rank in ranks):
-            assert decisions == (context.lr_scale, context.skip, context.stop)
+            assert decisions == decided
             assert their_report == pytest.approx(report, rel=1e-5, abs=1e-9)
             for name, (start, piece) in pieces.items():
-                whole = named[name].grad.view(-1)
+                whole = gradients[name].view(-1)
                 atol = 1e-6 * float(whole.abs().max())
                 torch.testing.assert_close(piece, whole[start : start + piece.numel()], rtol=1e-6, atol=atol)
 

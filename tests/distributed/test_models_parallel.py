@@ -10,12 +10,14 @@ import torch.distributed as dist
 
 from models import CausalLM, LayerMemory, ModelConfig, RewardModel, init_parameter, init_weights
 from models.layers import DecoderLayer
-from tests.harness import run_distributed
+from tests.harness import device, gpus, run_distributed
 from ulysses.memory.recompute import LEVELS
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.kernels import available_kernels
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.reduce import gather_tokens, sequence_last
+from ulysses.zero.construct import initialize_distributed
 
 SIZE = {
     "vocab_size": 61,
@@ -78,14 +80,14 @@ def one_process(config: ModelConfig, adapters: bool = False) -> dict[str, torch.
 def worst_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     assert found.keys() == expected.keys()
     whole = sum(float(g.norm()) ** 2 for g in expected.values()) ** 0.5
-    return max(float((found[n] - g).norm()) / max(float(g.norm()), 1e-3 * whole) for n, g in expected.items())
+    return max(float((found[n].cpu() - g).norm()) / max(float(g.norm()), 1e-3 * whole) for n, g in expected.items())
 
 
 def levels_and_counts() -> dict[str, Any]:
     """At sp 2: gradients of every level and tiling, and how many all-to-alls a layer takes."""
     mesh = ParallelMesh(2)
     expected = one_process(UNTIED)
-    batch = pack_shard(sequences(), mesh)
+    batch = pack_shard(sequences(), mesh, device())
     calls: Counter[str] = Counter()
     real = dist.all_to_all_single
 
@@ -98,6 +100,7 @@ def levels_and_counts() -> dict[str, Any]:
         for rows in (0, 5 + 3 * dist.get_rank()):  # ranks disagree about the number of tiles
             model = CausalLM(UNTIED, mesh, memory=LayerMemory(level, TilingOptions(mlp_rows=rows)))
             init_weights(model, seed=0)
+            model.to(device())
             calls.clear()
             with mock.patch.object(dist, "all_to_all_single", counted):
                 loss_of(model, batch).backward()
@@ -109,6 +112,7 @@ def levels_and_counts() -> dict[str, Any]:
     for level in LEVELS[:3]:
         model = CausalLM(UNTIED, mesh, memory=LayerMemory(level, TilingOptions(head_chunks=2)))
         init_weights(model, seed=0)
+        model.to(device())
         calls.clear()
         with mock.patch.object(dist, "all_to_all_single", counted):
             loss_of(model, batch).backward()
@@ -134,7 +138,8 @@ def reward_scores(sp: int) -> tuple[torch.Tensor, torch.Tensor]:
     mesh = ParallelMesh(sp)
     model = RewardModel(TIED, mesh)
     init_weights(model, seed=0)
-    batch = pack_shard(sequences(), mesh)
+    model.to(device())
+    batch = pack_shard(sequences(), mesh, device())
     values = model(batch)
     return sequence_last(values, batch).detach(), gather_tokens(values, batch)
 
@@ -146,13 +151,11 @@ def test_reward_scores_do_not_depend_on_the_ranks() -> None:
         torch.testing.assert_close(values, one[1], rtol=1e-5, atol=1e-6)
 
 
-def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool) -> dict[str, float]:
+def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool, kernel: str = "auto") -> dict[str, float]:
     """Real ZeRO-3 with the layer as leaf module: every level and tiling against plain torch in one process."""
     import deepspeed
-    import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed("gloo", verbose=False)
+    initialize_distributed()
     mesh = ParallelMesh(sp)
     expected = one_process(config, adapters)
     settings = {
@@ -171,7 +174,7 @@ def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool) -> dict
         decoder, model = model.model, adapted(model)
     else:
         with deepspeed.zero.Init(config_dict_or_path=settings, mem_efficient_linear=False):
-            model = CausalLM(config, mesh)
+            model = CausalLM(config, mesh, attention=kernel)
         decoder = model.model
         for name, parameter in model.named_parameters():
             shard = parameter.ds_tensor
@@ -185,7 +188,7 @@ def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool) -> dict
     optimizer = torch.optim.SGD(trainable.values(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     mine = sequences() if sp == world else sequences()[rank::world]
-    batch = pack_shard(mine, mesh)
+    batch = pack_shard(mine, mesh, device())
     results = {}
     tiled = TilingOptions(mlp_rows=4 + 3 * rank)
     cases: list[Any] = [(level, tiled) for level in LEVELS]
@@ -196,6 +199,7 @@ def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool) -> dict
         found = {n: deepspeed.utils.safe_get_full_grad(p).float().clone() for n, p in trainable.items()}
         results[f"{level} {'tiled' if tiling else 'whole'}"] = worst_error(found, expected)
         engine.optimizer.zero_grad()
+    engine.destroy()
     return results
 
 
@@ -218,3 +222,20 @@ def test_zero3_gradients_at_every_level(
         assert len(results) == 6
         for case, error in results.items():
             assert error < tolerance, (case, error)
+
+
+# four heads of 64: a size that every kernel knows
+WIDE = ModelConfig.from_hf({**SIZE, "model_type": "llama", "hidden_size": 256, "tie_word_embeddings": False})
+
+
+def every_kernel() -> dict[str, dict[str, float]]:
+    return {kernel: under_zero(WIDE, 2, "bfloat16", False, kernel) for kernel in available_kernels("cuda")}
+
+
+@pytest.mark.gpu
+def test_every_kernel_of_this_machine_under_zero3() -> None:
+    if gpus() < 2:
+        pytest.skip("needs 2 GPUs, one for each rank")
+    for results in run_distributed(every_kernel, 2, with_zero=True):
+        for kernel, errors in results.items():
+            assert max(errors.values()) < 0.1, (kernel, errors)

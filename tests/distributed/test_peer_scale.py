@@ -19,7 +19,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from losses.logprobs import linear_logprobs
-from tests.harness import run_distributed
+from tests.harness import device, run_distributed
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
@@ -59,7 +59,7 @@ def exact() -> dict[str, Tensor]:
 def shard() -> tuple[Tensor, Tensor]:
     x, targets = sequence()
     part = slice(dist.get_rank() * TOKENS // WORLD, (dist.get_rank() + 1) * TOKENS // WORLD)
-    return x[part], targets[part]
+    return x[part].to(device()), targets[part].to(device())
 
 
 def peer(stage: int, reduce_scatter: bool) -> dict[str, float]:
@@ -82,7 +82,7 @@ def peer(stage: int, reduce_scatter: bool) -> dict[str, float]:
     losses = torch.distributed.nn.functional.all_gather(loss, group=group)
     counts = torch.distributed.nn.functional.all_gather(valid, group=group)
     engine.backward(sum(one * n for one, n in zip(losses, counts, strict=True)) / sum(counts))
-    ratios = {name: safe_get_full_grad(p) for name, p in engine.module.named_parameters()}
+    ratios = {name: safe_get_full_grad(p).cpu() for name, p in engine.module.named_parameters()}
     return {name: float((g.view(-1) @ exact()[name].view(-1)) / exact()[name].norm() ** 2) for name, g in ratios.items()}
 
 
@@ -97,10 +97,10 @@ def ours() -> dict[str, float]:
     engine.backward(engine(x, targets) * (WORLD / count), last=True)
     found = {}
     for entry in engine.gradients():
-        flat = torch.zeros(entry.numel)
+        flat = torch.zeros(entry.numel, device=device())
         flat[entry.start : entry.start + entry.grad.numel()] = entry.grad
         dist.all_reduce(flat)
-        found[entry.name] = float((flat - exact()[entry.name].view(-1)).norm() / exact()[entry.name].norm())
+        found[entry.name] = float((flat.cpu() - exact()[entry.name].view(-1)).norm() / exact()[entry.name].norm())
     return found
 
 

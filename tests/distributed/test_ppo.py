@@ -12,15 +12,15 @@ from losses.ppo import ppo_policy_loss, ppo_value_loss
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
 from models.sampler import SamplingOptions
-from tests.engine_case import SHAPE, CaptureChain, ListDataset, assert_same_gradients, sequences
+from tests.engine_case import SHAPE, CaptureChain, HostWeights, ListDataset, assert_same_gradients, optimizer_of, sequences
 from tests.harness import run_distributed
 from ulysses.data.loader import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import PolicyValueWeights, RandomWeights
+from ulysses.training.build import PolicyValueWeights
 from ulysses.training.checkpoint import Checkpoints
-from ulysses.training.config import OptimizerConfig, PpoConfig
-from ulysses.training.optim import adamw, policy_value_groups
+from ulysses.training.config import PpoConfig
+from ulysses.training.optim import policy_value_groups
 from ulysses.training.rollout import RolloutMaker
 from ulysses.training.stages.ppo import PpoStage
 from ulysses.training.trainer import Trainer
@@ -61,17 +61,17 @@ def prompts(count: int = 14) -> PromptDataset:
 def engine_of(mesh: ParallelMesh, config: PpoConfig, seed: int = 0, lr: float = 1e-3, trainable: bool = True) -> ZeroEngine:
     settings = derive(dtype=torch.float32)
     model = build_partitioned(
-        lambda: PolicyValue(SHAPE, mesh, separate=config.value == "separate"), settings, PolicyValueWeights(RandomWeights(SHAPE, seed))
+        lambda: PolicyValue(SHAPE, mesh, separate=config.value == "separate"), settings, PolicyValueWeights(HostWeights(SHAPE, seed))
     )
     groups = policy_value_groups(model, 0.0, config.value_lr_factor)
-    return ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=lr), on_gpu=False, groups=groups), (DecoderLayer,))
+    return ZeroEngine(model.train(), settings, optimizer_of(model, lr, groups=groups), (DecoderLayer,))
 
 
 def frozen_policy(mesh: ParallelMesh, seed: int) -> ZeroEngine:
     from models.decoder import CausalLM
 
     settings = derive(dtype=torch.float32)
-    model = build_partitioned(lambda: CausalLM(SHAPE, mesh), settings, RandomWeights(SHAPE, seed)).requires_grad_(False)
+    model = build_partitioned(lambda: CausalLM(SHAPE, mesh), settings, HostWeights(SHAPE, seed)).requires_grad_(False)
     return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
 
 
@@ -128,7 +128,7 @@ def formula(config: PpoConfig) -> tuple[float, dict[str, torch.Tensor], dict[str
     """Loss, gradients and metrics of the first step, one sequence at a time, float64, no ZeRO."""
     data = fixed_rollout()
     model = PolicyValue(SHAPE, None, separate=config.value == "separate", attention="reference")
-    source = PolicyValueWeights(RandomWeights(SHAPE, 0))
+    source = PolicyValueWeights(HostWeights(SHAPE, 0))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu")).view(p.shape))
@@ -249,7 +249,7 @@ def resumed(folder: Path, sp: int, config: PpoConfig, stop: int, steps: int) -> 
 
 @pytest.mark.parametrize("stop", [3, 4], ids=["mid-rollout", "between rollouts"])
 def test_resume_is_bit_identical(tmp_path: Path, stop: int) -> None:
-    whole, again, files = run_distributed(resumed, 2, tmp_path, 2, REAL, stop, 6, with_zero=True)[0]
+    whole, again, files = run_distributed(resumed, 2, tmp_path, 2, REAL, stop, 6, with_zero=True, deterministic=True)[0]
     assert ("rollout.safetensors" in files) == (stop == 3)
     for before, after in zip(whole[stop:], again, strict=True):
         for name in before:
@@ -270,7 +270,7 @@ def sampling_between_steps(sample: bool) -> list[torch.Tensor]:
 
 
 def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
-    plain, sampled = (run_distributed(sampling_between_steps, 2, s, with_zero=True)[0] for s in (False, True))
+    plain, sampled = (run_distributed(sampling_between_steps, 2, s, with_zero=True, deterministic=True)[0] for s in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(plain, sampled, strict=True))
 
 
@@ -320,7 +320,7 @@ def model_scores() -> bool:
 
     initialize_distributed()
     mesh = ParallelMesh(2, num_heads=SHAPE.num_attention_heads)
-    config, settings, source = PpoConfig(), derive(dtype=torch.float32), RandomWeights(SHAPE, 4)
+    config, settings, source = PpoConfig(), derive(dtype=torch.float32), HostWeights(SHAPE, 4)
     engine = engine_of(mesh, config)
     model = build_partitioned(lambda: RewardModel(SHAPE, mesh), settings, source).requires_grad_(False)
     scorer = ZeroEngine(model.eval(), settings, None, (DecoderLayer,))

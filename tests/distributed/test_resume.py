@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine_case import SHAPE, Case, build_trainer, dataset
-from tests.harness import run_distributed
+from tests.harness import device, run_distributed
 from ulysses.training.checkpoint import Checkpoints
 from ulysses.zero.slices import KINDS
 from ulysses.zero.state import pieces
@@ -26,7 +26,7 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     for parameters in engine.zero.fp16_groups:
         for p in parameters:
             for kind in KINDS:
-                out[f"{kind} {engine.names[id(p)]}"] = torch.zeros(p.ds_numel)
+                out[f"{kind} {engine.names[id(p)]}"] = torch.zeros(p.ds_numel, device=device())
     for piece in pieces(engine):
         master = groups[piece.group]
         for kind in KINDS:
@@ -72,7 +72,7 @@ def refusal(folder: Path, case: Case) -> str:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]], dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    metrics, state = run_distributed(whole_run, 4, folder, with_zero=True)[0]  # sp 2, dp 2
+    metrics, state = run_distributed(whole_run, 4, folder, with_zero=True, deterministic=True)[0]  # sp 2, dp 2
     return folder, metrics, state
 
 
@@ -80,7 +80,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 @pytest.mark.parametrize(("world", "sp"), [(1, 1), (4, 4), (2, 1), (4, 2)])
 def test_continues_on_another_topology(world: int, sp: int, saved) -> None:
     folder, metrics, state = saved
-    found, restored = run_distributed(resumed_run, world, folder, replace(CASE, sp=sp), with_zero=True)[0]
+    found, restored = run_distributed(resumed_run, world, folder, replace(CASE, sp=sp), with_zero=True, deterministic=True)[0]
     assert set(restored) == set(state)
     for name, value in state.items():
         assert torch.equal(restored[name], value), name

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from tests.harness import free_port
+from tests.harness import free_port, hide_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -158,6 +158,7 @@ def _become_rank(rank: int, world: int, port: int, arguments: list[str], logs: P
             os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         os.environ.update(environment())
+        hide_gpus()
         if world > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
                               MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip

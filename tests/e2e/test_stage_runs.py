@@ -77,7 +77,7 @@ def train(config: dict[str, Any], stop_after: int | None = None) -> list[dict[st
 
 
 def on_ranks(world: int, config: dict[str, Any], **more: Any) -> list[dict[str, float]]:
-    return run_distributed(train, world, config, with_zero=True, timeout=200, **more)[0]
+    return run_distributed(train, world, config, with_zero=True, timeout=200, cpu=True, **more)[0]
 
 
 @pytest.mark.parametrize(("stage", "expected"), [
@@ -140,7 +140,7 @@ def test_reward_model_scores_the_same_in_transformers(demo, tmp_path) -> None:
     on_ranks(2, config)
     export = tmp_path / "run" / "export"
     rows = [[3, 5, 9, 650, 7], [4, 650, 4], [11, 12, 13, 14, 15, 16, 650]]
-    ours = run_distributed(scores, 2, export, rows, with_zero=True)[0]
+    ours = run_distributed(scores, 2, export, rows, with_zero=True, cpu=True)[0]
     theirs = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32).eval()
     pad = theirs.config.pad_token_id
     assert theirs.config.num_labels == 1 and pad is not None
@@ -249,7 +249,7 @@ def test_reward_adapters_load_with_peft(demo, base, tmp_path) -> None:
 
 def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path) -> None:
     config = with_adapters(demo, base, "dpo", tmp_path / "run", run__save_every=2, run__steps=2)
-    found = run_distributed(measured, 2, config, with_zero=True)[0]
+    found = run_distributed(measured, 2, config, with_zero=True, cpu=True)[0]
     rank, width, ff, kv = 4, 32, 48, 16
     pairs = [(width, width), (width, kv), (width, kv), (width, width), (width, ff), (width, ff), (ff, width)]
     adapters = 2 * sum(rank * (a + b) for a, b in pairs)

@@ -25,7 +25,7 @@ CASES = {
 def curve(name: str) -> list[list[float]]:
     """Run the case; [[loss, gradient norm] of each step]."""
     data: ListDataset = dataset(CASES[name].stage, count=30, seed=7)
-    metrics, _ = run_distributed(run_case, 1, CASES[name], data, with_zero=True)[0]
+    metrics, _ = run_distributed(run_case, 1, CASES[name], data, with_zero=True, cpu=True)[0]
     return [[m["loss"], m["grad/norm"]] for m in metrics]
 
 
