@@ -4,7 +4,9 @@ Predicted by ulysses/memory/plan.py; needs no GPU and no weights.
 """
 
 from models.arch import ARCHITECTURES, ModelConfig
-from ulysses.memory.plan import FILL, GIB, Machine, Model, Options, longest_sequence
+from ulysses.memory.case import GIB, Machine, Model, Options
+from ulysses.memory.plan import FILL, HOST_FILL, longest_sequence
+from ulysses.training.memory import plain_model
 
 MACHINES = ((1, 24, 96), (4, 24, 256), (1, 80, 192), (8, 80, 1024), (8, 141, 1536))  # GPUs, GiB each, host GiB
 SIZES = (
@@ -17,58 +19,64 @@ LIMIT = 16 << 20  # tokens; nothing longer is worth a table
 TEXT = f"""# What fits
 
 Longest single sequence in tokens for one training step (SFT), **predicted** by the planner, not measured: bfloat16
-weights, float32 AdamW states, sequence parallelism over all GPUs of the machine, {FILL:.0%} of each GPU's memory.
-`+ host` adds `memory.offload = "auto"` with the host memory in the column's head. `-` means that not even 1,024 tokens
-fit; `memory.offload_optimizer = true`, which the table leaves out, then moves 16 bytes per trained parameter to the
-host. "141 GiB" is a GPU of that size; an H200 reports 139.8. A pair (DPO, RM) holds two sequences: half the length on
+weights, float32 AdamW states, sequence parallelism over all GPUs of the machine; {FILL:.0%} of each GPU's memory may be taken,
+CUDA and NCCL included, and {HOST_FILL:.0%} of the host's, a checkpoint on its way to the disk included. `+ host` adds
+`memory.offload = "auto"` with the host memory in the column's head, and, marked `\\*`, `memory.offload_optimizer = true` where
+nothing fits without it (16 bytes per trained parameter move to the host, and the update is slow). `-` means that not even 1,024
+tokens fit. "141 GiB" is a GPU of that size; an H200 reports 139.8. A pair (DPO, RM) holds two sequences: half the length on
 each side.
 
-Errors where measured (1 to 4 H200, Llama-3-8B layers, up to 65,536 tokens, full fine-tuning): within 5% for memory. Other
-cards, adapters, offload and lengths beyond that are extrapolated; a length says nothing about the time a step takes. The
-model's own `max_position_embeddings` may be shorter.
+Where it was measured (1 to 4 H200, Llama-3-8B layers, up to 131,072 tokens, full fine-tuning) the planner is within 5% for
+memory (`python benchmarks/plan_accuracy.py`). Other cards, adapters, offload and lengths beyond that are extrapolated; a length
+says nothing about the time a step takes. The model's own `max_position_embeddings` may be shorter.
 
 Made by `python benchmarks/what_fits.py > docs/what-fits.md`. Your own case:
 `python train.py --config FILE.toml --dry-run --gpus 8 --gpu-memory 80 --host-memory 1024`.
 """
 
 
-def planner_model(shape: ModelConfig, rank: int) -> Model:
+def model_of(shape: ModelConfig, rank: int) -> Model:
     """Return a shape for full fine-tuning (rank 0) or with adapters of that rank on every projection."""
     D, F = shape.hidden_size, shape.intermediate_size
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    adapters = shape.num_hidden_layers * rank * (2 * (D + q) + 2 * (D + k) + 3 * (D + F))
-    parameters = shape.num_parameters()
-    return Model(
-        D, F, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, shape.vocab_size,
-        shape.num_hidden_layers, parameters + adapters, adapters or parameters,
-    )  # fmt: skip
+    return plain_model(shape, adapters=shape.num_hidden_layers * rank * (2 * (D + q) + 2 * (D + k) + 3 * (D + F)))
 
 
 def cell(model: Model, machine: Machine, offload: str) -> str:
-    length = longest_sequence(model, machine, machine.gpus, Options(), offload=offload, limit=LIMIT)
-    if length < 1024:
-        return "-"
-    if length >= LIMIT // 2:
-        return f"> {LIMIT >> 21}M"
-    return f"{length / 2**20:.1f}M" if length >= 1 << 20 else f"{length >> 10}k"
+    """Return the longest sequence; with a host, its optimizer moves there where nothing fits otherwise (marked)."""
+    for optimizer in (False, True) if offload == "auto" else (False,):
+        options = Options(saves=True, offload_optimizer=optimizer)
+        length = longest_sequence(model, machine, machine.gpus, options, offload=offload, limit=LIMIT)
+        mark = " \\*" if optimizer else ""
+        if length >= LIMIT // 2:
+            return f"> {LIMIT >> 21}M{mark}"
+        if length >= 1024:
+            return (f"{length / 2**20:.1f}M" if length >= 1 << 20 else f"{length >> 10}k") + mark
+    return "-"
 
 
-def main() -> None:
-    print(TEXT)
+def page() -> str:
+    """Return the whole page as Markdown."""
+    lines = [TEXT]
     for title, rank in (("Full fine-tuning", 0), (f"LoRA, rank {RANK}, all projections", RANK)):
-        print(f"## {title}\n")
+        lines.append(f"## {title}\n")
         heads = [f"{g} x {gib} GiB{kind}" for g, gib, host in MACHINES for kind in ("", f" + host {host}")]
-        print(f"| model | {' | '.join(heads)} |")
-        print("|---" * (1 + len(heads)) + "|")
+        lines.append(f"| model | {' | '.join(heads)} |")
+        lines.append("|---" * (1 + len(heads)) + "|")
         for name in SIZES:
-            model = planner_model(ARCHITECTURES[name], rank)
+            model = model_of(ARCHITECTURES[name], rank)
             cells = [
                 cell(model, Machine(g, gib * GIB, host * GIB), offload)
                 for g, gib, host in MACHINES
                 for offload in ("none", "auto")
             ]
-            print(f"| {name} | {' | '.join(cells)} |")
-        print()
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    print(page(), end="")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_pairs_hold_two_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = run(capsys, *arch("dpo", 65536), *NODE)
-    assert "one pair of sequences, 131,072 tokens" in text and "tokens on each side of a pair" in text
+    assert "the fullest: 131,072 tokens in 2 sequences" in text and "tokens on each side of a pair" in text
 
 
 def test_what_does_not_fit_is_refused_with_sizes(capsys: pytest.CaptureFixture[str]) -> None:

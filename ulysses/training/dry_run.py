@@ -9,7 +9,6 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,19 +18,23 @@ from ulysses.data.formats import is_hub_id, missing_sources, parse_sources
 from ulysses.data.inspect import inspect_examples
 from ulysses.data.records import DataError
 from ulysses.gradients.presets import explain_thresholds, preset_toml, tables_to_toml
-from ulysses.memory.plan import GIB, Machine, Model, Work, choices, longest_sequence, recommend_degree
+from ulysses.memory.case import GIB, Machine, Work
+from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
 from ulysses.memory.recompute import LEVELS
 from ulysses.training.build import check_weights, read_shape
-from ulysses.training.checks import KINDS, Plan, check_disk, check_numbers, check_run, find_checkpoint, read_tokenizer
+from ulysses.training.checks import Plan, check_disk, check_numbers, check_run, find_checkpoint, read_tokenizer
 from ulysses.training.command_line import CommandLine, ConfigError
 from ulysses.training.config import Config
 from ulysses.training.memory import (
     allowed_levels,
     choose_memory,
     free_host_bytes,
+    longest_example,
     planner_model,
     planner_options,
     planner_work,
+    prompts_per_rollout,
+    sides,
 )
 from ulysses.training.metrics import device_peak_flops
 
@@ -61,10 +64,10 @@ def dry_run(command: CommandLine) -> int:
     if shape is not None:
         machine = planned_machine(config, given, world)
         budget = Plan(config, world, shape, folder, None, "", "", None).budget
-        print_plan(config, planner_model(config, shape), machine, planner_work(config, budget, micro_batches))
+        work = planner_work(config, budget, micro_batches=micro_batches, world=world)
+        print_plan(config, shape, machine, work)
         try:
-            line = choose_memory(config, planner_model(config, shape), machine, planner_work(config, budget)).line
-            print(line)
+            print(choose_memory(config, shape, machine, work).line)
         except ConfigError as error:
             if "gpu_memory" in given or torch.cuda.is_available():
                 raise
@@ -147,10 +150,9 @@ def _print_steps(config: Config, world: int, plan: Plan | None) -> int:
     groups = world // config.parallel.sequence_parallel_size
     if plan is None:
         print(f"{config.run.steps} steps" if config.run.steps else f"{config.run.epochs:g} epochs; their steps depend on the data")
-        sides = 2 if KINDS[config.stage] == "pair" else 1
-        budget = config.batch.tokens_per_microbatch
-        each = sides * config.data.max_length
-        return math.ceil(config.batch.examples * each / (groups * (each if budget == "auto" else max(budget, each))))
+        budget, each = config.batch.tokens_per_microbatch, sides(config) * longest_example(config)
+        count = -(-prompts_per_rollout(config) // config.ppo.minibatches) if config.stage == "ppo" else config.batch.examples
+        return math.ceil(count * each / (groups * (each if budget == "auto" else max(budget, each))))
     train, _ = plan.datasets()
     loader = plan.loader(train, groups, 0)
     total = plan.total_steps(loader)
@@ -179,33 +181,54 @@ def planned_machine(config: Config, given: dict[str, float], world: int) -> Mach
     if config.model.dtype == "float32":
         machine = machine._replace(peak_flops=machine.peak_flops / 15)  # H200's float32 beside its bfloat16
     note = "" if here or "gpu_memory" in given else " (assumed; --gpu-memory says otherwise)"
-    print(f"\npredicted for {world} GPUs of {gib:.1f} GiB{note}, {host / GIB:.0f} GiB of host memory per node:")
+    memory = f"{host / GIB:.0f} GiB of host memory per node" if host else "host memory unknown (--host-memory)"
+    speed = "" if peak else ", as fast as an H200"
+    print(f"\npredicted for {world} GPUs of {gib:.1f} GiB{note}{speed}, {memory}:")
     return machine
 
 
-def print_plan(config: Config, model: Model, machine: Machine, work: Work) -> None:
-    """Print a line per level, the longest sequence and the degree to use."""
-    options, offload = planner_options(config, model), config.memory.offload
-    what = "pair of sequences" if work.documents == 2 else "sequence"
+def print_plan(config: Config, shape: Shape, machine: Machine, work: Work) -> None:
+    """Print a line per level, the longest sequence, and the degree, levels and offload to use."""
+    model, options, offload = planner_model(config, shape), planner_options(config, shape), config.memory.offload
     print(
-        f"{model.parameters:,} parameters, {model.trained:,} trained; {work.micro_batches} micro-batches per group and step, "
-        f"the fullest: one {what}, {work.tokens:,} tokens"
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {work.micro_batches} micro-batches per group and step, the "
+        f"fullest: {work.tokens:,} tokens in {work.documents} sequence{'s' if work.documents > 1 else ''}"
     )
-    print(f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB':>10}{'layers offloaded':>18}{'s / step':>10}")
+    if options.frozen_parameters:
+        print(f"beside it {options.frozen_parameters:,} frozen parameters of other models")
+    print(f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}")
     for c in choices(model, machine, work, options, levels=tuple(reversed(LEVELS)), offload=offload):
         p = c.prediction
-        numbers = f"{p.gpu_bytes / GIB:9.1f}{p.host_bytes / GIB:10.1f}{c.offloaded_layers:18}{p.seconds:10.2f}"
+        host = p.host_bytes * machine.local_processes / GIB
+        numbers = f"{p.gpu_bytes / GIB:9.1f}{host:17.1f}{c.offloaded_layers:18}{p.seconds:10.2f}"
         print(f"  {c.level:<16}{numbers}{'' if p.fits(machine) else '   does not fit'}")
-    settings: dict[str, Any] = {"documents": work.documents, "offload": offload}
+    if work.rollout is not None:
+        print(f"  (each step's share of a rollout of {prompts_per_rollout(config)} answers included)")
+    count, example = sides(config), longest_example(config) - config.data.max_length
     for sp in sorted({d for d in (work.sp, machine.gpus) if machine.gpus % d == 0}):
-        longest = longest_sequence(model, machine, sp, options, levels=allowed_levels(config), **settings)
-        each = " on each side of a pair" if work.documents == 2 else ""
+        longest = longest_sequence(
+            model, machine, sp, options, documents=count, offload=offload, levels=allowed_levels(config), like=work
+        )
+        each = " on each side of a pair" if count == 2 else f", {example:,} of them the answer" if example else ""
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{each}")
-    degree = recommend_degree(model, machine, work.tokens, options, groups=config.batch.examples, **settings)
-    if degree is None:
-        print("no sequence_parallel_size fits this length on these GPUs")
-    else:
-        print(f"recommended for this length: parallel.sequence_parallel_size = {degree}")
+    _print_recommendation(config, shape, machine, work)
+
+
+def _print_recommendation(config: Config, shape: Shape, machine: Machine, work: Work) -> None:
+    """Print the fastest settings for this length; what the configuration fixes by hand is left open here."""
+    model, options = planner_model(config, shape), planner_options(config, shape)
+    groups = prompts_per_rollout(config) if config.stage == "ppo" else config.batch.examples
+    levels = tuple(x for x in FASTEST_FIRST if x != "none" or options.tiling.head_chunks == 1)
+    for more in ({}, {"offload_optimizer": True}, {"offload_optimizer": True, "offload_parameters": True}):
+        found = recommend(model, machine, work, options._replace(**more), groups=groups, levels=levels)
+        if found is not None:
+            sp, offload, choice = found
+            text = f"parallel.sequence_parallel_size = {sp}, memory.recompute = \"auto\" ({choice.name})"
+            text += f', memory.offload = "{offload}"' + "".join(f", memory.{name} = true" for name in more)
+            p = choice.prediction
+            print(f"recommended for this length: {text}: {p.gpu_bytes / GIB:.1f} GiB, {p.seconds:.2f} s per micro-batch")
+            return
+    print("no sequence_parallel_size fits this length on these GPUs, with any recompute and offload")
 
 
 def inspect(command: CommandLine) -> int:

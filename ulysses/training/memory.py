@@ -7,30 +7,24 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig as Shape
-from ulysses.memory.plan import (
-    FASTEST_FIRST,
-    GIB,
-    Choice,
-    Machine,
-    Model,
-    Options,
-    Work,
-    choices,
-    choose_level,
-)
+from models.hf_format import read_config, resolve_model
+from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work
+from ulysses.memory.plan import FASTEST_FIRST, Choice, choices, choose_level, host_budget
+from ulysses.memory.recompute import LEVELS
 from ulysses.memory.tiling import TilingOptions
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
+from ulysses.training.rewards import is_function
 
-PAIRED = ("dpo", "rm")
 ELEMENT_SIZE = {"bfloat16": 2, "float32": 4}
 
 
 class MemoryChoice(NamedTuple):
-    """Say what the trained model's layers keep, and where; `line` says why."""
+    """Say what each of the trained model's layers keeps, the first layer's first, and where; `line` says why."""
 
-    recompute: str = "none"
+    recompute: tuple[str, ...] = ()
     offloaded_layers: int = 0
     host_bytes: int = 0  # budget of pinned memory of one process
     line: str = ""
@@ -50,10 +44,55 @@ def check_memory(config: Config) -> None:
         )
 
 
-def planner_work(config: Config, tokens: int, micro_batches: int = 1) -> Work:
-    """Return the planner's view of a step whose micro-batches are full: one sequence each, or one pair."""
-    documents = 2 if config.stage in PAIRED else 1
-    return Work(tokens, config.parallel.sequence_parallel_size, micro_batches, documents)
+def sides(config: Config) -> int:
+    """Return how many sequences of one example lie in the same micro-batch."""
+    return 2 if config.stage in ("dpo", "rm") else 1
+
+
+def longest_example(config: Config) -> int:
+    """Return the tokens of the longest sequence that the settings allow."""
+    return config.data.max_length + (config.ppo.max_new_tokens if config.stage == "ppo" else 0)
+
+
+def planner_work(config: Config, tokens: int, *, micro_batches: int = 1, world: int = 1) -> Work:
+    """Return the planner's view of a step on `world` processes whose micro-batches are full of longest sequences."""
+    documents = max(sides(config), tokens // longest_example(config))
+    work = Work(tokens, config.parallel.sequence_parallel_size, micro_batches, documents, _forwards(config))
+    if config.stage != "ppo":
+        return work
+    ppo, prompts = config.ppo, prompts_per_rollout(config)
+    return work._replace(
+        rollout=Rollout(
+            -(-prompts // world), ppo.generation_batch, config.data.max_length, ppo.max_new_tokens,
+            ppo.epochs * ppo.minibatches, merged=config.model.lora.rank > 0,
+        )
+    )  # fmt: skip
+
+
+def prompts_per_rollout(config: Config) -> int:
+    """Return how many prompts PPO answers before each round of training."""
+    return config.ppo.prompts_per_rollout or config.batch.examples
+
+
+def _reference(config: Config) -> str:
+    """Return what computes the reference beside a step: "" for nothing, "live" or a path."""
+    if config.stage == "dpo":
+        kind = "cached" if config.dpo.loss_type in REFERENCE_FREE else config.dpo.reference
+    elif config.stage == "kto":
+        kind = config.kto.reference
+    else:
+        kind = config.ppo.reference if config.stage == "ppo" and config.ppo.kl_coefficient else "cached"
+    return "" if kind == "cached" else kind
+
+
+def _forwards(config: Config) -> float:
+    """Count the passes without gradient over each trained token."""
+    reference = 1 if _reference(config) else 0
+    if config.stage == "ppo":  # over a rollout, which is trained on several times
+        scorer = 0 if is_function(config.ppo.reward) else 1
+        return ((2 if config.ppo.value == "separate" else 1) + reference + scorer) / config.ppo.epochs
+    baseline = 1 + reference if config.stage == "kto" and config.kto.loss_type == "kto" else 0  # mismatched answers
+    return float(reference + baseline)
 
 
 def tiling(config: Config) -> TilingOptions:
@@ -76,9 +115,8 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
     return adapters + (d if config.stage in ("rm", "ppo") else 0)
 
 
-def planner_model(config: Config, shape: Shape) -> Model:
-    """Return the planner's view of the trained model."""
-    reward = config.stage == "rm"
+def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Model:
+    """Return the planner's view of a model of which all weights are trained, or only so many of `adapters`."""
     parameters = shape.num_parameters(reward=reward)
     return Model(
         width=shape.hidden_size,
@@ -88,17 +126,32 @@ def planner_model(config: Config, shape: Shape) -> Model:
         head_dim=shape.head_dim,
         vocabulary=shape.vocab_size,
         layers=shape.num_hidden_layers,
-        parameters=parameters,
-        trained=adapter_parameters(config, shape) if config.model.lora.rank else parameters,
+        parameters=parameters + adapters,
+        trained=adapters or parameters,
         has_head=not reward,
     )
 
 
-def planner_options(config: Config, model: Model) -> Options:
-    """Return the planner's view of the settings; a reference model beside the trained one counts as one of its size."""
-    memory, rows = config.memory, config.memory.logits_tile
-    reference = getattr(config, config.stage).reference if config.stage in ("dpo", "kto", "ppo") else "cached"
-    beside = reference != "cached" and not (reference == "live" and config.model.lora.rank)
+def planner_model(config: Config, shape: Shape) -> Model:
+    """Return the planner's view of the trained model; PPO's value is part of it."""
+    adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
+    model = plain_model(shape, adapters=adapters, reward=config.stage == "rm")
+    if config.stage != "ppo":
+        return model
+    separate = config.ppo.value == "separate"
+    value = shape.num_parameters(reward=True) if separate else shape.hidden_size
+    trained = model.trained if adapters else model.trained + value
+    return model._replace(parameters=model.parameters + value, trained=trained, decoders=2 if separate else 1)
+
+
+def planner_options(config: Config, shape: Shape) -> Options:
+    """Return the planner's view of the settings, models beside the trained one included."""
+    memory, rows, reference = config.memory, config.memory.logits_tile, _reference(config)
+    frozen = 0
+    if reference and not (reference == "live" and config.model.lora.rank):  # adapters off are the reference
+        frozen += (shape if reference == "live" else _other(reference, shape)).num_parameters()
+    if config.stage == "ppo" and not is_function(config.ppo.reward):
+        frozen += _other(config.ppo.reward, shape).num_parameters(reward=True)
     return Options(
         tiling=tiling(config),
         logits_rows=0 if rows == "auto" else rows,
@@ -106,78 +159,93 @@ def planner_options(config: Config, model: Model) -> Options:
         reduce_size=ELEMENT_SIZE[config.optimizer.reduce_dtype],
         offload_optimizer=memory.offload_optimizer,
         offload_parameters=memory.offload_parameters,
-        frozen_parameters=model.parameters if beside else 0,
+        frozen_parameters=frozen,
+        saves=True,
     )
+
+
+def _other(path: str, shape: Shape) -> Shape:
+    """Return another model's shape; one that is not here counts as large as the trained one."""
+    try:
+        return read_config(resolve_model(path, need_weights=False))
+    except (ValueError, OSError):
+        return shape
 
 
 def allowed_levels(config: Config) -> tuple[str, ...]:
     """Return the levels that the settings leave open, the fastest first."""
-    wanted = config.memory.recompute
+    wanted, memory = config.memory.recompute, config.memory
     levels = FASTEST_FIRST if wanted == "auto" else (wanted,)
-    return tuple(level for level in levels if config.memory.offload != "checkpoints" or level != "none")
+    without_none = memory.offload == "checkpoints" or (wanted == "auto" and tiling(config).head_chunks > 1)
+    return tuple(level for level in levels if not without_none or level != "none")
 
 
-def choose_memory(config: Config, model: Model, machine: Machine | None, work: Work) -> MemoryChoice:
-    """Decide levels and offload for one machine (None: CPU, where "auto" keeps everything).
+def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: Work) -> MemoryChoice:
+    """Decide every layer's level and the offload for one machine (None: CPU, where "auto" keeps everything).
 
-    A level set by hand is honoured even if the prediction says it does not fit; the line then says so.
+    Settings made by hand are honoured while the GPU's whole memory might do; the line says if the reserve is gone.
 
     Raises:
-        ConfigError: if not even the smallest level is predicted to fit, with the sizes.
+        ConfigError: if GPU or host are predicted to be too small, with the sizes and what to change.
     """
-    wanted, offload = config.memory.recompute, config.memory.offload
-    levels = allowed_levels(config)
+    levels, offload, layers = allowed_levels(config), config.memory.offload, shape.num_hidden_layers
     if machine is None:
-        level = levels[0] if offload == "none" or wanted != "auto" else levels[-1] if offload == "checkpoints" else "none"
-        away = model.layers if offload == "checkpoints" else 0
-        return MemoryChoice(level, away, 0, f"memory: recompute {level}" + (" (auto: CPU)" if wanted == "auto" else ""))
-    options = planner_options(config, model)
-    refuse_too_large(config, model, machine, work, options)
+        away = layers if offload == "checkpoints" else 0
+        level = levels[-1] if offload == "checkpoints" else levels[0]
+        why = " (auto: CPU)" if config.memory.recompute == "auto" else ""
+        return MemoryChoice((level,) * layers, away, 0, f"memory: recompute {level}{why}")
+    model, options = planner_model(config, shape), planner_options(config, shape)
     choice = choose_level(model, machine, work, options, levels=levels, offload=offload)
     fits = choice is not None
     if choice is None:
         found = list(choices(model, machine, work, options, levels=levels, offload=offload))
-        choice = min(found, key=lambda c: c.prediction.gpu_bytes)
-    return MemoryChoice(
-        choice.level, choice.offloaded_layers, int(machine.host_bytes_per_gpu), _line(config, model, machine, choice, fits)
-    )
+        choice = min(found, key=lambda c: (not c.prediction.fits_host(machine), c.prediction.gpu_bytes))
+        _refuse_too_large(config, model, machine, work, choice)
+    elsewhere = choice.prediction.host_bytes - choice.prediction.offloaded
+    room = int(host_budget(machine) - elsewhere) if choice.offloaded_layers else 0
+    return MemoryChoice(choice.levels, choice.offloaded_layers, room, _line(config, machine, choice, fits))
 
 
-def _line(config: Config, model: Model, machine: Machine, choice: Choice, fits: bool) -> str:
+def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
     why = "auto: " if config.memory.recompute == "auto" else ""
     need, have = choice.prediction.gpu_bytes / GIB, machine.gpu_bytes / GIB
-    text = f"memory: recompute {choice.level} ({why}{need:.1f} GiB predicted of {have:.1f} GiB)"
+    text = f"memory: recompute {choice.name} ({why}{need:.1f} GiB predicted of {have:.1f} GiB)"
     if choice.offloaded_layers:
-        text += (
-            f"; {choice.offloaded_layers} of {model.layers} layers' activations in host memory, "
-            f"{choice.prediction.host_bytes / GIB:.1f} GiB per process of {machine.host_bytes_per_gpu / GIB:.1f} GiB"
-        )
+        text += f"; {choice.offloaded_layers} of {choice.layers} layers' activations in host memory"
+    if machine.host_bytes:
+        text += f"; host {choice.prediction.host_bytes / GIB:.1f} GiB per process of {host_budget(machine) / GIB:.1f} GiB"
     return text if fits else text + "; this leaves less than the usual reserve and may run out"
 
 
-def refuse_too_large(config: Config, model: Model, machine: Machine, work: Work, options: Options) -> None:
-    """Refuse a run whose smallest level is predicted to exceed the GPU's whole memory.
-
-    Raises:
-        ConfigError: with the sizes and what to change.
-    """
-    found = choices(model, machine, work, options, levels=FASTEST_FIRST, offload=config.memory.offload)
-    smallest = min((c.prediction for c in found), key=lambda p: p.gpu_bytes)
-    if smallest.gpu_bytes > machine.gpu_bytes:
+def _refuse_too_large(config: Config, model: Model, machine: Machine, work: Work, smallest: Choice) -> None:
+    """Refuse a run whose smallest choice is predicted to exceed the GPU's whole memory, or the host's share."""
+    p = smallest.prediction
+    if not p.fits_host(machine):
         raise ConfigError(
-            f"the run needs {smallest.gpu_bytes / GIB:.1f} GiB on each GPU even with the least kept in memory (weights, "
-            f"optimizer and gradients {smallest.states / GIB:.1f}, activations {smallest.kept / GIB:.1f}, work "
-            f"{smallest.working / GIB:.1f}) but a GPU has {machine.gpu_bytes / GIB:.1f} GiB; {_advice(config)}"
+            f"each process needs {p.host_bytes / GIB:.1f} GiB of host memory but has {host_budget(machine) / GIB:.1f} GiB, its "
+            f"share of the node's {machine.host_bytes / GIB:.1f} GiB; set memory.offload_optimizer or memory.offload_parameters to "
+            "false, or use more GPUs on more nodes"
+        )
+    if p.gpu_bytes > machine.gpu_bytes:
+        what = f"with memory.recompute = \"{config.memory.recompute}\"" if config.memory.recompute != "auto" else ""
+        rest = p.gpu_bytes - p.states - p.kept - p.working
+        raise ConfigError(
+            f"the run needs {p.gpu_bytes / GIB:.1f} GiB on each GPU {what or 'even with the least kept in memory'} (weights, "
+            f"optimizer and gradients {p.states / GIB:.1f}, activations {p.kept / GIB:.1f}, work {p.working / GIB:.1f}, "
+            f"CUDA, NCCL and {'rollouts' if work.rollout else 'reserve'} {rest / GIB:.1f}) but a GPU has "
+            f"{machine.gpu_bytes / GIB:.1f} GiB; {_advice(config, model)}"
         )
 
 
-def _advice(config: Config) -> str:
+def _advice(config: Config, model: Model) -> str:
     ways = ["use more GPUs with a larger parallel.sequence_parallel_size", "lower batch.tokens_per_microbatch or data.max_length"]
+    if config.memory.recompute not in ("auto", LEVELS[0]):
+        ways.insert(0, 'set memory.recompute = "auto"')
     if config.memory.offload == "none":
         ways.append('set memory.offload = "auto"')
     if not config.memory.offload_optimizer:
         ways.append("set memory.offload_optimizer = true")
-    if not config.model.lora.rank:
+    if model.is_full:
         ways.append("train adapters (model.lora.rank)")
     return ", ".join(ways[:-1]) + f" or {ways[-1]}"
 

@@ -6,6 +6,7 @@
 import hashlib
 import json
 import os
+from contextlib import ExitStack, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +32,7 @@ from ulysses.training.memory import adapter_parameters, choose_memory, planner_m
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.trainer import Trainer
-from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.construct import end_distributed, initialize_distributed
 
 
 class TrainingRun:
@@ -55,6 +55,10 @@ class TrainingRun:
                 self.plan.loader(data, 1, 0)  # refuses sequences longer than the budget
         self.log: MetricsLog | None = None
         self.trainer: Trainer | None = None
+        self.engine: Any = None
+        self.stage: Any = None
+        self.resources = ExitStack()  # what must be released, whatever happens
+        self.ended: dict[str, Any] = {}  # the last status
 
     @classmethod
     def from_toml(cls, path: str, overrides: dict[str, Any] | None = None) -> "TrainingRun":
@@ -67,6 +71,14 @@ class TrainingRun:
     def __enter__(self) -> "TrainingRun":
         self.device = initialize_distributed()
         self.watch = FailureWatch()
+        try:
+            self._start()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _start(self) -> None:
         self._same_everywhere()
         if self.config.run.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -75,7 +87,6 @@ class TrainingRun:
         self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)
         self._prepare_folder()
         self._build()
-        return self
 
     def _build(self) -> None:
         config, plan, shape = self.config, self.plan, self.plan.shape
@@ -86,7 +97,7 @@ class TrainingRun:
                 self._say(f"{name} data: {data.report}")
         source = weights_of(config, shape, plan.folder)
         model, machine = planner_model(config, shape), this_machine(self.device, device_peak_flops())
-        memory = choose_memory(config, model, machine, planner_work(config, plan.budget))
+        memory = choose_memory(config, shape, machine, planner_work(config, plan.budget, world=plan.world_size))
         self._say(memory.line)
         for line in explain_thresholds(config.gradients.tables, model.trained):
             self._say(f"gradients: {line}")
@@ -94,9 +105,10 @@ class TrainingRun:
         self.engine = build_engine(
             config, shape, source, self.mesh, kernel, reward=config.stage == "rm", value=value, memory=memory
         )
+        self.resources.callback(self.engine.destroy)
         fresh = self.resume_from is None
         builder = StageBuilder(
-            plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, fresh, self._say
+            plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, fresh, self._say, self.resources
         )
         self.stage = builder.build()
         self.train_data, self.eval_data = builder.train_data, builder.eval_data
@@ -147,7 +159,8 @@ class TrainingRun:
                 wandb_project=run.wandb,
                 config=self._resolved(),
             )
-        trainer.stop_on_signal()
+            self.resources.callback(self.log.close)
+        trainer.stop_on_signal(self.resources)
         try:
             self._loop(trainer)
         except Exception as error:
@@ -202,20 +215,24 @@ class TrainingRun:
         return folder
 
     def status(self) -> dict[str, Any]:
-        """Return step, stage, world, mesh, loss, tokens per second and seconds left."""
+        """Return stage, step, total_steps, world (processes), mesh, the last step's loss, tokens and speed, and eta in seconds."""
         t = self.trainer
-        step = t.step if t else 0
-        seconds = t.metrics.get("seconds", 0.0) if t else 0.0
+        if t is None:
+            return self.ended
+        metrics = t.metrics
         return {
             "stage": self.config.stage,
-            "step": step,
-            "total_steps": t.total_steps if t else 0,
-            "world_size": self.mesh.world_size,
-            "sequence_parallel_size": self.mesh.sequence_parallel_size,
-            "data_parallel_size": self.mesh.data_parallel_size,
-            "loss": t.metrics.get("loss") if t else None,
-            "tokens_per_second": t.metrics.get("tokens_per_second") if t else None,
-            "eta_seconds": (t.total_steps - step) * seconds if t else None,
+            "step": t.step,
+            "total_steps": t.total_steps,
+            "world": self.mesh.world_size,
+            "mesh": {
+                "sequence_parallel_size": self.mesh.sequence_parallel_size,
+                "data_parallel_size": self.mesh.data_parallel_size,
+            },
+            "loss": metrics.get("loss"),
+            "tokens": metrics.get("tokens"),
+            "tokens_per_second": metrics.get("tokens_per_second"),
+            "eta": (t.total_steps - t.step) * metrics["seconds"] if metrics else None,
         }
 
     # ---------------------------------------------------------------- folder and agreement
@@ -259,23 +276,19 @@ class TrainingRun:
             print(f"[rank {os.environ['RANK']}] {text}", flush=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self.log is not None:
-            self.log.close()
-            self.log = None
-        stage = getattr(self, "stage", None)
-        for engine in (getattr(self, "engine", None), getattr(stage, "reference", None), getattr(stage, "reward_model", None)):
-            if isinstance(engine, ZeroEngine):
-                engine.destroy()
-        if dist.is_initialized() and error is None:
-            dist.barrier()
-            self.watch.close()
-            dist.barrier()  # nobody takes the store away from one who still watches it
-            dist.destroy_process_group()
+        """Release files, engines and the process group; after an error other processes still need the latter to be told."""
+        self.ended = self.status()
+        self.resources.close()
+        self.log = self.trainer = self.stage = self.engine = None
+        if self.world_size > 1 and error is not None:
+            return
+        dist.barrier()
+        self.watch.close()
+        dist.barrier()  # nobody takes the store away from one who still watches it
+        end_distributed()
 
 
 def _profiler(folder: Path, active: Any, rank: int) -> Any:
-    from contextlib import nullcontext
-
     if not active:
         return nullcontext()
     activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else [])

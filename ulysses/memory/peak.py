@@ -1,0 +1,132 @@
+"""Predict the peak of a rank's memory, on the GPU and on the host.
+
+    allocated = states + the largest moment
+        head moment:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
+        layer moment:   all that the layers keep; two gathered layers, one's gradients, its attention or an MLP tile
+        rollout moment: the whole policy, the KV cache, the prompts' first pass          (PPO, nothing kept yet)
+    device = allocated * (1 + slack) + CUDA context + NCCL's buffers
+    host   = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
+
+ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over all
+ranks in bfloat16; a frozen one, of the model or of another held beside it, costs its weight.
+
+Letters as in case.py.
+"""
+
+from typing import NamedTuple
+
+from ulysses.memory.case import Model, Options, Rollout, Work, kept_kv_heads
+from ulysses.memory.recompute import kept_bytes
+
+LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
+WORKING_GROUPS = 3  # layers' kept tensors on the GPU while the others are on the host
+PROCESS_BYTES = 4e9  # host memory of one process: interpreter, libraries, NCCL's shared buffers
+
+
+class Peak(NamedTuple):
+    """Hold bytes of one rank: the allocator's peak, all that the GPU holds, the host's; then parts of
+    the first, and the activations that the host holds."""
+
+    allocated: float
+    device: float
+    host: float
+    states: float
+    kept: float
+    working: float
+    offloaded: float
+
+
+def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
+    """Predict the peak of a step on `world` processes."""
+    c, S = options.calibration, work.local
+    states, host = _states(model, world, options)
+    per_layer = {level: kept_per_layer(model, work.sp, S, options, level) for level in options.counts(model.layers)}
+    upper = options.upper_layers * per_layer.get(options.upper, 0.0)
+    away = offloaded_layers(model, options)
+    below = model.layers - options.upper_layers
+    lower = per_layer.get(options.level, 0.0) * (below - away + min(away, WORKING_GROUPS))
+    kept = c.kept * model.decoders * (lower + upper)
+    offloaded = model.decoders * per_layer.get(options.level, 0.0) * away
+    working = c.working * max(_head_moment(model, world, S, options), _layer_moment(model, world, work, options))
+    allocated = states + kept + working
+    if work.rollout is not None:
+        allocated = max(allocated, states + _rollout_moment(model, world, work.rollout, options))
+    outside = c.context_bytes + (c.communicator_bytes if world > 1 else 0)
+    saving = 8 * model.trained / world if options.saves else 0  # a third of the state, and once more while it is joined
+    device = allocated * (1 + c.slack) + outside
+    return Peak(allocated, device, host + offloaded + saving + PROCESS_BYTES, states, kept, working, offloaded)
+
+
+def offloaded_layers(model: Model, options: Options) -> int:
+    """Return how many layers' activations really leave: ordinary autograd's stay."""
+    return 0 if options.level == "none" else min(options.offloaded_layers, model.layers - options.upper_layers)
+
+
+def _states(model: Model, world: int, options: Options) -> tuple[float, float]:
+    weights = options.element_size * (model.parameters + options.frozen_parameters) / world
+    trained = 16 * model.trained / world  # float32 weights have a separate master too
+    gpu = (0.0 if options.offload_parameters else weights) + (0.0 if options.offload_optimizer else trained)
+    return gpu, weights + trained - gpu
+
+
+def kept_per_layer(model: Model, sp: int, local: int, options: Options, level: str) -> float:
+    """Return the bytes that one layer's graph keeps of `local` tokens at a level."""
+    kept = kept_bytes(
+        level,
+        width=model.width,
+        intermediate=model.intermediate,
+        heads=model.heads,
+        kv_heads=kept_kv_heads(model, sp),
+        head_dim=model.head_dim,
+        element_size=options.element_size,
+        exchanged=sp > 1,
+    )
+    tiled = options.tiling.rows(local) < local
+    if level == "none" and not model.is_full:  # adapters keep the inputs of the projections they stand beside
+        kept += options.element_size * (model.width + (0 if tiled else model.width + model.intermediate))
+    if level == "none" and tiled:  # a tiled MLP keeps its input only
+        kept -= options.element_size * 2 * model.intermediate
+    return float(kept) * local
+
+
+def _head_moment(model: Model, world: int, local: int, options: Options) -> float:
+    size, words = options.element_size, model.vocabulary_parameters
+    gathered = (size * words + 2 * size * model.layer_parameters) if world > 1 else 0
+    rows = (3 * size * model.width + 4 * model.head_dim) * local  # and the rotary table
+    if not model.has_head:  # the embedding's gradient, whole, and its reduction
+        return rows + gathered + ((size + options.reduce_size) * words if model.is_full else 0)
+    rows_per_tile = options.logits_rows or max(1, LOGITS_TILE_BYTES // (4 * model.vocabulary))
+    tile = min(local, rows_per_tile) * model.vocabulary * (4 + size)
+    if not model.is_full:
+        return rows + gathered + tile
+    # the float32 sum of the gradient, then its cast and the buffer it travels in; the tiles are gone by then
+    reduction = (size + options.reduce_size) * words if world > 1 else 0
+    return rows + gathered + 4 * words + max(tile, reduction)
+
+
+def _layer_moment(model: Model, world: int, work: Work, options: Options) -> float:
+    size, P, D, F, S = options.element_size, model.layer_parameters, model.width, model.intermediate, work.local
+    q, k, held = model.query_width, model.kv_width, kept_kv_heads(model, work.sp) * model.head_dim
+    rows = options.tiling.rows(S)
+    fixed = 2 * size * P if world > 1 else 0
+    if model.is_full:
+        fixed += (size + options.reduce_size) * P + (4 * 3 * D * F if rows < S else 0)
+        if world > 1 and (options.upper if options.upper_layers else options.level) == "none":
+            # the vocabulary's gradient still travels; where a layer is recomputed first, it has arrived by then
+            fixed += (size + options.reduce_size) * model.vocabulary_parameters
+    wrapped = 1 if model.is_full else 2  # projections called as modules keep every intermediate of a tile
+    mlp = size * (4 * S * D + 4 * wrapped * rows * F)
+    chunks = options.tiling.head_chunks
+    attention = size * S * (2 * D + (3 * (q + 2 * k) + 5 * q + 2 * held) / chunks)
+    return fixed + max(mlp, attention) + 4 * model.head_dim * S
+
+
+def _rollout_moment(model: Model, world: int, rollout: Rollout, options: Options) -> float:
+    size, D, F = options.element_size, model.width, model.intermediate
+    policy = size * (model.layers * model.layer_parameters + 2 * model.vocabulary_parameters)
+    whole = policy * (2 if rollout.merged else 1)
+    count = min(rollout.answers, rollout.batch)
+    cache = 2 * size * model.layers * count * (rollout.prompt_tokens + rollout.new_tokens) * model.kv_width
+    prompts = size * count * rollout.prompt_tokens * (3 * F + 4 * D)
+    drawing = 4 * 8 * count * model.vocabulary  # float64 logits, log-probabilities, what top_p keeps, their sums
+    return whole + cache + max(prompts, drawing)
