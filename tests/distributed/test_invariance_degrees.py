@@ -33,24 +33,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LEVELS = ("none", "block", "keep_attention", "keep_exchange")
 SAMPLED = [
     ("sft", "6/2 2x2", "none", "reference"),
-    ("sft", "14/2 2x2", "block", "torch"),
-    ("sft", "3/1 1x2", "keep_attention", "torch"),
+    ("sft", "14/2 2x2", "block", "auto"),
+    ("sft", "3/1 1x2", "keep_attention", "auto"),
     ("sft", "3/1 1x4", "keep_exchange", "reference"),
     ("sft", "3/1 1x2 dp 2", "block", "reference"),
-    ("sft", "6/2 2x2 dim 64", "keep_attention", "torch"),
-    ("sft", "6/2 3x1", "keep_exchange", "torch"),
-    ("dpo", "6/2 2x2", "keep_exchange", "torch"),
+    ("sft", "6/2 2x2 dim 64", "keep_attention", "auto"),
+    ("sft", "6/2 3x1", "keep_exchange", "auto"),
+    ("dpo", "6/2 2x2", "keep_exchange", "auto"),
     ("dpo", "14/2 2x2", "keep_attention", "reference"),
     ("dpo", "3/1 1x2", "none", "reference"),
-    ("dpo", "3/1 1x4", "block", "torch"),
-    ("dpo", "3/1 1x2 dp 2", "keep_exchange", "torch"),
+    ("dpo", "3/1 1x4", "block", "auto"),
+    ("dpo", "3/1 1x2 dp 2", "keep_exchange", "auto"),
     ("dpo", "6/2 2x2 dim 64", "none", "reference"),
-    ("dpo", "6/2 3x1", "none", "torch"),
-    ("pt", "3/1 1x4", "none", "torch"),
+    ("dpo", "6/2 3x1", "none", "auto"),
+    ("pt", "3/1 1x4", "none", "auto"),
     ("pt", "6/2 2x2 dim 64", "block", "reference"),
     ("rm", "14/2 2x2", "keep_exchange", "reference"),
-    ("rm", "3/1 1x2 dp 2", "keep_attention", "torch"),
-    ("kto", "6/2 2x2", "block", "torch"),
+    ("rm", "3/1 1x2 dp 2", "keep_attention", "auto"),
+    ("kto", "6/2 2x2", "block", "auto"),
     ("kto", "3/1 1x4", "keep_attention", "reference"),
 ]
 
@@ -70,7 +70,7 @@ def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kernel", ["torch", "reference"])
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 @pytest.mark.parametrize("stage", ["pt", "sft", "rm", "dpo", "kto"])

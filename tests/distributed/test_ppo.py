@@ -1,5 +1,6 @@
 """PPO on real ranks under ZeRO-3: the step against the formula on fixed rollouts, and rollouts on any topology."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from losses.ppo import ppo_policy_loss, ppo_value_loss
+from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
 from models.sampler import SamplingOptions
@@ -29,6 +31,7 @@ from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import gathered_weights
 from ulysses.zero.settings import derive
 
+ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1)  # query rows are split at every degree but 3
 EOS = (3, 7, 11, 19, 23, 31, 40, 41, 52, 63, 70, 77, 85, 90)  # many, so that random answers have ragged lengths
 OPTIONS = SamplingOptions(12, temperature=0.9, stop_tokens=EOS)
 
@@ -58,31 +61,31 @@ def prompts(count: int = 14) -> PromptDataset:
     return PromptDataset("prompt", [(Sequence(t, torch.zeros(len(t))),) for t in found])
 
 
-def engine_of(mesh: ParallelMesh, config: PpoConfig, seed: int = 0, lr: float = 1e-3, trainable: bool = True) -> ZeroEngine:
+def engine_of(mesh: ParallelMesh, config: PpoConfig, seed: int = 0, lr: float = 1e-3, shape: ModelConfig = SHAPE) -> ZeroEngine:
     settings = derive(dtype=torch.float32)
     model = build_partitioned(
-        lambda: PolicyValue(SHAPE, mesh, separate=config.value == "separate"), settings, PolicyValueWeights(HostWeights(SHAPE, seed))
+        lambda: PolicyValue(shape, mesh, separate=config.value == "separate"), settings, PolicyValueWeights(HostWeights(shape, seed))
     )
     groups = policy_value_groups(model, 0.0, config.value_lr_factor)
     return ZeroEngine(model.train(), settings, optimizer_of(model, lr, groups=groups), (DecoderLayer,))
 
 
-def frozen_policy(mesh: ParallelMesh, seed: int) -> ZeroEngine:
+def frozen_policy(mesh: ParallelMesh, seed: int, shape: ModelConfig) -> ZeroEngine:
     from models.decoder import CausalLM
 
     settings = derive(dtype=torch.float32)
-    model = build_partitioned(lambda: CausalLM(SHAPE, mesh), settings, HostWeights(SHAPE, seed)).requires_grad_(False)
+    model = build_partitioned(lambda: CausalLM(shape, mesh), settings, HostWeights(shape, seed)).requires_grad_(False)
     return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
 
 
 def trainer_of(
     sp: int, config: PpoConfig, *, steps: int, lr: float = 1e-3, budget: int = 128, packing_seed: int | None = None,
-    fixed: bool = False, reference_seed: int = 0, examples: int = 6,
+    fixed: bool = False, reference_seed: int = 0, examples: int = 6, shape: ModelConfig = SHAPE,
 ) -> tuple[Trainer, CaptureChain, list[ZeroEngine]]:  # fmt: skip
     """Build everything on this rank; `fixed` trains on made-up rollouts that never change."""
     initialize_distributed()
-    mesh = ParallelMesh(sp, num_heads=SHAPE.num_attention_heads)
-    engine = engine_of(mesh, config, lr=lr)
+    mesh = ParallelMesh(sp, num_heads=shape.num_attention_heads)
+    engine = engine_of(mesh, config, lr=lr, shape=shape)
     engines = [engine]
     data = fixed_rollout() if fixed else prompts()
     loader: Any = StepLoader(
@@ -92,9 +95,9 @@ def trainer_of(
     if fixed:
         stage = PpoStage(engine, mesh, config, temperature=0.8)
     else:
-        engines.append(frozen_policy(mesh, reference_seed))
+        engines.append(frozen_policy(mesh, reference_seed, shape))
         maker = RolloutMaker(
-            engine, engines[1], reward, shape=SHAPE, tokenizer=Tokenizer(), mesh=mesh, config=config, options=OPTIONS,
+            engine, engines[1], reward, shape=shape, tokenizer=Tokenizer(), mesh=mesh, config=config, options=OPTIONS,
             budget=budget, seed=9,
         )  # fmt: skip
         tolerance = 1e-5 if reference_seed == 0 else None
@@ -124,11 +127,11 @@ def fixed_rollout(count: int = 11) -> ListDataset:
 FIXED = {"value_coefficient": 0.5, "entropy_coefficient": 0.01, "dual_clip": 3.0}
 
 
-def formula(config: PpoConfig) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+def formula(config: PpoConfig, shape: ModelConfig = SHAPE) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
     """Loss, gradients and metrics of the first step, one sequence at a time, float64, no ZeRO."""
     data = fixed_rollout()
-    model = PolicyValue(SHAPE, None, separate=config.value == "separate", attention="reference")
-    source = PolicyValueWeights(HostWeights(SHAPE, 0))
+    model = PolicyValue(shape, None, separate=config.value == "separate", attention="reference")
+    source = PolicyValueWeights(HostWeights(shape, 0))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu")).view(p.shape))
@@ -155,21 +158,24 @@ def formula(config: PpoConfig) -> tuple[float, dict[str, torch.Tensor], dict[str
     return float(loss), {n: p.grad for n, p in model.named_parameters()}, {names[k]: float(v) for k, v in means.items()}
 
 
-def fixed_step(sp: int, config: PpoConfig, budget: int, packing_seed: int | None) -> tuple[dict[str, float], Any]:
-    trainer, chain, engines = trainer_of(sp, config, steps=1, lr=0.0, budget=budget, packing_seed=packing_seed, fixed=True)
+def fixed_step(sp: int, config: PpoConfig, budget: int, packing_seed: int | None, shape: ModelConfig) -> tuple[dict[str, float], Any]:
+    trainer, chain, engines = trainer_of(sp, config, steps=1, lr=0.0, budget=budget, packing_seed=packing_seed, fixed=True, shape=shape)
     metrics = trainer.train_step()
     engines[0].destroy()
     return metrics, chain.steps[0] if dist.get_rank() == 0 else {}
 
 
-@pytest.mark.parametrize(("world", "sp", "budget", "seed", "value"), [
-    (1, 1, 128, None, "shared"), (4, 2, 64, 1, "shared"), (4, 4, 128, 2, "separate"), (2, 1, 512, 1, "separate"),
+@pytest.mark.parametrize(("world", "sp", "budget", "seed", "value", "shape"), [
+    (1, 1, 128, None, "shared", SHAPE), (4, 2, 64, 1, "shared", SHAPE), (4, 4, 128, 2, "separate", SHAPE),
+    (2, 1, 512, 1, "separate", SHAPE), (4, 2, 128, 1, "separate", ODD), (4, 4, 512, None, "shared", ODD),
 ])  # fmt: skip
-def test_loss_metrics_and_gradients(world: int, sp: int, budget: int, seed: int | None, value: str) -> None:
+def test_loss_metrics_and_gradients(
+    world: int, sp: int, budget: int, seed: int | None, value: str, shape: ModelConfig
+) -> None:
     """THE invariance test for PPO on a fixed rollout, policy and value parameters alike."""
     config = PpoConfig(value=value, **FIXED)  # type: ignore[arg-type]
-    loss, exact, expected = formula(config)
-    metrics, gradients = run_distributed(fixed_step, world, sp, config, budget, seed, with_zero=True)[0]
+    loss, exact, expected = formula(config, shape)
+    metrics, gradients = run_distributed(fixed_step, world, sp, config, budget, seed, shape, with_zero=True)[0]
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     for name, number in expected.items():
         assert metrics[name] == pytest.approx(number, rel=1e-4), name
@@ -200,8 +206,17 @@ def alone() -> Any:
 @pytest.mark.parametrize(("world", "sp", "budget"), [(2, 2, 128), (4, 2, 64)])
 def test_rollouts_do_not_depend_on_the_ranks(alone: Any, world: int, sp: int, budget: int) -> None:
     """The same tokens, scores, advantages and gradients, whoever decoded what and however it was packed."""
+    same_rollouts(run_distributed(run_steps, world, sp, REAL, 6, reference_seed=1, budget=budget, with_zero=True), alone)
+
+
+def test_rollouts_where_ranks_split_query_rows() -> None:
+    options = {"reference_seed": 1, "shape": ODD, "with_zero": True}
+    alone = run_distributed(run_steps, 1, 1, REAL, 5, **options)[0]
+    same_rollouts(run_distributed(run_steps, 4, 4, REAL, 5, budget=64, **options), alone)
+
+
+def same_rollouts(found: list[Any], alone: Any) -> None:
     metrics, tensors, gradients = alone
-    found = run_distributed(run_steps, world, sp, REAL, 6, reference_seed=1, budget=budget, with_zero=True)
     for _, other, _ in found:
         assert torch.equal(other["tokens"], tensors["tokens"]) and torch.equal(other["scores"], tensors["scores"])
         for name in ("old_logps", "old_values", "advantages", "returns"):
