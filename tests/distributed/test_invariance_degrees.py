@@ -6,16 +6,23 @@ whole product is marked full. (PPO: test_ppo.py.)
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from models.decoder import init_weights
 from tests.distributed.test_invariance_stages import check
 from tests.engine_case import SHAPE
-from tests.stage_case import StageCase, stage_dataset
+from tests.harness import device, run_distributed
+from tests.stage_case import MAX_LENGTH, StageCase, make_model, stage_dataset
 from tests.unit.test_layout import simulated_mesh
 from ulysses.data.loader import StepLoader
 from ulysses.parallel.batch import pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.reference import ReferenceCache, pairs_of_run
 
 # name: query heads, kv heads, head dim, processes, degree -> ranks that exchange heads x ranks that split rows
 TOPOLOGIES = {
@@ -76,6 +83,31 @@ def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: 
 @pytest.mark.parametrize("stage", ["pt", "sft", "rm", "dpo", "kto"])
 def test_full_product(stage: str, topology: str, level: str, kernel: str) -> None:
     check(*case_of(stage, topology, level, kernel, budget=256))
+
+
+def reference_values(folder: Path, case: StageCase) -> list[np.ndarray]:
+    """Fill a reference cache, KTO's mismatched pairs included; return all that it holds."""
+    mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
+    model = make_model(case, mesh)
+    init_weights(model, seed=0)
+    model.to(device())
+    data = stage_dataset(case)
+    pairs = pairs_of_run(StepLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3), 2)
+    cache = ReferenceCache(folder, data, pairs, MAX_LENGTH)
+    with torch.no_grad():
+        cache.fill(lambda batch: model(batch).logps, mesh, device(), case.budget, lambda text: None)
+    return [np.array(cache.tokens[i]) for i in range(len(data))] + [np.array(cache.sums[i]) for i in range(len(pairs))]
+
+
+@pytest.mark.parametrize("topology", ["3/1 1x4", "14/2 2x2"])
+def test_cached_reference(tmp_path: Path, topology: str) -> None:
+    case, world = case_of("kto", topology)
+    found = run_distributed(reference_values, world, tmp_path / "many", case)
+    (alone,) = run_distributed(reference_values, 1, tmp_path / "one", replace(case, sp=1, budget=1000))
+    assert len(alone) > 15
+    for values in found:
+        for ours, one in zip(values, alone, strict=True):
+            np.testing.assert_allclose(ours, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "kto"])
