@@ -3,18 +3,22 @@
 import io
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
+from tests.unit.test_layout import simulated_mesh
 from ulysses.data.cache import build_once
 from ulysses.data.chat import load_tokenizer
-from ulysses.data.dataset import TokenizedDataset, open_dataset
-from ulysses.data.encode import DataSettings
+from ulysses.data.dataset import TokenizedDataset, open_dataset, write_dataset
+from ulysses.data.encode import DataSettings, EncodedExample
 from ulysses.data.formats import Source
 from ulysses.data.inspect import inspect_examples
-from ulysses.data.records import DataError
+from ulysses.data.loader import StepLoader
+from ulysses.data.records import DataError, Report
+from ulysses.parallel.batch import pack_shard
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
@@ -152,6 +156,33 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(tmp_path, tokenizer,
     monkeypatch.setattr("ulysses.data.formats.CHUNK_CHARACTERS", 5000)
     parts = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "two")
     assert whole.fingerprint == parts.fingerprint and len(whole) == -(-len(text) // 999)
+
+
+def test_a_rank_maps_only_its_slice_of_a_document_of_five_million_tokens(tmp_path):
+    """Measured by the kernel: how much of the memory-mapped tokens this process has touched."""
+    count, sp = 5_000_000, 8
+    document = EncodedExample([np.arange(count, dtype=np.int32)], [np.ones(count, np.float32)])
+    write_dataset(tmp_path, "text", [document], Report(), ["one.txt"])
+    dataset = TokenizedDataset(tmp_path)
+    loader = StepLoader(dataset, 1, tokens_per_microbatch=count)
+    (micro_batch,) = loader.step(0, 0)
+    assert resident_bytes(tmp_path / "tokens.bin") == 0  # planning a step reads no token
+    batch = pack_shard(list(micro_batch[0].sequences), simulated_mesh(sp, 3, 32))
+    share = count // sp
+    assert batch.tokens.tolist() == list(range(3 * share, 4 * share)) and batch.targets[-1] == 4 * share
+    mapped = resident_bytes(tmp_path / "tokens.bin")
+    assert 4 * share <= mapped <= 4 * share + (4 << 20), mapped  # the kernel maps whole blocks of up to 2 MiB
+
+
+def resident_bytes(path):
+    """Bytes of a memory-mapped file that are in this process's memory (Linux)."""
+    kib, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(" ", 1)[0] and not line.startswith(("VmFlags", "THPeligible")):
+            inside = line.endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            kib += int(line.split()[1])
+    return 1024 * kib
 
 
 def test_unpaired_and_mismatched_completions(tokenizer, open_rows):
