@@ -188,7 +188,7 @@ class Sampler:
             logps = torch.log_softmax(logits / options.temperature, -1)
             kept = _kept(logps, options)
             cumulative = kept.cumsum(-1)
-            at = u[:, None] * cumulative[:, -1:]
+            at = (u[:, None] * cumulative[:, -1:]).long()
             tokens = torch.searchsorted(cumulative, at, right=True)[:, 0]
             # u times the total may round up to it: then the last token that has any probability
             lastly = kept.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)
@@ -261,15 +261,18 @@ def _rounded(columns: int) -> int:
 
 
 def _kept(logps: Tensor, options: SamplingOptions) -> Tensor:
-    """Return the probabilities [B, V] that top_k and top_p leave; ties at the edge stay."""
-    kept = logps.exp()
+    """Return the probabilities [B, V] that top_k and top_p leave, in units of 2^-52; ties at the edge stay.
+
+    Sums of integers are exact, so that the draw is the same on every run; CUDA has no such running sum of floats.
+    """
+    kept = (logps.exp() * 2.0**52).long()
     V = kept.shape[-1]
     if 0 < options.top_k < V:
         edge = logps.topk(options.top_k, dim=-1).values[:, -1:]
-        kept = kept.masked_fill(logps < edge, 0.0)
+        kept = kept.masked_fill(logps < edge, 0)
     if options.top_p < 1:
         ordered = kept.sort(-1, descending=True).values
         before = ordered.cumsum(-1) - ordered  # a token stays while those before it hold less than top_p
-        edge = ordered.masked_fill(before >= options.top_p * kept.sum(-1, keepdim=True), torch.inf).amin(-1, keepdim=True)
-        kept = kept.masked_fill(kept < edge, 0.0)
+        gone = before >= options.top_p * kept.sum(-1, keepdim=True)
+        kept = kept.masked_fill(kept < ordered.masked_fill(gone, 1 << 53).amin(-1, keepdim=True), 0)
     return kept

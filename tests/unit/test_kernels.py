@@ -5,6 +5,7 @@ import torch
 
 from ulysses.parallel import kernels
 from ulysses.parallel.kernels import (
+    KERNELS,
     Options,
     available_kernels,
     resolve_kernel,
@@ -14,10 +15,8 @@ from ulysses.parallel.kernels import (
 )
 from ulysses.parallel.layout import Segments
 
-CUDA = torch.cuda.is_available()
 ON_CPU = [("reference", torch.float64), ("reference", torch.float32), ("reference", torch.bfloat16)]
 ON_CPU += [("torch", torch.float64), ("torch", torch.float32), ("torch", torch.bfloat16)]
-ON_GPU = [(name, torch.bfloat16) for name in (available_kernels("cuda") if CUDA else ["reference"])]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 
 PACKS = {  # lengths of queries, lengths of keys
@@ -102,28 +101,34 @@ def test_reference_window(window, causal):
     check("reference", "cpu", torch.float64, PACKS["ragged"], (4, 2), 8, causal, window)
 
 
+def need(kernel):
+    """Skip a kernel that this machine lacks; asked here and not while collecting, which must not start CUDA."""
+    if kernel not in available_kernels("cuda"):
+        pytest.skip(f"{kernel} is not on this machine")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("heads", [(4, 4), (7, 1), (8, 2)])
-@pytest.mark.parametrize(("kernel", "dtype"), ON_GPU)
-def test_kernel_equals_plain_attention_on_gpu(kernel, dtype, heads, head_dim, pack, causal):
-    check(kernel, "cuda", dtype, PACKS[pack], heads, head_dim, causal)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_equals_plain_attention_on_gpu(kernel, heads, head_dim, pack, causal):
+    need(kernel)
+    check(kernel, "cuda", torch.bfloat16, PACKS[pack], heads, head_dim, causal)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize(("kernel", "dtype"), [x for x in ON_GPU if x[0] != "cudnn"])
-def test_kernel_window_on_gpu(kernel, dtype):
-    check(kernel, "cuda", dtype, PACKS["ragged"], (8, 2), 64, True, (50, -1))
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "cudnn"])
+def test_kernel_window_on_gpu(kernel):
+    need(kernel)
+    check(kernel, "cuda", torch.bfloat16, PACKS["ragged"], (8, 2), 64, True, (50, -1))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("kernel", [name for name, _ in ON_GPU])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "cudnn"])
 def test_deterministic_kernels_repeat_bit_for_bit(kernel):
+    need(kernel)
     torch.use_deterministic_algorithms(True)
     try:
         resolve_kernel(kernel, "cuda", torch.bfloat16, 64, deterministic=True)
@@ -138,6 +143,40 @@ def test_deterministic_kernels_repeat_bit_for_bit(kernel):
             assert all(torch.equal(a, b) for a, b in zip(first, again))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("warn_only", "kernel"), [(False, "torch"), (True, "reference")])
+def test_auto_is_deterministic_where_asked(monkeypatch, warn_only, kernel):
+    """Without flash-attn; torch's own kernel looks at torch's switch, and ignores it where it only warns."""
+    monkeypatch.setattr(kernels, "_missing", lambda name, device: "absent" if name.startswith("flash") else None)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        choice = resolve_kernel("auto", "cuda", torch.bfloat16, 64, deterministic=True, documents=1)
+        assert choice.name == kernel and "cudnn's backward is not deterministic" in choice.reason
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_flash_kernels_are_told_to_be_deterministic(monkeypatch):
+    told = {}
+
+    class Flash:
+        @staticmethod
+        def _flash_attn_varlen_backward(*_, **options):
+            told["flash2"] = options["deterministic"]
+
+        @staticmethod
+        def _flash_attn_bwd(*_, **options):
+            told["flash4"] = options["deterministic"]
+
+    monkeypatch.setattr(kernels, "_flash2", Flash)
+    monkeypatch.setattr(kernels, "_flash4", Flash)
+    q, k = torch.ones(6, 4, 8), torch.ones(6, 2, 8)
+    packed = segments(([6], [6]), "cpu")
+    for deterministic in (True, False):
+        for name in ("flash2", "flash4"):
+            varlen_backward(name, q, q, k, k, q, torch.ones(4, 6), packed, Options(True, 0.5, deterministic=deterministic))
+        assert told == {"flash2": deterministic, "flash4": deterministic}
 
 
 def test_reference_gradients_by_finite_differences():
@@ -196,6 +235,8 @@ def test_gpu_limits_are_checked_without_a_gpu(monkeypatch):
         resolve_kernel("flash4", "cuda", torch.bfloat16, 256)
     with pytest.raises(ValueError, match="deterministic only under"):
         resolve_kernel("torch", "cuda", torch.bfloat16, 64, deterministic=True)
+    with pytest.raises(ValueError, match="attention kernel cudnn cannot run here .*: cudnn's backward is not deterministic; set another"):
+        resolve_kernel("cudnn", "cuda", torch.bfloat16, 64, deterministic=True)
     assert resolve_kernel("auto", "cuda", torch.bfloat16, 256).name == "flash2"
     assert resolve_kernel("auto", "cuda", torch.float32, 64).name == "reference"
     monkeypatch.setattr(kernels, "_missing", lambda name, device: "absent" if name.startswith("flash") else None)

@@ -129,8 +129,11 @@ def _unfit(
         return f"{name} needs a head dim that is a multiple of 8 and at most {limit}"
     if name == "cudnn" and windowed:
         return "cudnn knows no window"
-    if name in ("torch", "cudnn") and deterministic and not torch.are_deterministic_algorithms_enabled():
-        return f"{name} is deterministic only under torch.use_deterministic_algorithms(True)"
+    if name == "cudnn" and deterministic:
+        return "cudnn's backward is not deterministic"
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if name == "torch" and deterministic and not strict:
+        return "torch is deterministic only under torch.use_deterministic_algorithms(True), not with warn_only"
     return None
 
 

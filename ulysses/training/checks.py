@@ -25,6 +25,7 @@ from ulysses.training.build import DTYPES, check_weights, read_shape
 from ulysses.training.checkpoint import Checkpoints, read_run_state
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
+from ulysses.training.determinism import require_determinism
 from ulysses.training.memory import adapter_parameters, check_memory
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.stages.dpo import loss_options
@@ -109,11 +110,16 @@ class Plan:
 
 
 def check_run(config: Config, world_size: int) -> Plan:
-    """Check a configuration against the machine and the files; touch nothing.
+    """Check a configuration against the machine and the files; touch nothing but torch's switch for deterministic kernels.
 
     Raises:
         ConfigError: the first complaint.
     """
+    if config.run.deterministic:  # before anything starts CUDA, and before a kernel is chosen
+        try:
+            require_determinism()
+        except ValueError as error:
+            raise ConfigError(f"run.deterministic: {error}") from None
     check_numbers(config, world_size)
     if not config.data.train:
         raise ConfigError("data.train is empty; give a file, a folder, a hub dataset or a list of them")

@@ -80,8 +80,6 @@ class TrainingRun:
 
     def _start(self) -> None:
         self._same_everywhere()
-        if self.config.run.deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cuda.matmul.allow_tf32 = False
         shape = self.plan.shape
         self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)

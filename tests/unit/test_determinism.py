@@ -1,0 +1,67 @@
+"""run.deterministic: what is switched on, and what is refused."""
+
+import ast
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ulysses.training import checks
+from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.determinism import CUBLAS, require_determinism
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def switch() -> Iterator[None]:
+    """Leave torch's switch and cuBLAS' setting as they were."""
+    before = os.environ.pop(CUBLAS, None)
+    yield
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop(CUBLAS, None)
+    if before is not None:
+        os.environ[CUBLAS] = before
+
+
+def test_operations_without_a_deterministic_kernel_will_raise() -> None:
+    require_determinism()
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ[CUBLAS] == ":4096:8"
+
+
+def test_a_users_own_workspace_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS, ":16:8")
+    require_determinism()
+    assert os.environ[CUBLAS] == ":16:8"
+    monkeypatch.setenv(CUBLAS, ":0:0")
+    with pytest.raises(ValueError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0' but deterministic runs need :4096:8 or :16:8; unset it"):
+        require_determinism()
+
+
+def test_too_late_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="CUDA has started in this process, too late .*; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
+        require_determinism()
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv(CUBLAS, ":4096:8")  # set before Python started: all is well
+    require_determinism()
+
+
+def test_a_run_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS, ":0:0")
+    config = parse_command_line(["--config", str(ROOT / "configs/demo/sft.toml"), "--run.deterministic", "true"]).config
+    with pytest.raises(ConfigError, match=r"run\.deterministic: CUBLAS_WORKSPACE_CONFIG is ':0:0'"):
+        checks.check_run(config, 1)
+
+
+def test_our_triton_kernels_use_no_atomics() -> None:
+    """Sums by atomics come in any order; every kernel of ours has its own place to write to."""
+    seen = 0
+    for path in [*(ROOT / "models").rglob("*.py"), *(ROOT / "ulysses").rglob("*.py"), *(ROOT / "losses").rglob("*.py")]:
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        seen += "jit" in names
+        assert not {name for name in names if name.startswith("atomic_")}, path
+    assert seen, "no Triton kernel was found"
