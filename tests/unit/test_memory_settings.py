@@ -17,7 +17,16 @@ from ulysses.training.build import RandomWeights, build_engine
 from ulysses.training.checks import check_numbers
 from ulysses.training.command_line import ConfigError, check
 from ulysses.training.config import Config
-from ulysses.training.memory import MemoryChoice, choose_memory, free_host_bytes, planner_model, planner_options, planner_work, this_machine
+from ulysses.training.memory import (
+    MemoryChoice,
+    check_head_chunks,
+    choose_memory,
+    free_host_bytes,
+    planner_model,
+    planner_options,
+    planner_work,
+    this_machine,
+)
 
 LLAMA = architecture("llama3-8b")
 
@@ -47,7 +56,7 @@ def test_auto_on_cpu_keeps_everything() -> None:
     settings = config()
     assert this_machine(torch.device("cpu"), None) is None
     choice = choose_memory(settings, LLAMA, None, planner_work(settings, 1 << 20))
-    assert choice == (("none",) * 32, 0, 0, "memory: recompute none (auto: CPU)")
+    assert choice == (("none",) * 32, 0, 0, "memory: recompute none (auto: CPU)", 1, None)
     settings = config(offload="auto")
     assert choose_memory(settings, LLAMA, None, planner_work(settings, 64))[:2] == (("none",) * 32, 0)
 
@@ -84,6 +93,24 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget() -> None
     assert everything[:2] == (("block",) * 32, 32)
     little = chosen(config(sp=8, offload="checkpoints", recompute="block"), 8, 139.8, 2 << 20, 300)
     assert 0 < little.offloaded_layers < 32  # what the host cannot hold stays
+
+
+def test_heads_go_in_groups_only_where_that_decides() -> None:
+    for tokens in (1 << 17, 1 << 20, 1 << 21):
+        assert chosen(config(sp=8), 8, 139.8, tokens).head_chunks == 1
+    longest = 42 << 16  # 2.75M tokens: attention's working set is what no longer fits
+    assert chosen(config(sp=8, head_chunks=1), 8, 139.8, longest).line.endswith("may run out")
+    choice = chosen(config(sp=8), 8, 139.8, longest)
+    assert choice.head_chunks > 1 and choice.line.endswith(f"attention in {choice.head_chunks} groups of heads")
+    assert "none" not in chosen(config(sp=8, head_chunks=2), 8, 139.8, 1 << 15).recompute
+
+
+def test_groups_that_heads_or_ranks_do_not_allow_are_refused() -> None:
+    check_head_chunks(config(sp=8, head_chunks=4, recompute="block"), LLAMA)
+    with pytest.raises(ConfigError, match=r"memory.head_chunks is 8, but 32 query and 8 kv heads on 8 ranks can be cut into 1, 2, 4; set"):
+        check_head_chunks(config(sp=8, head_chunks=8, recompute="block"), LLAMA)
+    with pytest.raises(ConfigError, match=r"memory.head_chunks is 3, .* on 1 ranks can be cut into 1, 2, 4, 8"):
+        check_head_chunks(config(head_chunks=3, recompute="block"), LLAMA)
 
 
 def test_too_large_is_refused_with_sizes() -> None:
@@ -126,6 +153,8 @@ def test_every_stage_counts_its_own_models_and_passes() -> None:
         ({"mlp_tile": -1}, "memory.mlp_tile is -1 but must be"),
         ({"logits_tile": 0}, "memory.logits_tile is 0 but must be"),
         ({"offload": "checkpoints", "recompute": "none"}, 'memory.recompute "none" makes no checkpoints'),
+        ({"head_chunks": 0}, "memory.head_chunks is 0 but must be"),
+        ({"head_chunks": 2, "recompute": "none"}, 'memory.recompute "none" keeps all heads at once; set memory.head_chunks to 1'),
     ],
 )
 def test_contradictions_are_refused(memory: dict[str, Any], sentence: str) -> None:
@@ -144,9 +173,9 @@ def _settings_of_layers(rank: int = 0) -> list[Any]:
     mesh = ParallelMesh(1)
     found = []
     for memory, lora, trainable in (
-        ({"recompute": "keep_attention", "mlp_tile": 3, "logits_tile": 5}, 0, True),
+        ({"recompute": "keep_attention", "mlp_tile": 3, "logits_tile": 5, "head_chunks": 2}, 0, True),
         ({"recompute": "block", "offload": "checkpoints"}, 2, True),
-        ({"recompute": "keep_exchange"}, 0, False),
+        ({"recompute": "keep_exchange", "head_chunks": 2}, 0, False),
     ):
         settings = config(lora=lora, **memory)
         choice = choose_memory(settings, SHAPE, None, planner_work(settings, 64))
@@ -154,9 +183,14 @@ def _settings_of_layers(rank: int = 0) -> list[Any]:
             settings, SHAPE, RandomWeights(SHAPE, 0), mesh, "reference", trainable=trainable, memory=choice
         )
         layers: Any = engine.module.model.layers
-        found.append([(x.recompute, x.tiling.mlp_rows, x.offloader is not None) for x in layers])
+        found.append([(x.recompute, x.tiling.mlp_rows, x.tiling.head_chunks, x.offloader is not None) for x in layers])
         found.append(engine.module.lm_head.tile_rows)
         engine.destroy()
+    planned = MemoryChoice(("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1), 1)
+    engine = build_engine(config(), SHAPE, RandomWeights(SHAPE, 0), mesh, "reference", memory=planned)
+    mixed: Any = engine.module.model.layers
+    found.append([(x.recompute, x.offloader is not None) for x in mixed])
+    engine.destroy()
     return found
 
 
@@ -164,7 +198,8 @@ def test_every_setting_reaches_the_layers() -> None:
     count = SHAPE.num_hidden_layers
     (found,) = run_distributed(_settings_of_layers, 1, cpu=True)
     assert found == [
-        [("keep_attention", 3, False)] * count, 5,
-        [("block", "auto", True)] * count, "auto",
-        [("none", "auto", False)] * count, "auto",
+        [("keep_attention", 3, 2, False)] * count, 5,
+        [("block", "auto", 1, True)] * count, "auto",
+        [("none", "auto", 1, False)] * count, "auto",
+        [("keep_attention", True)] + [("none", False)] * (count - 1),
     ]  # fmt: skip

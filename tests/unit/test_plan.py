@@ -138,7 +138,7 @@ def test_head_chunks_and_tiles_shrink_the_working_set() -> None:
     work = Work(1 << 22, 8)
     whole = predict(llama(), node(), work, Options("block", tiling=TilingOptions(mlp_rows=0))).working
     tiled = predict(llama(), node(), work, Options("block")).working
-    chunked = predict(llama(), node(), work, Options("block", tiling=TilingOptions(head_chunks=8))).working
+    chunked = predict(llama(), node(), work, Options("block", tiling=TilingOptions(head_chunks=4))).working
     assert whole > tiled > chunked
 
 
@@ -227,8 +227,8 @@ def test_recommended_settings() -> None:
         found = recommend(llama(), machine, Work(tokens), Options(), **limits)
         return found[:2] if found is not None else None
 
-    assert degree(node(), 4096) == (1, "none")
+    assert degree(node(), 4096, batches=8) == (1, "none")
     assert degree(node(), 1 << 20) == (8, "none")
-    assert degree(node(), 4096, groups=2) == (4, "none")
+    assert degree(node(), 1 << 17, batches=1) == (8, "none")
     assert degree(node(8, 24), 1 << 20) is None
     assert degree(node(host_gib=550), 3 << 20) == (8, "auto")

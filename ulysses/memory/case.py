@@ -119,6 +119,7 @@ class Options(NamedTuple):
     offload_parameters: bool = False
     frozen_parameters: int = 0  # of models held beside the trained one
     saves: bool = False  # checkpoints are written: their copy passes through host memory
+    head_chunks: tuple[int, ...] = ()  # to choose `tiling.head_chunks` from, the fewest first; empty: it is given
     calibration: Calibration = Calibration()
 
     def counts(self, layers: int) -> dict[str, int]:
@@ -134,18 +135,21 @@ class Shards(NamedTuple):
 
     head_ranks: int
     row_ranks: int
-    query: int  # heads on one rank
+    query: int  # heads on one rank, of all groups together
     key: int
 
 
-def shards(model: Model, sp: int) -> Shards:
-    """Return the split of the model's heads over `sp` ranks; the row-parallel ones all hold their heads' whole keys."""
+def shards(model: Model, sp: int, chunks: int = 1) -> Shards:
+    """Return the split of the model's heads over `sp` ranks; the row-parallel ones all hold their heads' whole keys.
+
+    Heads that travel in several groups (`chunks`) leave fewer kv heads than ranks in each, which are then sent more often.
+    """
     ranks = gcd(sp, model.heads)
-    layout = head_layout(model.heads, model.kv_heads, ranks)
-    return Shards(ranks, sp // ranks, layout.query, layout.key)
+    layout = head_layout(model.heads // chunks, model.kv_heads // chunks, ranks)
+    return Shards(ranks, sp // ranks, chunks * layout.query, chunks * layout.key)
 
 
-def kept_kv_heads(model: Model, sp: int) -> int:
+def kept_kv_heads(model: Model, sp: int, chunks: int = 1) -> int:
     """Return the kv heads that a rank holds after the exchange, per local token: copies and gathered rows included."""
-    split = shards(model, sp)
+    split = shards(model, sp, chunks)
     return split.key * split.head_ranks * split.row_ranks

@@ -76,7 +76,7 @@ def kept_per_layer(model: Model, sp: int, local: int, options: Options, level: s
         width=model.width,
         intermediate=model.intermediate,
         heads=model.heads,
-        kv_heads=kept_kv_heads(model, sp),
+        kv_heads=kept_kv_heads(model, sp, options.tiling.head_chunks),
         head_dim=model.head_dim,
         element_size=options.element_size,
         exchanged=sp > 1,
@@ -106,7 +106,8 @@ def _head_moment(model: Model, world: int, local: int, options: Options) -> floa
 
 def _layer_moment(model: Model, world: int, work: Work, options: Options) -> float:
     size, P, D, F, S = options.element_size, model.layer_parameters, model.width, model.intermediate, work.local
-    q, k, held = model.query_width, model.kv_width, kept_kv_heads(model, work.sp) * model.head_dim
+    chunks, q, k = options.tiling.head_chunks, model.query_width, model.kv_width
+    held = kept_kv_heads(model, work.sp, chunks) * model.head_dim
     rows = options.tiling.rows(S)
     fixed = 2 * size * P if world > 1 else 0
     if model.is_full:
@@ -116,9 +117,10 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options) -> flo
             fixed += (size + options.reduce_size) * model.vocabulary_parameters
     wrapped = 1 if model.is_full else 2  # projections called as modules keep every intermediate of a tile
     mlp = size * (4 * S * D + 4 * wrapped * rows * F)
-    chunks = options.tiling.head_chunks
-    attention = size * S * (2 * D + (3 * (q + 2 * k) + 5 * q + 2 * held) / chunks)
-    return fixed + max(mlp, attention) + 4 * model.head_dim * S
+    attention = (3 * (q + 2 * k) + 5 * q + 2 * held) / chunks
+    if chunks > 1:  # q, k, v, their gradients and the output's stay whole beside one group's
+        attention += 3 * q + 4 * k
+    return fixed + max(mlp, size * S * (2 * D + attention)) + 4 * model.head_dim * S
 
 
 def _rollout_moment(model: Model, world: int, rollout: Rollout, options: Options) -> float:

@@ -8,11 +8,15 @@ linear in how many have a level, so two levels at most are ever worth mixing.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import gcd
 from typing import NamedTuple
 
 from ulysses.memory.case import Machine, Model, Options, Work
 from ulysses.memory.peak import kept_per_layer, peak_bytes
 from ulysses.memory.step_time import step_seconds
+from ulysses.memory.tiling import head_chunk_counts
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 HOST_FILL = 0.8  # share of a node's free memory that training may take
@@ -66,6 +70,10 @@ class Choice(NamedTuple):
     @property
     def level(self) -> str:
         return self.options.level
+
+    @property
+    def head_chunks(self) -> int:
+        return self.options.tiling.head_chunks
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -129,18 +137,32 @@ def choices(
 ) -> Iterator[Choice]:
     """Yield one choice per level, the same for all layers.
 
-    offload: "none", "checkpoints" (all layers that the host holds) or "auto" (the fewest that fit).
+    offload: "none", "checkpoints" (all layers that the host holds) or "auto" (the fewest that fit). Of
+    `options.head_chunks` each takes the fewest that fit, more of them rather than one more layer offloaded.
     """
+    allowed = head_chunk_counts(model.heads, model.kv_heads, gcd(work.sp, model.heads))  # not the same at every degree
+    chunks = tuple(count for count in options.head_chunks if count in allowed)
     for level in levels:
-        here = options._replace(level=level, upper_layers=0, offloaded_layers=0)
-        if offload == "none" or level == "none":
-            if offload != "checkpoints":
-                yield _choice(model, machine, work, here)
+        if level == "none" and offload == "checkpoints":
             continue
+        counts = (options.tiling.head_chunks,) if level == "none" else chunks or (options.tiling.head_chunks,)
+        found = [_in_chunks(model, machine, work, options._replace(level=level), count, offload) for count in counts]
+        yield min(found, key=partial(_reluctance, machine))
+
+
+def _reluctance(machine: Machine, choice: Choice) -> tuple[bool, int, float]:
+    """Order choices of one level: what fits first, with little offloaded; the first of equals has the fewest chunks."""
+    fits = choice.prediction.fits(machine)
+    return not fits, choice.offloaded_layers, 0.0 if fits else choice.prediction.gpu_bytes
+
+
+def _in_chunks(model: Model, machine: Machine, work: Work, options: Options, chunks: int, offload: str) -> Choice:
+    tiling = replace(options.tiling, head_chunks=chunks)
+    here = options._replace(upper_layers=0, offloaded_layers=0, tiling=tiling)
+    if offload != "none" and options.level != "none":
         most = most_offloaded(model, machine, work, here)
-        if offload == "auto":
-            most = _fewest(model, machine, work, here, most)
-        yield _choice(model, machine, work, here._replace(offloaded_layers=most))
+        here = here._replace(offloaded_layers=_fewest(model, machine, work, here, most) if offload == "auto" else most)
+    return _choice(model, machine, work, here)
 
 
 def _fewest(model: Model, machine: Machine, work: Work, options: Options, most: int) -> int:
@@ -241,20 +263,20 @@ def recommend(
     work: Work,
     options: Options,
     *,
-    groups: int = 1 << 30,
+    batches: int = 1 << 10,
     levels: tuple[str, ...] = FASTEST_FIRST,
     offloads: tuple[str, ...] = ("none", "auto"),
 ) -> tuple[int, str, Choice] | None:
-    """Return degree, offload and levels of the most tokens per second for micro-batches like `work`; None: none fits.
+    """Return degree, offload and levels of the fastest step of `batches` micro-batches like `work`; None: none fits.
 
-    `groups` bounds the data-parallel groups, as a step with few examples does.
+    Offload is considered where a degree does not fit without it. Groups without a micro-batch of their own wait.
     """
     found: list[tuple[float, int, str, Choice]] = []
-    for sp in (d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0 and machine.gpus // d <= groups):
+    for sp in (d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0):
+        here = work._replace(sp=sp, micro_batches=-(-batches // (machine.gpus // sp)))
         for offload in offloads:
-            here = work._replace(sp=sp, micro_batches=1)
             choice = choose_level(model, machine, here, options, levels=levels, offload=offload)
             if choice is not None:
-                found.append((machine.gpus / sp / choice.prediction.seconds, sp, offload, choice))
+                found.append((choice.prediction.seconds, sp, offload, choice))
                 break
-    return max(found, key=lambda f: f[0])[1:] if found else None
+    return min(found, key=lambda f: f[0])[1:] if found else None

@@ -45,7 +45,8 @@ def step_seconds(model: Model, machine: Machine, work: Work, options: Options) -
     all_layers = model.decoders * model.layers
     forward = attention_flops(model, work)
     attention = forward * sums[1]
-    sent = exchanged_bytes(model, work.sp, options.element_size) * S
+    chunks = options.tiling.head_chunks
+    sent = exchanged_bytes(model, work.sp, options.element_size, chunks) * S
     exchanges = sums[2] * sent
     touched = sums[3] * S + CAST_BYTES * model.trained
     weights = options.element_size * model.parameters
@@ -83,7 +84,8 @@ def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
     elementwise = options.element_size * (9 * F + 20 * D + 12 * (q + 2 * k))
     if level != "none":
         elementwise += options.element_size * (3 * F + 8 * D + (6 * (q + 2 * k) if repeats else 0))
-    return Passes(matrices, 3.5 + (level == "block"), 2.0 + repeats, float(elementwise))
+    third = (q + 2 * k) / (2 * q + 2 * k) if level == "block" and options.tiling.head_chunks > 1 else 0.0  # q, k, v once more
+    return Passes(matrices, 3.5 + (level == "block"), 2.0 + repeats + third, float(elementwise))
 
 
 def attention_flops(model: Model, work: Work) -> float:
@@ -91,12 +93,12 @@ def attention_flops(model: Model, work: Work) -> float:
     return 2.0 * work.tokens * work.tokens / work.documents * model.query_width / work.sp
 
 
-def exchanged_bytes(model: Model, sp: int, element_size: int) -> float:
+def exchanged_bytes(model: Model, sp: int, element_size: int, chunks: int = 1) -> float:
     """Return the bytes that a rank sends per local token to exchange q, k and v and to bring the output back.
 
     q and the output travel among the U ranks of a row set, k and v to every rank that attends with them.
     """
-    split = shards(model, sp)
+    split = shards(model, sp, chunks)
     return float(element_size * model.head_dim * (2 * split.query * (split.head_ranks - 1) + 2 * split.key * (sp - 1)))
 
 

@@ -124,6 +124,19 @@ def matrix_sizes(shape: Shape) -> dict[str, int]:
     return {"layer_matrices": attention + 3 * D * shape.intermediate_size, "vocabulary_matrices": 2 * shape.vocab_size * D}
 
 
+def layer_memory(config: Config, shape: Shape, memory: MemoryChoice | None) -> LayerMemory:
+    """Return what the layers of the trained model keep, and where; None: of a frozen one, which keeps nothing."""
+    if memory is None:
+        return LayerMemory(tiling=tiling(config, 1))
+    cut = tiling(config, memory.head_chunks)
+    if not memory.offloaded_layers:
+        return LayerMemory(memory.recompute, cut)
+    # the first layers' activations wait longest for their backward, so they leave the GPU first
+    away = [i < memory.offloaded_layers for i in range(shape.num_hidden_layers)]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return LayerMemory(memory.recompute, cut, Offloader(device, memory.host_bytes), away)
+
+
 def build_engine(
     config: Config,
     shape: Shape,
@@ -158,16 +171,7 @@ def build_engine(
 
         source = AdapterWeights(source, config.run.seed)
 
-    kept = LayerMemory(tiling=tiling(config))
-    if trainable and memory is not None:
-        kept = kept._replace(recompute=memory.recompute)
-    if trainable and memory is not None and memory.offloaded_layers:
-        # the first layers' activations wait longest for their backward, so they leave the GPU first
-        away = memory.offloaded_layers
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        offload = [i < away for i in range(shape.num_hidden_layers)]
-        kept = kept._replace(offload=offload, offloader=Offloader(device, memory.host_bytes))
-    options: dict[str, Any] = {"attention": kernel, "memory": kept}
+    options: dict[str, Any] = {"attention": kernel, "memory": layer_memory(config, shape, memory if trainable else None)}
     if not reward:
         options["logits_tile"] = config.memory.logits_tile
 

@@ -26,7 +26,7 @@ from ulysses.training.checkpoint import Checkpoints, read_run_state
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
 from ulysses.training.determinism import require_determinism
-from ulysses.training.memory import adapter_parameters, check_memory
+from ulysses.training.memory import adapter_parameters, check_head_chunks, check_memory
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.stages.dpo import loss_options
 from ulysses.zero.settings import refuse_owned
@@ -126,6 +126,7 @@ def check_run(config: Config, world_size: int) -> Plan:
     shape, folder = read_shape(config)
     if config.model.init == "pretrained" and folder is not None:
         check_weights(shape, folder, reward=config.stage == "rm")
+    check_head_chunks(config, shape)
     tokenizer = read_tokenizer(config, folder, shape)
     if config.stage == "ppo":
         stop_tokens(config, tokenizer, shape)

@@ -147,6 +147,8 @@ class MemoryConfig(Section):
     """Rows per MLP tile; 0 never tiles."""
     logits_tile: int | Literal["auto"] = "auto"
     """Rows per tile of the vocabulary projection."""
+    head_chunks: int | Literal["auto"] = "auto"
+    """Groups of heads attended to one after the other, for less memory; 1 is all at once, "auto" takes more only to fit."""
 
 
 class PtConfig(Section):

@@ -27,6 +27,7 @@ from ulysses.training.command_line import CommandLine, ConfigError
 from ulysses.training.config import Config
 from ulysses.training.memory import (
     allowed_levels,
+    check_head_chunks,
     choose_memory,
     free_host_bytes,
     longest_example,
@@ -55,6 +56,8 @@ def dry_run(command: CommandLine) -> int:
     check_numbers(config, world)
     findings: list[str] = []
     shape, folder = _shape(config, findings)
+    if shape is not None:
+        check_head_chunks(config, shape)
     plan = _plan(config, world, shape, folder, findings) if shape is not None else None
     if plan is not None and not given:
         check_disk(plan)
@@ -151,13 +154,17 @@ def _print_steps(config: Config, world: int, plan: Plan | None) -> int:
     if plan is None:
         print(f"{config.run.steps} steps" if config.run.steps else f"{config.run.epochs:g} epochs; their steps depend on the data")
         budget, each = config.batch.tokens_per_microbatch, sides(config) * longest_example(config)
-        count = -(-prompts_per_rollout(config) // config.ppo.minibatches) if config.stage == "ppo" else config.batch.examples
-        return math.ceil(count * each / (groups * (each if budget == "auto" else max(budget, each))))
+        return math.ceil(_step_examples(config) * each / (groups * (each if budget == "auto" else max(budget, each))))
     train, _ = plan.datasets()
     loader = plan.loader(train, groups, 0)
     total = plan.total_steps(loader)
     print(f"{len(train)} examples, {plan.steps_per_epoch(loader)} steps per epoch, {total} steps; {train.report}")
     return len(loader.plan(0, 0)[0])
+
+
+def _step_examples(config: Config) -> int:
+    """Return the examples of one optimizer step over all processes."""
+    return -(-prompts_per_rollout(config) // config.ppo.minibatches) if config.stage == "ppo" else config.batch.examples
 
 
 def _print_gradients(config: Config, shape: Shape | None) -> None:
@@ -183,7 +190,7 @@ def planned_machine(config: Config, given: dict[str, float], world: int) -> Mach
     note = "" if here or "gpu_memory" in given else " (assumed; --gpu-memory says otherwise)"
     memory = f"{host / GIB:.0f} GiB of host memory per node" if host else "host memory unknown (--host-memory)"
     speed = "" if peak else ", as fast as an H200"
-    print(f"\npredicted for {world} GPUs of {gib:.1f} GiB{note}{speed}, {memory}:")
+    print(f"\npredicted for {world} GPU{'s' if world > 1 else ''} of {gib:.1f} GiB{note}{speed}, {memory}:")
     return machine
 
 
@@ -217,16 +224,16 @@ def print_plan(config: Config, shape: Shape, machine: Machine, work: Work) -> No
 def _print_recommendation(config: Config, shape: Shape, machine: Machine, work: Work) -> None:
     """Print the fastest settings for this length; what the configuration fixes by hand is left open here."""
     model, options = planner_model(config, shape), planner_options(config, shape)
-    groups = prompts_per_rollout(config) if config.stage == "ppo" else config.batch.examples
+    batches = min(_step_examples(config), work.micro_batches * machine.gpus // work.sp)
     levels = tuple(x for x in FASTEST_FIRST if x != "none" or options.tiling.head_chunks == 1)
     for more in ({}, {"offload_optimizer": True}, {"offload_optimizer": True, "offload_parameters": True}):
-        found = recommend(model, machine, work, options._replace(**more), groups=groups, levels=levels)
+        found = recommend(model, machine, work, options._replace(**more), batches=batches, levels=levels)
         if found is not None:
             sp, offload, choice = found
             text = f"parallel.sequence_parallel_size = {sp}, memory.recompute = \"auto\" ({choice.name})"
             text += f', memory.offload = "{offload}"' + "".join(f", memory.{name} = true" for name in more)
             p = choice.prediction
-            print(f"recommended for this length: {text}: {p.gpu_bytes / GIB:.1f} GiB, {p.seconds:.2f} s per micro-batch")
+            print(f"recommended for this length: {text}: {p.gpu_bytes / GIB:.1f} GiB, {p.seconds:.2f} s / step")
             return
     print("no sequence_parallel_size fits this length on these GPUs, with any recompute and offload")
 

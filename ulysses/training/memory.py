@@ -1,6 +1,7 @@
 """From the [memory] section to what the layers do: levels, offload and tiles, decided once and alike on all ranks."""
 
 import os
+from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig as Shape
 from models.hf_format import read_config, resolve_model
 from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work
-from ulysses.memory.plan import FASTEST_FIRST, Choice, choices, choose_level, host_budget
+from ulysses.memory.plan import FASTEST_FIRST, Choice, Prediction, choices, choose_level, host_budget
 from ulysses.memory.recompute import LEVELS
-from ulysses.memory.tiling import TilingOptions
+from ulysses.memory.tiling import TilingOptions, head_chunk_counts
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
 from ulysses.training.rewards import is_function
@@ -22,12 +23,17 @@ ELEMENT_SIZE = {"bfloat16": 2, "float32": 4}
 
 
 class MemoryChoice(NamedTuple):
-    """Say what each of the trained model's layers keeps, the first layer's first, and where; `line` says why."""
+    """Say what each of the trained model's layers keeps, the first layer's first, and where; `line` says why.
+
+    prediction: of the planner, None on CPU.
+    """
 
     recompute: tuple[str, ...] = ()
     offloaded_layers: int = 0
     host_bytes: int = 0  # budget of pinned memory of one process
     line: str = ""
+    head_chunks: int = 1
+    prediction: Prediction | None = None
 
 
 def check_memory(config: Config) -> None:
@@ -37,11 +43,27 @@ def check_memory(config: Config) -> None:
         raise ConfigError(f'memory.mlp_tile is {memory.mlp_tile} but must be "auto", 0 (never tile) or a number of rows')
     if memory.logits_tile != "auto" and memory.logits_tile < 1:
         raise ConfigError(f'memory.logits_tile is {memory.logits_tile} but must be "auto" or at least 1 row')
+    if memory.head_chunks != "auto" and memory.head_chunks < 1:
+        raise ConfigError(f'memory.head_chunks is {memory.head_chunks} but must be "auto", 1 (all heads at once) or a number of groups')
+    if memory.head_chunks not in ("auto", 1) and memory.recompute == "none":
+        raise ConfigError(
+            f'memory.head_chunks is {memory.head_chunks} but memory.recompute "none" keeps all heads at once; set '
+            'memory.head_chunks to 1, or memory.recompute to "auto", "block", "keep_attention" or "keep_exchange"'
+        )
     if memory.offload == "checkpoints" and memory.recompute == "none":
         raise ConfigError(
             'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set memory.recompute to '
             '"auto", "block", "keep_attention" or "keep_exchange", or memory.offload to "none"'
         )
+
+
+def check_head_chunks(config: Config, shape: Shape) -> None:
+    """Refuse a number of head groups that the model's heads, or the ranks that share them, do not allow."""
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    try:
+        tiling(config).check_heads(heads, kv_heads, gcd(config.parallel.sequence_parallel_size, heads))
+    except ValueError as error:
+        raise ConfigError(f"memory.{error}") from None
 
 
 def sides(config: Config) -> int:
@@ -95,9 +117,10 @@ def _forwards(config: Config) -> float:
     return float(reference + baseline)
 
 
-def tiling(config: Config) -> TilingOptions:
-    """Return how the layers cut their MLPs."""
-    return TilingOptions(mlp_rows=config.memory.mlp_tile)
+def tiling(config: Config, head_chunks: int | None = None) -> TilingOptions:
+    """Return how the layers cut their MLPs and heads; `head_chunks` is what was chosen, None what is set ("auto": 1)."""
+    wanted = config.memory.head_chunks if head_chunks is None else head_chunks
+    return TilingOptions(mlp_rows=config.memory.mlp_tile, head_chunks=1 if wanted == "auto" else wanted)
 
 
 def adapter_parameters(config: Config, shape: Shape) -> int:
@@ -152,8 +175,11 @@ def planner_options(config: Config, shape: Shape) -> Options:
         frozen += (shape if reference == "live" else _other(reference, shape)).num_parameters()
     if config.stage == "ppo" and not is_function(config.ppo.reward):
         frozen += _other(config.ppo.reward, shape).num_parameters(reward=True)
+    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    counts = head_chunk_counts(heads, kv_heads, gcd(config.parallel.sequence_parallel_size, heads))
     return Options(
         tiling=tiling(config),
+        head_chunks=counts if memory.head_chunks == "auto" else (),
         logits_rows=0 if rows == "auto" else rows,
         element_size=ELEMENT_SIZE[config.model.dtype],
         reduce_size=ELEMENT_SIZE[config.optimizer.reduce_dtype],
@@ -193,7 +219,7 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
         away = layers if offload == "checkpoints" else 0
         level = levels[-1] if offload == "checkpoints" else levels[0]
         why = " (auto: CPU)" if config.memory.recompute == "auto" else ""
-        return MemoryChoice((level,) * layers, away, 0, f"memory: recompute {level}{why}")
+        return MemoryChoice((level,) * layers, away, 0, f"memory: recompute {level}{why}", tiling(config).head_chunks)
     model, options = planner_model(config, shape), planner_options(config, shape)
     choice = choose_level(model, machine, work, options, levels=levels, offload=offload)
     fits = choice is not None
@@ -203,13 +229,16 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
         _refuse_too_large(config, model, machine, work, choice)
     elsewhere = choice.prediction.host_bytes - choice.prediction.offloaded
     room = int(host_budget(machine) - elsewhere) if choice.offloaded_layers else 0
-    return MemoryChoice(choice.levels, choice.offloaded_layers, room, _line(config, machine, choice, fits))
+    line = _line(config, machine, choice, fits)
+    return MemoryChoice(choice.levels, choice.offloaded_layers, room, line, choice.head_chunks, choice.prediction)
 
 
 def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
     why = "auto: " if config.memory.recompute == "auto" else ""
     need, have = choice.prediction.gpu_bytes / GIB, machine.gpu_bytes / GIB
     text = f"memory: recompute {choice.name} ({why}{need:.1f} GiB predicted of {have:.1f} GiB)"
+    if choice.head_chunks > 1:
+        text += f"; attention in {choice.head_chunks} groups of heads"
     if choice.offloaded_layers:
         text += f"; {choice.offloaded_layers} of {choice.layers} layers' activations in host memory"
     if machine.host_bytes:
