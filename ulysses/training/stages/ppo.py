@@ -142,16 +142,18 @@ class PpoStage(Stage):
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Answer the held-out prompts and return their mean score; eval/loss is its negative."""
         assert self.maker is not None
-        total, count, tokens, ended = 0.0, 0, 0, 0
+        total, squares, count, tokens, ended = 0.0, 0.0, 0, 0, 0
         for k in range(loader.steps_per_epoch):
             answers = self.maker.answer(HELD_OUT + k, loader.dataset, loader.indices(0, k))
             total += float(answers.scores.sum())
+            squares += float(answers.scores.square().sum())
             count += len(answers)
             tokens += int((answers.lengths - answers.prompt_lengths).sum())
             ended += int(answers.ended.sum())
         return {
             "eval/loss": -total / count,
             "eval/objective/scores": total / count,
+            "eval/objective/scores_std": max(0.0, squares / count - (total / count) ** 2) ** 0.5,
             "eval/response_length/mean": tokens / count,
             "eval/val/num_eos_tokens": float(ended),
         }

@@ -1,0 +1,109 @@
+"""The chain of chain.py on two processes: every stage is killed and resumed, and works from another's export."""
+
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.hf_format import read_config
+from tests.e2e.chain import AFTER, KINDS, TINY, Chain, demo_data, launch, read_lines, repeated
+from tests.e2e.launch import ROOT, Ranks, environment
+from ulysses.training.build import check_weights
+
+
+def dies_after(step: int) -> Callable[[int], None]:
+    """Plant the death of rank 0 right after it logged `step`, and take the package datasets away: json needs none."""
+
+    def before(_: int) -> None:
+        import ulysses.training.metrics as metrics
+
+        written = metrics.MetricsLog.write
+        sys.modules["datasets"] = None  # type: ignore[assignment]
+
+        def write(self: Any, at: int, values: dict[str, float]) -> None:
+            written(self, at, values)
+            if at == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        metrics.MetricsLog.write = write
+
+    return before
+
+
+def forked(arguments: list[str], processes: int, logs: Path, metrics: Path, kill_after: int) -> None:
+    run = Ranks(arguments, processes, logs, before=dies_after(kill_after))
+    if not kill_after:
+        run.wait(240).check()
+        return
+    deadline = time.monotonic() + 240
+    while run.poll() and not run.codes and time.monotonic() < deadline:
+        time.sleep(0.005)
+    run.send(signal.SIGKILL)
+    while run.poll():
+        time.sleep(0.005)
+    assert run.codes[run.pids[0]] == -signal.SIGKILL, (logs / "0.err").read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("chain")
+    data, tokenizer = demo_data(folder / "data")
+    changes: dict[str, dict[str, Any]] = {stage: {} for stage in KINDS}
+    for stage in ("dpo", "kto"):  # their references are computed for all rows
+        changes[stage]["data.train"] = [{"path": str(data[stage][0][0]), "max_examples": 256}]
+    for stage in ("sft", "kto"):
+        changes[stage]["parallel.sequence_parallel_size"] = 1
+    return folder, Chain(folder, TINY, data, tokenizer, forked, processes=2, changes=changes).run()
+
+
+def test_a_killed_stage_repeats_what_it_did(chain: Any) -> None:
+    """Four steps were taken twice, before the kill and after the resume, in PPO across two rollouts: bit for bit the same."""
+    folder, found = chain
+    for stage in KINDS:
+        lines = read_lines(folder / stage / "metrics.jsonl")
+        assert [m["step"] for m in lines] == list(range(1, TINY.steps[stage] + 1))
+        pairs = repeated(folder / stage, found[stage]["resumed_at"])
+        assert len(pairs) == AFTER and all(a == b for a, b in pairs), stage
+        assert f"step-{found[stage]['resumed_at']} at step {found[stage]['resumed_at']}" in (folder / stage / "logs/0.out").read_text()
+    assert len({a["rollout"] for a, _ in repeated(folder / "ppo", found["ppo"]["resumed_at"])}) == 2
+
+
+def test_every_stage_learns(chain: Any) -> None:
+    folder, found = chain
+    assert found["pt"]["last"] < 0.5 * found["pt"]["first"] and found["sft"]["last"] < 0.5 * found["sft"]["first"]
+    assert all(found[stage]["last"] < found[stage]["first"] for stage in ("rm", "dpo", "kto"))
+    for stage in ("rm", "dpo"):
+        assert found[stage]["held_out"] - 2 * found[stage]["held_out_error"] > 0.5
+    assert found["kto"]["held_out"] > 0.1
+    assert found["ppo"]["last"] - found["ppo"]["first"] > 3 * found["ppo"]["rise_error"]
+    assert all(math.isfinite(v) for stage in KINDS for m in read_lines(folder / stage / "metrics.jsonl") for v in m.values())
+
+
+def test_every_stage_begins_where_another_ended(chain: Any) -> None:
+    folder, _ = chain
+    first = {stage: read_lines(folder / stage / "metrics.jsonl")[0] for stage in KINDS}
+    assert first["sft"]["loss"] < first["pt"]["loss"] - 1, "an untrained model would begin at ln(vocabulary) again"
+    assert first["dpo"]["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["kto"]["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert min(first["dpo"]["logps/chosen"], first["kto"]["logps/chosen"]) > -60, "an untrained model would be near -130"
+    assert first["ppo"]["val/num_eos_tokens"] > 32, "an untrained model would not end its answers"
+    for stage in KINDS:
+        export = folder / stage / "export"
+        check_weights(read_config(export), export, reward=stage == "rm")
+
+
+def test_the_script_kills_and_resumes_real_processes(chain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does on GPUs: train.py without forks, killed by looking at its metrics."""
+    folder, _ = chain
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    data = {"pt": ([folder / "data/pt_train.jsonl"], [folder / "data/pt_eval.jsonl"])}
+    again = Chain(tmp_path, TINY, data, folder / "data/tokenizer", launch, changes={"pt": {"run.export": False}})
+    found = again.train("pt", tmp_path / "pt")
+    assert found["starts"] == 2 and found["loss_difference"] == 0
