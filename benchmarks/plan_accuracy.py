@@ -1,9 +1,10 @@
 """Fit the planner's constants to half of the measured runs and print its errors on the other half.
 
     python benchmarks/plan_accuracy.py [MORE.jsonl ...]
+    grep -h predicted_seconds LOGS >> benchmarks/measured.jsonl            new runs join the old
 
 Rows are what benchmarks/throughput.py prints as JSON lines; benchmarks/measured.jsonl holds those of this repository, other
-files are appended to it. Rows 1, 3, 5 ... are fitted, rows 2, 4, 6 ... only predicted. The last lines are the constants for
+files are appended to it. Rows of an engine that was slower belong deleted. Rows 1, 3, 5 ... are fitted, rows 2, 4, 6 ... only predicted. The last lines are the constants for
 ulysses/memory/calibration.py. A constant that the rows say nothing about stays where it started (`PRIOR`).
 """
 
@@ -19,6 +20,7 @@ from models.arch import architecture
 from ulysses.memory.calibration import PRIOR, Calibration
 from ulysses.memory.case import GIB, Machine, Model, Options, Work
 from ulysses.memory.plan import Prediction, level_list, predict
+from ulysses.memory.tiling import TilingOptions
 from ulysses.training.memory import plain_model
 from ulysses.training.metrics import PEAK_FLOPS
 
@@ -37,7 +39,7 @@ Row = dict[str, Any]
 def read(paths: Iterable[Path]) -> list[Row]:
     """Return the rows of JSON-lines files that a step was measured in."""
     lines = [line for path in paths for line in path.read_text().splitlines() if line.startswith("{")]
-    return [row for row in map(json.loads, lines) if row.get("seconds") and row.get("tokens")]
+    return [row for row in map(json.loads, lines) if row.get("seconds") and row.get("gpu") in PEAK_FLOPS]
 
 
 def case_of(row: Row) -> tuple[Model, Machine, Work, Options]:
@@ -49,8 +51,9 @@ def case_of(row: Row) -> tuple[Model, Machine, Work, Options]:
     work = Work(row["tokens"], row["sp"], row.get("micro_batches", 1), row.get("documents", 1))
     levels = level_list(row["recompute"], model.layers)
     upper = levels.count(levels[-1]) if levels[0] != levels[-1] else 0
+    tiling = TilingOptions(head_chunks=row.get("head_chunks", 1))
     options = Options(
-        levels[0], levels[-1], upper, row.get("offload", 0), offload_optimizer=row.get("optimizer") == "host"
+        levels[0], levels[-1], upper, row.get("offload", 0), tiling, offload_optimizer=row.get("optimizer") == "host"
     )
     return model, machine, work, options
 
@@ -59,6 +62,17 @@ def predicted(row: Row, constants: Calibration) -> Prediction:
     """Predict a row with the given constants."""
     model, machine, work, options = case_of(row)
     return predict(model, machine, work, options._replace(calibration=constants))
+
+
+def beside(row: Row) -> Row:
+    """Return what the planner says of a measured row, to stand beside it; nothing for a device it does not know."""
+    if row.get("gpu") not in PEAK_FLOPS:
+        return {}
+    p = predicted(row, Calibration())
+    return {
+        "predicted_seconds": round(p.seconds, 4), "predicted_peak_gib": round(p.allocated / GIB, 1),
+        "predicted_device_gib": round(p.gpu_bytes / GIB, 1), "predicted_host_gib": round(row["gpus"] * p.host_bytes / GIB, 1),
+    }  # fmt: skip
 
 
 def seconds(row: Row, p: Prediction) -> tuple[float, float | None]:

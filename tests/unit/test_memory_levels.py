@@ -11,11 +11,16 @@ from torch import nn
 import ulysses.parallel.attention as attention_module
 from models import CausalLM, LayerMemory, ModelConfig, half_blocks, init_weights
 from models.rope import inverse_frequencies, rotary_table
+from ulysses.memory.case import Machine, Model, Options, Work
 from ulysses.memory.offload import Group, HostPool, Offloader
+from ulysses.memory.peak import kept_per_layer
+from ulysses.memory.plan import FILL, choose_level, predict
 from ulysses.memory.recompute import LEVELS, kept_bytes
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled, tiles
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.config import LoraConfig as Adapters
+from ulysses.training.lora import add_adapters
 
 CONFIG = ModelConfig.from_hf({
     "model_type": "qwen2", "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -110,6 +115,26 @@ def test_each_level_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert {name: count / 3 for name, count in calls.items()} == expected, (level, tiling, hooked)
 
 
+def test_a_planned_mixture_runs_what_each_layer_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner's levels for a GPU that is too small for one level and larger than the next one needs."""
+    shape = Model(24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000)
+    work, options = Work(1 << 20), Options(element_size=4)
+    small, large = (predict(shape, Machine(1, 1), work, options._replace(level=level)).gpu_bytes for level in ("block", "keep_attention"))
+    machine = Machine(1, ((large - small) * 0.8 + small) / FILL)
+    choice = choose_level(shape, machine, work, options, levels=("keep_attention", "block"))
+    assert choice is not None and choice.levels == ("block", "keep_attention", "keep_attention")
+    calls: Counter[str] = Counter()
+    for name in ("varlen_forward", "varlen_backward"):
+        monkeypatch.setattr(attention_module, name, partial(_counted, calls, name, getattr(attention_module, name)))
+    project = half_blocks._Project.forward
+    monkeypatch.setattr(half_blocks._Project, "forward", staticmethod(partial(_counted, calls, "projection", project)))
+    expected = gradients(build())[1]
+    for levels, attends, projections in ((choice.levels, 2 + 1 + 1, 6), (("block", "keep_exchange", "none"), 2 + 1 + 1, 2 + 1 + 1)):
+        calls.clear()
+        assert_same(gradients(build(recompute=levels))[1], expected)
+        assert calls == {"varlen_forward": attends, "varlen_backward": 3, "projection": projections}
+
+
 def layer_nodes(loss: torch.Tensor) -> list[Any]:
     nodes, function = [], loss.grad_fn
     while function is not None:
@@ -121,9 +146,11 @@ def layer_nodes(loss: torch.Tensor) -> list[Any]:
     return nodes
 
 
-def held_bytes(level: str) -> int:
-    """Bytes of distinct storages that one layer's graph holds, weights and rotary table aside."""
-    model = build(recompute=level)
+def held_bytes(level: str, rank: int = 0, tiling: TilingOptions | None = None) -> int:
+    """Bytes of distinct storages that one layer's graph holds, weights and rotary table aside; rank: of adapters."""
+    model: Any = build(recompute=level, tiling=tiling)
+    if rank:
+        add_adapters(model, Adapters(rank=rank))
     storages: dict[int, int] = {}
     shared = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -150,6 +177,16 @@ def test_each_level_keeps_what_it_says() -> None:
         assert held_bytes(level) == 26 * kept_bytes(level, **shape, element_size=4, exchanged=False)
     llama = {"width": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
     assert [round(kept_bytes(level, **llama) / 1024) for level in LEVELS] == [8, 16, 36, 100]
+
+
+def test_the_plan_counts_what_adapters_keep() -> None:
+    """Ordinary autograd keeps the adapters' inputs too; beside them their own r numbers and the norms' scales, not planned."""
+    adapted = Model(24, 40, 4, 2, 6, 67, 3, 10_000, 500)
+    for level in LEVELS:
+        for tiling, adapters, norms in ((TilingOptions(), 7, 2), (TILED, 4, 1)):
+            options = Options(element_size=4, tiling=tiling)
+            small = 4 * (adapters * 2 + norms) if level == "none" else 0
+            assert held_bytes(level, 2, tiling) == kept_per_layer(adapted, 1, 26, options, level) + 26 * small, (level, tiling)
 
 
 def test_a_backward_frees_what_its_layers_kept() -> None:

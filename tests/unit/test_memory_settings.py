@@ -56,7 +56,7 @@ def test_auto_on_cpu_keeps_everything() -> None:
     settings = config()
     assert this_machine(torch.device("cpu"), None) is None
     choice = choose_memory(settings, LLAMA, None, planner_work(settings, 1 << 20))
-    assert choice == (("none",) * 32, 0, 0, "memory: recompute none (auto: CPU)", 1, None)
+    assert choice == (("none",) * 32, 0, 0, "memory: recompute none (auto: CPU)", 1)
     settings = config(offload="auto")
     assert choose_memory(settings, LLAMA, None, planner_work(settings, 64))[:2] == (("none",) * 32, 0)
 

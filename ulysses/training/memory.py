@@ -12,7 +12,7 @@ from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig as Shape
 from models.hf_format import read_config, resolve_model
 from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work
-from ulysses.memory.plan import FASTEST_FIRST, Choice, Prediction, choices, choose_level, host_budget
+from ulysses.memory.plan import FASTEST_FIRST, Choice, choices, choose_level, host_budget
 from ulysses.memory.recompute import LEVELS
 from ulysses.memory.tiling import TilingOptions, head_chunk_counts
 from ulysses.training.command_line import ConfigError
@@ -23,17 +23,13 @@ ELEMENT_SIZE = {"bfloat16": 2, "float32": 4}
 
 
 class MemoryChoice(NamedTuple):
-    """Say what each of the trained model's layers keeps, the first layer's first, and where; `line` says why.
-
-    prediction: of the planner, None on CPU.
-    """
+    """Say what each of the trained model's layers keeps, the first layer's first, and where; `line` says why."""
 
     recompute: tuple[str, ...] = ()
     offloaded_layers: int = 0
     host_bytes: int = 0  # budget of pinned memory of one process
     line: str = ""
     head_chunks: int = 1
-    prediction: Prediction | None = None
 
 
 def check_memory(config: Config) -> None:
@@ -230,7 +226,7 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
     elsewhere = choice.prediction.host_bytes - choice.prediction.offloaded
     room = int(host_budget(machine) - elsewhere) if choice.offloaded_layers else 0
     line = _line(config, machine, choice, fits)
-    return MemoryChoice(choice.levels, choice.offloaded_layers, room, line, choice.head_chunks, choice.prediction)
+    return MemoryChoice(choice.levels, choice.offloaded_layers, room, line, choice.head_chunks)
 
 
 def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
