@@ -7,12 +7,14 @@
 
 import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from models.arch import ModelConfig as Shape
 from models.sampler import SamplingOptions
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import FileWeights, build_engine, weights_fingerprint, weights_of
@@ -48,6 +50,7 @@ class StageBuilder:
     eval_data: Any
     fresh: bool  # not resumed: the engine still holds the initial policy
     say: Callable[[str], None]
+    resources: ExitStack  # takes the frozen engines
 
     def __post_init__(self) -> None:
         self.initial: Any = self.engine  # computes the initial policy: the fresh engine, or its base at any time
@@ -87,7 +90,7 @@ class StageBuilder:
         else:
             scorer, folder = reward_shape(config, shape)
             weights = FileWeights(folder, scorer, config.run.seed)
-            reward = build_engine(config, scorer, weights, self.mesh, plan.kernel, reward=True, trainable=False)
+            reward = self._frozen(scorer, weights, reward=True)
         options = SamplingOptions(
             ppo.max_new_tokens, ppo.temperature, ppo.top_p, ppo.top_k, stop_tokens(config, plan.tokenizer, shape)
         )
@@ -115,7 +118,13 @@ class StageBuilder:
         else:
             shape, folder = reference_shape(kind)
             source, tolerance = FileWeights(folder, shape, config.run.seed), None
-        return False, build_engine(config, shape, source, self.mesh, plan.kernel, trainable=False), tolerance
+        return False, self._frozen(shape, source), tolerance
+
+    def _frozen(self, shape: Shape, source: Any, *, reward: bool = False) -> ZeroEngine:
+        plan = self.plan
+        engine = build_engine(plan.config, shape, source, self.mesh, plan.kernel, reward=reward, trainable=False)
+        self.resources.callback(engine.destroy)
+        return engine
 
     def _cache_reference(self) -> None:
         """Fill (or find) the reference log-probabilities of all data and read the data through them from here on."""

@@ -128,7 +128,7 @@ class TrainingRun:
             flops=lambda tokens, squares, projected: model_flops(
                 shape.num_parameters(), shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim, tokens, squares,
                 head=head, projected=projected if config.stage != "rm" else 0.0, adapters=adapters,
-            ),  # fmt: skip
+            ),
             peak_flops=device_peak_flops(),
             seed=config.run.seed,
         )

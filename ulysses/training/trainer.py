@@ -11,6 +11,7 @@ One optimizer step on every rank:
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -203,13 +204,16 @@ class Trainer:
         self.policies.load_state_dict(state["policies"])
         self.best = (int(state["best"][0]), float(state["best"][1])) if state["best"] else None
 
-    def stop_on_signal(self) -> None:
-        """Finish the running step, save and exit on SIGTERM (decided together at the step's boundary)."""
+    def stop_on_signal(self, resources: ExitStack) -> None:
+        """Finish the running step, save and exit on SIGTERM (decided together at the step's boundary).
+
+        Closing `resources` gives SIGTERM its old meaning back.
+        """
 
         def request(*_: Any) -> None:
             self.stop_wanted = True  # only the reduced sum of these decides: a signal may reach one rank a step earlier
 
-        signal.signal(signal.SIGTERM, request)
+        resources.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, request))
 
 
 def _mix(*numbers: int) -> int:

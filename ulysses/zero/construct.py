@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import deepspeed
+import deepspeed.comm
 import deepspeed.ops
 import torch
 import torch.distributed as dist
@@ -43,6 +44,11 @@ def initialize_distributed() -> torch.device:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
     return torch.device("cpu")
+
+
+def end_distributed() -> None:
+    """Leave torch.distributed, so that this process may start another run; DeepSpeed forgets its groups too."""
+    deepspeed.comm.destroy_process_group()
 
 
 def _free_port() -> int:

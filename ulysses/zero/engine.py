@@ -133,5 +133,18 @@ class ZeroEngine:
             self.module.train(was_training)
 
     def destroy(self) -> None:
-        """Remove DeepSpeed's hooks and buffers."""
+        """Remove DeepSpeed's hooks and give all memory back; nothing of the engine may be used afterwards.
+
+        DeepSpeed's own tables refer to the model as long as the process lives, so its tensors are emptied.
+        """
         self.engine.destroy()
+        held = [t for p in self.module.parameters() for t in (p.data, p.grad, getattr(p, "ds_tensor", None))]
+        if self.trainable:
+            zero = self.zero
+            held += [*zero.fp32_partitioned_groups_flat, *(f.grad for f in zero.fp32_partitioned_groups_flat)]
+            held += [*zero.fp16_partitioned_groups_flat, *getattr(zero, "param_groups_fp16_flat_cpu_memory", [])]
+            held += [getattr(zero, "grad_partitions_flat_buffer", None)]
+            held += [value for state in zero.optimizer.state.values() for value in state.values()]
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)

@@ -100,6 +100,3 @@ class Stage:
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; on every rank, after the weights."""
-
-    def close(self) -> None:
-        """Release files and engines."""

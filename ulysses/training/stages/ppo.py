@@ -21,7 +21,6 @@ from ulysses.training.metrics import MetricSums
 from ulysses.training.rollout import Rollout, RolloutMaker
 from ulysses.training.rollout_loader import RolloutLoader
 from ulysses.training.stages.base import Stage, Term
-from ulysses.zero.engine import ZeroEngine
 
 STATE, ROLLOUT = "ppo.json", "rollout.safetensors"
 HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
@@ -46,8 +45,6 @@ class PpoStage(Stage):
         self.temperature = temperature
         self.maker = maker
         self.tolerance = tolerance
-        self.reference = maker.reference if maker is not None else None
-        self.reward_model = maker.reward if maker is not None and isinstance(maker.reward, ZeroEngine) else None
         self.rollouts: RolloutLoader | None = None
 
     # ---------------------------------------------------------------- what the loop reads

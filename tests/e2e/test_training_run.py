@@ -1,0 +1,134 @@
+"""TrainingRun from Python: a TOML file and overrides in, status and exports out, and nothing left behind, also by an error."""
+
+import gc
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import free_port, run_distributed
+from ulysses.data.demo import write_demo
+from ulysses.training import run as run_module
+from ulysses.training.run import TrainingRun
+from ulysses.zero.construct import initialize_distributed
+
+TOML = """
+stage = "dpo"
+[model]
+init = "random"
+dtype = "float32"
+tokenizer = "FOLDER/tokenizer"
+[model.config]
+model_type = "llama"
+hidden_size = 32
+intermediate_size = 48
+num_hidden_layers = 2
+num_attention_heads = 4
+num_key_value_heads = 2
+vocab_size = 1024
+[data]
+train = "FOLDER/dpo_train.jsonl"
+max_length = 128
+cache = "FOLDER/cache"
+[batch]
+examples = 4
+[optimizer]
+lr = 0.1
+[run]
+output = "FOLDER/run"
+steps = 2
+overwrite = true
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    write_demo(folder)
+    for path in folder.glob("*.jsonl"):
+        path.write_text("\n".join(path.read_text().splitlines()[:9]) + "\n")
+    (folder / "dpo.toml").write_text(TOML.replace("FOLDER", str(folder)))
+    return folder
+
+
+def face(place: Path, port: int) -> dict[str, Any]:
+    overrides = {"optimizer.lr": 1e-3, "data.train": [str(place / "dpo_eval.jsonl")], "parallel.sequence_parallel_size": 2}
+    with TrainingRun.from_toml(str(place / "dpo.toml"), overrides=overrides) as run:
+        before = run.status()
+        run.train()
+        found = {"before": before, "status": run.status(), "config": run.config.optimizer.lr}
+        run.export(place / "elsewhere")
+    found["after"] = run.status()
+    os.environ["MASTER_PORT"] = str(port)
+    initialize_distributed()  # for the harness
+    return found
+
+
+def test_overrides_status_and_export(place: Path) -> None:
+    found = run_distributed(face, 2, place, free_port(), with_zero=True)[0]
+    line = json.loads((place / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert found["config"] == 1e-3 and line["lr"] <= 1e-3
+    status = found["status"]
+    assert status == found["after"]
+    assert status["stage"] == "dpo" and (status["step"], status["total_steps"]) == (2, 2) and status["world"] == 2
+    assert status["mesh"] == {"sequence_parallel_size": 2, "data_parallel_size": 1} and status["eta"] == 0
+    assert [status[k] for k in ("loss", "tokens", "tokens_per_second")] == [line[k] for k in ("loss", "tokens", "tokens_per_second")]
+    assert found["before"]["step"] == 0 and found["before"]["loss"] is None and found["before"]["eta"] is None
+    weights = [(place / folder / "model.safetensors").read_bytes() for folder in ("elsewhere", "run/export")]
+    assert weights[0] == weights[1]
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that this process holds."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type != "meta":
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def one(place: Path, fault: str = "", **overrides: Any) -> tuple[int, int, float | None]:
+    """Train (or fail) and return the tensors' bytes inside and after, and the last loss."""
+    run = TrainingRun.from_toml(str(place / "dpo.toml"), {"optimizer.lr": 1e-3, **overrides})
+    inside = 0
+    try:
+        with run:
+            run.train()
+            inside = live_bytes()
+            if fault:
+                raise ArithmeticError(fault)
+    except ArithmeticError as error:
+        assert str(error) == fault
+    assert not dist.is_initialized() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return inside, live_bytes(), run.status().get("loss")
+
+
+def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
+    dist.destroy_process_group()
+    found = [one(place), one(place, "while training"), one(place, **{"dpo.reference": "live"})]
+    find, run_module.Checkpoints = run_module.Checkpoints, None  # the last thing that the start makes: engines exist
+    try:
+        one(place, **{"dpo.reference": "live"})
+    except TypeError:
+        assert not dist.is_initialized()
+    found.append((1 << 20, live_bytes(), None))
+    run_module.Checkpoints = find
+    found += [one(place, **{"memory.offload_optimizer": True, "memory.offload_parameters": True}), one(place)]
+    initialize_distributed()  # for the harness
+    return found
+
+
+def test_everything_is_released_and_a_process_may_run_again(place: Path) -> None:
+    """After success, after an error while training, and after one in the middle of the start."""
+    found = run_distributed(several_runs, 1, place, with_zero=True)[0]
+    model = 4 * (2 * 1024 * 32 + 2 * (3 * 32 * 48 + 3 * 32 * 32))
+    for inside, after, _ in found:
+        assert inside > 3 * model and after < 1000, found
+    losses = [loss for _, _, loss in found if loss is not None]
+    assert len(losses) == 5 and all(loss == pytest.approx(losses[0], abs=1e-6) for loss in losses)
