@@ -14,6 +14,7 @@ from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.layers import DecoderLayer
 from tests.engine_case import SHAPE, CaptureChain, ListDataset, optimizer_of, sequences
 from ulysses.data.loader import StepLoader, mismatched
+from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights
@@ -49,6 +50,7 @@ class StageCase:
     labels: tuple[int, ...] = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)
     shape: ModelConfig = SHAPE
     attention: str = "auto"
+    head_chunks: int = 1
     ragged: bool = False  # sequences of one token, and answers so short that shards hold no trained token
 
 
@@ -124,7 +126,8 @@ class StartedAdapters(AdapterWeights):
 
 def make_model(case: StageCase, mesh: Any, attention: str | None = None) -> torch.nn.Module:
     cls = RewardModel if case.stage == "rm" else CausalLM
-    model = cls(case.shape, mesh, attention=attention or case.attention, memory=LayerMemory(case.recompute))
+    memory = LayerMemory(case.recompute, TilingOptions(head_chunks=case.head_chunks))
+    model = cls(case.shape, mesh, attention=attention or case.attention, memory=memory)
     if case.lora_rank:
         add_adapters(model, LoraConfig(rank=case.lora_rank, targets=list(case.targets)))
     return model

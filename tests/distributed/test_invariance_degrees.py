@@ -32,6 +32,7 @@ TOPOLOGIES = {
     "3/1 1x4": (3, 1, 8, 4, 4),
     "3/1 1x2 dp 2": (3, 1, 8, 4, 2),
     "6/2 2x2 dim 64": (6, 2, 64, 4, 4),
+    "4/2 1x3": (4, 2, 8, 3, 3),
     "6/2 3x1": (6, 2, 8, 3, 3),  # plain Ulysses whose blocks straddle kv groups
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,6 +46,7 @@ SAMPLED = [
     ("sft", "3/1 1x4", "keep_exchange", "reference"),
     ("sft", "3/1 1x2 dp 2", "block", "reference"),
     ("sft", "6/2 2x2 dim 64", "keep_attention", "auto"),
+    ("sft", "4/2 1x3", "none", "auto"),
     ("sft", "6/2 3x1", "keep_exchange", "auto"),
     ("dpo", "6/2 2x2", "keep_exchange", "auto"),
     ("dpo", "14/2 2x2", "keep_attention", "reference"),
@@ -74,6 +76,11 @@ def case_of(stage: str, topology: str, level: str = "none", kernel: str = "auto"
 @pytest.mark.parametrize(("stage", "topology", "level", "kernel"), SAMPLED)
 def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: str, kernel: str) -> None:
     check(*case_of(stage, topology, level, kernel, packing_seed=1))
+
+
+@pytest.mark.parametrize("level", ["block", "keep_attention"])
+def test_heads_in_groups(level: str) -> None:
+    check(*case_of("dpo", "4/2 1x3", level, head_chunks=2))
 
 
 @pytest.mark.full

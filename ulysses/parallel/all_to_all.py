@@ -101,12 +101,17 @@ def exchange_qkv_forward(
     if plan.ranks == 1:
         return query, key, value
     heads = head_layout(query.shape[1], key.shape[1], plan.head_parallel_size)
+    got = _pack_heads(query, key, value, heads, plan).exchange(heads, plan)  # what was sent is free again
+    return _split_heads(got, heads, plan)
+
+
+def _pack_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadLayout, plan: AttentionPlan) -> "_Regions":
     send = _Regions(None, query, heads, plan)
     send.near[:, :, : heads.query].copy_(_by_rank(query, plan))
     for part in send.key_parts:
         _write_heads(part[:, :, : heads.key], key, heads)
         _write_heads(part[:, :, heads.key :], value, heads)
-    return _split_heads(send.exchange(heads, plan), heads, plan)
+    return send
 
 
 def _split_heads(got: "_Regions", heads: HeadLayout, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,13 +149,7 @@ def exchange_qkv_backward(
     if plan.ranks == 1:
         return dquery, dkey, dvalue
     heads = head_layout(num_heads, num_kv_heads, plan.head_parallel_size)
-    send = _Regions(None, dquery, heads, plan)
-    send.near[:, :, : heads.query].copy_(_to_ranks(dquery, plan))
-    for part, pieces in zip(send.key_parts, plan.pieces):
-        for grad, slots in ((dkey, slice(heads.key)), (dvalue, slice(heads.key, None))):
-            rows = [grad[a:b] for a, b in pieces]
-            part[:, :, slots].copy_(_to_ranks(rows[0] if len(rows) == 1 else torch.cat(rows), plan))
-    got = send.exchange(heads, plan)
+    got = _pack_gradients(dquery, dkey, dvalue, heads, plan).exchange(heads, plan)
     dquery = got.near[..., : heads.query, :].transpose(0, 1).flatten(1, 2)
     total = _sum_rows(got.key_parts)
     return (
@@ -158,6 +157,16 @@ def exchange_qkv_backward(
         _sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
         _sum_heads(total[..., heads.key :, :], heads, num_kv_heads).to(dquery.dtype),
     )
+
+
+def _pack_gradients(dquery: Tensor, dkey: Tensor, dvalue: Tensor, heads: HeadLayout, plan: AttentionPlan) -> "_Regions":
+    send = _Regions(None, dquery, heads, plan)
+    send.near[:, :, : heads.query].copy_(_to_ranks(dquery, plan))
+    for part, pieces in zip(send.key_parts, plan.pieces):
+        for grad, slots in ((dkey, slice(heads.key)), (dvalue, slice(heads.key, None))):
+            rows = [grad[a:b] for a, b in pieces]
+            part[:, :, slots].copy_(_to_ranks(rows[0] if len(rows) == 1 else torch.cat(rows), plan))
+    return send
 
 
 class _Regions:
