@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 32 << 20
+PAGE = 4096
 
 
 class HostPool:
@@ -51,7 +52,8 @@ class HostPool:
         self._free += chunks
 
     def _allocate(self) -> Tensor:
-        chunk = torch.empty(self.chunk_bytes, dtype=torch.uint8)
+        chunk = torch.empty(self.chunk_bytes + PAGE, dtype=torch.uint8)
+        chunk = chunk[-chunk.data_ptr() % PAGE :][: self.chunk_bytes]  # a page may be registered once, for one chunk
         if self.pin:  # registered rather than allocated pinned: torch's pinned allocator rounds up to powers of two
             result = int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), self.chunk_bytes, 0))
             if result != 0:

@@ -1,0 +1,98 @@
+"""Offload on a GPU: real copies on a side stream give back every bit, in less memory, step after step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from models import CausalLM, LayerMemory, ModelConfig, init_weights
+from ulysses.memory.offload import Group, Offloader
+from ulysses.memory.tiling import TilingOptions
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+
+CUDA = torch.cuda.is_available()
+LAYERS, TOKENS = 8, 6000
+SHAPE = ModelConfig.from_hf({
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+})  # fmt: skip
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def packs() -> list[ShardedBatch]:
+    """Steps of different lengths, so that host chunks and device memory are used again for other sizes."""
+    draw = torch.Generator().manual_seed(0)
+    rows = [[torch.randint(0, 512, (n,), generator=draw) for n in (1, TOKENS - 7 * i, 2000)] for i in range(3)]
+    return [pack_shard([Sequence(r, torch.ones(len(r))) for r in lengths], ParallelMesh(), "cuda") for lengths in rows]
+
+
+def train(level: str, dtype: torch.dtype, offloader: Offloader | None, away: Any = True) -> tuple[list[torch.Tensor], int]:
+    """Return the gradients of every step, and the most bytes that were allocated beside weights and gradients."""
+    cut = TilingOptions(mlp_rows=1000)
+    model = CausalLM(SHAPE, attention="reference", memory=LayerMemory(level, cut, offloader, away)).to("cuda", dtype)
+    init_weights(model, seed=1)
+    steps = packs()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = []
+    for batch in steps:
+        model(batch).logps.sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]).cpu())
+        model.zero_grad()
+    return grads, torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", ["block", "keep_attention", "keep_exchange"])
+def test_offloaded_gradients_are_bitwise_the_same(level: str, dtype: torch.dtype, deterministic: None) -> None:
+    expected, whole = train(level, dtype, None)
+    assert all(torch.equal(a, b) for a, b in zip(expected, train(level, dtype, None)[0])), "the case itself must repeat"
+    kept = TOKENS * SHAPE.hidden_size * expected[0].element_size()  # at least this much per layer
+    half = [i < LAYERS // 2 for i in range(LAYERS)]
+    for budget, away in ((None, True), (None, half), (3 * kept, True), (0, True)):
+        offloader = Offloader("cuda", budget, chunk_bytes=1 << 20)
+        found, peak = train(level, dtype, offloader, away)
+        for a, b in zip(found, expected):
+            assert torch.equal(a, b), (budget, away)
+        assert budget is None or offloader.pool.allocated <= budget
+        assert len(offloader.pool._free) * offloader.pool.chunk_bytes == offloader.pool.allocated  # all came back
+        if budget is None and away is True:
+            assert peak < whole - (LAYERS - 4) * kept  # two layers' groups at a time, and one being given back
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
+def test_copies_wait_for_the_computation_and_it_for_them() -> None:
+    """Long kernels before the tensor is made, and others that take its memory at once when it has left."""
+    offloader = Offloader("cuda", chunk_bytes=1 << 20)
+    slow, size = torch.randn(4096, 4096, device="cuda"), 32 << 20
+    groups, kept, exact = [], [], []
+    for i in range(6):
+        product = slow
+        for _ in range(20):
+            product = product @ slow * 1e-4
+        group = Group(offloader)
+        value = torch.full((size // 4,), float(i), device="cuda") + product[0, 0].nan_to_num().clamp(0, 0)
+        exact.append(float(i))
+        groups.append(group)
+        kept.append(group.keep(value))
+        del value, product
+        group.close()
+        torch.full((size // 4,), -1.0, device="cuda")  # takes freed memory
+    assert [k.away for k in kept] == [True] * 5 + [False]
+    for i in reversed(range(6)):
+        back = groups[i].get(kept[i])
+        assert bool((back == exact[i]).all())
+        del back
+        kept.pop(), groups.pop()
+        torch.full((size // 4,), -1.0, device="cuda")
