@@ -108,6 +108,7 @@ class Case:
     shape: ModelConfig = SHAPE
     options: dict[str, Any] = field(default_factory=dict)
     offload_optimizer: bool = False
+    offload_parameters: bool = False
     raw: dict[str, Any] = field(default_factory=dict)  # DeepSpeed keys
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
@@ -135,7 +136,8 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     """Build model, stage and trainer on this rank; `stage(engine, mesh)` replaces the built-in ones."""
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    settings = derive(dtype=case.dtype, offload_optimizer=case.offload_optimizer, raw=case.raw)
+    away = {"offload_optimizer": case.offload_optimizer, "offload_parameters": case.offload_parameters}
+    settings = derive(dtype=case.dtype, raw=case.raw, **away)
 
     def create() -> CausalLM:
         return CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))

@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
-from tests.engine_case import assert_same_gradients
-from tests.harness import run_distributed
+from tests.engine_case import Case, assert_same_gradients, run_case
+from tests.harness import gpus, run_distributed
 from tests.stage_case import StageCase, formula, run_stage
 
 SAMPLED = [(1, 1, 128, None), (4, 1, 128, 1), (4, 2, 256, None), (4, 4, 128, 2), (2, 2, 512, 1)]
@@ -69,3 +70,20 @@ def test_adapters(stage, world, sp, recompute) -> None:
 @pytest.mark.parametrize("labels", [(1,) * 11, (0,) * 11], ids=["all good", "all bad"])
 def test_kto_with_one_side_only(labels) -> None:
     check(StageCase("kto", sp=2, labels=labels, options={"beta": 0.3}), 4)
+
+
+TWICE = [(run_stage, StageCase("kto", sp=2, options=KTO, steps=2), 1e-3), (run_stage, StageCase("rm", sp=2, steps=2), 1e-3)]
+TWICE += [(run_stage, StageCase("sft", sp=2, options={"label_smoothing": 0.1, "z_loss": 1e-3}, steps=2, lora_rank=3), 1e-3)]
+TWICE += [(run_case, Case(stage, sp=2, dtype=torch.bfloat16, steps=2, lr=1e-3, recompute="keep_attention")) for stage in ("sft", "dpo")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("job", TWICE, ids=["kto", "rm", "sft adapters", "sft bfloat16", "dpo bfloat16"])
+def test_deterministic_runs_repeat_bit_for_bit(job) -> None:
+    """Also: none of their operations lacks a deterministic kernel, or torch would have raised."""
+    if gpus() < 4:
+        pytest.skip("needs 4 GPUs, one for each rank")
+    first, second = (run_distributed(*job[:1], 4, *job[1:], with_zero=True, deterministic=True)[0] for _ in range(2))
+    assert [m["loss"] for m in first[0]] == [m["loss"] for m in second[0]]
+    for ours, theirs in zip(first[1], second[1], strict=True):
+        assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())

@@ -90,9 +90,18 @@ def test_continues_on_another_topology(world: int, sp: int, saved) -> None:
             assert ours[name] == (theirs[name] if exact else pytest.approx(theirs[name], rel=1e-5)), name
 
 
-def test_optimizer_in_host_memory_continues_too(saved) -> None:
+@pytest.mark.parametrize("away", [("offload_optimizer",), ("offload_parameters",), ("offload_optimizer", "offload_parameters")])
+def test_continues_in_host_memory(away: tuple[str, ...], saved) -> None:
     folder, metrics, state = saved
-    found, restored = run_distributed(resumed_run, 2, folder, replace(CASE, offload_optimizer=True), with_zero=True)[0]
+    found, restored = run_distributed(resumed_run, 2, folder, replace(CASE, **dict.fromkeys(away, True)), with_zero=True)[0]
+    assert all(torch.equal(restored[name], value) for name, value in state.items())
+    assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics[BEFORE:]], rel=1e-5)
+
+
+def test_what_host_memory_saved_continues_without(tmp_path: Path) -> None:
+    case = replace(CASE, offload_optimizer=True, offload_parameters=True)
+    metrics, state = run_distributed(whole_run, 2, tmp_path, case, with_zero=True)[0]
+    found, restored = run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1), with_zero=True)[0]
     assert all(torch.equal(restored[name], value) for name, value in state.items())
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics[BEFORE:]], rel=1e-5)
 
