@@ -3,9 +3,12 @@
 Predicted by ulysses/memory/plan.py; needs no GPU and no weights.
 """
 
+from math import gcd
+
 from models.arch import ARCHITECTURES, ModelConfig
 from ulysses.memory.case import GIB, Machine, Model, Options
 from ulysses.memory.plan import FILL, HOST_FILL, longest_sequence
+from ulysses.memory.tiling import head_chunk_counts
 from ulysses.training.memory import plain_model
 
 MACHINES = ((1, 24, 96), (4, 24, 256), (1, 80, 192), (8, 80, 1024), (8, 141, 1536))  # GPUs, GiB each, host GiB
@@ -20,8 +23,8 @@ TEXT = f"""# What fits
 
 Longest single sequence in tokens for one training step (SFT), **predicted** by the planner, not measured: bfloat16
 weights, float32 AdamW states, sequence parallelism over all GPUs of the machine; {FILL:.0%} of each GPU's memory may be taken,
-CUDA and NCCL included, and {HOST_FILL:.0%} of the host's, a checkpoint on its way to the disk included. `+ host` adds
-`memory.offload = "auto"` with the host memory in the column's head, and, marked `\\*`, `memory.offload_optimizer = true` where
+CUDA and NCCL included, and {HOST_FILL:.0%} of the host's, a checkpoint on its way to the disk included. All else is `auto`: recompute
+by layer, MLP and vocabulary in tiles, heads in groups where only that fits. `+ host` adds `memory.offload = "auto"` with the host memory in the column's head, and, marked `\\*`, `memory.offload_optimizer = true` where
 nothing fits without it (16 bytes per trained parameter move to the host, and the update is slow). `-` means that not even 1,024
 tokens fit. "141 GiB" is a GPU of that size; an H200 reports 139.8. A pair (DPO, RM) holds two sequences: half the length on
 each side.
@@ -44,8 +47,9 @@ def model_of(shape: ModelConfig, rank: int) -> Model:
 
 def cell(model: Model, machine: Machine, offload: str) -> str:
     """Return the longest sequence; with a host, its optimizer moves there where nothing fits otherwise (marked)."""
+    chunks = head_chunk_counts(model.heads, model.kv_heads, gcd(machine.gpus, model.heads))
     for optimizer in (False, True) if offload == "auto" else (False,):
-        options = Options(saves=True, offload_optimizer=optimizer)
+        options = Options(saves=True, offload_optimizer=optimizer, head_chunks=chunks)
         length = longest_sequence(model, machine, machine.gpus, options, offload=offload, limit=LIMIT)
         mark = " \\*" if optimizer else ""
         if length >= LIMIT // 2:
