@@ -235,6 +235,9 @@ def main() -> int:
     runs = []
     for name in PRESETS:
         runs.append(launch(a, name, name, faults))
+        if not runs[-1]["steps"]:
+            print(f"{name}: the run took no step; see the messages above", file=sys.stderr)
+            return 1
         print(f"{name}: {runs[-1]['seconds']} s, exit code {runs[-1]['code']} {' / '.join(runs[-1]['told'])}", flush=True)
     saved = sum(VANISH) // 2
     pro = next(r for r in runs if r["preset"] == "ulysses-pro")
