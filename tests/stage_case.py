@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from losses.dpo import dpo_loss
+from losses.dpo import REFERENCE_FREE, dpo_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.layers import DecoderLayer
@@ -143,7 +143,7 @@ def make_stage(case: StageCase, engine: Any, mesh: Any) -> Any:
         case "rm":
             return RmStage(engine, mesh, RmConfig(**o))
         case "dpo":
-            return DpoStage(engine, mesh, DpoConfig(**o), cached=True)
+            return DpoStage(engine, mesh, DpoConfig(**o), cached=o.get("loss_type") not in REFERENCE_FREE)
     return KtoStage(engine, mesh, KtoConfig(**o), max_length=MAX_LENGTH, budget=case.budget, cached=True)
 
 
@@ -243,13 +243,16 @@ def _pairs(case: StageCase, data: Any, indices: Any, examples: Any, forward: Any
 
 def _dpo(case: StageCase, data: Any, indices: Any, examples: Any, *functions: Any) -> Any:
     o = dict(case.options)
-    alpha, total = o.pop("ld_alpha", 1.0), 0.0
+    alpha, sft_weight, total, nll, trained = o.pop("ld_alpha", 1.0), o.pop("sft_weight", 0.0), 0.0, 0.0, 0.0
+    _, weights, summed, _ = functions
     for e in examples:
+        nll, trained = nll - summed(e.sequences[0]), trained + weights(e.sequences[0]).sum()
         shorter = min(int((s.loss_weights[1:] != 0).sum()) for s in e.sequences)
         sides = [replace(s, loss_weights=_decayed(s.loss_weights, shorter, alpha)) for s in e.sequences]
         (c, r), (rc, rr) = ([f(s)[None] for s in sides] for f in functions[2:])
-        total = total + dpo_loss(c, r, rc, rr, **o)[0].sum()
-    return total / len(examples), {}
+        lengths = dict(zip(("chosen_lengths", "rejected_lengths"), (weights(s).sum()[None] for s in e.sequences)))
+        total = total + dpo_loss(c, r, rc, rr, **lengths, **o)[0].sum()
+    return total / len(examples) + sft_weight * nll / trained, {"nll/chosen": float(nll / trained)} if sft_weight else {}
 
 
 def _decayed(weights: torch.Tensor, shorter: int, alpha: float) -> torch.Tensor:

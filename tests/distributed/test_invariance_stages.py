@@ -51,9 +51,10 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         ("kto", {"loss_type": "apo_zero_unpaired", "beta": 0.3}),
         ("dpo", {"loss_type": "discopop", "f_divergence": "js"}),
         ("dpo", {"ld_alpha": 0.3}),
+        ("dpo", {"loss_type": "orpo", "sft_weight": 0.3}),
         ("sft", {"neftune_alpha": 5.0}),
     ],
-    ids=["dft", "smoothing", "apo_zero_unpaired", "discopop js", "ld", "neftune"],
+    ids=["dft", "smoothing", "apo_zero_unpaired", "discopop js", "ld", "orpo with nll", "neftune"],
 )
 def test_options(stage, options) -> None:
     check(StageCase(stage, sp=2, packing_seed=1, options=options), 4)
