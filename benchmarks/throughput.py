@@ -1,139 +1,149 @@
-"""Time and memory of full training steps: torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 32768 131072
+"""Time and memory of full training steps: forward, backward, gradient clipping and AdamW, on random weights and tokens.
 
-Random weights and tokens, real forward, backward, gradient clipping and AdamW. Prints one JSON line per case and a
-table at the end; `--peer FILE` runs another harness's command with the same shape afterwards for a ratio in one call.
-Model FLOPs: 6 N T + 6 L (H E) sum(length^2) (causal attention counted half, recomputation not at all).
-Executed FLOPs: what the recompute level really runs.
+    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 32768 131072 --recompute none auto
+    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 65536 65536 --recompute block --offload none checkpoints
+    python benchmarks/throughput.py --gpus 8 --seq 32768 --peer "alst.py --cudnn"       both stacks in one call
+
+One JSON line per case, then a table. Any of train.py's settings may follow (`--optimizer.reduce_dtype bfloat16`).
+`--peer` names another harness that takes --seq, --layers and --steps under torchrun and prints such lines; it runs
+after ours on the same GPUs. Model FLOPs: 6 N T + 6 L (H E) sum(length^2): causal attention counted half, recomputation
+not at all. `--skip-attention` is fit mode (max_length.py): it measures memory, not a training step.
 """
 
-import argparse
 import json
 import os
-import time
+import shlex
+import sys
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from common import (
+    FIT,
+    Bench,
+    build,
+    changed,
+    launch,
+    leave,
+    measure,
+    parser,
+    random_pack,
+    remember,
+    say,
+    settings,
+    table,
+    take_step,
+)
+from plan_accuracy import beside
 
-from models.arch import architecture
-from models.decoder import CausalLM
-from models.layers import DecoderLayer
-from ulysses.gradients.policy import StepContext
-from ulysses.parallel.batch import Sequence, pack_shard
-from ulysses.parallel.kernels import resolve_kernel
-from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import RandomWeights, matrix_sizes
-from ulysses.training.config import OptimizerConfig
-from ulysses.training.gradient_config import GradientsConfig
-from ulysses.training.metrics import device_peak_flops, model_flops
-from ulysses.training.optim import adamw
-from ulysses.zero.construct import build_partitioned, initialize_distributed
-from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.settings import derive
+from ulysses.parallel.attention import UlyssesAttention
+from ulysses.training.command_line import ConfigError
+from ulysses.zero.construct import initialize_distributed
 
-
-def parse() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--arch", default="llama3-8b")
-    p.add_argument("--layers", type=int, default=0, help="use only so many layers; 0 uses all")
-    p.add_argument("--seq", type=int, nargs="+", default=[32768])
-    p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is the world size")
-    p.add_argument("--recompute", nargs="+", default=["block"], help="one level for all lengths, or one per length")
-    p.add_argument("--offload", default="none")
-    p.add_argument("--attention", default="auto")
-    p.add_argument("--steps", type=int, default=3)
-    p.add_argument("--profile", default="", help="write a trace of one step of the last length into this folder")
-    return p.parse_args()
+COLUMNS = (
+    "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
+    "mfu", "executed", "predicted_seconds", "peak_gib", "predicted_peak_gib", "host_gib", "ratio", "fit_seconds", "note",
+)  # fmt: skip
+SPEEDS = ("seconds", "first_s", "tok_s_gpu", "model_tflops_gpu", "mfu", "executed", "loss")  # of a training step
 
 
 def main() -> None:
-    a = parse()
+    p = parser(__doc__)
+    p.add_argument("--seq", type=int, nargs="+", default=[32768])
+    p.add_argument("--documents", type=int, default=1, help="sequences of that length in each pack")
+    p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
+    p.add_argument("--recompute", nargs="+", default=["auto"], help="one level for all lengths, or one per length")
+    p.add_argument("--offload", nargs="+", default=["none"], help="none, auto or checkpoints: one for all lengths, or one per length")
+    p.add_argument("--steps", type=int, default=3, help="timed after a first step; 0 times the first one")
+    p.add_argument("--warm", type=int, default=0, help="take one step of this length before, which compiles the kernels")
+    p.add_argument("--host-memory", type=float, default=0.0, help="GiB of the node, where the kernel reports too little")
+    p.add_argument("--skip-attention", action="store_true", help=FIT)
+    p.add_argument("--profile", default="", help="write a trace of one step of the last length into this folder")
+    p.add_argument("--peer", default="", help="another harness and its own arguments")
+    a, rest = p.parse_known_args()
+    if "RANK" in os.environ:
+        rows = work(a, rest)
+        if os.environ["RANK"] == "0":
+            print(table(rows, [c for c in COLUMNS if any(c in row for row in rows)]), flush=True)
+        leave()
+    rows, _ = launch(a.gpus, [__file__, *sys.argv[1:]])
+    if a.peer:
+        script, *given = shlex.split(a.peer)
+        rows += launch(a.gpus, [script, *given, "--seq", *map(str, a.seq), "--steps", str(a.steps), "--layers", str(rows[0]["layers"])])[0]
+        print(table(with_ratios(rows), COLUMNS))
+
+
+def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add to our rows the tokens per second of the peer's row of the same length as a ratio."""
+    peers = {row["seq"]: row["tok_s_gpu"] for row in rows if "peer" in row and "tok_s_gpu" in row}
+    ours = [row for row in rows if "engine" in row and "tok_s_gpu" in row and row["seq"] in peers]
+    ratios = {id(row): f"{row['tok_s_gpu'] / peers[row['seq']]:.2f}x" for row in ours}
+    return [{**row, "ratio": ratios.get(id(row))} for row in rows]
+
+
+def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
+    """Measure every length on this rank; a length that is refused or does not fit ends the list."""
     device = initialize_distributed()
-    world = dist.get_world_size()
-    shape = architecture(a.arch)
-    if a.layers:
-        shape = type(shape).from_hf({**shape.to_hf(), "num_hidden_layers": a.layers})
-    mesh = ParallelMesh(a.sp or world, num_heads=shape.num_attention_heads)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    settings = derive(dtype=dtype, **matrix_sizes(shape))
-    model = build_partitioned(lambda: CausalLM(shape, mesh, attention=a.attention), settings, RandomWeights(shape, 0))
-    engine = ZeroEngine(model.train(), settings, adamw(model, OptimizerConfig(lr=1e-6), on_gpu=device.type == "cuda"), (DecoderLayer,))
-    policies = GradientsConfig().chain()
-    levels = a.recompute * len(a.seq) if len(a.recompute) == 1 else a.recompute
+    world = torch.distributed.get_world_size()
+    config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest])
+    bench = build(config, device)
+    if a.skip_attention:
+        skip_attention(bench)
+    if a.warm:
+        measure(bench, a.warm, steps=0, choice=remember(bench, a.warm))
     rows = []
-    if dist.get_rank() == 0:
-        print(resolve_kernel(a.attention, device, dtype, shape.head_dim, documents=1).reason, flush=True)
-    for seq, level in zip(a.seq, levels, strict=True):
+    levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
+    for seq, level, offload in zip(a.seq, levels, offloads, strict=True):
+        here = bench._replace(config=changed(config, "memory", recompute=level, offload=offload))
+        row: dict[str, Any] = {"engine": "ours", "sp": bench.mesh.sequence_parallel_size, "seq": seq, "recompute": level}
         try:
-            rows.append(measure(a, engine, policies, shape, mesh, seq, level, world))
-        except torch.OutOfMemoryError:
-            rows.append({"seq": seq, "recompute": level, "oom": True})
-        if dist.get_rank() == 0:
-            print(json.dumps(rows[-1]), flush=True)
-        if rows[-1].get("oom"):
+            choice = remember(here, seq * a.documents, a.host_memory)
+            row = measure(here, seq, documents=a.documents, steps=a.steps, choice=choice)
+            row |= beside(row)
+        except ConfigError as error:
+            row["refused"] = str(error)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "pin" not in str(error):
+                raise
+            print(json.dumps({"rank": bench.mesh.rank, "seq": seq, "oom": str(error).splitlines()[0][:120]}), flush=True)
+            os._exit(3)  # the others wait in a collective: torchrun ends them
+        if a.skip_attention:
+            row |= {"note": FIT, "fit_seconds": row.get("seconds")}
+            row = {key: value for key, value in row.items() if key not in SPEEDS}
+        rows.append(row)
+        say(row, a.out)
+        if "refused" in row:
             break
-    dist.barrier()
-    os._exit(0)
+    if a.profile and "refused" not in rows[-1]:
+        profile(a, bench)
+    return rows
 
 
-def measure(a, engine, policies, shape, mesh, seq, level, world):
-    device = engine.device
-    engine.module.model.set_memory(level)
-    generator = torch.Generator().manual_seed(1 + mesh.dp_rank)
-    tokens = torch.randint(0, shape.vocab_size, (seq,), generator=generator)
-    batch = pack_shard([Sequence(tokens, torch.ones(seq))], mesh, device)
-    count = (seq - 1) * mesh.data_parallel_size
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times, loss, norm = [], 0.0, 0.0
-    for step in range(a.steps + 1):
-        _wait(device)
-        began = time.perf_counter()
-        loss_sum = -engine(batch).logps.sum()
-        engine.backward(loss_sum * (world / count), last=True)
-        context = StepContext(step=step, total_steps=a.steps + 1, loss=0.0, lr=1e-6, seed=0)
-        norm = policies.apply(engine.gradients(), context)
-        engine.step([1e-6] * len(engine.zero.optimizer.param_groups))
-        _wait(device)
-        times.append(time.perf_counter() - began)
-    if a.profile and seq == a.seq[-1]:
-        profile(a, engine, policies, batch, world / count)
-    total = loss_sum.detach().clone()
-    dist.all_reduce(total)
-    loss = float(total) / count
-    seconds = sorted(times[1:])[len(times[1:]) // 2]
-    width = shape.num_attention_heads * shape.head_dim
-    flops = model_flops(shape.num_parameters(), shape.num_hidden_layers, width, seq, float(seq) ** 2) * mesh.data_parallel_size
-    peak = device_peak_flops()
-    return {
-        "engine": "ours", "arch": a.arch, "layers": shape.num_hidden_layers, "gpus": world,
-        "sp": mesh.sequence_parallel_size, "seq": seq, "recompute": level,
-        "step_s": round(seconds, 3), "first_s": round(times[0], 2), "tok_s_gpu": round(seq * mesh.data_parallel_size / seconds / world),
-        "model_tflops_gpu": round(flops / seconds / world / 1e12, 1), "mfu": round(flops / seconds / world / peak, 3) if peak else None,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None,
-        "loss": round(loss, 4), "report": norm,
-    }  # fmt: skip
+def skip_attention(bench: Bench) -> None:
+    """Let all layers but the last skip their attention kernel; exchanges and every buffer's size stay."""
+    shape = bench.shape
+    heads = shape.num_attention_heads, shape.num_key_value_heads
+    skipped = UlyssesAttention(bench.mesh, *heads, shape.head_dim, kernel=lambda query, key, value, **_: query.clone())
+    decoder: Any = bench.engine.module.model
+    for layer in decoder.layers[:-1]:  # the last layer's backward comes first, when most is kept
+        layer.self_attn.attention = skipped
 
 
-def profile(a, engine, policies, batch, scale):
+def profile(a: Any, bench: Bench) -> None:
     """Trace one step; rank 0 prints the kernels that take longest and writes the trace."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    batch = random_pack(bench, a.seq[-1], a.documents)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as trace:
-        engine.backward(-engine(batch).logps.sum() * scale, last=True)
-        policies.apply(engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=1e-6, seed=0))
-        engine.step([1e-6] * len(engine.zero.optimizer.param_groups))
-        torch.cuda.synchronize()
-    if dist.get_rank() == 0:
+        take_step(bench, batch, a.seq[-1] * a.documents)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    if bench.mesh.is_main:
         os.makedirs(a.profile, exist_ok=True)
         trace.export_chrome_trace(os.path.join(a.profile, "step.json.gz"))
         averages = trace.key_averages()
-        print(averages.table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70))
-        print(averages.table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=70))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        print(averages.table(sort_by=f"self_{device}_time_total", row_limit=40, max_name_column_width=70))
 
 
 if __name__ == "__main__":

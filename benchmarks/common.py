@@ -1,0 +1,247 @@
+"""What the measuring programs share: an engine built from train.py's own settings, a timed step, subprocesses, tables.
+
+    settings -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line per case
+
+A driver (short.py, max_length.py) starts throughput.py under torchrun once per case and collects its lines.
+"""
+
+import argparse
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence as Several
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from models.arch import ModelConfig as Shape
+from ulysses.gradients.policy import StepContext
+from ulysses.memory.case import GIB
+from ulysses.memory.plan import level_name
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.kernels import resolve_kernel
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.build import DTYPES, RandomWeights, build_engine, layer_memory, read_shape
+from ulysses.training.command_line import parse_command_line
+from ulysses.training.config import Config
+from ulysses.training.memory import (
+    MemoryChoice,
+    adapter_parameters,
+    check_memory,
+    choose_memory,
+    planner_work,
+    this_machine,
+    tiling,
+)
+from ulysses.training.metrics import PEAK_FLOPS, device_peak_flops, model_flops
+from ulysses.zero.engine import ZeroEngine
+
+FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
+LR = 1e-6
+
+
+class Bench(NamedTuple):
+    """Hold an engine and the settings that made it."""
+
+    config: Config
+    shape: Shape
+    mesh: ParallelMesh
+    engine: ZeroEngine
+    kernel: str
+
+
+def parser(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that all programs share; what it does not know are train.py's settings."""
+    p = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p.add_argument("--arch", default="llama3-8b")
+    p.add_argument("--layers", type=int, default=0, help="use only so many layers; 0 uses all")
+    p.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="processes that a driver starts")
+    p.add_argument("--out", default="", help="append the JSON lines to this file too")
+    return p
+
+
+def settings(arch: str, layers: int, given: Several[str] = ()) -> Config:
+    """Return train.py's configuration for random weights of a shape; `given` are its arguments ("--memory.recompute", ...)."""
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    fixed = ["--stage", "sft", "--model.arch", arch, "--model.init", "random", "--model.dtype", dtype]
+    fixed += ["--run.steps", "1", "--optimizer.lr", str(LR)]
+    if layers:
+        fixed += ["--model.config.num_hidden_layers", str(layers)]
+    config = parse_command_line([*fixed, *given]).config
+    check_memory(config)
+    return config
+
+
+def changed(config: Config, section: str, **values: Any) -> Config:
+    """Return the configuration with some values of a section replaced."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def build(config: Config, device: torch.device) -> Bench:
+    """Create mesh and engine with all activations kept; all ranks call it together."""
+    shape, _ = read_shape(config)
+    mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)
+    choice = resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim)
+    engine = build_engine(config, shape, RandomWeights(shape, 0), mesh, choice.name)
+    return Bench(config, shape, mesh, engine, choice.name)
+
+
+def remember(bench: Bench, tokens: int, host_gib: float = 0.0) -> MemoryChoice:
+    """Let the planner choose what the layers keep for packs of `tokens`, as a run does, and set it.
+
+    `host_gib`: host memory of the node if the kernel reports too little. Raises ConfigError where a run would refuse.
+    """
+    config = changed(bench.config, "data", max_length=tokens)
+    machine = this_machine(bench.engine.device, device_peak_flops())
+    if machine is not None and host_gib:
+        machine = machine._replace(host_bytes=host_gib * GIB)
+    choice = choose_memory(config, bench.shape, machine, planner_work(config, tokens))
+    decoder: Any = bench.engine.module.model
+    decoder.set_memory(*layer_memory(config, bench.shape, choice))
+    return choice
+
+
+def random_pack(bench: Bench, length: int, documents: int) -> ShardedBatch:
+    """Return this data-parallel group's pack: `documents` random sequences of `length`."""
+    draw = torch.Generator().manual_seed(1 + bench.mesh.dp_rank)
+    tokens = torch.randint(0, bench.shape.vocab_size, (documents, length), generator=draw)
+    return pack_shard([Sequence(row, torch.ones(length)) for row in tokens], bench.mesh, bench.engine.device)
+
+
+def take_step(bench: Bench, batch: ShardedBatch, count: int) -> torch.Tensor:
+    """Run forward, backward, gradient policies and the update; return this rank's sum of losses."""
+    engine = bench.engine
+    loss = -engine(batch).logps.sum()
+    engine.backward(loss * (bench.mesh.world_size / count), last=True)
+    bench.config.gradients.chain().apply(engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0))
+    engine.step([LR] * len(engine.zero.optimizer.param_groups))
+    return loss.detach()
+
+
+def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, choice: MemoryChoice | None = None) -> dict[str, Any]:
+    """Time `steps` steps after a first one (0: the first one itself); return the case's row, the same on all ranks.
+
+    mfu counts model FLOPs, 6 N T + 6 L (H E) sum(length^2), executed what is computed, as shares of the peak. peak_gib
+    is the allocator's, device_gib all that is taken, both of the fullest GPU; host_gib the resident memory of all processes.
+    """
+    shape, mesh, device = bench.shape, bench.mesh, bench.engine.device
+    batch = random_pack(bench, length, documents)
+    count = (length - 1) * documents * mesh.data_parallel_size
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps + 1):
+        wait(device)
+        began = time.perf_counter()
+        loss = take_step(bench, batch, count)
+        wait(device)
+        times.append(time.perf_counter() - began)
+    seconds = sorted(times[1:] or times)[len(times[1:]) // 2]
+    peak = used = 0.0
+    if device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info()
+        peak, used = torch.cuda.max_memory_allocated() / GIB, (whole - free) / GIB
+    totals = torch.tensor([float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20], dtype=torch.float64, device=device)
+    largest = torch.tensor([peak, used], dtype=torch.float64, device=device)
+    dist.all_reduce(totals)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    tokens, groups = length * documents, mesh.data_parallel_size
+    width, squares = shape.num_attention_heads * shape.head_dim, float(length) ** 2 * documents
+    adapters = adapter_parameters(bench.config, shape) if bench.config.model.lora.rank else 0
+    flops = groups * model_flops(
+        shape.num_parameters(), shape.num_hidden_layers, width, tokens, squares, adapters=adapters
+    )
+    rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
+    levels = choice.recompute if choice else ("none",) * shape.num_hidden_layers
+    tiled = tiling(bench.config).rows(batch.tokens.numel()) < batch.tokens.numel()
+    executed = groups * executed_flops(shape, levels, tiled, tokens, squares) / seconds / mesh.world_size
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    chunks, away = (choice.head_chunks, choice.offloaded_layers) if choice else (1, 0)
+    return {
+        "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
+        "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "adapters": adapters, "gpus": mesh.world_size,
+        "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
+        "kernel": bench.kernel, "head_chunks": chunks, "recompute": level_name(levels), "offload": away,
+        "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
+        "seconds": round(seconds, 4), "first_s": round(times[0], 2), "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
+        "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,
+        "executed": round(executed / limit, 3) if limit and not adapters else None,
+        "peak_gib": round(float(largest[0]), 1), "device_gib": round(float(largest[1]), 1),
+        "host_gib": round(float(totals[1]), 1), "loss": round(float(totals[0]) / count, 4),
+    }  # fmt: skip
+
+
+def executed_flops(shape: Shape, levels: Several[str], tiled: bool, tokens: float, squares: float) -> float:
+    """Count what a step really computes: matrices run again, attention's backward 2.5 times its causal forward."""
+    D, q, k = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    project, output, mlp = D * (q + 2 * k), D * q, 3 * D * shape.intermediate_size
+    total = 4 * 2.0 * tokens * shape.vocab_size * D  # the head's logits are computed twice
+    for level in levels:
+        again = mlp * 2 / 3 * (tiled or level != "none")  # gate and up, not down
+        again += output * (level != "none") + project * (level in ("block", "keep_attention"))
+        total += 2 * tokens * (3 * (project + output + mlp) + again) + squares * q * (7 + 2 * (level == "block"))
+    return total
+
+
+def wait(device: torch.device) -> None:
+    """Wait for the device and for all ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def say(row: dict[str, Any], out: str = "") -> None:
+    """Print a row as JSON on rank 0, and append it to the file `out`."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(row), flush=True)
+        if out:
+            with Path(out).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def leave() -> None:
+    """End a rank at once, when all have come here: libraries leave threads behind."""
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def launch(gpus: int, arguments: Several[str], timeout: float = 590.0) -> tuple[list[dict[str, Any]], bool]:
+    """Run a program under torchrun, its text passed on; return its JSON lines and whether it ended well and in time."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", *arguments]
+    root = str(Path(__file__).resolve().parents[1])
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
+    signal.alarm(int(timeout))
+    rows = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if line.startswith("{"):
+            row = json.loads(line)
+            rows.append({**row, "seconds": row["step_s"]} if "step_s" in row else row)  # other harnesses' name
+    ok = process.wait() == 0
+    signal.alarm(0)
+    return rows, ok
+
+
+def table(rows: list[dict[str, Any]], columns: Several[str]) -> str:
+    """Lay rows out as Markdown; what a row lacks is left blank."""
+    cells = [list(columns), *([_cell(row.get(c)) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = ["| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |" for line in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,87 @@
+"""The longest sequence: planned, then tried, every length in processes of its own, so that one refusal harms nothing.
+
+    python benchmarks/max_length.py --gpus 8 --sp 8                       search, fit mode
+    python benchmarks/max_length.py --gpus 8 --sp 1 8 --offload none      the same GPUs and memory, degree 1 against 8
+    python benchmarks/max_length.py --gpus 8 --sp 8 --tokens 1048576 --complete    one whole step of that length
+
+Fit mode is not a training step: all layers but the last skip the attention kernel, which needs no memory but most of the
+time; everything else runs, AdamW included. `--complete` computes all attention. Host memory is used as
+memory.offload = "auto" decides; every process of `--sp 1` holds a sequence of its own. The search starts at the length
+that the planner gives, steps up by an eighth while lengths fit, else halves the distance to the longest known to fit, in
+`--tries` trials. Prints JSON lines and a table.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from common import FIT, changed, launch, parser, settings, table
+
+from ulysses.memory.case import GIB, Machine
+from ulysses.memory.plan import longest_sequence
+from ulysses.training.build import read_shape
+from ulysses.training.memory import allowed_levels, free_host_bytes, planner_model, planner_options
+
+COLUMNS = (
+    "sp", "dp", "seq", "recompute", "offload", "peak_gib", "device_gib", "host_gib", "fit_seconds", "seconds", "tok_s_gpu",
+    "mfu", "executed", "note",
+)  # fmt: skip
+BLOCK = 16384  # lengths are multiples of it
+WARM = 32768
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--sp", type=int, nargs="+", default=[0], help="degrees to try; 0 is all GPUs")
+    p.add_argument("--tokens", type=int, nargs="*", default=[], help="these lengths instead of a search")
+    p.add_argument("--complete", action="store_true", help="whole training steps instead of fit mode")
+    p.add_argument("--offload", default="auto", choices=["none", "auto", "checkpoints"])
+    p.add_argument("--recompute", default="auto")
+    p.add_argument("--gpu-memory", type=float, default=139.8, help="GiB of each GPU, for the planner")
+    p.add_argument("--host-memory", type=float, default=0.0, help="GiB of the node; 0 asks the kernel")
+    p.add_argument("--tries", type=int, default=3)
+    p.add_argument("--block", type=int, default=BLOCK, help="lengths are multiples of it")
+    p.add_argument("--timeout", type=float, default=590.0, help="seconds of one trial")
+    a, rest = p.parse_known_args()
+    rows = []
+    for degree in [sp or a.gpus for sp in a.sp]:
+        found = [trial(a, rest, degree, tokens) for tokens in a.tokens] or search(a, rest, degree)
+        rows += [row for row in found if row["fits"]][-1:] if not a.tokens else found
+    print(table(rows, [*COLUMNS, "oom", "refused"]))
+    lengths = {row["sp"]: row["seq"] for row in rows if row["fits"]}
+    if len(lengths) > 1:
+        low, high = min(lengths), max(lengths)
+        print(f"degree {high} holds a sequence {lengths[high] / lengths[low]:.2f} times as long as degree {low} on the same GPUs")
+
+
+def trial(a: Any, rest: list[str], degree: int, tokens: int) -> dict[str, Any]:
+    """Take one step of that length in fresh processes; the row says whether it `fits`."""
+    arguments = [str(Path(__file__).with_name("throughput.py")), "--arch", a.arch, "--layers", str(a.layers), "--sp", str(degree)]
+    arguments += ["--seq", str(tokens), "--steps", "0", "--recompute", a.recompute, "--offload", a.offload]
+    arguments += ["--host-memory", str(a.host_memory), *(["--out", a.out] if a.out else []), *rest]
+    arguments += ["--warm", str(min(WARM, tokens))] if a.complete else ["--skip-attention"]
+    rows, ended = launch(a.gpus, arguments, a.timeout)
+    row = {"sp": degree, "seq": tokens, **(rows[-1] if rows else {"oom": "no answer: killed, or out of time"})}
+    return {**row, "fits": ended and "refused" not in row and "oom" not in row, "note": "" if a.complete else FIT}
+
+
+def search(a: Any, rest: list[str], degree: int) -> list[dict[str, Any]]:
+    """Try lengths from the planned one on; return the trials, the longest that fits last."""
+    config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", str(degree), *rest])
+    config = changed(config, "memory", recompute=a.recompute, offload=a.offload)
+    shape, _ = read_shape(config)
+    machine = Machine(a.gpus, a.gpu_memory * GIB, a.host_memory * GIB or free_host_bytes())
+    model, options = planner_model(config, shape), planner_options(config, shape)
+    planned = longest_sequence(model, machine, degree, options, levels=allowed_levels(config), offload=a.offload)
+    print(f"degree {degree}: {planned:,} tokens planned", flush=True)
+    rows: list[dict[str, Any]] = []
+    fits, fails, tokens = 0, 0, max(planned // a.block, 1) * a.block
+    while len(rows) < a.tries and tokens not in (fits, fails):
+        rows.append(trial(a, rest, degree, tokens))
+        fits, fails = (tokens, fails) if rows[-1]["fits"] else (fits, tokens)
+        tokens = (fits + fails) // 2 if fails else fits * 9 // 8
+        tokens = max(tokens // a.block, 1) * a.block
+    return sorted(rows, key=lambda row: row["seq"] * row["fits"])
+
+
+if __name__ == "__main__":
+    main()
