@@ -154,6 +154,9 @@ def test_row_parallel_ranks_hold_and_are_sent_all_keys_of_their_heads() -> None:
     assert kept_kv_heads(model, 4) == 4 and kept_kv_heads(model, 8) == 8  # per local token: keys of all T, not of T / 2
     found = [predict(model, node(8), Work(8192 * g, g), Options("keep_exchange")).kept for g in (4, 8)]
     assert found[1] - found[0] == 2 * (2 * 4 * 128) * 8192 * 28
+    narrow = model._replace(intermediate=8, vocabulary=8)  # attention is the largest moment
+    found = [predict(narrow, node(8), Work(8192 * g, g), Options("block")).working for g in (4, 8)]
+    assert found[1] - found[0] == pytest.approx(Options().calibration.working * 2 * (3 + 1) * 2 * 4 * 128 * 8192)
     assert exchanged_bytes(model, 4, 2) == 2 * 128 * (2 * 7 * 3 + 2 * 1 * 3)
     assert exchanged_bytes(model, 8, 2) == 2 * 128 * (2 * 7 * 3 + 2 * 1 * 7)  # queries stay in their row set
     assert exchanged_bytes(model, 1, 2) == 0

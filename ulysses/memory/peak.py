@@ -15,7 +15,7 @@ Letters as in case.py.
 
 from typing import NamedTuple
 
-from ulysses.memory.case import Model, Options, Rollout, Work, kept_kv_heads
+from ulysses.memory.case import Model, Options, Rollout, Work, kept_kv_heads, shards
 from ulysses.memory.recompute import kept_bytes
 
 LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
@@ -117,7 +117,8 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options) -> flo
             fixed += (size + options.reduce_size) * model.vocabulary_parameters
     wrapped = 1 if model.is_full else 2  # projections called as modules keep every intermediate of a tile
     mlp = size * (4 * S * D + 4 * wrapped * rows * F)
-    attention = (3 * (q + 2 * k) + 5 * q + 2 * held) / chunks
+    sent = k * shards(model, work.sp, chunks).row_ranks  # keys and values go to every row set, and come back as gradients
+    attention = (3 * (q + 2 * sent) + 5 * q + 2 * held) / chunks
     if chunks > 1:  # q, k, v, their gradients and the output's stay whole beside one group's
         attention += 3 * q + 4 * k
     return fixed + max(mlp, size * S * (2 * D + attention)) + 4 * model.head_dim * S
