@@ -1,11 +1,13 @@
 """The two halves of a layer as single graph nodes that keep little: what is cheap is computed again.
 
+    linear        x -> W x + b                               keeps x
     project       hidden -> norm -> q, k, v -> rotate        keeps hidden              (norm again in backward)
     feed_forward  hidden -> norm -> gate, up -> down -> +    keeps hidden, gate, up    (norm and activation again)
                   in tiles: keeps hidden only, backward runs norm, gate and up again, never down
 
-They read plain weights, so they stand in for the modules only where these are plain (`is_plain`): adapters, hooks and
-partitioned parameters go through the modules' own forward.
+All save parameters, never views of them: ZeRO-3 replaces a parameter's memory between forward and backward, and a view
+would keep the gathered weights alive. The halves read plain weights, so they stand in for the modules only where these
+are plain (`is_plain`): adapters, hooks and partitioned parameters go through the modules' own forward, that is `linear`.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
@@ -52,6 +54,29 @@ class FeedForwardWeights(NamedTuple):
     gate: Tensor
     up: Tensor
     down: Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Do torch's linear for rows x [S, D]; torch's own keeps a view of the weight, this keeps the weight."""
+    return _Linear.apply(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            grad @ weight if for_x else None,
+            grad.t() @ x if for_weight else None,
+            _column_sums(grad) if for_bias else None,
+        )
 
 
 def project(

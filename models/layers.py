@@ -26,7 +26,10 @@ from ulysses.parallel.attention import UlyssesAttention
 
 
 class Linear(nn.Linear):
-    """Be nn.Linear without its random start: weights are filled from a file or by `init_parameter`."""
+    """Be nn.Linear on rows [S, D] without its random start: weights are filled from a file or by `init_parameter`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return half_blocks.linear(x, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         pass

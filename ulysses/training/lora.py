@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from models.layers import Linear
 from ulysses.training.config import LoraConfig
 from ulysses.zero.construct import WeightSource
 
@@ -32,6 +34,13 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
     Works while the model is created in partitions: no value is drawn here, AdapterWeights gives them.
     """
     inject_adapter_in_model(_peft_config(config, reward=False), model)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for pair in (layer.lora_A, layer.lora_B):  # our own class: no view of a gathered weight in the graph
+                plain = pair[ADAPTER]
+                pair[ADAPTER] = Linear(
+                    plain.in_features, plain.out_features, bias=False, device=plain.weight.device, dtype=plain.weight.dtype
+                )
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.requires_grad_(True)

@@ -68,6 +68,8 @@ def derive(
         "stage3_max_live_parameters": vocabulary_matrices + 4 * layer_matrices,
         "stage3_max_reuse_distance": 0,
         "sub_group_size": int(1e9),
+        # Off: DeepSpeed would replace torch.nn.functional.linear in the whole process; our projections need no such help.
+        "memory_efficient_linear": False,
     }
     if offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
