@@ -5,12 +5,13 @@ import importlib.util
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
-from tests.e2e.launch import ROOT, Outcome, metrics, ranks, tiny
+from tests.e2e.launch import ROOT, Ranks, metrics, tiny
 
 CHAIN = [
     {"policy": "skip_non_finite"},
@@ -28,15 +29,25 @@ def drill() -> Any:
     return module
 
 
-def run(tmp_path: Path, name: str, faults: list[dict[str, Any]], **settings: Any) -> Outcome:
-    """Train on two processes with faults; rank 1 is the bad one."""
+def start(tmp_path: Path, name: str, faults: list[dict[str, Any]], late: float = 0.0, **settings: Any) -> Ranks:
+    """Train on two processes with faults; rank 1 is the bad one. The process that tells of an error begins to `late` seconds later."""
     arguments = tiny("sft", tmp_path / name, tmp_path / "cache", run__save_every=1, run__keep=0, run__export=False, **settings)
     script = drill()
 
     def before(rank: int) -> None:
+        import ulysses.training.failure as failure
+
+        claim = failure._claim
+
+        def claimed() -> bool:
+            first = claim()
+            time.sleep(late if first else 0.0)
+            return first
+
+        failure._claim = claimed
         sys.exit(script.run_with_faults([script.Fault(**fault) for fault in faults], arguments))
 
-    return ranks(arguments, 2, tmp_path / f"{name} logs", before=before, timeout=60)
+    return Ranks(arguments, 2, tmp_path / f"{name} logs", before=before)
 
 
 def ends(folder: Path) -> list[dict[str, Any]]:
@@ -50,7 +61,12 @@ def saved_digests(folder: Path, step: int) -> list[str]:
 
 
 def test_nan_on_one_rank_stops_all_with_one_sentence_and_untouched_weights(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "stop", [{"kind": "nan", "first": 3, "last": 3, "rank": 1}])
+    """And nobody leaves before that is told, however late: a launcher ends all processes once one has left."""
+    run = start(tmp_path, "stop", [{"kind": "nan", "first": 3, "last": 3, "rank": 1}], late=1.5)
+    while run.poll() and not run.codes:
+        time.sleep(0.01)
+    assert any("error: " in (tmp_path / f"stop logs/{rank}.err").read_text() for rank in range(2))
+    outcome = run.wait(60)
     assert outcome.code == 1
     [told] = re.findall(r"^error: .*$", outcome.stderr, re.M)
     assert re.match(r"error: rank \d, step 3: the loss is nan and \d+ gradient elements are inf or nan, in model\.embed_tokens", told), told
@@ -63,7 +79,7 @@ def test_nan_on_one_rank_stops_all_with_one_sentence_and_untouched_weights(tmp_p
 def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path: Path) -> None:
     faults = [{"kind": "nan", "first": 2, "last": 2, "rank": 1}, {"kind": "vanish", "first": 4, "last": 6, "factor": 1e-5}]
     settings = {"run__steps": 7, "gradients__policies": CHAIN, "optimizer__schedule": "constant", "optimizer__warmup": 0}
-    run(tmp_path, "whole", faults, **settings).check()
+    start(tmp_path, "whole", faults, **settings).wait(60).check()
     whole = metrics(tmp_path / "whole")
     assert [m["grad/skipped"] for m in whole] == [0, 1, 0, 0, 0, 0, 0] and whole[1]["loss"] is None
     boosted = [m["lr"] / whole[0]["lr"] for m in whole]
@@ -72,7 +88,7 @@ def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path: P
     for rank in range(2):  # the skipped step changed no weight, every other one did
         assert [digests[k][rank] == digests[k - 1][rank] for k in range(1, 7)] == [True, False, False, False, False, False]
     # step 5 is boosted, so is step 6, with which the resumed run begins
-    run(tmp_path, "resumed", faults, run__resume=tmp_path / "whole/checkpoints/step-5", **settings).check()
+    start(tmp_path, "resumed", faults, run__resume=tmp_path / "whole/checkpoints/step-5", **settings).wait(60).check()
     speed = ("seconds", "tokens_per_second")
     told = [{k: v for k, v in m.items() if k not in speed} for m in metrics(tmp_path / "resumed")]
     assert told == [{k: v for k, v in m.items() if k not in speed} for m in whole[5:]]

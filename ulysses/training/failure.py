@@ -1,8 +1,10 @@
 """One error anywhere ends every process, and is told once.
 
-    rank 2   an exception -> claims the one key in the processes' store -> tells it -> exit code 1
-    others   a thread sees the key, or the store gone, within a second  -> exit code 1 in silence,
+    rank 2   an exception -> claims the one key in the processes' store -> tells it, and that it has -> exit code 1
+    others   a thread sees the key, or the store gone, within a second; once it is told -> exit code 1 in silence,
              also out of a collective that would never end
+
+Nobody leaves before it is told: a launcher ends all processes as soon as one has left, the one that tells too.
 """
 
 import os
@@ -10,11 +12,14 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-KEY = "ulysses/failed"
+KEY, TOLD = "ulysses/failed", "ulysses/told"
+PATIENCE = timedelta(seconds=10)
 POLL_SECONDS = 0.5
 
 
@@ -31,7 +36,9 @@ class FailureWatch:
         while not self._closed.wait(POLL_SECONDS):
             try:
                 failed = store.check([KEY]) and store.get(KEY) != _me()
-            except Exception:  # the process that held the store is gone
+                if failed:
+                    store.wait([TOLD], PATIENCE)
+            except Exception:  # the process that held the store is gone, or the one that failed could not tell
                 failed = not self._closed.is_set()
             if failed:
                 os._exit(1)
@@ -47,15 +54,24 @@ def tell(error: BaseException, *, debug: bool) -> None:
     A stack trace comes with it if it is asked for or if the error is none that the engine raises on purpose.
     """
     first = _claim()
-    if not first and not debug:
+    if first or debug:
+        _print(error, debug=debug)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    if first:
+        _store().set(TOLD, "")
+        time.sleep(3 * POLL_SECONDS)  # the others see the key and leave, before their connections break noisily
+        return
+    with suppress(Exception):  # the process that held the store is gone, or the first one could not tell
+        _store().wait([TOLD], PATIENCE)
+
+
+def _print(error: BaseException, *, debug: bool) -> None:
     cause = error.__cause__ if isinstance(error, StepError) and error.__cause__ else error
     if debug or not isinstance(cause, FloatingPointError):
         traceback.print_exception(cause)
     text = str(error) if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
     print(f"error: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
-    if first and dist.is_initialized() and dist.get_world_size() > 1:
-        time.sleep(3 * POLL_SECONDS)  # the others see the key and leave, before their connections break noisily
 
 
 class StepError(RuntimeError):
