@@ -4,8 +4,9 @@
     grep -h predicted_seconds LOGS >> benchmarks/measured.jsonl            new runs join the old
 
 Rows are what benchmarks/throughput.py prints as JSON lines; benchmarks/measured.jsonl holds those of this repository, other
-files are appended to it. Rows of an engine that was slower belong deleted. Rows 1, 3, 5 ... are fitted, rows 2, 4, 6 ... only predicted. The last lines are the constants for
-ulysses/memory/calibration.py. A constant that the rows say nothing about stays where it started (`PRIOR`).
+files are appended to it. Rows that an older, slower engine left are to be deleted. Rows 1, 3, 5 ... are fitted, rows 2, 4,
+6 ... only predicted. The last lines are the constants for ulysses/memory/calibration.py. A constant that the rows say nothing
+about stays where it started (`PRIOR`).
 """
 
 import json

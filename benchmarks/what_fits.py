@@ -23,11 +23,11 @@ TEXT = f"""# What fits
 
 Longest single sequence in tokens for one training step (SFT), **predicted** by the planner, not measured: bfloat16
 weights, float32 AdamW states, sequence parallelism over all GPUs of the machine; {FILL:.0%} of each GPU's memory may be taken,
-CUDA and NCCL included, and {HOST_FILL:.0%} of the host's, a checkpoint on its way to the disk included. All else is `auto`: recompute
-by layer, MLP and vocabulary in tiles, heads in groups where only that fits. `+ host` adds `memory.offload = "auto"` with the host memory in the column's head, and, marked `\\*`, `memory.offload_optimizer = true` where
-nothing fits without it (16 bytes per trained parameter move to the host, and the update is slow). `-` means that not even 1,024
-tokens fit. "141 GiB" is a GPU of that size; an H200 reports 139.8. A pair (DPO, RM) holds two sequences: half the length on
-each side.
+CUDA and NCCL included, and {HOST_FILL:.0%} of the host's, a checkpoint on its way to the disk included. All else is `auto`:
+recompute by layer, MLP and vocabulary in tiles, heads in groups where only that fits. `+ host` adds `memory.offload = "auto"`
+with the host memory in the column's head, and, marked `\\*`, `memory.offload_optimizer = true` where nothing fits without it (16
+bytes per trained parameter move to the host, and the update is slow). `-` means that not even 1,024 tokens fit. "141 GiB" is a
+GPU of that size; an H200 reports 139.8. A pair (DPO, RM) holds two sequences: half the length on each side.
 
 Where it was measured (1 to 4 H200, Llama-3-8B layers, up to 131,072 tokens, full fine-tuning) the planner is within 5% for
 memory (`python benchmarks/plan_accuracy.py`). Other cards, adapters, offload and lengths beyond that are extrapolated; a length

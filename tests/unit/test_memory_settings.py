@@ -87,8 +87,8 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget() -> None
     assert chosen(config(sp=8, offload="auto"), 8, 139.8, 1 << 17, 550).offloaded_layers == 0
     choice = chosen(config(sp=8, offload="auto", recompute="block"), 8, 139.8, 3 << 20, 550)
     assert 0 < choice.offloaded_layers < 32 and "layers' activations in host memory" in choice.line
-    elsewhere = PROCESS_BYTES + 8 * LLAMA.num_parameters() / 8  # the process, and a checkpoint on its way to the disk
-    assert choice.host_bytes == int(0.8 * 550 * GIB / 8 - elsewhere)
+    elsewhere = PROCESS_BYTES + 4 * LLAMA.num_parameters() / 8  # the process, and a checkpoint on its way to the disk
+    assert choice.host_bytes == int(0.9 * 550 * GIB / 8 - elsewhere)
     everything = chosen(config(sp=8, offload="checkpoints", recompute="block"), 8, 139.8, 1 << 17, 550)
     assert everything[:2] == (("block",) * 32, 32)
     little = chosen(config(sp=8, offload="checkpoints", recompute="block"), 8, 139.8, 2 << 20, 300)
@@ -117,7 +117,7 @@ def test_too_large_is_refused_with_sizes() -> None:
     with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB on each GPU even with the least kept .*has 79.0 GiB; use more"):
         chosen(config(), 1, 79, 4096)
     assert set(chosen(config(lora=16), 1, 79, 4096).recompute) == {"none"}
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB of host memory but has 76.8 GiB, its share of the node's 96.0 GiB"):
+    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB of host memory but has 86.4 GiB, its share of the node's 96.0 GiB"):
         chosen(config(offload_optimizer=True), 1, 79, 4096, 96)
 
 

@@ -52,7 +52,7 @@ def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
     if work.rollout is not None:
         allocated = max(allocated, states + _rollout_moment(model, world, work.rollout, options))
     outside = c.context_bytes + (c.communicator_bytes if world > 1 else 0)
-    saving = 8 * model.trained / world if options.saves else 0  # a third of the state, and once more while it is joined
+    saving = 4 * model.trained / world if options.saves else 0  # one kind of the state at a time
     device = allocated * (1 + c.slack) + outside
     return Peak(allocated, device, host + offloaded + saving + PROCESS_BYTES, states, kept, working, offloaded)
 

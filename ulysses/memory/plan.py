@@ -19,7 +19,7 @@ from ulysses.memory.step_time import step_seconds
 from ulysses.memory.tiling import head_chunk_counts
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
-HOST_FILL = 0.8  # share of a node's free memory that training may take
+HOST_FILL = 0.9  # share of a node's free memory that training may take
 FASTEST_FIRST = ("none", "keep_exchange", "keep_attention", "block")
 
 

@@ -197,10 +197,9 @@ def planned_machine(config: Config, given: dict[str, float], world: int) -> Mach
 def print_plan(config: Config, shape: Shape, machine: Machine, work: Work) -> None:
     """Print a line per level, the longest sequence, and the degree, levels and offload to use."""
     model, options, offload = planner_model(config, shape), planner_options(config, shape), config.memory.offload
-    print(
-        f"{model.parameters:,} parameters, {model.trained:,} trained; {work.micro_batches} micro-batches per group and step, the "
-        f"fullest: {work.tokens:,} tokens in {work.documents} sequence{'s' if work.documents > 1 else ''}"
-    )
+    micro = f"{work.micro_batches} micro-batch{'es' if work.micro_batches > 1 else ''} per group and step"
+    fullest = f"{work.tokens:,} tokens in {work.documents} sequence{'s' if work.documents > 1 else ''}"
+    print(f"{model.parameters:,} parameters, {model.trained:,} trained; {micro}, the fullest: {fullest}")
     if options.frozen_parameters:
         print(f"beside it {options.frozen_parameters:,} frozen parameters of other models")
     print(f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}")
@@ -233,7 +232,8 @@ def _print_recommendation(config: Config, shape: Shape, machine: Machine, work: 
             text = f"parallel.sequence_parallel_size = {sp}, memory.recompute = \"auto\" ({choice.name})"
             text += f', memory.offload = "{offload}"' + "".join(f", memory.{name} = true" for name in more)
             p = choice.prediction
-            print(f"recommended for this length: {text}: {p.gpu_bytes / GIB:.1f} GiB, {p.seconds:.2f} s / step")
+            host = f"{p.host_bytes * machine.local_processes / GIB:.0f} GiB of a node"
+            print(f"recommended for this length: {text}: {p.gpu_bytes / GIB:.1f} GiB, {host}, {p.seconds:.2f} s / step")
             return
     print("no sequence_parallel_size fits this length on these GPUs, with any recompute and offload")
 

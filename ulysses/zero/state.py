@@ -57,8 +57,9 @@ def save_state(engine: ZeroEngine, folder: Path) -> None:
         offset += piece.length
     for kind in KINDS:  # one kind at a time: the copy in host memory is a third of the state
         flats = [_flat(engine, group, kind) for group in range(len(engine.zero.fp16_groups))]
-        parts = [flats[p.group].narrow(0, p.offset, p.length).detach().to("cpu", torch.float32) for p in mine]
-        data = torch.cat(parts) if parts else torch.empty(0)
+        data = torch.empty(offset)  # filled in place: never a second copy
+        for piece, (_, _, length, at) in zip(mine, index, strict=True):
+            data[at : at + length] = flats[piece.group].narrow(0, piece.offset, length).detach()
         save_file({"data": data}, folder / f"rank-{rank:05d}.{kind}.safetensors")
     (folder / f"rank-{rank:05d}.json").write_text(json.dumps({"step": _optimizer_step(engine), "pieces": index}))
 
