@@ -1,9 +1,11 @@
 """A checkpoint continues on any number of ranks and any sequence-parallel degree, and only with its own model."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -58,6 +60,37 @@ def resumed_run(folder: Path, case: Case) -> tuple[list[dict[str, float]], dict[
     metrics = [trainer.train_step() for _ in range(AFTER)]
     trainer.engine.destroy()
     return metrics, state
+
+
+def order_of_a_save(folder: Path) -> list[str]:
+    """What reaches the disk, and the renames, in this rank's order; paths relative to the folder."""
+    trainer, _ = build_trainer(CASE, dataset(CASE.stage))
+    trainer.train_step()
+    events: list[str] = []
+    rename, fsync = os.rename, os.fsync
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append(f"rename {Path(target).relative_to(folder)}")
+        rename(source, target)
+
+    def synced(number: int) -> None:
+        fsync(number)
+        events.append(os.path.relpath(os.readlink(f"/proc/self/fd/{number}"), folder))
+
+    with mock.patch.object(os, "rename", renamed), mock.patch.object(os, "fsync", synced):
+        Checkpoints(folder, 2).save(1, {"policy": trainer.engine}, {}, best=None)
+    trainer.engine.destroy()
+    return events
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
+    folder = tmp_path.resolve()
+    first, second = run_distributed(order_of_a_save, 2, folder, with_zero=True)
+    files = {".step-1.tmp/policy/" + "rank-0000{}." + end for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))}
+    assert set(second) == {name.format(1) for name in files}
+    at = first.index("rename step-1")
+    assert set(first[:at]) == {name.format(0) for name in files} | {".step-1.tmp/run.json", ".step-1.tmp/policy", ".step-1.tmp"}
+    assert first[at + 1 :] == ["."]
 
 
 def refusal(folder: Path, case: Case) -> str:

@@ -34,7 +34,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "bad.toml").write_text('stage = "sft"\n[model\n')
     (folder / "held/checkpoints/step-3").mkdir(parents=True)
-    (folder / "held/checkpoints/step-3/run.json").write_text('{"format": 1}')
+    (folder / "held/checkpoints/step-3/run.json").write_text('{"format": 1, "step": 3}')
+    for step in (2, 4):
+        (folder / f"later/checkpoints/step-{step}").mkdir(parents=True)
+        (folder / f"later/checkpoints/step-{step}/run.json").write_text(json.dumps({"format": 1, "step": step}))
     write_model(folder / "model")
     tensors = load_file(folder / "model/model.safetensors")
     shutil.copytree(folder / "model", folder / "lacking")
@@ -85,6 +88,10 @@ CASES: dict[str, Any] = {
     "lacking weights": (lambda p: pretrained(p, "lacking"), r"lacks 1 of 21 parameters, first model.layers.1.mlp.up_proj.weight"),
     "no such model": (lambda p: pretrained(p, "nowhere"), r"there is no folder /.*nowhere"),
     "not a checkpoint": (lambda p: arguments(p, run__resume=p / "model"), r"run.resume: .*/model is not a complete checkpoint"),
+    "older checkpoint": (lambda p: arguments(p, run__output=p / "later", run__resume=p / "later/checkpoints/step-2"),
+                         r"also holds step-4, which run.resume = \"auto\" would continue .*run.overwrite = true to delete step-4, or"),
+    "another run's checkpoint": (lambda p: arguments(p, run__output=p / "held", run__resume=p / "later/checkpoints/step-4"),
+                                 r"run.output also holds step-3, .*run.overwrite = true to delete step-3, or another run.output"),
     "owned key": (lambda p: [*arguments(p), "--deepspeed.gradient_clipping", "1.0"], r"deepspeed.gradient_clipping is owned by the engine"),
 }  # fmt: skip
 

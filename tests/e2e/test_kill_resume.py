@@ -179,6 +179,28 @@ def test_a_signal_at_the_worst_moment_stops_all_together(tmp_path: Path, uninter
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-3"]
 
 
+def test_going_back_deletes_what_came_after(tmp_path: Path, uninterrupted) -> None:
+    """A later checkpoint is gone before the first step, so that "auto" cannot continue what was left."""
+    whole, cache, _ = uninterrupted
+    shutil.copytree(whole, tmp_path / "run")
+    older = tmp_path / f"run/checkpoints/step-{STEPS - 1}"
+    back = {"run__resume": older, "run__overwrite": True}
+
+    def before(rank: int) -> None:
+        from ulysses.training.trainer import Trainer
+
+        def train_step(self: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Trainer.train_step = train_step
+
+    wait_until_dead(Ranks(arguments(tmp_path / "run", cache, **back), PROCESSES, tmp_path / "logs", before=before), 60)
+    assert older.exists() and not (older.parent / f"step-{STEPS}").exists()
+    output = ranks(arguments(tmp_path / "run", cache), PROCESSES, tmp_path / "logs").check()
+    assert f"resumed {older} at step {STEPS - 1}" in output.stdout + output.stderr
+    assert_same_run(tmp_path / "run", whole)
+
+
 def test_a_killed_fill_of_the_reference_goes_on(tmp_path: Path) -> None:
     def go(name: str, marks: int) -> str:
         def before(rank: int) -> None:

@@ -22,7 +22,7 @@ from ulysses.data.loader import StepLoader
 from ulysses.data.records import DataError
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.training.build import DTYPES, check_weights, read_shape
-from ulysses.training.checkpoint import Checkpoints, read_run_state
+from ulysses.training.checkpoint import resume_point
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
 from ulysses.training.determinism import require_determinism
@@ -316,29 +316,19 @@ def scoring_pad(tokenizer: Any, shape: Shape) -> int | None:
 
 
 def find_checkpoint(config: Config, shape: Shape) -> Path | None:
-    """Decide what to resume from; refuse a run folder that would be overwritten.
+    """Decide what to resume from.
 
     Raises:
-        ConfigError: for a folder with checkpoints when neither resume nor overwrite is set, or a checkpoint that is not
-            complete or of another model.
+        ConfigError: what ulysses.training.checkpoint.resume_point refuses, or a checkpoint of another model.
     """
-    run, folder = config.run, config.output / "checkpoints"
-    newest = Checkpoints(folder, run.keep).newest() if folder.exists() else None
-    chosen = newest if run.resume == "auto" else None if run.resume == "never" else Path(run.resume)
-    if chosen is not None:
-        try:
-            saved = read_run_state(chosen)
-        except ValueError as error:
-            raise ConfigError(f"run.resume: {error}") from None
-        check_same_model(chosen, saved, config.stage, shape)
-    if run.resume != "never":
-        return chosen
-    if newest is not None and not run.overwrite:
-        raise ConfigError(
-            f"run.output {config.output.absolute()} already holds checkpoints; set run.resume = \"auto\" to continue, "
-            f"run.overwrite = true to delete them, or another folder"
-        )
-    return None
+    try:
+        found = resume_point(config.output / "checkpoints", config.run.resume, overwrite=config.run.overwrite)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if found is None:
+        return None
+    check_same_model(*found, config.stage, shape)
+    return found[0]
 
 
 def check_same_model(checkpoint: Path, saved: dict[str, Any], stage: str, shape: Shape) -> None:

@@ -310,7 +310,7 @@ class RunConfig(Section):
     resume: str = "never"
     """"never", "auto" (the newest complete checkpoint, if any) or a checkpoint folder."""
     overwrite: bool = False
-    """Delete what an earlier run left in the output folder."""
+    """Delete what an earlier run left in the output folder; with run.resume = a folder, the checkpoints after that one."""
     export: bool = True
     """Write the trained model in Hugging Face format at the end."""
     profile: int = Field(0, ge=0)

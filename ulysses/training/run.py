@@ -22,7 +22,7 @@ from ulysses.gradients.table import GradientTable
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, weights_of
 from ulysses.training.build_stage import StageBuilder
-from ulysses.training.checkpoint import Checkpoints, remove_folder
+from ulysses.training.checkpoint import Checkpoints, read_run_state, remove_folder
 from ulysses.training.checks import check_run, data_digest
 from ulysses.training.command_line import ConfigError, parse_command_line
 from ulysses.training.config import Config
@@ -244,6 +244,11 @@ class TrainingRun:
                 for name in ("checkpoints", "export", "tensorboard", "metrics.jsonl"):
                     path = output / name
                     remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if config.run.overwrite and self.resume_from is not None:
+                step = read_run_state(self.resume_from)["step"]
+                for path in Checkpoints(output / "checkpoints", 0).not_before(self.resume_from, step):
+                    remove_folder(path)
+                    self._say(f"deleted {path}, which came after {self.resume_from}")
             (output / "checkpoints").mkdir(parents=True, exist_ok=True)
             (output / "config.json").write_text(json.dumps(self._resolved(), indent=2))
             self.plan.save_tokenizer(output / "tokenizer")
@@ -254,14 +259,15 @@ class TrainingRun:
 
     def _same_everywhere(self) -> None:
         """Refuse to start if configuration, data or versions differ between ranks; learn whether any of them debugs."""
-        text = json.dumps([self._resolved(), data_digest(self.plan), torch.__version__, version("deepspeed")], sort_keys=True)
+        places = [data_digest(self.plan), str(self.plan.resume_from)]
+        text = json.dumps([self._resolved(), *places, torch.__version__, version("deepspeed")], sort_keys=True)
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         low = torch.tensor([digest, -digest, -int(self.debug)], dtype=torch.int64, device=self.device)
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         self.debug_anywhere = int(low[2]) != 0  # what all must do together follows from this, never from a rank's own flag
         if int(low[0]) != -int(low[1]):
             raise ConfigError(
-                "configuration, data or library versions differ between the processes; start all of them with the "
+                "configuration, data, checkpoint or library versions differ between the processes; start all of them with the "
                 "same files and versions"
             )
 
