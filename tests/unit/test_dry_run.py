@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,22 @@ def test_names_of_published_shapes() -> None:
                        ("/models/Llama-3.1-8B/", "llama3.1-8b")):  # fmt: skip
         assert published_shape(path) == ARCHITECTURES[name]
     assert published_shape("gpt2") is None
+
+
+@pytest.mark.parametrize("config", sorted(DEMO.parent.glob("*.toml")), ids=lambda p: p.stem)
+def test_shipped_configurations_are_planned(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tomllib.loads(config.read_text())["model"]["path"]
+    gpus = 1 if "lora" in config.stem else 8
+    machine = ["--gpus", gpus, "--gpu-memory", 80, "--host-memory", 1024]
+    code, text = run(capsys, "--config", config, "--model.path", tmp_path / path.split("/")[-1], *machine)
+    assert code == 3 and "planned with the published shape of that name" in text
+    plan = text[text.index("predicted for ") :]
+    chosen = re.search(r"memory: recompute \S+ \(auto: ([\d.]+) GiB predicted of 80.0 GiB\); host [\d.]+ GiB per process", plan)
+    assert chosen and 10 < float(chosen[1]) <= 76
+    longest = [int(n.replace(",", "")) for n in re.findall(r"longest sequence at sequence_parallel_size \d+: ([\d,]+) tokens", plan)]
+    assert longest == sorted(longest) and longest[0] > 50_000
+    settings = r"= \d, memory.recompute = \"auto\" \(\S+\), memory.offload = \"none\": [\d.]+ GiB, \d+ GiB of a node, [\d.]+ s / step"
+    assert re.search(r"recommended for this length: parallel.sequence_parallel_size " + settings, plan)
+    assert ("beside it 8,030,261,248 frozen parameters" in plan) == (config.stem == "ppo")
+    with pytest.raises(ConfigError, match=r"the run needs [\d.]+ GiB on each GPU even with the least kept .* but a GPU has 8.0 GiB"):
+        run(capsys, "--config", config, "--model.path", tmp_path / path.split("/")[-1], "--gpus", gpus, "--gpu-memory", 8)
