@@ -114,7 +114,7 @@ def test_runs_are_overlaid_with_a_legend(tmp_path: Path) -> None:
     assert [(line.run, line.held_out) for line in panel(report, "loss").lines] == [(0, False), (1, False), (1, True)]
     assert [line.run for line in panel(report, "rewards/margins").lines] == [1, 1]
     assert differences(report.runs) == [("stage", ['"sft"', '"dpo"']), ("gradients.preset", ['"default"', '"steady"'])]
-    assert report.constants == [("tokens_per_second", 100.0)]
+    assert report.constants == [("grad/skipped", 0.0), ("tokens_per_second", 100.0)]
     page = html_page(report)
     assert "different stages" in page and "Mean |g| was not logged" in page and "a/run <small>sft" in page
     assert "prefers-color-scheme: dark" in page

@@ -38,7 +38,7 @@ th:first-child, td:first-child { text-align: left } th { color: var(--faint); fo
 def html_page(report: Report) -> str:
     """Return the page."""
     runs, notes = report.runs, []
-    title = ", ".join(run.name for run in runs)
+    title = ", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs"
     if len({run.stage for run in runs if run.stage}) > 1:
         notes.append("These runs are of different stages: their losses are different quantities.")
     notes += [f"{run.name}: {_lines(run.unreadable)} could not be read and left out." for run in runs if run.unreadable]
@@ -189,9 +189,11 @@ def _lanes_figure(report: Report) -> str:
             key, top = lane.key, top + 20
             out.append(f'<text x="{LEFT}" y="{top - 4}">{escape(key)}</text>')
         bars = "".join(f"M{x.at(a):.1f} {top}h{max(x.at(b) - x.at(a), 1):.1f}v{LANE}H{x.at(a):.1f}z" for a, b in lane.spans)
+        run = report.runs[lane.run]
+        left, right = x.at(min(run.rows)), x.at(max(run.rows))
         out.append(
-            f"<g><title>{escape(report.runs[lane.run].name)}</title>"
-            f'<rect class="empty" x="{LEFT}" y="{top}" width="{x.end - LEFT}" height="{LANE}"/>'
+            f"<g><title>{escape(run.name)}</title>"
+            f'<rect class="empty" x="{left:.1f}" y="{top}" width="{right - left:.1f}" height="{LANE}"/>'
             f'<path d="{bars}" style="fill:{_color(lane.run)}"/>'
             f'<text x="{LEFT - 6}" y="{top + LANE - 1}" text-anchor="end">{lane.share:.0%}</text></g>'
         )

@@ -70,7 +70,8 @@ class Report:
 def build_report(runs: list[Run]) -> Report:
     """Make a panel of every metric that changes, in the order: loss, learning rate, gradients, the stage's, speed."""
     logged = {key for run in runs for row in run.rows.values() for key in row}
-    lanes = sorted(key for key in logged if _is_action(key))
+    acted = {key for run in runs for row in run.rows.values() for key, value in row.items() if value > 0}
+    lanes = sorted(filter(_is_action, acted))
     keys = sorted({key.removeprefix("eval/") for key in logged} - set(lanes), key=_order)
     panels, constants = [], []
     for key in keys:

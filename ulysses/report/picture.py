@@ -7,7 +7,9 @@ from typing import Any
 from ulysses.report.page import LIGHT
 from ulysses.report.panels import Line, Panel, Report
 
-DPI, WIDE, HIGH = 110, 6.0, 2.5  # of one plot, inches
+DPI, WIDE, HIGH, LANE = 110, 6.0, 2.5, 0.2  # of a plot with its margins, and of a strip, in inches
+LEFT, RIGHT, TOP, BOTTOM, NAMES = 0.65, 0.15, 0.3, 0.3, 2.9  # margins of a plot; of the strips' names
+NAMES_IN_A_ROW = 4  # of the legend
 
 
 def write_picture(report: Report, path: Path) -> None:
@@ -18,20 +20,22 @@ def write_picture(report: Report, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    count = len(report.panels)
-    columns = min(count, 2 if count <= 8 else 3)
-    rows = -(-count // columns)
-    heights = [HIGH * rows + 0.4, 0.7 + 0.2 * len(report.lanes)][: 1 + bool(report.lanes)]
-    figure = Figure((WIDE * columns, sum(heights)), dpi=DPI, layout="constrained")
-    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flatten().tolist()
-    axes = parts[0].subplots(rows, columns, squeeze=False).flatten().tolist()
-    for panel, axis in zip(report.panels, axes):
-        _draw(axis, panel, report)
-    for left_over in axes[count:]:
-        left_over.remove()
+    columns = min(len(report.panels), 2 if len(report.panels) <= 8 else 3)
+    wide, lanes = WIDE * columns, TOP + BOTTOM + LANE * len(report.lanes) if report.lanes else 0.0
+    head = 0.2 + 0.2 * math.ceil(len(report.runs) / NAMES_IN_A_ROW)
+    high = head + HIGH * math.ceil(len(report.panels) / columns) + lanes
+    figure = Figure((wide, high), dpi=DPI)
+
+    def axis(left: float, top: float, width: float, height: float) -> Any:
+        return figure.add_axes((left / wide, 1 - (top + height) / high, width / wide, height / high))
+
+    for i, panel in enumerate(report.panels):
+        row, column = divmod(i, columns)
+        place = axis(LEFT + WIDE * column, head + TOP + HIGH * row, WIDE - LEFT - RIGHT, HIGH - TOP - BOTTOM)
+        _draw(place, panel, report)
     if report.lanes:
-        _draw_lanes(parts[1].subplots(), report)
-    _legend(parts[0], report)
+        _draw_lanes(axis(NAMES, high - lanes + TOP, wide - NAMES - RIGHT, lanes - TOP - BOTTOM), report)
+    _legend(figure, report)
     figure.savefig(path, format="png")
 
 
@@ -85,8 +89,8 @@ def _legend(figure: Any, report: Report) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], linewidth=2.5, **_style(i)) for i in range(len(report.runs))]
-    # matplotlib leaves out labels that begin with an underscore
-    labels = [f"\u200a{run.name}  {run.stage}" if run.name.startswith("_") else f"{run.name}  {run.stage}" for run in report.runs]
-    legend = figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), frameon=False, fontsize=9)
+    labels = [f"{run.name} ({run.stage})" if run.stage else run.name for run in report.runs]
+    labels = ["\u200a" + label if label.startswith("_") else label for label in labels]  # matplotlib drops labels that begin so
+    legend = figure.legend(handles, labels, loc="upper left", ncols=NAMES_IN_A_ROW, frameon=False, fontsize=9)
     for text in legend.get_texts():
         text.set_parse_math(False)
