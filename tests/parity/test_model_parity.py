@@ -149,7 +149,8 @@ def test_noise_does_not_depend_on_the_packing() -> None:
     for i, length in enumerate(LENGTHS):
         first, second = forward.sequence_ids == i, backward.sequence_ids == len(rows) - 1 - i
         assert torch.equal(a[first], b[second])
-        assert a[first].abs().max() <= 5.0 / (length * 32) ** 0.5
+        bound = 5.0 / (length * 32) ** 0.5  # of its own length, not of the pack's
+        assert 0.8 * bound <= a[first].abs().max() <= bound
     assert abs(float(a[forward.sequence_ids == 1].mean())) < 0.02 and not torch.equal(
         a, embedding_noise(forward, 32, 5.0, seed=8)
     )

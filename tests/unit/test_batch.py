@@ -25,9 +25,9 @@ def sequences(lengths, columns=True):
 
 def test_pack_shifts_targets_inside_each_sequence():
     first = Sequence([7, 8, 9], [9.0, 1.0, 0.5], {"c": [1, 2, 3]})
-    batch = PackedBatch.pack([first, Sequence([5], [1.0], {"c": [4]}), Sequence([3, 4], [0, 1], {"c": [5, 6]})])
-    assert batch.tokens.tolist() == [7, 8, 9, 5, 3, 4]
-    assert batch.targets.tolist() == [8, 9, -100, -100, 4, -100]
+    batch = PackedBatch.pack([first, Sequence([5], [1.0], {"c": [4]}), Sequence([3, 0], [0, 1], {"c": [5, 6]})])
+    assert batch.tokens.tolist() == [7, 8, 9, 5, 3, 0]
+    assert batch.targets.tolist() == [8, 9, -100, -100, 0, -100]  # token 0 is a word like any other
     assert batch.loss_weights.tolist() == [1, 0.5, 0, 0, 1, 0]
     assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 6]
