@@ -62,6 +62,7 @@ def parser(text: str | None) -> argparse.ArgumentParser:
     p.add_argument("--arch", default="llama3-8b")
     p.add_argument("--layers", type=int, default=0, help="use only so many layers; 0 uses all")
     p.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="processes that a driver starts")
+    p.add_argument("--host-memory", type=float, default=0.0, help="GiB of the node, where the kernel reports too little; 0 asks it")
     p.add_argument("--out", default="", help="append the JSON lines to this file too")
     return p
 

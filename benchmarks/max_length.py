@@ -37,7 +37,6 @@ def main() -> None:
     p.add_argument("--offload", default="auto", choices=["none", "auto", "checkpoints"])
     p.add_argument("--recompute", default="auto")
     p.add_argument("--gpu-memory", type=float, default=139.8, help="GiB of each GPU, for the planner")
-    p.add_argument("--host-memory", type=float, default=0.0, help="GiB of the node; 0 asks the kernel")
     p.add_argument("--tries", type=int, default=3)
     p.add_argument("--block", type=int, default=BLOCK, help="lengths are multiples of it")
     p.add_argument("--timeout", type=float, default=590.0, help="seconds of one trial")

@@ -55,7 +55,6 @@ def main() -> None:
     p.add_argument("--offload", nargs="+", default=["none"], help="none, auto or checkpoints: one for all lengths, or one per length")
     p.add_argument("--steps", type=int, default=3, help="timed after a first step; 0 times the first one")
     p.add_argument("--warm", type=int, default=0, help="take one step of this length before, which compiles the kernels")
-    p.add_argument("--host-memory", type=float, default=0.0, help="GiB of the node, where the kernel reports too little")
     p.add_argument("--skip-attention", action="store_true", help=FIT)
     p.add_argument("--profile", default="", help="write a trace of one step of the last length into this folder")
     p.add_argument("--peer", default="", help="another harness and its own arguments")
@@ -89,7 +88,7 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     if a.skip_attention:
         skip_attention(bench)
     if a.warm:
-        measure(bench, a.warm, steps=0, choice=remember(bench, a.warm))
+        measure(bench, a.warm, steps=0, choice=remember(bench, a.warm, a.host_memory))
     rows = []
     levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
     for seq, level, offload in zip(a.seq, levels, offloads, strict=True):
