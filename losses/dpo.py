@@ -124,8 +124,8 @@ def ld_dpo_weights(token_index: Tensor, public_lengths: Tensor, alpha: float) ->
     """Return per-token weights [T], 1 up to the pair's shorter length and alpha beyond it: LD-DPO (2409.06411).
 
     token_index [T] counts from 0 within each completion; public_lengths [T] is min(n_w, n_l) of the token's pair.
-    Sum weight * logp instead of logp, for policy and reference alike (trl >= 1.0; older trl and LLaMA-Factory weigh the
-    policy only). alpha 1 is plain DPO. Raises ValueError unless 0 <= alpha <= 1.
+    Sum weight * logp instead of logp, for policy and reference alike, as trl's `ld_alpha` does (trl < 1.0 and
+    LLaMA-Factory's `ld_alpha` weigh the policy only). alpha 1 is plain DPO. Raises ValueError unless 0 <= alpha <= 1.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"the LD-DPO alpha is {alpha} but must lie in [0, 1]; 1 is plain DPO")

@@ -2,7 +2,8 @@
 
 Shapes: every tensor is [N], one value per pair. Notation: S = summed log-probability of a completion, n its length,
 r = S_policy - S_reference, w chosen, l rejected, D = r_w - r_l, b = beta, e = label smoothing, s = sigmoid.
-Beside each loss stand its paper and the name under which TRL ("trl") and LLaMA-Factory ("lf") know it.
+Beside each loss stand its paper and the name under which TRL ("trl") and LLaMA-Factory ("lf") know it; without an "lf"
+name LLaMA-Factory does not have it.
 A new type is one more function here and one more line in `dpo_loss`.
 """
 
