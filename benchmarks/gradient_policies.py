@@ -90,7 +90,7 @@ def take_step(bench: Bench, batch: ShardedBatch, micro_batches: int, chain: Grad
 
 
 def measure(step: Callable[..., tuple[float, float, float]], variants: dict[str, Tables], rounds: int, kind: str) -> list[dict[str, Any]]:
-    """Return one row per variant; the first round warms up and checks that idle chains change nothing and acting ones do."""
+    """Return one row per variant; the first round warms up and checks that idle chains change nothing."""
     chains = {"none": GradientPolicyChain([])} | {name: build_chain(tables) for name, tables in variants.items()}
     steps: dict[str, list[float]] = {name: [] for name in chains}
     inside: dict[str, list[float]] = {name: [] for name in chains}
