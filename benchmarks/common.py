@@ -84,10 +84,13 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def build(config: Config, device: torch.device) -> Bench:
-    """Create mesh and engine with all activations kept; all ranks call it together."""
+def build(config: Config, device: torch.device, head_counts: tuple[int, ...] = ()) -> Bench:
+    """Create mesh and engine with all activations kept; all ranks call it together.
+
+    `head_counts` of further models that the mesh serves limit how many ranks exchange heads (degrees.py).
+    """
     shape, _ = read_shape(config)
-    mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)
+    mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=(shape.num_attention_heads, *head_counts))
     choice = resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim)
     engine = build_engine(config, shape, RandomWeights(shape, 0), mesh, choice.name)
     return Bench(config, shape, mesh, engine, choice.name)
