@@ -8,6 +8,9 @@ partitions, which end in padding.
 
 import gc
 import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +34,7 @@ from ulysses.gradients import (
 )
 from ulysses.training.config import OptimizerConfig
 from ulysses.training.optim import adamw
+from ulysses.zero.gradients import NEEDED, NEEDED_OF_PARAMETERS, check_deepspeed, zero_gradients
 from ulysses.zero.state import full_parameters
 
 ODD = ModelConfig.from_hf(
@@ -257,6 +261,24 @@ def drive(sp: int, offload: bool, sub_group: int) -> tuple[Any, Any, Any]:
 
 def all_of(sizes: tuple[int, ...]) -> list[Any]:
     return [drive(sp, offload, 30_000 if offload == (sp == 2) else 10**9) for sp in sizes for offload in (False, True)]
+
+
+def test_a_deepspeed_that_lacks_something_is_refused_by_name() -> None:
+    """The list that is checked at start names all that the folder uses."""
+    folder = Path(zero_gradients.__code__.co_filename).parent
+    source = "".join((folder / f"{name}.py").read_text() for name in ("engine", "gradients", "state"))
+    used = set(re.findall(r"\bzero\.(\w+)", re.sub(r"(from|import) ulysses.*|deepspeed\.zero|ulysses\.zero", "", source)))
+    assert used == set(NEEDED)
+    assert set(re.findall(r"\bp\.(ds_\w+|partition_\w+)", source)) <= set(NEEDED_OF_PARAMETERS)
+    parameter = dict.fromkeys(NEEDED_OF_PARAMETERS)
+    zero = dict.fromkeys(NEEDED) | {"fp16_groups": [[SimpleNamespace(**parameter)]]}
+    check_deepspeed(SimpleNamespace(**zero))
+    for name in NEEDED:
+        with pytest.raises(RuntimeError, match=f"optimizer has no {name}, which the engine needs; install deepspeed 0.19.8"):
+            check_deepspeed(SimpleNamespace(**{k: v for k, v in zero.items() if k != name}))
+    parameter.pop("ds_shape")
+    with pytest.raises(RuntimeError, match="partitioned parameters have no ds_shape"):
+        check_deepspeed(SimpleNamespace(**(zero | {"fp16_groups": [[SimpleNamespace(**parameter)]]})))
 
 
 @pytest.fixture(scope="module")

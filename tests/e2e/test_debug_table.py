@@ -36,6 +36,8 @@ def test_table_is_printed_once_and_changes_nothing(tmp_path: Path) -> None:
     printed, other = (logs / "0.out").read_text(), (logs / "1.out").read_text()
     assert "gradient of step" not in other and "[rank 1] attention kernel" in other  # rank 1 says what it always says
     assert "gradient of step" not in (tmp_path / "quiet logs/0.out").read_text()
+    reason = "skipped step 4: 1 gradient elements are inf or nan, in model.norm.weight"
+    assert reason in printed and reason in (tmp_path / "quiet logs/0.out").read_text()  # a skipped step says why, also without --debug
     tables = {int(t.split(",")[0]): t.splitlines() for t in printed.split("gradient of step ")[1:]}
     assert sorted(tables) == [1, 3, 4, 5]  # the broken step besides the regular ones
     quiet, told = metrics(tmp_path / "quiet"), metrics(tmp_path / "told")

@@ -60,6 +60,9 @@ def test_preset_is_printed_to_copy_and_explained(capsys: pytest.CaptureFixture[s
     assert "is 8.96 times a gradient of norm 1: it drowns the gradient" in text
     _, text = run(capsys, *arch(), *NODE)
     assert '# the preset "default", written out' in text and "drowns" not in text
+    _, text = run(capsys, *arch("ppo"), *NODE, "--gradients.max_norm", 0.5, "--ppo.reward", "builtins:len")
+    clips = 'policy = "clip_global_norm"\nmax_norm = 0.5\ngroups = ["{}"]'
+    assert clips.format("policy") in text and clips.format("value") in text  # as the run would clip
 
 
 def test_absent_weights_and_data_are_findings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -166,6 +166,8 @@ def test_thresholds_are_explained():
         "gradient noise of sigma 0.0001 on 8,030,261,248 elements is 8.96 times a gradient of norm 1: "
         "it drowns the gradient"
     )
+    (annealed,) = explain_thresholds([{"policy": "gradient_noise", "eta": 1e-4}], 10**6)
+    assert annealed.startswith("gradient noise of sigma 0.01 on 1,000,000 elements is 10 times a gradient of norm 1")
     assert "8.9e-06" in lines[1] and "'below 0.001' changes at gradient norm 112" in lines[1]
     assert explain_thresholds(preset_tables("steady"), 10**9) == []
 
@@ -193,6 +195,7 @@ def test_table_names_the_largest_the_smallest_and_the_broken():
         ({"policy": "zclip", "late": "never"}, "late is 'never'"),
         ({"policy": "zclip", "late_after": 0.5}, "late is missing"),
         ({"policy": "zclip", "groups": []}, "groups is empty"),
+        ({"policy": "zclip", "groups": "value"}, "groups is 'value' but must be a list"),
         ({"policy": "boost_learning_rate", "factor": 0}, "factor is 0"),
     ],
 )

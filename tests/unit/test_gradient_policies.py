@@ -166,7 +166,7 @@ def test_skip_spike():
     assert not any(ctx.skip for ctx, _, _ in quiet)
     norm_spike = run_norms(SkipSpike(warmup=16, window=32), [*wave, 10.0, *wave], [1.0] * 121)
     assert [i for i, (ctx, _, _) in enumerate(norm_spike) if ctx.skip] == [60]
-    assert "step 60: the gradient norm is 10" in norm_spike[60][0].skip
+    assert "step 61: the gradient norm is 10" in norm_spike[60][0].skip
     loss_spike = run_norms(SkipSpike(warmup=16, window=32), [1.0] * 61, [*wave, 9.0])
     assert "the loss is 9" in loss_spike[-1][0].skip
     early = run_norms(SkipSpike(warmup=16, window=32), [1.0, 1.1, 100.0])

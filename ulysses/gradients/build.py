@@ -75,6 +75,8 @@ def build_policy(table: Mapping[str, Any]) -> GradientPolicy:
     elif "late_after" in table:
         raise ValueError("late_after is set but late is missing; say what changes late in the run")
     if table.get("groups") is not None:
+        if isinstance(table["groups"], str):
+            raise ValueError(f"groups is {table['groups']!r} but must be a list of parameter groups")
         policy = Scoped(policy, table["groups"])
     return policy
 

@@ -65,7 +65,7 @@ def explain_thresholds(tables: Sequence[Mapping[str, Any]], numel: int) -> list[
     lines = []
     typical = math.sqrt(2 / math.pi / max(numel, 1))
     for table in tables:
-        sigma = table.get("sigma")
+        sigma = table.get("sigma") or math.sqrt(table.get("eta") or 0)  # annealed noise: of the first step
         if table.get("policy") == "gradient_noise" and sigma:
             ratio = sigma * math.sqrt(numel)
             line = f"gradient noise of sigma {sigma:g} on {numel:,} elements is {ratio:.3g} times a gradient of norm 1"

@@ -33,7 +33,7 @@ class SkipSpike(GradientPolicy):
         loss_z, norm_z = self._deviation(self.losses, context.loss), self._deviation(self.norms, norm)
         if loss_z > self.sigma or norm_z > self.sigma:
             which, value, z = ("loss", context.loss, loss_z) if loss_z > norm_z else ("gradient norm", norm, norm_z)
-            context.skip = f"step {context.step}: the {which} is {value:.4g}, {z:.1f} deviations above its recent mean"
+            context.skip = f"step {context.step + 1}: the {which} is {value:.4g}, {z:.1f} deviations above its recent mean"
         if math.isfinite(context.loss) and math.isfinite(norm):
             self.losses = [*self.losses, context.loss][-self.window :]
             self.norms = [*self.norms, norm][-self.window :]

@@ -173,7 +173,7 @@ def check_numbers(config: Config, world_size: int) -> None:
     check_memory(config)
     try:
         refuse_owned(config.deepspeed)
-        config.gradients.chain()
+        config.gradients.chain(config.scopes)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -368,5 +368,10 @@ class Config(BaseSettings):
         return (init_settings,)  # files and arguments are merged in command_line.py; the environment changes nothing
 
     @property
+    def scopes(self) -> tuple[str, ...]:
+        """The groups that gradient policies can be limited to; () where there is only "default"."""
+        return ("policy", "value") if self.stage == "ppo" else ()
+
+    @property
     def output(self) -> Path:
         return Path(self.run.output)

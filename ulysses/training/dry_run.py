@@ -17,7 +17,7 @@ from models.arch import ModelConfig as Shape
 from ulysses.data.formats import is_hub_id, missing_sources, parse_sources
 from ulysses.data.inspect import inspect_examples
 from ulysses.data.records import DataError
-from ulysses.gradients.presets import explain_thresholds, preset_toml, tables_to_toml
+from ulysses.gradients.presets import explain_thresholds, tables_to_toml
 from ulysses.memory.case import GIB, Machine, Work
 from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
 from ulysses.memory.recompute import LEVELS
@@ -170,7 +170,8 @@ def _step_examples(config: Config) -> int:
 def _print_gradients(config: Config, shape: Shape | None) -> None:
     """Print the chain of gradient policies as TOML, and what its absolute thresholds mean for this model."""
     g = config.gradients
-    print("\n" + (tables_to_toml(g.policies) if g.policies else preset_toml(g.preset, g.max_norm)).rstrip())
+    print("" if g.policies else f'\n# the preset "{g.preset}", written out')
+    print(tables_to_toml(g.scoped_tables(config.scopes)).rstrip())
     if shape is not None:
         for line in explain_thresholds(g.tables, planner_model(config, shape).trained):
             print(f"gradients: {line}")

@@ -27,13 +27,22 @@ class GradientsConfig(BaseModel):
         """The chain's tables; ValueError for an unknown preset."""
         return self.policies or preset_tables(self.preset, self.max_norm)
 
-    def chain(self, scopes: Sequence[str] = ()) -> GradientPolicyChain:
-        """Build the gradient policies; ValueError names what cannot be honoured.
+    def scoped_tables(self, scopes: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Return the chain's tables for a stage whose parameters fall into `scopes`.
 
         A preset's last clip to max_norm is applied to the parameters of every scope by themselves.
         """
         if self.policies or not scopes:
-            return build_chain(self.tables)
+            return self.tables
         clip = [t for t in self.tables if t["policy"] == "clip_global_norm" and "when" not in t]
         rest = [t for t in self.tables if t not in clip]
-        return build_chain([*rest, *({**t, "groups": [scope]} for t in clip for scope in scopes)])
+        return [*rest, *({**t, "groups": [scope]} for t in clip for scope in scopes)]
+
+    def chain(self, scopes: Sequence[str] = ()) -> GradientPolicyChain:
+        """Build the gradient policies; ValueError names what cannot be honoured."""
+        tables, known = self.scoped_tables(scopes), list(scopes) or ["default"]
+        chain = build_chain(tables)
+        for index, table in enumerate(tables):
+            if not set(table.get("groups") or known) <= set(known):
+                raise ValueError(f"gradients.policies[{index}]: groups is {table['groups']} but this stage's are {known}")
+        return chain

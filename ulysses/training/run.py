@@ -124,7 +124,7 @@ class TrainingRun:
             eval_loader=plan.loader(self.eval_data, dp_size, dp_rank, evaluation=True) if self.eval_data is not None else None,
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
-            policies=self._policies(("policy", "value") if value else ()),
+            policies=self._policies(),
             flops=lambda tokens, squares, projected: model_flops(
                 shape.num_parameters(), shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim, tokens, squares,
                 head=head, projected=projected if config.stage != "rm" else 0.0, adapters=adapters,
@@ -133,8 +133,8 @@ class TrainingRun:
             seed=config.run.seed,
         )
 
-    def _policies(self, scopes: tuple[str, ...]) -> GradientPolicyChain:
-        chain = self.config.gradients.chain(scopes)
+    def _policies(self) -> GradientPolicyChain:
+        chain = self.config.gradients.chain(self.config.scopes)
         if self.debug_anywhere:
             chain.watch = GradientTable(self.config.gradients.table_every, self._say if self.mesh.is_main else None)
         return chain
@@ -174,6 +174,8 @@ class TrainingRun:
             with _profiler(self.config.output, profiling, self.mesh.rank):
                 values = trainer.train_step()
             step = trainer.step
+            if trainer.skipped:
+                self._say(f"skipped {trainer.skipped}")
             last = step == trainer.total_steps
             improved = False
             if (run.eval_every and step % run.eval_every == 0) or last:

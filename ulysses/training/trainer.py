@@ -69,6 +69,7 @@ class Trainer:
         self.step = 0
         self.best: tuple[int, float] | None = None  # (step, eval loss)
         self.metrics: dict[str, float] = {}
+        self.skipped: str | None = None  # why the last step left the weights alone, if a gradient policy said so
         self.stop_requested = False  # agreed on by all ranks at a step's boundary
         self.stop_wanted = False  # this process was told to stop
         self._next: tuple[int, Prepared] | None = None
@@ -110,6 +111,7 @@ class Trainer:
         report = self.policies.apply(gradients, context)
         if context.stop:
             raise FloatingPointError(f"{context.stop}; examples {self.loader.indices(*self._position(step))[:8]} ... of the data")
+        self.skipped = context.skip
         if context.skip or not self.stage.accepts(values):
             self.engine.skip_step()
         else:

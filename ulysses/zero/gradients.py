@@ -2,7 +2,8 @@
 
 Without offload DeepSpeed keeps one slice per parameter in `averaged_gradients`; with the optimizer in host memory the
 slices are parts of the flat partitions' `.grad`. Both are float32, both end in padding that nobody may touch, and edits
-in place are what the optimizer then sees.
+in place are what the optimizer then sees. The norms that DeepSpeed keeps for its own clipping go stale with them; nothing
+reads those, because ZeroEngine.step clips by gradient policies alone.
 """
 
 from typing import Any
@@ -13,26 +14,27 @@ from torch import Tensor
 
 from ulysses.gradients.gradients import Gradients, GradientSlice
 
+# What this folder reads and calls of DeepSpeed's ZeRO-3 optimizer and of its parameters; none of it is a documented interface.
 NEEDED = (
-    "averaged_gradients",
-    "grad_partitions_flat_buffer",
-    "fp16_groups",
-    "fp32_partitioned_groups_flat",
-    "offload_optimizer",
-    "reduce_and_partition_stream",
-    "sub_group_to_group_id",
-)
+    "averaged_gradients", "fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer",
+    "max_param_reduce_events", "offload_optimizer", "optimizer", "reduce_and_partition_stream", "reset_cpu_buffers",
+    "sub_group_to_group_id", "zero_grad", "_optimizer_step", "_partition_all_parameters", "_post_step", "_pre_step",
+    "_reassign_or_swap_out_partitioned_parameters",
+)  # fmt: skip
+NEEDED_OF_PARAMETERS = ("ds_numel", "ds_shape", "ds_tensor", "partition_numel")
 
 
 def check_deepspeed(zero: Any) -> None:
-    """Refuse a DeepSpeed whose ZeRO-3 optimizer lacks what the view reads.
+    """Refuse a DeepSpeed whose ZeRO-3 optimizer or parameters lack what the engine uses.
 
     Raises:
         RuntimeError: naming the missing attribute and the tested version.
     """
-    for name in NEEDED:
-        if not hasattr(zero, name):
-            raise RuntimeError(f"this DeepSpeed's ZeRO-3 optimizer has no {name}, which gradient policies need; install deepspeed 0.19.8")
+    missing = [f"ZeRO-3 optimizer has no {name}" for name in NEEDED if not hasattr(zero, name)]
+    parameters = [p for group in getattr(zero, "fp16_groups", []) for p in group]
+    missing += [f"partitioned parameters have no {name}" for name in NEEDED_OF_PARAMETERS if not all(hasattr(p, name) for p in parameters)]
+    if missing:
+        raise RuntimeError(f"this DeepSpeed's {missing[0]}, which the engine needs; install deepspeed 0.19.8")
 
 
 def zero_gradients(zero: Any, names: dict[int, str], device: torch.device) -> Gradients:
