@@ -60,7 +60,7 @@ def run_distributed(
     Returns the ranks' return values in rank order (anything picklable; tensors come back on the CPU). Raises the first
     rank's error with its traceback; a rank that hangs past `timeout` seconds (three times that on GPUs, where kernels
     are compiled first) ends all of them. `cpu=True` keeps the ranks on the CPU; `deterministic=True` is for results that
-    are compared bit by bit, and changes nothing on the CPU, where all are.
+    are compared bit by bit: as run.deterministic does, it refuses operations whose results may differ on a GPU.
     """
     cuda = not cpu and gpus() >= world_size
     if cuda and torch.cuda.is_initialized():
@@ -124,10 +124,10 @@ def _child(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )
         torch.set_num_threads(1)
+        if deterministic:
+            require_determinism()
         if cuda:
             os.environ[RANK_DEVICE] = f"cuda:{rank}"
-            if deterministic:
-                require_determinism()
             torch.cuda.set_device(rank)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
             dist.init_process_group("nccl", rank=rank, world_size=world)  # the engine's own: no collective on host tensors
