@@ -26,7 +26,7 @@ def open_on_rank(tokenizer_folder, source, cache, late_rank):
         )
     except DataError as error:
         return str(error)
-    return dataset.fingerprint, int(dataset.num_tokens), dataset[1].sequences[0].tokens.tolist()
+    return dataset.fingerprint, int(dataset.lengths.sum()), dataset[1].sequences[0].tokens.tolist()
 
 
 @pytest.mark.parametrize("late_rank", [0, 1])

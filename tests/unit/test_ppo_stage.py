@@ -1,5 +1,7 @@
 """PPO beside the loop: what a rollout holds, which steps it gives, when its updates are dropped, what is refused."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +10,8 @@ import torch
 
 from losses.ppo import gae
 from tests.engine_case import SHAPE, ListDataset, sequences
+from tests.tiny_tokenizer import CHATML, write_tokenizer
+from ulysses.data.chat import load_tokenizer
 from ulysses.data.loader import StepLoader
 from ulysses.training.checks import check_ppo, stop_tokens
 from ulysses.training.command_line import ConfigError, check
@@ -235,10 +239,10 @@ def test_verifiable_reward(completion: str, answer: Any, score: float) -> None:
     assert gsm8k_reward("", completion, {"answer": answer}) == score
 
 
-def config(**ppo: Any) -> Any:
+def config(data: dict[str, Any] | None = None, **ppo: Any) -> Any:
     return check({
         "stage": "ppo", "model": {"init": "random", "config": SHAPE.to_hf(), "tokenizer": "x"}, "run": {"steps": 1},
-        "data": {"train": "x", "max_length": 64}, "batch": {"examples": 4, "tokens_per_microbatch": 128},
+        "data": {"train": "x", "max_length": 64, **(data or {})}, "batch": {"examples": 4, "tokens_per_microbatch": 128},
         "ppo": {"reward": "math:sqrt", "max_new_tokens": 32} | ppo,
     })  # fmt: skip
 
@@ -256,16 +260,20 @@ def test_refusals(ppo: dict[str, Any], complaint: str) -> None:
         check_ppo(config(**ppo))
 
 
-def test_refused_combinations_and_stop_tokens() -> None:
+def test_refused_combinations_and_stop_tokens(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ppo.dual_clip is 0.5"):
         config(dual_clip=0.5)
     with pytest.raises(ConfigError, match=r"ppo.kl_target is set but ppo.kl_coefficient is 0"):
         config(kl_target=6.0, kl_coefficient=0.0)
-    tokenizer = SimpleNamespace(eos_token_id=3, get_vocab=lambda: {"<|end|>": 9})
-    assert 3 in stop_tokens(config(), tokenizer, SHAPE)
-    assert 9 in stop_tokens(config(stop_tokens=["<|end|>"]), tokenizer, SHAPE)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, CHATML), eos_token="<|endoftext|>")
+    eos, end, other = (tokenizer.get_vocab()[t] for t in ("<|endoftext|>", "<|im_end|>", "Q"))
+    plain, more = config(data={"chat_template": "chatml"}), config(data={"chat_template": "chatml"}, stop_tokens=["Q"])
+    shape = replace(SHAPE, eos_token_id=None)
+    assert stop_tokens(plain, tokenizer, shape) == tuple(sorted({eos, end}))  # the template ends turns with <|im_end|>
+    assert stop_tokens(plain, tokenizer, replace(SHAPE, eos_token_id=(1, 5))) == tuple(sorted({1, 5, eos, end}))
+    assert stop_tokens(more, tokenizer, shape) == tuple(sorted({eos, end, other}))
     with pytest.raises(ConfigError, match="no such token"):
-        stop_tokens(config(stop_tokens=["two words"]), tokenizer, SHAPE)
+        stop_tokens(config(data={"chat_template": "chatml"}, stop_tokens=["two words"]), tokenizer, shape)
 
 
 def test_parameter_groups_and_separate_clipping() -> None:

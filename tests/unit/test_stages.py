@@ -67,13 +67,12 @@ def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples: in
     )  # fmt: skip
     for k in range(plain.steps_per_epoch):
         indices = plain.indices(0, k)
-        partners = plain.partners(indices)
-        for place, (i, j) in enumerate(zip(indices, partners, strict=True)):
+        partners = dict(plain.mismatched_pairs(indices))
+        for place, i in enumerate(indices):
             following = indices[place + 1 :] + indices[:place]
-            assert j == next((n for n in following if prompts[n] != prompts[i]), -1)
-        served = {e.index: e.partner for part in other.step(0, k) for e in part}
-        assert all(served[i] == j for i, j in zip(indices, partners, strict=True) if i in served)
-    assert len(plain.partners([4])) == 1 and plain.partners([4]) == [-1]
+            assert partners.get(i) == next((n for n in following if prompts[n] != prompts[i]), None)
+        assert other.mismatched_pairs(other.indices(0, k)) == list(partners.items())
+    assert plain.mismatched_pairs([4]) == []
 
 
 def fake_reference(batch: Any) -> torch.Tensor:

@@ -37,13 +37,12 @@ class Example:
     """One training example: its sequences (pair: chosen, rejected) and its numbers.
 
     columns: pair: margin, prompt_length; unpaired: label (1 or 0), prompt_length, prompt_id; prompt: prompt_length,
-    prompt_id. prompt_id is equal for equal prompts. partner: another example's index for KTO's baseline, or -1.
+    prompt_id. prompt_id is equal for equal prompts.
     """
 
     index: int
     sequences: tuple[Sequence, ...]
     columns: dict[str, float] = field(default_factory=dict)
-    partner: int = -1
 
 
 def open_dataset(
@@ -139,7 +138,7 @@ def write_dataset(
     np.save(folder / "raw.npy", np.asarray(raw_ends, np.int64))
     index = {
         "version": FORMAT_VERSION, "kind": kind, "tokens": at, "fingerprint": fingerprint.hexdigest(), "sources": names,
-        "weights": list(codes), "report": report.to_dict(),
+        "weights": list(codes), "report": vars(report),
     }  # fmt: skip
     (folder / "index.json").write_text(json.dumps(index, indent=1))
 
@@ -161,7 +160,6 @@ class TokenizedDataset:
         sequence_lengths: [examples, sequences each] int64 tokens; `lengths` [examples] are their sums.
         columns: {name: [examples]}; sources: [examples] which source an example came from.
         source_weights: how often a source's examples are taken per epoch.
-        num_tokens: tokens in all sequences (the length of the flat token array).
         fingerprint: hash of all tokens and weights; report: what happened to the rows.
     """
 
@@ -169,11 +167,9 @@ class TokenizedDataset:
         self.folder = Path(folder)
         index = json.loads((self.folder / "index.json").read_text())
         self.kind: str = index["kind"]
-        self.num_tokens: int = index["tokens"]
         self.fingerprint: str = index["fingerprint"]
-        self.report = Report.from_dict(index["report"])
-        self.source_names: list[str] = index["sources"]
-        self.source_weights = source_weights or [1.0] * len(self.source_names)
+        self.report = Report(**index["report"])
+        self.source_weights = source_weights or [1.0] * len(index["sources"])
         self.sequence_lengths: np.ndarray = np.load(self.folder / "lengths.npy", mmap_mode="r")
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
         self._starts = np.load(self.folder / "starts.npy", mmap_mode="r")

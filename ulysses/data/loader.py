@@ -5,7 +5,6 @@ smaller step is kept. Packing only rearranges inside a step. The position in the
 is state, and every rank computes the same plan.
 """
 
-import dataclasses
 import math
 
 import numpy as np
@@ -101,23 +100,15 @@ class StepLoader:
     def step(self, epoch: int, k: int) -> list[list[Example]]:
         """Return this group's micro-batches of step k; an empty one stands for a batch without weight."""
         indices = self.indices(epoch, k)
-        partners = self.partners(indices)
-        mine = self.plan(epoch, k)[self.dp_rank]
-        return [[self._example(indices[p], partners[p]) for p in micro_batch] for micro_batch in mine]
+        return [[self.dataset[indices[p]] for p in micro_batch] for micro_batch in self.plan(epoch, k)[self.dp_rank]]
 
-    def partners(self, indices: list[int]) -> list[int]:
-        """Return whose completion each example of a step takes for KTO's baseline.
+    def mismatched_pairs(self, indices: list[int]) -> list[tuple[int, int]]:
+        """Return (example, whose completion it takes for KTO's baseline) for the examples of a step that have a partner.
 
-        It is the next example of the step, cyclic, with a different prompt; -1 where there is none or for other kinds.
+        That is the next example of the step, cyclic, with a different prompt.
         """
-        if self.dataset.kind != "unpaired":
-            return [-1] * len(indices)
         prompts = [int(self.dataset.columns["prompt_id"][i]) for i in indices]
-        return mismatched(indices, prompts)
-
-    def _example(self, index: int, partner: int) -> Example:
-        example = self.dataset[index]
-        return dataclasses.replace(example, partner=partner) if partner >= 0 else example
+        return [(i, j) for i, j in zip(indices, mismatched(indices, prompts), strict=True) if j >= 0]
 
     def _tokens(self, index: int) -> list[int]:
         return [int(n) for n in self.dataset.sequence_lengths[index]]

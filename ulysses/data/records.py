@@ -58,17 +58,20 @@ class Record:
         return f"{self.file} row {self.row}"
 
 
+@dataclass
 class Report:
-    """Counts of what happened to the rows, with examples that name file and row."""
+    """Counts of what happened to the rows, with examples that name file and row; vars() of it is JSON data."""
 
-    def __init__(self) -> None:
-        self.read = 0
-        self.kept = 0
-        self.dropped: Counter[str] = Counter()
-        self.truncated = 0
-        self.duplicates = 0
-        self.notes: Counter[str] = Counter()
-        self.examples: dict[str, list[str]] = {}
+    read: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
+    duplicates: int = 0
+    notes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dropped, self.notes = Counter(self.dropped), Counter(self.notes)
 
     def drop(self, reason: str, where: str) -> None:
         self.dropped[reason] += 1
@@ -86,22 +89,6 @@ class Report:
         shown = self.examples.setdefault(reason, [])
         if len(shown) < EXAMPLES_PER_REASON:
             shown.append(where)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as JSON data."""
-        return {
-            "read": self.read, "kept": self.kept, "dropped": dict(self.dropped), "truncated": self.truncated,
-            "duplicates": self.duplicates, "notes": dict(self.notes), "examples": self.examples,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Report":
-        report = cls()
-        report.read, report.kept, report.truncated = data["read"], data["kept"], data["truncated"]
-        report.duplicates = data["duplicates"]
-        report.dropped, report.notes = Counter(data["dropped"]), Counter(data["notes"])
-        report.examples = {reason: list(shown) for reason, shown in data["examples"].items()}
-        return report
 
     def __str__(self) -> str:
         lines = [f"read {self.read} rows, kept {self.kept} examples ({self.duplicates} of them duplicates), "

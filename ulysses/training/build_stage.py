@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig as Shape
 from models.sampler import SamplingOptions
 from ulysses.parallel.mesh import ParallelMesh
@@ -24,7 +25,7 @@ from ulysses.training.reference import ReferenceCache, pairs_of_run
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.rollout import RolloutMaker
 from ulysses.training.stages.base import Stage
-from ulysses.training.stages.dpo import REFERENCE_FREE, DpoStage
+from ulysses.training.stages.dpo import DpoStage
 from ulysses.training.stages.kto import KtoStage
 from ulysses.training.stages.ppo import PpoStage
 from ulysses.training.stages.pt import PtStage

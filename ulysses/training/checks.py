@@ -72,7 +72,10 @@ class Plan:
             except DataError as error:
                 raise ConfigError(f"data: {error}") from None
 
-        return opened(data.train), opened(data.eval) if data.eval else None
+        train = opened(data.train)
+        if self.config.stage == "kto" and self.config.kto.loss_type == "kto" and len(train) < 2:
+            raise ConfigError("data.train has one example but kto's baseline pairs each example with another; give it more")
+        return train, opened(data.eval) if data.eval else None
 
     def loader(self, dataset: Any, dp_size: int, dp_rank: int, *, evaluation: bool = False) -> StepLoader:
         """Serve the dataset's steps to one data-parallel group."""
@@ -236,20 +239,19 @@ def check_ppo(config: Config) -> None:
 
 
 def stop_tokens(config: Config, tokenizer: Any, shape: Shape) -> tuple[int, ...]:
-    """Return the tokens that end an answer.
+    """Return the tokens that end an answer: those of ppo.stop_tokens, the chat template, the tokenizer and the model.
 
     Raises:
-        ConfigError: for a stop token that is not one token of the tokenizer, or if there is none at all.
+        ConfigError: for a stop token that is not one token of the tokenizer.
     """
     ends = shape.eos_token_id if isinstance(shape.eos_token_id, tuple) else (shape.eos_token_id,)
-    found = {int(t) for t in (*ends, tokenizer.eos_token_id) if t is not None}
+    template = ChatTemplate(tokenizer, config.data.chat_template)
+    found = {int(t) for t in (*ends, *template.stop_tokens) if t is not None}
     known = tokenizer.get_vocab()
     for text in config.ppo.stop_tokens:
         if text not in known:
             raise ConfigError(f"ppo.stop_tokens has {text!r} but the tokenizer has no such token; name whole tokens")
         found.add(int(known[text]))
-    if not found:
-        raise ConfigError("neither model nor tokenizer names an end-of-sequence token; set ppo.stop_tokens")
     return tuple(sorted(found))
 
 

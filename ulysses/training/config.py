@@ -241,7 +241,7 @@ class PpoConfig(Section):
     top_k: int = Field(0, ge=0)
     """Sample among so many likeliest tokens; 0 is all. The KL penalty assumes 0."""
     stop_tokens: list[str] = []
-    """Tokens that end an answer besides the end-of-sequence tokens of model and tokenizer."""
+    """Tokens that end an answer besides the chat template's end of turn and the end-of-sequence tokens of model and tokenizer."""
     generation_batch: int = Field(64, ge=1)
     """Answers that each process decodes at a time; changes memory and speed only."""
     missing_eos_penalty: float = Field(0.0, ge=0)

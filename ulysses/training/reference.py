@@ -34,8 +34,7 @@ def pairs_of_run(loader: Any, steps: int) -> Pairs:
     """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
     found: set[tuple[int, int]] = set()
     for step in range(steps):
-        indices = loader.indices(*divmod(step, loader.steps_per_epoch))
-        found |= {(i, j) for i, j in zip(indices, loader.partners(indices), strict=True) if j >= 0}
+        found.update(loader.mismatched_pairs(loader.indices(*divmod(step, loader.steps_per_epoch))))
     return sorted(found)
 
 

@@ -57,8 +57,8 @@ class Stage:
         """Gather step-wide statistics over all micro-batches of one optimizer step."""
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        """Return this rank's own share of every count (a sequence counts on sequence-parallel rank 0 only)."""
-        raise NotImplementedError
+        """Return this rank's own share of every count (a sequence counts on sequence-parallel rank 0 only); by default tokens."""
+        return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         """Return the loss terms of one micro-batch and add its metrics."""

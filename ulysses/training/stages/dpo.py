@@ -14,15 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
+from losses.dpo import dpo_loss, ld_dpo_weights
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.reduce import segment_sums
 from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Term
 from ulysses.training.stages.referenced import ReferencedStage
-
-__all__ = ["REFERENCE_FREE", "DpoStage", "loss_options"]
 
 
 def loss_options(config: DpoConfig) -> dict[str, Any]:

@@ -39,10 +39,9 @@ class KtoStage(ReferencedStage):
     kind = "unpaired"
 
     def __init__(
-        self, model: Any, mesh: Any, config: KtoConfig, *, max_length: int, budget: int, cached: bool = False,
-        reference: Any = None, tolerance: float | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(model, mesh, cached=cached, reference=reference, tolerance=tolerance)
+        self, model: Any, mesh: Any, config: KtoConfig, *, max_length: int, budget: int, **reference: Any
+    ) -> None:
+        super().__init__(model, mesh, **reference)
         self.config = config
         self.max_length = max_length
         self.budget = budget
@@ -54,7 +53,7 @@ class KtoStage(ReferencedStage):
     def side_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
         if self.config.loss_type != "kto":
             return []
-        pairs = [(i, j) for i, j in zip(indices, loader.partners(indices), strict=True) if j >= 0]
+        pairs = loader.mismatched_pairs(indices)
         lengths = mismatched_lengths(loader.dataset, pairs, self.max_length)
         mine = pack_step(lengths, max([self.budget, *lengths]), self.mesh.data_parallel_size)[self.mesh.dp_rank]
         return [

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from losses.ppo import ppo_policy_loss, ppo_value_loss
 from ulysses.parallel.batch import ShardedBatch
@@ -71,9 +70,6 @@ class PpoStage(Stage):
         return not self.rollouts.stopped
 
     # ---------------------------------------------------------------- the loss
-
-    def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights

@@ -8,9 +8,6 @@ data.max_length is cut into pieces that overlap by one token, so that every toke
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from losses.token_nll import token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.training.config import PtConfig
@@ -27,9 +24,6 @@ class PtStage(Stage):
     def __init__(self, model: Any, mesh: Any, config: PtConfig) -> None:
         super().__init__(model, mesh)
         self.config = config
-
-    def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         out = self.model(batch, lse=bool(self.config.z_loss))

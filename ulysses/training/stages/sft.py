@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import Sequence, ShardedBatch
@@ -39,9 +38,6 @@ class SftStage(Stage):
         if not self.config.neftune_alpha:
             return list(example.sequences)
         return [replace(s, columns={**s.columns, "noise_key": int(example.index)}) for s in example.sequences]
-
-    def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
