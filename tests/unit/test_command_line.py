@@ -19,6 +19,24 @@ def test_arguments_override_toml(tmp_path: Path) -> None:
     assert config.data.train == ["a.jsonl", "b.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--data.train", "a.jsonl"], "a.jsonl"),
+        (["--data.train", "a", "--data.train=b"], ["a", "b"]),
+        (["--data.train", '[{"path": "a"}, {"path": "b", "weight": 2}]'], [{"path": "a"}, {"path": "b", "weight": 2}]),
+        (["--data.train", '{"path": "a"}', "--data.train", '["b"]'], [{"path": "a"}, "b"]),
+        (["--data.train", '{"path": "a"}'], {"path": "a"}),
+        (["--data.train", "[]"], []),
+    ],
+)
+def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path: Path, arguments: list[str], expected: object) -> None:
+    toml = tmp_path / "a.toml"
+    toml.write_text('[data]\ntrain = {path = "c", weight = 3, split = "test"}\neval = "d"\n')
+    config = parse_command_line([*BASE, "--config", str(toml), *arguments]).config
+    assert config.data.train == expected and config.data.eval == "d"
+
+
 def test_learning_rate_factor() -> None:
     assert parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", "0.5"]).config.optimizer.lr == pytest.approx(1e-5)
     assert parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr"]).config.optimizer.lr == 2e-5
@@ -49,6 +67,7 @@ def test_free_tables_take_dotted_keys() -> None:
         (["--run.steps", "many"], "run.steps is 'many'"),
         (["--run.epochs", "2"], "set run.steps or run.epochs, one of both"),
         (["--batch.examples", "0"], "batch.examples is"),
+        (["--data.train", "--run.overwrite"], "--data.train needs a value"),
         (["--model.arch", "llama3-8b"], "give model.path or model.arch, not both"),
         (["--config", "/nowhere/x.toml"], "there is no file /nowhere/x.toml"),
         (["--deepspeed", "/nowhere/x.json"], "there is no file /nowhere/x.json"),

@@ -158,7 +158,10 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
             f"launcher only"
         )
     values = _read_toml(flags.config) if flags.config else {}
-    merge(values, _read_arguments(rest))
+    given = _read_arguments(rest)
+    for key in set(values.get("data", {})) & set(given.get("data", {})):
+        del values["data"][key]  # another source replaces the file's, of which no column or weight may remain
+    merge(values, given)
     if flags.deepspeed:
         values["deepspeed"] = merge(dict(values.get("deepspeed", {})), _read_json(flags.deepspeed))
     config = check(values)
@@ -245,22 +248,30 @@ def _read_arguments(rest: list[str]) -> dict[str, Any]:
             raise ConfigError(unknown_key_sentence(name))
     values: dict[str, Any] = {}
     raw = list(rest)
-    # Free-form tables (deepspeed, model.config) take dotted keys; the rest goes through the schema's own parser.
+    # Free-form tables (deepspeed, model.config) take dotted keys. Data sources may be lists of tables, which the schema's own
+    # parser would merge into one; it reads the rest.
     kept: list[str] = []
+    sources: dict[str, list[Any]] = {}
     while raw:
         argument = raw.pop(0)
         name, given, value = argument.partition("=")
-        if name.startswith(("--deepspeed.", "--model.config.")):
+        if name.startswith(("--deepspeed.", "--model.config.")) or name in ("--data.train", "--data.eval"):
             if not given:
-                if not raw:
+                if not raw or raw[0].startswith("--"):
                     raise ConfigError(f"{name} needs a value")
                 value = raw.pop(0)
+            if name.startswith("--data."):
+                sources.setdefault(name.removeprefix("--data."), []).append(_loose(value))
+                continue
             merge(values, _nest(name.removeprefix("--").split("."), _loose(value)))
         else:
             kept.append(argument)
             is_switch = argument.startswith("--") and not given and keys[name.removeprefix("--")].annotation is bool
             if is_switch and (not raw or raw[0].startswith("--")):
                 kept.append("true")
+    for name, items in sources.items():
+        flat = [entry for item in items for entry in (item if isinstance(item, list) else [item])]
+        values.setdefault("data", {})[name] = items[0] if len(items) == 1 else flat
     if kept:
         try:
             source = CliSettingsSource(Config, cli_parse_args=kept, cli_exit_on_error=False, cli_prog_name="train.py")
