@@ -76,7 +76,7 @@ TINY = Recipe(
 LARGE = Recipe(
     shape={"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4},
     dtype="bfloat16",
-    lr={"pt": 6e-4, "sft": 2e-4, "rm": 3e-5, "dpo": 5e-6, "kto": 5e-6, "ppo": 1e-5},
+    lr={"pt": 1e-3, "sft": 3e-4, "rm": 5e-5, "dpo": 2e-5, "kto": 2e-5, "ppo": 2e-5},
     steps={"pt": 80, "sft": 60, "rm": 54, "dpo": 40, "kto": 40, "ppo": 160},
     examples={"pt": 16, "sft": 64, "rm": 64, "dpo": 64, "kto": 128, "ppo": 64},
     held_out={"pt": 64, "sft": 128, "rm": 1000, "dpo": 1000, "kto": 512, "ppo": 128},
@@ -212,7 +212,7 @@ class Chain:
             values |= {"model.path": str(self.output / "model"), "model.init": "random", "model.tokenizer": str(self.tokenizer),
                        "model.special_tokens": self._special_tokens()}  # fmt: skip
         else:
-            values["model.path"] = str(self.output / START[stage] / "export")
+            values |= {"model.path": str(self.output / START[stage] / "export"), "data.truncation": "keep_end"}
         if stage == "sft" and bare:
             values["data.chat_template"] = "chatml"  # from here on the exports carry it
         if stage == "ppo":
@@ -272,6 +272,7 @@ def launch(arguments: list[str], processes: int, logs: Path, metrics: Path, kill
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
+    """Return the logged objects of a metrics.jsonl."""
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
@@ -296,11 +297,10 @@ def measure(stage: str, folder: Path, saved: int, seconds: list[float], examples
     busy = sum(m["seconds"] for m in steady)
     curve = [m["objective/scores"] for m in rollouts] or [m["loss"] for m in lines]
     tenth = max(1, len(curve) // 10)
-    held_out = last[f"eval/{HELD_OUT[stage]}"]
-    deviation = last.get("eval/objective/scores_std")
-    if "accurac" in HELD_OUT[stage]:
+    held_out, deviation = last.get(f"eval/{HELD_OUT[stage]}"), last.get("eval/objective/scores_std")
+    if held_out is not None and "accurac" in HELD_OUT[stage]:
         deviation = math.sqrt(held_out * (1 - held_out))
-    [n] = {int(kept) for kept in re.findall(r"held-out data: .* kept (\d+) examples", (folder / "logs/0.out").read_text())}
+    n = int((re.findall(r"held-out data: .* kept (\d+) examples", (folder / "logs/0.out").read_text()) or ["0"])[0])
     found = {
         "steps": len(lines), "seconds": sum(seconds), "starts": len(seconds), "resumed_at": saved,
         "tokens_per_second": sum(m["tokens"] for m in steady) / busy,
@@ -328,7 +328,7 @@ def line(stage: str, r: dict[str, Any]) -> str:
     mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
     peak = "-" if r["peak_memory_gib"] is None else f"{r['peak_memory_gib']:.1f}"
     error = "" if r["held_out_error"] is None else f" +- {r['held_out_error']:.3f}"
-    held_out = f"{HELD_OUT[stage].rpartition('/')[2]} {r['held_out']:.3f}{error}"
+    held_out = "-" if r["held_out"] is None else f"{HELD_OUT[stage].rpartition('/')[2]} {r['held_out']:.3f}{error}"
     curve, resumed = f"{r['curve']} {r['first']:.3f} -> {r['last']:.3f}", "-"
     if r["resumed_at"]:
         resumed = f"at {r['resumed_at']}; {r['repeated_steps']} steps again, loss off by {r['loss_difference']:.1e}"
@@ -390,7 +390,12 @@ def main() -> int:
         changes.setdefault(stage, {})[key] = json.loads(value)
     chain = Chain(output, RECIPES[a.size], data, tokenizer.resolve(), launch, a.gpus, a.max_length, tuple(a.kill), a.reward, changes)
     found = chain.run()
-    table = "\n".join([HEAD, *(line(stage, record) for stage, record in found.items())])
+    ppo, total = found["ppo"], sum(record["seconds"] for record in found.values())
+    rise = f"{(ppo['last'] - ppo['first']) / ppo['rise_error']:.1f} standard errors"
+    table = "\n".join([
+        HEAD, *(line(stage, record) for stage, record in found.items()),
+        f"PPO's score rose by {rise}; it sampled {ppo['sampled_tokens_per_second']:.0f} tokens/s; all stages took {total:.0f} s",
+    ])  # fmt: skip
     (output / "table.txt").write_text(f"{table}\n")
     print(f"\n{table}")
     try:
