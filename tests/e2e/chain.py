@@ -183,7 +183,7 @@ class Chain:
         began = time.monotonic()
         self.launch(arguments, self.processes, folder / "logs", metrics, 0)
         seconds.append(time.monotonic() - began)
-        return measure(stage, folder, saved, seconds, self.recipe.examples[stage])
+        return measure(stage, folder, saved, seconds, self.changes.get(stage, {}).get("batch.examples", self.recipe.examples[stage]))
 
     def save_every(self, stage: str) -> int:
         """The step of the only checkpoint before the last; an odd one, so that it lies inside a rollout."""
