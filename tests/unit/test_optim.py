@@ -1,0 +1,71 @@
+"""The learning rate as a function of the step, and what decays."""
+
+import math
+
+import pytest
+import torch
+
+from models.arch import ModelConfig
+from models.decoder import CausalLM
+from ulysses.training.config import OptimizerConfig
+from ulysses.training.optim import adamw, learning_rate, parameter_groups
+
+TOTAL = 100
+
+
+def rates(**settings: object) -> list[float]:
+    config = OptimizerConfig(lr=2.0, **settings)  # type: ignore[arg-type]
+    return [learning_rate(step, TOTAL, config) for step in range(TOTAL)]
+
+
+@pytest.mark.parametrize("warmup", [10, 0.1])
+def test_warm_up_rises_evenly_to_the_peak(warmup: float) -> None:
+    found = rates(schedule="constant", warmup=warmup)
+    assert found[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)]) and set(found[10:]) == {2.0}
+    assert set(rates(schedule="constant", warmup=0)) == {2.0}
+
+
+def test_linear_and_cosine_fall_to_their_floor() -> None:
+    """At step 10 + k of 90 steps after the warm-up; the floor itself would be step 100."""
+    linear = rates(schedule="linear", warmup=10, min_lr=0.1)
+    cosine = rates(schedule="cosine", warmup=10, min_lr=0.1)
+    for k in range(90):
+        assert linear[10 + k] == pytest.approx(2 - 1.8 * k / 90)
+        assert cosine[10 + k] == pytest.approx(0.2 + 0.9 * (1 + math.cos(math.pi * k / 90)))
+    assert learning_rate(TOTAL, TOTAL, OptimizerConfig(lr=2.0, schedule="cosine", warmup=10, min_lr=0.1)) == pytest.approx(0.2)
+    assert rates(schedule="linear", warmup=0)[-1] == pytest.approx(0.02)
+
+
+def test_wsd_is_constant_then_falls() -> None:
+    found = rates(schedule="wsd", warmup=10, decay_fraction=0.2, min_lr=0.5)
+    assert found[9:81] == [2.0] * 72
+    assert found[80:] == pytest.approx([2 - k / 20 for k in range(20)])
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    shape = {"model_type": "qwen2", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}  # fmt: skip
+    model = CausalLM(ModelConfig.from_hf(shape))
+    names = {id(p): n for n, p in model.named_parameters()}
+    decay, rest = parameter_groups(model, 0.3)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
+    without = {names[id(p)] for p in rest["params"]}  # type: ignore[attr-defined]
+    assert without == {n for n in names.values() if n.endswith((".bias", "norm.weight"))} and len(without) == 6
+    assert {names[id(p)] for p in decay["params"]} == set(names.values()) - without  # type: ignore[attr-defined]
+    model.requires_grad_(False).lm_head.weight.requires_grad_(True)
+    [only] = parameter_groups(model, 0.3)
+    assert only["params"] == [model.lm_head.weight], "frozen parameters are in no group, and an empty group is left out"
+
+
+def test_one_update_is_adamws() -> None:
+    """theta (1 - lr wd) - lr m / (sqrt v + eps), both moments corrected for their start."""
+    model = torch.nn.Linear(3, 2, bias=True)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = OptimizerConfig(lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-3)
+    optimizer = adamw(model, config, on_gpu=False)
+    model(torch.tensor([[1.0, -2.0, 3.0]])).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        g, decayed = gradients[name], start[name] * (1 - 0.1 * (0.5 if name == "weight" else 0.0))
+        torch.testing.assert_close(parameter.detach(), decayed - 0.1 * g / (g.abs() + 1e-3))
