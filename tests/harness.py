@@ -1,13 +1,15 @@
 """Run a function on several real processes and collect what each returns.
 
-Ranks are forked from this process (imports are paid once). They run on GPUs over NCCL, one GPU each, where the machine
-has one for every rank, and on CPU over gloo elsewhere; ULYSSES_TEST_DEVICE=cpu keeps all of them on the CPU. Test bodies
-put their tensors on `device()` and draw them on the CPU, so that the numbers are the same. This process itself never
-starts CUDA: forked processes could not use it.
+They run on GPUs over NCCL, one GPU each, where the machine has one for every rank, and on CPU over gloo elsewhere;
+ULYSSES_TEST_DEVICE=cpu keeps all of them on the CPU. Test bodies put their tensors on `device()` and draw them on the CPU,
+so that the numbers are the same. Without GPUs ranks are forked from this process (imports are paid once). With GPUs they
+come from a fork server that has imported torch and nothing else: a process whose parent started CUDA, as one backward
+pass on the CPU does, can neither use it nor run a backward pass.
 
 `with_zero=True` also imports deepspeed in the parent, so that the ranks do not import it one by one.
 """
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -63,21 +65,29 @@ def run_distributed(
     are compared bit by bit: as run.deterministic does, it refuses operations whose results may differ on a GPU.
     """
     cuda = not cpu and gpus() >= world_size
-    if cuda and torch.cuda.is_initialized():
-        raise RuntimeError("CUDA was started in this process, so forked ranks cannot use it; run tests/distributed by itself")
-    if with_zero:
+    served = torch.cuda.device_count() > 0
+    if with_zero and not served:
         _import_deepspeed()
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     port = free_port()
     sys.stdout.flush()
     sys.stderr.flush()
-    children = []
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            _child(function, args, kwargs, rank, world_size, port, folder, cuda, deterministic)
-        children.append(pid)
-    failed = _wait(children, timeout * (3 if cuda else 1))
+    setting = (world_size, port, folder, cuda, deterministic)
+    if served:
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["torch"])
+        ranks = [server.Process(target=_child, args=(function, args, kwargs, rank, *setting)) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        failed = _wait([_poll_process(process) for process in ranks], timeout * (3 if cuda else 1))
+    else:
+        polls = []
+        for rank in range(world_size):
+            pid = os.fork()
+            if pid == 0:
+                _child(function, args, kwargs, rank, *setting)
+            polls.append(_poll_fork(pid))
+        failed = _wait(polls, timeout)
     results: list[Any] = []
     errors: list[str] = []
     for rank in range(world_size):
@@ -153,21 +163,45 @@ def _child(
     os._exit(code)  # no interpreter shutdown: it can abort while gloo threads still run
 
 
-def _wait(children: list[int], timeout: float) -> bool:
-    """Reap all children; True if any had to be killed. One failing rank ends the others after a moment."""
-    deadline = time.time() + timeout
-    left = set(children)
-    while left:
-        for pid in list(left):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                left.discard(pid)
-                if status != 0:
-                    deadline = min(deadline, time.time() + 3)
-        if left and time.time() > deadline:
-            for pid in left:
+def _poll_fork(pid: int) -> Callable[[bool], int | None]:
+    """Return a function that tells a child's exit status, None while it runs; given True it kills the child first."""
+    status: list[int] = []
+
+    def poll(kill: bool) -> int | None:
+        if not status:
+            if kill:
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+            done, code = os.waitpid(pid, 0 if kill else os.WNOHANG)
+            if done:
+                status.append(code)
+        return status[0] if status else None
+
+    return poll
+
+
+def _poll_process(process: Any) -> Callable[[bool], int | None]:
+    """The same for a process of the fork server."""
+
+    def poll(kill: bool) -> int | None:
+        if kill and process.exitcode is None:
+            process.kill()
+            process.join()
+        return process.exitcode
+
+    return poll
+
+
+def _wait(polls: list[Callable[[bool], int | None]], timeout: float) -> bool:
+    """Reap all ranks; True if any had to be killed. One failing rank ends the others after a moment."""
+    deadline = time.time() + timeout
+    while True:
+        states = [poll(False) for poll in polls]
+        if None not in states:
+            return False
+        if any(states):
+            deadline = min(deadline, time.time() + 3)
+        if time.time() > deadline:
+            for poll in polls:
+                poll(True)
             return True
         time.sleep(0.01)
-    return False
