@@ -40,13 +40,15 @@ def train(level: str, dtype: torch.dtype, offloader: Offloader | None, away: Any
     model = CausalLM(SHAPE, attention="reference", memory=LayerMemory(level, cut, offloader, away)).to("cuda", dtype)
     init_weights(model, seed=1)
     steps = packs()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # from the start, so that the peak is one of activations
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     grads = []
     for batch in steps:
         model(batch).logps.sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]).cpu())
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)
     return grads, torch.cuda.max_memory_allocated() - before
 
 
