@@ -94,7 +94,8 @@ def _dataset(case: StageCase, count: int) -> ListDataset:
     if kind in ("pt", "sft"):
         plain = sequences(count, 1)
         if kind == "sft":
-            return ListDataset("sequence", [(s,) for s in plain])
+            weighted = [replace(s, loss_weights=s.loss_weights * (1 + i % 3) / 2) for i, s in enumerate(plain)]
+            return ListDataset("sequence", [(s,) for s in weighted])
         return ListDataset("text", [(Sequence(s.tokens, torch.ones(len(s.tokens))),) for s in plain])
     draw = torch.Generator().manual_seed(4)
     if kind == "kto":

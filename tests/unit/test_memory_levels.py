@@ -75,7 +75,7 @@ def test_bfloat16_tiles_sum_in_float32(level: str) -> None:
     for name, gradient in found.items():
         assert gradient.dtype == torch.bfloat16
         error = (gradient.float() - exact[name]).norm()
-        assert error <= 1.5 * (whole[name].float() - exact[name]).norm() + 1e-3 * exact[name].norm(), name
+        assert error <= 1.01 * (whole[name].float() - exact[name]).norm(), name  # sums in bfloat16 would add 2 to 6 %
 
 
 def test_levels_may_differ_by_layer_and_are_checked() -> None:

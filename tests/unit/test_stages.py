@@ -119,6 +119,16 @@ def test_reference_cache_survives_a_kill_and_knows_its_pairs(tmp_path: Path, mon
         cache.mismatch(*absent, MAX_LENGTH)
 
 
+def test_reference_cache_gives_each_side_of_a_pair_its_own_values(tmp_path: Path) -> None:
+    data = stage_dataset(StageCase("dpo"))
+    cache = ReferenceCache(tmp_path, data)
+    cache.fill(fake_reference, ParallelMesh(1), CPU, 128, lambda text: None)
+    for i in range(len(data)):
+        for sequence in cache[i].sequences:
+            expected = fake_reference(pack_shard([sequence], ParallelMesh(1)))
+            assert sequence.token_columns["reference_logps"] == pytest.approx(expected)
+
+
 def test_length_desensitised_weights() -> None:
     long, short = (Sequence(torch.arange(n), (torch.arange(n) >= 3).float()) for n in (9, 5))
     columns = [s.token_columns["ld_weights"].tolist() for s in length_desensitised([long, short], 0.25)]
