@@ -1,0 +1,78 @@
+"""What a run leaves behind: the best checkpoint, TensorBoard, Weights & Biases, a profile; and what stops it at step 1."""
+
+import gzip
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.launch import metrics
+from tests.e2e.test_stage_runs import demo, on_ranks, settings, train  # noqa: F401 (a fixture)
+from tests.harness import run_distributed
+
+
+def with_stand_in(config: dict[str, Any]) -> list[Any]:
+    """Run with a W&B that only remembers; returns what rank 0 told it."""
+    told: list[Any] = []
+    stand_in = ModuleType("wandb")
+
+    class Run:
+        def log(self, values: dict[str, Any], step: int) -> None:
+            told.append([step, values])
+
+        def finish(self) -> None:
+            told.append("finished")
+
+    def init(**options: Any) -> Run:
+        told.append([options["project"], options["name"], options["config"]["stage"]])
+        return Run()
+
+    stand_in.init = init  # type: ignore[attr-defined]
+    sys.modules["wandb"] = stand_in
+    train(config)
+    return told
+
+
+def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
+    config = settings(
+        demo, "sft", tmp_path / "run", run__steps=4, run__eval_every=1, run__save_every=100, run__keep=1, run__profile=2,
+        run__wandb="project", optimizer__lr=3.0, optimizer__warmup=2,  # so large that the first evaluation stays the best
+    )  # fmt: skip
+    told, silent = run_distributed(with_stand_in, 2, config, with_zero=True, cpu=True)
+    lines = metrics(tmp_path / "run")
+    losses = [line["eval/loss"] for line in lines]
+    best = 1 + int(np.argmin(losses))
+    assert best < 4, losses
+    assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {f"step-{best}", "step-4"}
+    state = json.loads((tmp_path / "run/checkpoints/step-4/run.json").read_text())
+    assert state["best"] == [best, pytest.approx(losses[best - 1])]
+
+    assert told[0] == ["project", "run", "sft"] and told[-1] == "finished" and silent == []
+    assert [{"step": step, **values} for step, values in told[1:-1]] == lines
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    for name in ("loss", "eval/loss", "grad/norm", "lr"):
+        events = board.Scalars(name)
+        assert [e.step for e in events] == [1, 2, 3, 4]
+        assert [e.value for e in events] == pytest.approx([line[name] for line in lines], rel=1e-6)
+
+    profile = json.loads(gzip.decompress((tmp_path / "run/profile-rank0.json.gz").read_bytes()))
+    assert any("mm" in event.get("name", "") for event in profile["traceEvents"])
+
+
+def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path) -> None:  # noqa: F811
+    cache = {"data__cache": str(tmp_path / "cache"), "run__steps": 1, "run__overwrite": True, "run__export": False}
+    config = settings(demo, "dpo", tmp_path / "run", **cache)
+    assert on_ranks(1, config)[0]["reference_gap"] < 1e-5
+    for path in (tmp_path / "cache").glob("reference-*/*.bin"):
+        np.memmap(path, dtype=np.float32, mode="r+")[:] += 0.01
+    sentence = r"step 1: .*at step 0 the policy is the reference, but .* differ by 0.01 per token .*other weights"
+    with pytest.raises(AssertionError, match=sentence):
+        on_ranks(1, config)
+    free = settings(demo, "dpo", tmp_path / "run", **cache, dpo__loss_type="simpo")
+    assert "reference_gap" not in on_ranks(1, free)[0], "a loss without reference asks nobody"
