@@ -109,6 +109,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    reduce_dtype: str = "float32"
     raw: dict[str, Any] = field(default_factory=dict)  # DeepSpeed keys
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
@@ -137,7 +138,7 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
     away = {"offload_optimizer": case.offload_optimizer, "offload_parameters": case.offload_parameters}
-    settings = derive(dtype=case.dtype, raw=case.raw, **away)
+    settings = derive(dtype=case.dtype, reduce_dtype=case.reduce_dtype, raw=case.raw, **away)
 
     def create() -> CausalLM:
         return CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))
@@ -178,14 +179,16 @@ def run_case(case: Case, data: Any = None, stage: Any = None) -> tuple[list[dict
     return metrics, chain.steps if rank == 0 else []
 
 
-def plain_gradients(case: Case, data: Any = None, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the first step from the formula, one sequence at a time, one process, no packing, no ZeRO."""
+def plain_gradients(
+    case: Case, data: Any = None, dtype: torch.dtype = torch.float64, count: int = 6
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the first `count` examples from the formula, one sequence at a time, one process, no packing, no ZeRO."""
     data = dataset(case.stage) if data is None else data
     model = CausalLM(case.shape, None, attention="reference")
     init_weights(model, seed=0)
     model.to(dtype)
     mesh = ParallelMesh(1) if not dist.is_initialized() else None
-    loader = StepLoader(data, 6, tokens_per_microbatch=10_000, seed=3)
+    loader = StepLoader(data, count, tokens_per_microbatch=10_000, seed=3)
     examples = [data[i] for i in loader.indices(0, 0)]
 
     def logps(s: Sequence) -> torch.Tensor:

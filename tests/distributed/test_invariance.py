@@ -6,8 +6,9 @@ Every case is compared with the formula evaluated in float64 on one process, one
 import pytest
 import torch
 
-from tests.engine_case import Case, assert_same_gradients, plain_gradients, run_case
+from tests.engine_case import Case, assert_same_gradients, build_trainer, dataset, plain_gradients, run_case
 from tests.harness import run_distributed
+from ulysses.data.loader import StepLoader
 
 # (processes, sp, token budget, packing order): sampled so that every pair of values meets.
 SAMPLED = [
@@ -69,6 +70,36 @@ def test_bfloat16_error_is_that_of_one_rank() -> None:
     for world, sp in ((2, 2), (4, 2)):
         many = error(run_distributed(run_case, world, Case("sft", sp=sp, dtype=torch.bfloat16), with_zero=True)[0][1][0])
         assert many <= 1.5 * one, (world, sp, many, one)
+
+
+def evaluation(case: Case) -> dict[str, float]:
+    """Held-out loss over all of the data, in steps of 4 with a smaller last one."""
+    data = dataset(case.stage)
+    trainer, _ = build_trainer(case, data)
+    mesh = trainer.mesh
+    trainer.eval_loader = StepLoader(
+        data, 4, tokens_per_microbatch=case.budget, seed=3, data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, shuffle=False
+    )
+    found = trainer.evaluate()
+    trainer.engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("world", "sp"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_evaluation_weighs_tokens_and_pairs_like_training(stage: str, world: int, sp: int) -> None:
+    loss, _ = plain_gradients(Case(stage), count=11)
+    for found in run_distributed(evaluation, world, Case(stage, sp=sp), with_zero=True):
+        assert found["eval/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_reduction_in_bfloat16_is_the_gradient_rounded() -> None:
+    case = Case("sft", sp=2, reduce_dtype="bfloat16")
+    _, gradients = run_distributed(run_case, 4, case, with_zero=True)[0]
+    exact = plain_gradients(case)[1]
+    assert_same_gradients(gradients[0], exact, 2e-2)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_same_gradients(gradients[0], exact, 1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,20 @@ def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> N
     assert outcome.code == 2 and re.fullmatch(r"error \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr), outcome.stderr
 
 
+def test_processes_that_differ_are_refused(place: Path, tmp_path: Path) -> None:
+    """One of them has another DeepSpeed; told once, before any work."""
+
+    def before(rank: int) -> None:
+        import ulysses.training.run as run
+
+        version = run.version
+        run.version = lambda name: version(name) + ("x" if rank else "")
+
+    outcome = ranks(arguments(place, run__output=tmp_path / "run"), 2, tmp_path, before=before, timeout=40)
+    assert outcome.code == 2 and not (tmp_path / "run").exists()
+    assert outcome.stderr.count("error: ") == 1 and "library versions differ between the processes; start all" in outcome.stderr
+
+
 def test_debug_adds_the_stack_trace(place: Path, tmp_path: Path) -> None:
     outcome = ranks([*arguments(place, model__attention="flash3"), "--debug"], 1, tmp_path)
     assert outcome.code == 2 and "Traceback" in outcome.stderr and "error: model.attention" in outcome.stderr
