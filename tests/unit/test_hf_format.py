@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -185,6 +187,7 @@ class _Hub(BaseHTTPRequestHandler):
 
     repositories: dict[str, dict[str, bytes]]
     asked: list[str]
+    delay = 0.0
     commit = "0123456789abcdef0123456789abcdef01234567"
 
     def do_HEAD(self) -> None:
@@ -208,7 +211,9 @@ class _Hub(BaseHTTPRequestHandler):
                 ).encode()
         elif "/resolve/" in path and name in files:
             content = files[name]
-            self.asked.append(name)
+            self.asked.append(f"{self.command} {name}")
+            if body:
+                time.sleep(self.delay)
         else:
             self.send_error(404)
             return
@@ -269,7 +274,7 @@ def test_hub_id_is_fetched_from_the_endpoint_and_then_found_offline(tmp_path: Pa
             "tokenizer.json",
             "chat_template.jinja",
         }
-        assert not {"pytorch_model.bin", "modeling.py"} & set(handler.asked)
+        assert not {"pytorch_model.bin", "modeling.py"} & {line.split()[1] for line in handler.asked}
         assert torch.equal(WeightFiles(folder).read("a"), torch.ones(3)) and read_config(folder).vocab_size == 64
         assert absent.startswith("FileNotFoundError") and "owner/absent" in absent and home["HF_ENDPOINT"] in absent
         assert only_bin.startswith("ValueError") and "owner/bin has no .safetensors weights" in only_bin
@@ -277,3 +282,18 @@ def test_hub_id_is_fetched_from_the_endpoint_and_then_found_offline(tmp_path: Pa
         server.shutdown()
     found, missing = _resolve("owner/tiny", "owner/absent", **home, HF_HUB_OFFLINE="1")
     assert found == fetched and "HF_HUB_OFFLINE is set" in missing
+
+
+def test_the_processes_of_a_node_fetch_a_model_once(tmp_path: Path) -> None:
+    tiny = {"config.json": json.dumps(TINY).encode(), "model.safetensors": b"w" * 1000}
+    handler = type("Handler", (_Hub,), {"asked": [], "repositories": {"owner/tiny": tiny}, "delay": 2.0})  # they meet
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            found = {folder for [folder] in pool.map(lambda _: _resolve("owner/tiny", **home), range(3))}
+    finally:
+        server.shutdown()
+    assert len(found) == 1 and (Path(found.pop()) / "model.safetensors").read_bytes() == tiny["model.safetensors"]
+    assert handler.asked.count("GET model.safetensors") == handler.asked.count("GET config.json") == 1
