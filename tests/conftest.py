@@ -3,9 +3,8 @@
 import os
 
 if os.environ.get("ULYSSES_TEST_DEVICE") == "cpu":
-    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/dev/nvidia0") else "cpu")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs must not start CUDA: ranks are forked
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs does not start CUDA
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +13,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 import pytest
 import torch
 
+os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.device_count() else "cpu"  # before anything imports deepspeed
 torch.set_num_threads(1)
 
 
