@@ -1,4 +1,4 @@
-"""Between forward and backward nothing keeps gathered weights alive, and torch's functions stay torch's own."""
+"""Gathered weights: none outlives its layer's forward, whole ones can be had at any time, torch's functions stay torch's own."""
 
 import gc
 from typing import Any
@@ -13,14 +13,16 @@ from models.decoder import CausalLM
 from models.layers import DecoderLayer
 from tests.engine_case import HostWeights, optimizer_of
 from tests.harness import run_distributed
-from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import matrix_sizes
 from ulysses.training.config import LoraConfig
 from ulysses.training.lora import AdapterWeights, add_adapters
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.gather import gathered_weights
 from ulysses.zero.settings import derive
+from ulysses.zero.state import full_parameters
 
 LAYERS = 6
 SHAPE = ModelConfig.from_hf({
@@ -29,9 +31,8 @@ SHAPE = ModelConfig.from_hf({
 })  # fmt: skip
 
 
-def measured(adapters: bool) -> dict[str, Any]:
-    """How many layers' weights of a forward pass are alive before its backward."""
-    own = F.linear
+def engine_of(adapters: bool) -> ZeroEngine:
+    """A trained engine none of whose parameters is too small to be partitioned between uses."""
     initialize_distributed()
     mesh, settings = ParallelMesh(1), derive(dtype=torch.float32, **matrix_sizes(SHAPE))
     settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -42,16 +43,26 @@ def measured(adapters: bool) -> dict[str, Any]:
 
     source = HostWeights(SHAPE, 0)
     model = build_partitioned(create, settings, AdapterWeights(source, 0) if adapters else source)
-    engine = ZeroEngine(model.train(), settings, optimizer_of(model), (DecoderLayer,))
+    return ZeroEngine(model.train(), settings, optimizer_of(model), (DecoderLayer,))
+
+
+def batch() -> ShardedBatch:
+    return pack_shard([Sequence(torch.arange(9), torch.ones(9))], ParallelMesh(1))
+
+
+def measured(adapters: bool) -> dict[str, Any]:
+    """How many layers' weights of a forward pass are alive before its backward."""
+    own = F.linear
+    engine = engine_of(adapters)
     gathered: list[StorageWeakRef] = []
 
     def watch(layer: torch.nn.Module, _: Any) -> None:
         gathered.extend(StorageWeakRef(p.data.untyped_storage()) for p in layer.parameters())
 
-    for layer in model.modules():
+    for layer in engine.module.modules():
         if isinstance(layer, DecoderLayer):
             layer.register_forward_pre_hook(watch)
-    loss = engine(pack_shard([Sequence(torch.arange(9), torch.ones(9))], mesh)).logps.sum()
+    loss = engine(batch()).logps.sum()
     gc.collect()
     alive = sum(not storage.expired() for storage in gathered) * LAYERS / len(gathered)
     engine.backward(loss, last=True)
@@ -62,3 +73,32 @@ def measured(adapters: bool) -> dict[str, Any]:
 def test_no_gathered_weight_outlives_its_layers_forward(adapters: bool) -> None:
     for found in run_distributed(measured, 2, adapters, with_zero=True, cpu=True):
         assert found["torch_is_whole"] and found["alive"] == 0, found
+
+
+def whole_after_an_evaluation() -> list[bool]:
+    """After each kind of evaluation and use: were the whole weights those of the start?"""
+    engine, source, found = engine_of(False), HostWeights(SHAPE, 0), []
+    for _ in range(3):  # DeepSpeed gathers ahead from the third pass on
+        engine.backward(engine(batch()).logps.sum(), last=True)
+        engine.step([0.0] * len(engine.zero.optimizer.param_groups))
+
+    def right(name: str, tensor: torch.Tensor) -> bool:
+        return torch.equal(tensor.flatten(), source.slice(name, tensor.shape, 0, tensor.numel(), tensor.dtype, tensor.device))
+
+    def evaluate() -> None:
+        with engine.inference():
+            engine(batch())
+
+    evaluate()
+    found.append(any(p.ds_status.name == "INFLIGHT" for p in engine.module.parameters()))  # else this proves nothing
+    found += [tensor is None or right(name, tensor) for name, tensor in full_parameters(engine)]
+    evaluate()
+    with gathered_weights(engine) as weights:
+        found += [right(name, tensor) for name, tensor in weights.items()]
+    engine.backward(engine(batch()).logps.sum(), last=True)
+    return found
+
+
+def test_whole_weights_after_an_evaluation() -> None:
+    for found in run_distributed(whole_after_an_evaluation, 2, with_zero=True, cpu=True):
+        assert len(found) > 2 * 9 * LAYERS and all(found), found

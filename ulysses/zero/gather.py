@@ -37,6 +37,7 @@ def gathered_weights(engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 
             f"cache, but a process has only {(float(least) + more_bytes) / 2**30:.2f} GiB to spare; lower "
             "ppo.generation_batch or ppo.max_new_tokens, or free memory (memory.offload_optimizer, more GPUs)"
         )
+    engine.release()
     with deepspeed.zero.GatheredParameters([p for _, p in chosen]):
         yield {name: p.data for name, p in chosen}
 
