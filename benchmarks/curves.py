@@ -114,7 +114,7 @@ def train(dtype: str, kernel: str, sp: int, data: Any, steps: int, device: torch
     found = []
     for _ in range(steps):
         values: Any = trainer.train_step()
-        found.append((float(values["loss"]), float(values["grad/norm"])))
+        found.append((float(values["loss"]), float(values["grad_norm"])))
     engine.destroy()
     del bench, engine, trainer
     gc.collect()

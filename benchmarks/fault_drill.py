@@ -157,7 +157,7 @@ def continues(whole: dict[str, Any], resumed: dict[str, Any], *, exactly: bool) 
     if not all(m["grad/lr_scale"] > 1 for m in whole["steps"] if m["step"] in (first - 1, first)):
         return f"the learning rate was not boosted on both sides of step {first}"
     tolerance = 0.0 if exactly else 2e-2  # kernels on GPUs are not deterministic
-    names = ("loss", "lr", "grad/norm", "grad/mean_abs", "grad/lr_scale")
+    names = ("loss", "lr", "grad_norm", "grad/mean_abs", "grad/lr_scale")
     before = [m for m in whole["steps"] if m["step"] >= first]
     if [m["step"] for m in before] != [m["step"] for m in resumed["steps"]]:
         return "the resumed run took other steps"
@@ -197,7 +197,7 @@ def draw(runs: list[dict[str, Any]], a: argparse.Namespace) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = (("loss", "loss", "log"), ("grad/norm", "gradient norm", "log"), ("lr", "learning rate", "linear"))
+    panels = (("loss", "loss", "log"), ("grad_norm", "gradient norm", "log"), ("lr", "learning rate", "linear"))
     figure, axes = pyplot.subplots(len(panels), 1, sharex=True, figsize=(8, 7), layout="constrained")
     for axis, (key, label, scale) in zip(axes, panels, strict=True):
         for r in runs:

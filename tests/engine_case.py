@@ -130,7 +130,7 @@ class CaptureChain(GradientPolicyChain):
                 dist.all_reduce(flat)
             whole[entry.name] = flat.view(entry.shape).cpu()
         self.steps.append(whole)
-        return {"grad/norm": gradients.norm()}
+        return {"grad_norm": gradients.norm()}
 
 
 def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, CaptureChain]:

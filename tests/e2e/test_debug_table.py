@@ -49,8 +49,8 @@ def test_table_is_printed_once_and_changes_nothing(tmp_path: Path) -> None:
         if step == 4:
             assert broken == [f"{'not finite':>12} 1 of 32 elements are inf or nan  model.norm.weight"]
         else:
-            assert not broken and norms[0] <= told[step - 1]["grad/norm"] * 1.001
-            assert norms[0] >= told[step - 1]["grad/norm"] / math.sqrt(21)
+            assert not broken and norms[0] <= told[step - 1]["grad_norm"] * 1.001
+            assert norms[0] >= told[step - 1]["grad_norm"] / math.sqrt(21)
     seconds = {"seconds", "tokens_per_second"}
     for ours, theirs in zip(told, quiet, strict=True):
         added = set(ours) - set(theirs)

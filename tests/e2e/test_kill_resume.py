@@ -95,7 +95,7 @@ def wait_until_dead(run: Ranks, seconds: float) -> bool:
 
 def assert_same_run(found: Path, whole: Path) -> None:
     """Loss, gradient norm and evaluation of every step, the last checkpoint and the export, to the last bit."""
-    names = ("step", "loss", "grad/norm", "lr", "tokens", "eval/loss")
+    names = ("step", "loss", "grad_norm", "lr", "tokens", "eval/loss")
     table = [[line.get(n) for n in names] for line in metrics(found)]
     assert table == [[line.get(n) for n in names] for line in metrics(whole)]
     for part in (f"checkpoints/step-{STEPS}/policy", "export"):

@@ -47,7 +47,7 @@ def check(case: tuple[str, str, int, int, int], one_process: dict[str, list[dict
     assert len(found) == len(one_process[stage]) == 5
     for theirs, ours in zip(one_process[stage], found, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["grad/norm"] == pytest.approx(theirs["grad/norm"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", REAL + QUICK, ids=lambda c: "-".join(map(str, c)))

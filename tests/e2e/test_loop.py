@@ -56,7 +56,7 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    for name in ("loss", "eval/loss", "grad/norm", "lr"):
+    for name in ("loss", "eval/loss", "grad_norm", "lr"):
         events = board.Scalars(name)
         assert [e.step for e in events] == [1, 2, 3, 4]
         assert [e.value for e in events] == pytest.approx([line[name] for line in lines], rel=1e-6)

@@ -76,7 +76,7 @@ def test_gradient_policy_page(tmp_path: Path) -> None:
     (snippet,) = blocks("docs/gradients.md", "python")
     names: dict[str, object] = {}
     exec(compile(snippet, "gradients.md", "exec"), names)
-    assert "grad/norm" in names["report"]  # type: ignore[operator]
+    assert "grad_norm" in names["report"]  # type: ignore[operator]
     listed = {row[0].strip("`") for row in table("docs/gradients.md", "policy")[1:]}
     assert listed == {policy.name for policy in GRADIENT_POLICIES}
 

@@ -106,7 +106,7 @@ def test_deterministic_runs_have_the_same_numbers(demo, tmp_path) -> None:
     usual = on_ranks(2, config)
     config["run"] |= {"output": str(tmp_path / "strict"), "deterministic": True}
     lines, strict = run_distributed(strictly, 2, config, with_zero=True, cpu=True)[0]
-    assert strict and [[x["loss"], x["grad/norm"]] for x in lines] == [[x["loss"], x["grad/norm"]] for x in usual]
+    assert strict and [[x["loss"], x["grad_norm"]] for x in lines] == [[x["loss"], x["grad_norm"]] for x in usual]
 
 
 def test_kto_begins_at_the_reference(demo, tmp_path) -> None:

@@ -26,7 +26,7 @@ def curve(name: str) -> list[list[float]]:
     """Run the case; [[loss, gradient norm] of each step]."""
     data: ListDataset = dataset(CASES[name].stage, count=30, seed=7)
     metrics, _ = run_distributed(run_case, 1, CASES[name], data, with_zero=True, cpu=True)[0]
-    return [[m["loss"], m["grad/norm"]] for m in metrics]
+    return [[m["loss"], m["grad_norm"]] for m in metrics]
 
 
 def stored(name: str) -> list[list[float]]:
@@ -35,7 +35,7 @@ def stored(name: str) -> list[list[float]]:
 
 def main() -> None:
     for name in CASES:
-        content: dict[str, Any] = {"columns": ["loss", "grad/norm"], "torch": torch.__version__, "steps": curve(name)}
+        content: dict[str, Any] = {"columns": ["loss", "grad_norm"], "torch": torch.__version__, "steps": curve(name)}
         text = json.dumps(content, indent=1).replace("[\n   ", "[").replace(",\n   ", ", ").replace("\n  ]", "]")
         (FOLDER / f"{name}.json").write_text(text + "\n")
         print(f"wrote {FOLDER / name}.json")

@@ -32,7 +32,7 @@ def training(steps: int = 40, **more: Any) -> list[dict[str, Any] | str]:
     rows: list[dict[str, Any] | str] = []
     for step in range(1, steps + 1):
         noise = 0.2 * math.sin(37.0 * step)
-        rows.append({"step": step, "loss": 3 / step + 0.1, "lr": 1e-3 / step, "grad/norm": 1 + noise, "tokens_per_second": 100.0,
+        rows.append({"step": step, "loss": 3 / step + 0.1, "lr": 1e-3 / step, "grad_norm": 1 + noise, "tokens_per_second": 100.0,
                      "grad/clipped": float(noise > 0.1), "grad/skipped": 0.0, **more})  # fmt: skip
     return rows
 

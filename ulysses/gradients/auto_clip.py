@@ -29,11 +29,11 @@ class AutoClip(GradientPolicy):
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         norm = gradients.norm()
         if not math.isfinite(norm):
-            return {"grad/norm": norm}
+            return {"grad_norm": norm}
         self.norms = [*self.norms, norm][-self.history :]
         limit = float(torch.quantile(torch.tensor(self.norms, dtype=torch.float64), self.percentile / 100))
         factor = gradients.clip_norm(limit) if norm > limit else 1.0
-        return {"grad/norm": norm, "grad/auto_clip_limit": limit, "grad/auto_clip_factor": factor}
+        return {"grad_norm": norm, "grad/auto_clip_limit": limit, "grad/auto_clip_factor": factor}
 
     def state_dict(self) -> dict[str, Any]:
         return {"norms": list(self.norms)}

@@ -23,4 +23,4 @@ class ClipGlobalNorm(GradientPolicy):
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         norm = gradients.norm()
         factor = gradients.clip_norm(self.max_norm) if self.max_norm else 1.0
-        return {"grad/norm": norm, "grad/clip_factor": factor, "grad/clipped": float(factor < 1)}
+        return {"grad_norm": norm, "grad/clip_factor": factor, "grad/clipped": float(factor < 1)}

@@ -18,7 +18,7 @@ class StopOnNonFinite(GradientPolicy):
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         if not is_finite_step(gradients, context):
             context.stop = explain_non_finite(gradients, context)
-        return {"grad/norm": gradients.norm()}
+        return {"grad_norm": gradients.norm()}
 
 
 class SkipNonFinite(GradientPolicy):
@@ -45,7 +45,7 @@ class SkipNonFinite(GradientPolicy):
                 context.stop = f"{reason}; {self.consecutive} steps in a row were not finite (limit {self.limit})"
             else:
                 context.skip = reason
-        return {"grad/norm": gradients.norm(), "grad/non_finite_total": float(self.total)}
+        return {"grad_norm": gradients.norm(), "grad/non_finite_total": float(self.total)}
 
     def state_dict(self) -> dict[str, Any]:
         return {"consecutive": self.consecutive, "total": self.total}

@@ -96,7 +96,7 @@ class GradientPolicyChain:
         for policy in self.policies:
             found = policy.apply(gradients, context)
             # the step's norm is the first one measured: later policies see what earlier ones left
-            report |= {key: value for key, value in found.items() if key != "grad/norm" or key not in report}
+            report |= {key: value for key, value in found.items() if key != "grad_norm" or key not in report}
             if context.skip or context.stop:
                 break
         gradients.refresh()
@@ -148,7 +148,7 @@ class Scoped(GradientPolicy):
             for group in self.groups:
                 context.group_lr_scale[group] = context.group_lr_scale.get(group, 1.0) * inner.lr_scale
         label = "+".join(self.groups)
-        return {key.replace("grad/", f"grad/{label}/", 1): value for key, value in report.items()}
+        return {key.replace("grad_norm", "grad/norm").replace("grad/", f"grad/{label}/", 1): value for key, value in report.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {"name": self.policy.name, "groups": list(self.groups), "state": self.policy.state_dict()}

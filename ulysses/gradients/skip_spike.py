@@ -37,7 +37,7 @@ class SkipSpike(GradientPolicy):
         if math.isfinite(context.loss) and math.isfinite(norm):
             self.losses = [*self.losses, context.loss][-self.window :]
             self.norms = [*self.norms, norm][-self.window :]
-        return {"grad/norm": norm, "grad/loss_z": loss_z, "grad/norm_z": norm_z}
+        return {"grad_norm": norm, "grad/loss_z": loss_z, "grad/norm_z": norm_z}
 
     def _deviation(self, history: list[float], value: float) -> float:
         if len(history) < self.warmup:

@@ -31,13 +31,13 @@ class ZClip(GradientPolicy):
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         norm = gradients.norm()
         if not math.isfinite(norm):
-            return {"grad/norm": norm}
+            return {"grad_norm": norm}
         if len(self.first) < self.warmup:
             self.first.append(norm)
             if len(self.first) == self.warmup:
                 self.mean = math.fsum(self.first) / self.warmup
                 self.variance = math.fsum((x - self.mean) ** 2 for x in self.first) / self.warmup
-            return {"grad/norm": norm, "grad/zclip_z": 0.0, "grad/zclip_factor": 1.0}
+            return {"grad_norm": norm, "grad/zclip_z": 0.0, "grad/zclip_factor": 1.0}
         deviation = math.sqrt(self.variance) + 1e-6
         z = (norm - self.mean) / deviation
         target = self.mean + self.threshold**2 / z * deviation if z > self.threshold else norm
@@ -46,7 +46,7 @@ class ZClip(GradientPolicy):
             gradients.scale(factor)
         self.mean = self.decay * self.mean + (1 - self.decay) * target
         self.variance = self.decay * self.variance + (1 - self.decay) * (target - self.mean) ** 2
-        return {"grad/norm": norm, "grad/zclip_z": z, "grad/zclip_factor": factor}
+        return {"grad_norm": norm, "grad/zclip_z": z, "grad/zclip_factor": factor}
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": list(self.first), "mean": self.mean, "variance": self.variance}

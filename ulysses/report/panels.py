@@ -9,10 +9,10 @@ from itertools import pairwise
 from ulysses.report.runs import Run
 
 TITLES = {
-    "loss": "Loss", "lr": "Learning rate", "grad/norm": "Gradient norm", "grad/mean_abs": "Mean |g|",
+    "loss": "Loss", "lr": "Learning rate", "grad_norm": "Gradient norm", "grad/mean_abs": "Mean |g|",
     "tokens_per_second": "Tokens per second", "mfu": "MFU", "seconds": "Seconds per step", "peak_memory_gib": "Peak memory, GiB",
 }  # fmt: skip
-FIRST = ("loss", "lr", "grad/norm", "grad/mean_abs")
+FIRST = ("loss", "lr", "grad_norm", "grad/mean_abs")
 SPEED = ("tokens_per_second", "mfu", "seconds", "tokens", "peak_memory_gib")
 POINTS = 800  # drawn per line at most
 LOG_RATIO = 50  # positive values that span more than this get a logarithmic axis
