@@ -6,19 +6,20 @@ Needs no GPU, no launcher and no process group; holds one parameter at a time.
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
-from models.hf_format import WeightWriter, copy_side_files, write_config
+from models.hf_format import copy_side_files
+from ulysses.training.command_line import check
+from ulysses.training.config import DTYPES, Config
+from ulysses.training.export_model import prefix_of, write_model
 from ulysses.zero.slices import SavedSlices
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def export_checkpoint(checkpoint: Path, out: Path) -> None:
@@ -27,7 +28,6 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     Raises:
         ValueError: if the folder is not a complete checkpoint, or `out` already holds a model.
     """
-    run = checkpoint.parent.parent
     try:
         state = json.loads((checkpoint / "run.json").read_text())
         shape = ModelConfig.from_hf(state["shape"])
@@ -35,56 +35,36 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
         raise ValueError(f"{checkpoint.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N") from None
     if (out / "config.json").exists():
         raise ValueError(f"{out.absolute()} already holds a model; give a folder that does not exist yet")
-    reward = state["config"]["stage"] == "rm"
-    dtype = DTYPES[state["config"]["model"]["dtype"]]
-    saved = SavedSlices(checkpoint / "policy")
-    prefix = "policy." if state["config"]["stage"] == "ppo" else ""  # PPO's value is left out
-    with torch.device("meta"):
-        model: nn.Module = RewardModel(shape) if reward else CausalLM(shape)
+    config = check(state["config"])
     out.mkdir(parents=True, exist_ok=True)
-    copy_side_files(run / "tokenizer", out)
-    if state["config"]["model"]["lora"]["rank"]:
-        _export_lora(model, saved, state["config"], shape, out, prefix)
-        return
-    writer = WeightWriter(out)
-    for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.numel(), dtype=torch.float32)
-        saved.read_into(whole, prefix + name, "master")
-        writer.add(name, whole.to(dtype).view(parameter.shape))
-    writer.finish()
-    write_config(out, shape, dtype=dtype, reward=reward)
+    copy_side_files(checkpoint.parent.parent / "tokenizer", out)
+    write_model(_reader(SavedSlices(checkpoint / "policy"), config, shape), out, shape, config, main=True)
 
 
-def _export_lora(model: nn.Module, saved: SavedSlices, config: dict[str, Any], shape: ModelConfig, out: Path, prefix: str) -> None:
-    """Write the adapters, or the base weights (read from where the run read them) with the adapters added in."""
-    from ulysses.training.build import read_shape, weights_of  # heavy, and needed here only
-    from ulysses.training.command_line import check
-    from ulysses.training.lora import add_adapters, base_name, is_adapter, merged, save_adapters
+def _reader(saved: SavedSlices, config: Config, shape: ModelConfig) -> Callable[[Callable[[str], bool]], Iterator[tuple[str, Tensor]]]:
+    """Read the policy's saved parameters, and those that adapters left frozen from where the run read them."""
+    dtype, prefix, lora = DTYPES[config.model.dtype], prefix_of(config), config.model.lora
+    with torch.device("meta"):
+        model: nn.Module = RewardModel(shape) if config.stage == "rm" else CausalLM(shape)
+    if lora.rank:
+        from ulysses.training.build import read_shape, weights_of  # heavy, and needed here only
+        from ulysses.training.lora import add_adapters, base_name, is_adapter
 
-    settings = check(config)
-    lora, reward, dtype = settings.model.lora, settings.stage == "rm", DTYPES[settings.model.dtype]
-    shapes = {name: p.shape for name, p in add_adapters(model, lora).named_parameters()}
-    adapters = {}
-    for name in filter(is_adapter, shapes):
-        whole = torch.empty(shapes[name].numel(), dtype=torch.float32)
-        saved.read_into(whole, prefix + name, "master")
-        adapters[name] = whole.to(dtype).view(shapes[name])
-    if not lora.merge:
-        save_adapters(out, adapters, lora, reward=reward, base=settings.model.path)
-        return
-    source = weights_of(settings, shape, read_shape(settings)[1])
-    writer = WeightWriter(out)
-    for name, size in shapes.items():
-        if name in adapters and ".lora_" in name:
-            continue
-        plain = base_name(name)
-        if name in adapters:
-            weight = adapters[name]
-        else:
-            weight = source.slice(plain, size, 0, size.numel(), dtype, torch.device("cpu")).view(size)
-        writer.add(plain, merged(name, weight, adapters, lora))
-    writer.finish()
-    write_config(out, shape, dtype=dtype, reward=reward)
+        model = add_adapters(model, lora)
+        base = weights_of(config, shape, read_shape(config)[1]) if lora.merge else None
+
+    def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            if not wanted(prefix + name):
+                continue
+            if lora.rank and base is not None and not is_adapter(name):
+                flat = base.slice(base_name(name), parameter.shape, 0, parameter.numel(), dtype, torch.device("cpu"))
+            else:
+                flat = torch.empty(parameter.numel(), dtype=torch.float32)
+                saved.read_into(flat, prefix + name, "master")
+            yield prefix + name, flat.to(dtype).view(parameter.shape)
+
+    return read
 
 
 def main() -> int:

@@ -16,14 +16,12 @@ from models.policy_value import PolicyValue
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.command_line import ConfigError
-from ulysses.training.config import Config, LoraConfig
+from ulysses.training.config import DTYPES, Config, LoraConfig
 from ulysses.training.memory import MemoryChoice, tiling
 from ulysses.training.optim import adamw, policy_value_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Path | None]:

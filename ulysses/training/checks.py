@@ -21,10 +21,10 @@ from ulysses.data.formats import missing_sources, parse_sources, source_digest
 from ulysses.data.loader import StepLoader
 from ulysses.data.records import DataError
 from ulysses.parallel.kernels import resolve_kernel
-from ulysses.training.build import DTYPES, check_weights, read_shape
+from ulysses.training.build import check_weights, read_shape
 from ulysses.training.checkpoint import resume_point
 from ulysses.training.command_line import ConfigError
-from ulysses.training.config import Config
+from ulysses.training.config import DTYPES, Config
 from ulysses.training.determinism import require_determinism
 from ulysses.training.memory import adapter_parameters, check_head_chunks, check_memory
 from ulysses.training.rewards import is_function, load_function

@@ -6,12 +6,14 @@ Each field's description is what `--help` prints; units and the meaning of 0 are
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ulysses.training.gradient_config import GradientsConfig
 
 StageName = Literal["pt", "sft", "rm", "dpo", "kto", "ppo"]
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # of model.dtype
 
 
 class Section(BaseModel):

@@ -1,33 +1,24 @@
-"""Write a trained engine as a Hugging Face folder: the whole model, or its adapters in peft's format."""
+"""Write a model as a Hugging Face folder, whole or as adapters in peft's format; from an engine or from a checkpoint."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from models.arch import ModelConfig as Shape
 from models.hf_format import WeightWriter, write_config
-from ulysses.training.build import DTYPES
-from ulysses.training.config import Config
-from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.state import full_parameters
+from ulysses.training.config import DTYPES, Config
+
+Read = Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor | None]]]
 
 
-def export_model(engine: ZeroEngine, folder: Path, shape: Shape, config: Config, *, main: bool) -> None:
-    """Write weights and config.json one parameter at a time; with adapters, these alone unless model.lora.merge is set.
+def export_model(engine: Any, folder: Path, shape: Shape, config: Config, *, main: bool) -> None:
+    """Write a ZeroEngine's weights and config.json; all ranks call it together, `main` writes."""
+    from ulysses.zero.state import full_parameters  # deepspeed, which a checkpoint's export does without
 
-    All ranks call it together; `main` writes.
-    """
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-    if config.model.lora.rank:
-        _export_lora(engine, folder, shape, config, main)
-        return
-    writer = WeightWriter(folder) if main else None
-    prefix = prefix_of(config)
-    for name, tensor in full_parameters(engine, lambda name: name.startswith(prefix)):
-        if writer is not None and tensor is not None:
-            writer.add(name.removeprefix(prefix), tensor)
-    _finish(writer, folder, shape, config)
+    write_model(partial(full_parameters, engine), folder, shape, config, main=main)
 
 
 def prefix_of(config: Config) -> str:
@@ -35,29 +26,30 @@ def prefix_of(config: Config) -> str:
     return "policy." if config.stage == "ppo" else ""
 
 
-def _export_lora(engine: ZeroEngine, folder: Path, shape: Shape, config: Config, main: bool) -> None:
-    from ulysses.training.lora import base_name, is_adapter, merged, save_adapters  # peft is an optional dependency
+def write_model(read: Read, folder: Path, shape: Shape, config: Config, *, main: bool) -> None:
+    """Write weights and config.json one parameter at a time; with adapters, these alone unless model.lora.merge is set.
 
-    lora = config.model.lora
-    prefix = prefix_of(config)
-    adapters: dict[str, Tensor] = {
-        n.removeprefix(prefix): t
-        for n, t in full_parameters(engine, lambda name: name.startswith(prefix) and is_adapter(name))
-        if t is not None
-    }
-    if not lora.merge:
-        if main:
-            save_adapters(folder, adapters, lora, reward=config.stage == "rm", base=config.model.path)
-        return
+    `read(wanted)` yields the engine's parameters whose names are wanted, in the model's order; tensors where `main` is true.
+    """
+    lora, reward, prefix = config.model.lora, config.stage == "rm", prefix_of(config)
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+    if lora.rank:
+        from ulysses.training.lora import base_name, is_adapter, merged, save_adapters  # peft is an optional dependency
+
+        found = read(lambda name: name.startswith(prefix) and is_adapter(name))
+        adapters = {name.removeprefix(prefix): tensor for name, tensor in found if tensor is not None}
+        if not lora.merge:
+            if main:
+                save_adapters(folder, adapters, lora, reward=reward, base=config.model.path)
+            return
     writer = WeightWriter(folder) if main else None
-    for full, tensor in full_parameters(engine, lambda name: name.startswith(prefix) and ".lora_" not in name):
-        name = full.removeprefix(prefix)
+    for full, tensor in read(lambda name: name.startswith(prefix) and ".lora_" not in name):
         if writer is not None and tensor is not None:
-            writer.add(base_name(name), merged(name, tensor, adapters, lora))
-    _finish(writer, folder, shape, config)
-
-
-def _finish(writer: WeightWriter | None, folder: Path, shape: Shape, config: Config) -> None:
+            name = full.removeprefix(prefix)
+            if lora.rank:
+                name, tensor = base_name(name), merged(name, tensor, adapters, lora)
+            writer.add(name, tensor)
     if writer is not None:
         writer.finish()
-        write_config(folder, shape, dtype=DTYPES[config.model.dtype], reward=config.stage == "rm")
+        write_config(folder, shape, dtype=DTYPES[config.model.dtype], reward=reward)
