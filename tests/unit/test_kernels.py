@@ -9,7 +9,6 @@ from ulysses.parallel.kernels import (
     Options,
     available_kernels,
     resolve_kernel,
-    varlen_attention,
     varlen_backward,
     varlen_forward,
 )
@@ -49,6 +48,23 @@ def segments(lengths, device):
     return Segments(cu_q.to(device), cu_k.to(device), max(lengths[0]), max(lengths[1]), bounds)
 
 
+class VarlenAttention(torch.autograd.Function):
+    """A kernel's forward and backward, joined for autograd: kernel, q, k, v, segments, options -> out, lse."""
+
+    @staticmethod
+    def forward(ctx, kernel, q, k, v, segments, options):
+        out, lse = varlen_forward(kernel, q, k, v, segments, options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.arguments = kernel, segments, options
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        kernel, *call = ctx.arguments
+        return None, *varlen_backward(kernel, dout, *ctx.saved_tensors, *call), None, None
+
+
 def check(kernel, device, dtype, lengths, heads, head_dim, causal=True, window=None):
     draw = torch.Generator().manual_seed(0)
     options = Options(causal, 0.3, window)
@@ -64,7 +80,7 @@ def check(kernel, device, dtype, lengths, heads, head_dim, causal=True, window=N
     else:
         given = [x.detach().to(device, dtype) for x in exact]
     given = [x.requires_grad_() if x.is_leaf else x.detach().requires_grad_() for x in given]
-    out, lse = varlen_attention(kernel, *given, segments(lengths, device), options)
+    out, lse = VarlenAttention.apply(kernel, *given, segments(lengths, device), options)
     (out * upstream.to(device)).sum().backward()
     assert lse.shape == (heads[0], sum(lengths[0])) and not lse.requires_grad
     for name, got, want in zip(
@@ -182,7 +198,7 @@ def test_flash_kernels_are_told_to_be_deterministic(monkeypatch):
 def test_reference_gradients_by_finite_differences():
     q, k, v = (torch.randn(7, h, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
     packed = segments(([1, 4, 2], [1, 4, 2]), "cpu")
-    torch.autograd.gradcheck(lambda *x: varlen_attention("reference", *x, packed, Options(True, 0.5))[0], (q, k, v))
+    torch.autograd.gradcheck(lambda *x: VarlenAttention.apply("reference", *x, packed, Options(True, 0.5))[0], (q, k, v))
 
 
 def test_reference_tiles_do_not_change_the_result(monkeypatch):
@@ -201,7 +217,7 @@ def test_reference_tiles_do_not_change_the_result(monkeypatch):
 
 def test_backward_never_runs_the_forward_kernel(monkeypatch):
     q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
-    out, _ = varlen_attention("torch", q, k, v, segments(([4, 5], [4, 5]), "cpu"), Options(True, 0.5))
+    out, _ = VarlenAttention.apply("torch", q, k, v, segments(([4, 5], [4, 5]), "cpu"), Options(True, 0.5))
     monkeypatch.setattr(kernels, "varlen_forward", None)
     monkeypatch.setattr(kernels.by_document, "cpu_forward", None)
     out.sum().backward()

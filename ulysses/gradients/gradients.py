@@ -17,28 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ulysses.gradients.noise import add_block_noise
-from ulysses.gradients.rows import row_counts, row_starts, row_sums, scale_rows, subtract_rows
+from ulysses.gradients.rows import GradientSlice, row_counts, row_starts, row_sums, scale_rows, subtract_rows
 
 NORM_RUN = 1024
 ORDERS = {"norm": 2.0, "mean_abs": 1.0, "max_abs": math.inf}  # what is measured -> the order of the slices' norms
-
-
-@dataclass(frozen=True)
-class GradientSlice:
-    """Hold this rank's piece of one parameter's gradient.
-
-    shape and numel describe the whole parameter, `grad` is the flat local slice (no padding) that edits write into,
-    `start` its offset in the flattened parameter, `group` the parameter group's name, `weight` the parameter's own
-    values in the same slice, or None where nobody needs them.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    numel: int
-    grad: Tensor
-    start: int = 0
-    group: str = "default"
-    weight: Tensor | None = None
 
 
 @dataclass

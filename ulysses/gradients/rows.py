@@ -9,30 +9,35 @@ A slice may begin and end inside a row:
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-class FlatSlice(Protocol):
-    """The part of a gradient slice that row arithmetic needs."""
+@dataclass(frozen=True)
+class GradientSlice:
+    """Hold this rank's piece of one parameter's gradient.
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def grad(self) -> Tensor: ...
-    @property
-    def start(self) -> int: ...
+    shape and numel describe the whole parameter, `grad` is the flat local slice (no padding) that edits write into,
+    `start` its offset in the flattened parameter, `group` the parameter group's name, `weight` the parameter's own
+    values in the same slice, or None where nobody needs them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    grad: Tensor
+    start: int = 0
+    group: str = "default"
+    weight: Tensor | None = None
 
 
-def rows_of(entry: FlatSlice) -> int:
+def rows_of(entry: GradientSlice) -> int:
     return entry.shape[0] if len(entry.shape) > 1 else 1
 
 
-def row_starts(entries: Sequence[FlatSlice]) -> list[int]:
+def row_starts(entries: Sequence[GradientSlice]) -> list[int]:
     """Return [P + 1] offsets of the parameters' rows in [R]."""
     starts = [0]
     for entry in entries:
@@ -40,11 +45,11 @@ def row_starts(entries: Sequence[FlatSlice]) -> list[int]:
     return starts
 
 
-def row_counts(entries: Sequence[FlatSlice], device: torch.device) -> Tensor:
+def row_counts(entries: Sequence[GradientSlice], device: torch.device) -> Tensor:
     return torch.tensor([rows_of(e) for e in entries], device=device)
 
 
-def _parts(entry: FlatSlice, first: int) -> Iterator[tuple[slice, slice, int]]:
+def _parts(entry: GradientSlice, first: int) -> Iterator[tuple[slice, slice, int]]:
     """Yield (elements, rows in [R], row length) for the head, body and tail that exist in this slice."""
     size = entry.grad.numel()
     if not size:
@@ -64,7 +69,7 @@ def _parts(entry: FlatSlice, first: int) -> Iterator[tuple[slice, slice, int]]:
         yield slice(done, size), slice(row, row + 1), size - done
 
 
-def row_sums(tensors: Sequence[Tensor], entries: Sequence[FlatSlice], *, squares: bool = False) -> Tensor:
+def row_sums(tensors: Sequence[Tensor], entries: Sequence[GradientSlice], *, squares: bool = False) -> Tensor:
     """Return this rank's share of every row's sum (of squares), float64 [R], for flat tensors sliced like `entries`."""
     starts = row_starts(entries)
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -80,19 +85,19 @@ def row_sums(tensors: Sequence[Tensor], entries: Sequence[FlatSlice], *, squares
     return sums.double().square_() if squares else sums.double()
 
 
-def subtract_rows(entries: Sequence[FlatSlice], values: Tensor) -> None:
+def subtract_rows(entries: Sequence[GradientSlice], values: Tensor) -> None:
     """Subtract each row's value from its elements, in place."""
     for part, numbers in _with_values(entries, values):
         part.sub_(numbers)
 
 
-def scale_rows(entries: Sequence[FlatSlice], values: Tensor) -> None:
+def scale_rows(entries: Sequence[GradientSlice], values: Tensor) -> None:
     """Multiply each row's elements by its value, in place."""
     for part, numbers in _with_values(entries, values):
         part.mul_(numbers)
 
 
-def _with_values(entries: Sequence[FlatSlice], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _with_values(entries: Sequence[GradientSlice], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every part as [rows, length] with its rows' values [rows, 1]."""
     cast = {dtype: values.to(dtype) for dtype in {e.grad.dtype for e in entries}}
     for entry, first in zip(entries, row_starts(entries)):

@@ -153,31 +153,6 @@ def _flash4() -> Any:
     return _load("flash_attn.cute.interface")[0]
 
 
-def varlen_attention(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Attend within every document; differentiable. Returns out [Tq, H, E] and lse [H, Tq] (takes no gradient)."""
-    return _VarlenAttention.apply(kernel, q, k, v, segments, options)
-
-
-class _VarlenAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, kernel: str, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = varlen_forward(kernel, q, k, v, segments, options)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.arguments = kernel, segments, options
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        kernel, segments, options = ctx.arguments
-        q, k, v, out, lse = ctx.saved_tensors
-        return None, *varlen_backward(kernel, dout, q, k, v, out, lse, segments, options), None, None
-
-
 def varlen_forward(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: Options
 ) -> tuple[Tensor, Tensor]:

@@ -43,13 +43,6 @@ class AttentionPlan:
         return self.head_parallel_size * self.row_parallel_size
 
 
-def packed_plan(
-    cu_seqlens: Tensor, sets: list[list[Range]], mesh: ParallelMesh | None, device: torch.device | str
-) -> AttentionPlan:
-    """Plan the attention of a pack whose rows were dealt as `sets` (host `cu_seqlens`, tail included)."""
-    return _plan(cu_seqlens.long(), sets, mesh, device)
-
-
 def dense_plan(
     batch_size: int, local_tokens: int, mesh: ParallelMesh | None, device: torch.device | str
 ) -> AttentionPlan:
@@ -66,7 +59,7 @@ def dense_plan(
     sets = [[(b * length + r * share, b * length + (r + 1) * share) for b in range(batch_size)] for r in range(rows)]
     if rows == 1:
         sets = [[(0, batch_size * length)]]
-    return _plan(cu_seqlens, sets, mesh, device, batch_size)
+    return packed_plan(cu_seqlens, sets, mesh, device, batch_size)
 
 
 def device_plan(
@@ -84,9 +77,8 @@ def device_plan(
             "it must describe the whole pack, with an entry for padding"
         )
     if rows > 1 or on_host:
-        host = cu_seqlens.cpu().long()
-        device = cu_seqlens.device
-        return packed_plan(host, row_sets(host, rows, ranks // rows), mesh, device)
+        host = cu_seqlens.cpu()
+        return packed_plan(host, row_sets(host, rows, ranks // rows), mesh, cu_seqlens.device)
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if max_seqlen is None else max_seqlen
     segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
     return AttentionPlan(
@@ -108,9 +100,10 @@ def _sizes(mesh: ParallelMesh | None) -> tuple[int, int]:
     return (mesh.sequence_parallel_size, mesh.row_parallel_size) if mesh else (1, 1)
 
 
-def _plan(
+def packed_plan(
     cu_seqlens: Tensor, sets: list[list[Range]], mesh: ParallelMesh | None, device: torch.device | str, batch: int = 1
 ) -> AttentionPlan:
+    """Plan the attention of a pack whose rows were dealt as `sets` (host `cu_seqlens`, tail included)."""
     ranks, rows = _sizes(mesh)
     total = int(cu_seqlens[-1])
     row_set = mesh.sp_rank // mesh.head_parallel_size if mesh else 0
