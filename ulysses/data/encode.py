@@ -64,9 +64,7 @@ def encode_records(
     """Tokenise conversations in batches; what cannot be trained on is dropped and counted."""
     encode = {"sequence": _sequence, "pair": _completions, "unpaired": _completions, "prompt": _prompt}[kind]
     for group in _groups(records, ROWS_AT_ONCE):
-        conversations = [
-            (r.prompt + answer, r.tools, not r.answers) for r in group for answer in (r.answers or ((),))
-        ]
+        conversations = [(r.prompt + answer, r.tools, not r.answers) for r in group for answer in (r.answers or ((),))]
         outcomes = iter(template.encode_batch(conversations))
         for record in group:
             found = [next(outcomes) for _ in (record.answers or ((),))]

@@ -152,12 +152,9 @@ def read_records(
                 if row_format == "auto":
                     row_format = "text" if kind == "text" else detect_format(renamed)
                 records = parse_row(renamed, row_format, kind, file, number)
-            except BadRowError as error:
-                if bad_rows != "drop":
+            except (BadRowError, DropRowError) as error:
+                if isinstance(error, BadRowError) and bad_rows != "drop":
                     raise DataError(f"{where} {error}") from None
-                report.drop(str(error), where)
-                continue
-            except DropRowError as error:
                 report.drop(str(error), where)
                 continue
             if len(records) > 1:

@@ -67,11 +67,9 @@ def parse_row(row: Mapping[str, Any], row_format: str, kind: str, file: str, num
     if row_format == "text":
         raise BadRowError(f"holds plain text, which only stage pt trains on; this stage needs {_NEEDS[kind]}")
     parsed = _parse(row, row_format)
-    records = _ASSEMBLE[kind](parsed)
-    tools = parsed.tools
     return [
-        Record(file, number, tuple(prompt), tuple(map(tuple, answers)), tools, columns=columns)
-        for prompt, answers, columns in records
+        Record(file, number, tuple(prompt), tuple(map(tuple, answers)), parsed.tools, columns=columns)
+        for prompt, answers, columns in _ASSEMBLE[kind](parsed)
     ]
 
 
@@ -114,8 +112,7 @@ def _parse_answers(row: Mapping[str, Any], parsed: ParsedRow) -> None:
     ranked = _ranked_key(row)
     if "chosen" in row or ("rejected" in row and not first_key(row, ANSWER_KEYS)):
         for key in ("chosen", "rejected"):
-            if key not in row:
-                raise BadRowError(f"has no {key!r} (it has {sorted(map(str, row))})")
+            _required(row, (key,))
         _parse_preference(row, parsed)
     elif ranked:
         parsed.pairs = _ranked_pairs(row, ranked)

@@ -21,12 +21,18 @@ class Condition(Protocol):
 
     def report(self) -> Report: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return None
 
 
-class MeanAbs:
+def _outside(value: float, below: float | None, above: float | None) -> bool:
+    return (below is not None and value < below) or (above is not None and value > above)
+
+
+class MeanAbs(Condition):
     """Hold while mean |g| is below `below` (vanishing) or above `above` (exploding).
 
     Mean |g| is the mean over parameters of each one's. Absolute thresholds depend on the model's size: a gradient of
@@ -43,21 +49,13 @@ class MeanAbs:
 
     def holds(self, gradients: Gradients, context: StepContext) -> bool:
         self.seen = gradients.mean_abs()
-        return (self.below is not None and self.seen < self.below) or (
-            self.above is not None and self.seen > self.above
-        )
+        return _outside(self.seen, self.below, self.above)
 
     def report(self) -> Report:
         return {"grad/mean_abs": self.seen}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class NormZ:
+class NormZ(Condition):
     """Hold while the z-score of log ||g|| against its own running statistics is below `below` or above `above`.
 
     The statistics are exponential averages over finite steps; `warmup` steps pass before the condition can hold. What
@@ -98,9 +96,7 @@ class NormZ:
         self.mean += weight * step
         self.variance = (1 - weight) * (self.variance + weight * step * step)
         self.count += 1
-        return ready and (
-            (self.below is not None and self.seen < self.below) or (self.above is not None and self.seen > self.above)
-        )
+        return ready and _outside(self.seen, self.below, self.above)
 
     def report(self) -> Report:
         return {"grad/log_norm_z": self.seen}

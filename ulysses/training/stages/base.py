@@ -33,8 +33,6 @@ class Term(NamedTuple):
 class Stage:
     """Base of all stages; `model` is the trained engine, called like the module it wraps."""
 
-    kind = "sequence"  # what an example is made of, see ulysses.data.dataset
-
     def __init__(self, model: Any, mesh: Any) -> None:
         self.model = model
         self.mesh = mesh
@@ -78,6 +76,10 @@ class Stage:
     def once(self, value: float | Tensor) -> float | Tensor:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
         return value if self.mesh.sp_rank == 0 else (torch.zeros_like(value) if isinstance(value, Tensor) else 0.0)
+
+    def own(self, batch: ShardedBatch, number: float) -> Tensor:
+        """Return a number of sequences as this rank's share of a count."""
+        return torch.tensor(float(self.once(float(number))), dtype=torch.float64, device=batch.tokens.device)
 
     def loader(self, prompts: Any) -> Any:
         """Return what the loop reads its steps from; by default the data itself."""

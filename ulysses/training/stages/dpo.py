@@ -32,8 +32,6 @@ def loss_options(config: DpoConfig) -> dict[str, Any]:
 class DpoStage(ReferencedStage):
     """Preference optimisation on pairs; `cached`, `reference` and `tolerance` as in ReferencedStage."""
 
-    kind = "pair"
-
     def __init__(self, model: Any, mesh: Any, config: DpoConfig, **reference: Any) -> None:
         super().__init__(model, mesh, **reference)
         self.config = config
@@ -44,17 +42,15 @@ class DpoStage(ReferencedStage):
         return length_desensitised(list(example.sequences), self.config.ld_alpha)
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        number = float(self.once(float(batch.num_sequences // 2)))
-        pairs = torch.tensor(number, dtype=torch.float64, device=batch.tokens.device)
-        chosen = batch.sequence_ids % 2 == 0
-        return {"pairs": pairs, "chosen_tokens": (batch.loss_weights * chosen).sum(dtype=torch.float64)}
+        chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
+        return {"pairs": self.own(batch, batch.num_sequences // 2), "chosen_tokens": chosen.sum(dtype=torch.float64)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         reference = self.reference_logps(batch)  # first: it may be this very model with its adapters off
         logps = self.model(batch).logps
         decayed = weights * batch.token_columns.get("ld_weights", 1.0)
-        columns = [logps * decayed, weights] + ([] if reference is None else [reference * decayed])
+        columns = [logps * decayed, weights, *([] if reference is None else [reference * decayed])]
         sums = segment_sums(torch.stack(columns, dim=-1), batch)
         chosen, rejected = sums[0::2], sums[1::2]
         zero = torch.zeros_like(chosen[:, 0]).detach()

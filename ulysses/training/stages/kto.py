@@ -36,8 +36,6 @@ class KtoStage(ReferencedStage):
         cached: sequences carry `reference_logps`, mismatched ones `reference_sum` (ulysses.training.reference).
     """
 
-    kind = "unpaired"
-
     def __init__(
         self, model: Any, mesh: Any, config: KtoConfig, *, max_length: int, budget: int, **reference: Any
     ) -> None:
@@ -85,8 +83,7 @@ class KtoStage(ReferencedStage):
         return segment_sums(logps.double() * batch.loss_weights, batch)
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        examples = float(self.once(float(batch.num_sequences)))
-        return {"examples": torch.tensor(examples, dtype=torch.float64, device=batch.tokens.device)}
+        return {"examples": self.own(batch, batch.num_sequences)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights

@@ -33,8 +33,6 @@ class PpoStage(Stage):
         tolerance: largest mean |log-probability difference| per token allowed at step 0; None skips the check.
     """
 
-    kind = "prompt"
-
     def __init__(
         self, model: Any, mesh: Any, config: PpoConfig, *, temperature: float = 1.0, maker: RolloutMaker | None = None,
         tolerance: float | None = None,

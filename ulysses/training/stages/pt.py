@@ -19,8 +19,6 @@ from ulysses.training.stages.sft import with_perplexity
 class PtStage(Stage):
     """Pre-training on plain text; reports perplexity = exp(nll), held out as eval/perplexity."""
 
-    kind = "text"
-
     def __init__(self, model: Any, mesh: Any, config: PtConfig) -> None:
         super().__init__(model, mesh)
         self.config = config

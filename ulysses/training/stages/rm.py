@@ -9,7 +9,6 @@ loss = -log sigmoid(s_w - s_l - margin) + center_coefficient * (s_w + s_l)^2    
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from losses.reward_model import reward_loss
@@ -23,8 +22,6 @@ from ulysses.training.stages.base import Stage, Term
 class RmStage(Stage):
     """Reward modelling on pairs; `model` is an engine around models.decoder.RewardModel."""
 
-    kind = "pair"
-
     def __init__(self, model: Any, mesh: Any, config: RmConfig) -> None:
         super().__init__(model, mesh)
         self.config = config
@@ -34,8 +31,7 @@ class RmStage(Stage):
         return [replace(s, columns={**s.columns, "margin": margin}) for s in example.sequences]
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        pairs = float(self.once(batch.num_sequences // 2))
-        return {"pairs": torch.tensor(pairs, dtype=torch.float64, device=batch.tokens.device)}
+        return {"pairs": self.own(batch, batch.num_sequences // 2)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         scores = sequence_last(self.model(batch), batch)

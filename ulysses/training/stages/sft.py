@@ -27,8 +27,6 @@ class SftStage(Stage):
         seed: of NEFTune's noise, which depends on (seed, step, example, position) and on no topology.
     """
 
-    kind = "sequence"
-
     def __init__(self, model: Any, mesh: Any, config: SftConfig, seed: int = 0) -> None:
         super().__init__(model, mesh)
         self.config = config
