@@ -97,8 +97,7 @@ class ModelConfig:
         if model_type not in _FAMILIES:
             raise ValueError(
                 f"config.json has model_type {model_type!r} but only {' and '.join(_FAMILIES)} are built here; use a "
-                "Llama-3 "
-                "or Qwen2.5 model"
+                "Llama-3 or Qwen2.5 model"
             )
         family = _FAMILIES[model_type]
         family.check(raw)
@@ -202,8 +201,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: ModuleType) -> None:
     if raw.get("sliding_window") is not None and raw.get("use_sliding_window", raw["model_type"] != "qwen2"):
         raise ValueError(
             f"config.json has sliding_window = {raw['sliding_window']} in use but every layer here attends to the "
-            "whole sequence; "
-            "use a model without it"
+            "whole sequence; use a model without it"
         )
     allowed = {family.CAUSAL_LM_CLASS, family.REWARD_CLASS}
     allowed.add(family.CAUSAL_LM_CLASS.replace("ForCausalLM", "Model"))
@@ -224,8 +222,7 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rop
     if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise ValueError(
             f"config.json has partial_rotary_factor = {rope['partial_rotary_factor']} but the whole head is rotated "
-            "here; "
-            "use a model without it"
+            "here; use a model without it"
         )
     if kind == "default":
         return theta, None

@@ -69,9 +69,8 @@ def resolve_model(path_or_id: str, revision: str | None = None, *, need_weights:
     looks_local = path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1
     if looks_local or folder.parent.is_dir():
         raise FileNotFoundError(
-            f"model.path is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the "
-            "form owner/name; "
-            "correct the path"
+            f"model.path is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the form "
+            "owner/name; correct the path"
         )
     folder = _snapshot(path_or_id, revision, need_weights)
     if need_weights and not any(folder.glob("*.safetensors")):
@@ -95,9 +94,8 @@ def _snapshot(model_id: str, revision: str | None, weights: bool) -> Path:
         offline = "offline (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else f"at {constants.ENDPOINT}"
         raise FileNotFoundError(
             f"model.path is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision "
-            f"{revision or 'main'} could not "
-            f"be had {offline} or from the cache {constants.HF_HUB_CACHE} ({type(error).__name__}: {reason}); "
-            "give a folder, correct the id, or log in for a gated model"
+            f"{revision or 'main'} could not be had {offline} or from the cache {constants.HF_HUB_CACHE} "
+            f"({type(error).__name__}: {reason}); give a folder, correct the id, or log in for a gated model"
         ) from error
 
 
@@ -215,8 +213,7 @@ class WeightFiles:
             if name in self._where and self.shape(name) != shape:
                 raise ValueError(
                     f"{name} is {list(self.shape(name))} in {self.folder.absolute()} but config.json asks for "
-                    f"{list(shape)}; "
-                    "check that config.json belongs to these weights"
+                    f"{list(shape)}; check that config.json belongs to these weights"
                 )
         extra = [name for name in self._where if name not in expected and not name.endswith(_UNUSED)]
         if extra:

@@ -47,9 +47,7 @@ class Sequence:
             raise ValueError("a sequence has no tokens; drop it before packing")
         for name, values in {"loss_weights": self.loss_weights, **self.token_columns}.items():
             if len(values) != len(self.tokens):
-                raise ValueError(
-                    f"{name} has {len(values)} entries for {len(self.tokens)} tokens; give one per token"
-                )
+                raise ValueError(f"{name} has {len(values)} entries for {len(self.tokens)} tokens; give one per token")
 
 
 @dataclass(frozen=True)
@@ -254,9 +252,8 @@ def _read_rows(sequences: list[Sequence], cu: Tensor, ranges: list[Range]) -> _R
             sequence, start, length = sequences[index], starts[index], starts[index + 1] - starts[index]
             if set(sequence.token_columns) != names:
                 raise ValueError(
-                    f"sequence {index} has token columns {sorted(sequence.token_columns)}, "
-                    f"the first one {sorted(names)}; "
-                    "give all sequences the same columns"
+                    f"sequence {index} has token columns {sorted(sequence.token_columns)}, the first one "
+                    f"{sorted(names)}; give all sequences the same columns"
                 )
             low, high = max(a - start, 0), min(b - start, length)
             at = slice(offset + start + low - a, offset + start + high - a)

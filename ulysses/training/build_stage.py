@@ -157,9 +157,8 @@ class StageBuilder:
     def _check_cache(self, cache: ReferenceCache) -> None:
         if self.initial is self.engine and not self.fresh and not cache.complete():
             raise ConfigError(
-                f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no longer has "
-                f"the initial policy; restore data.cache, or set {self.plan.config.stage}.reference to the initial "
-                "model's path"
+                f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no longer has the initial policy; "
+                f"restore data.cache, or set {self.plan.config.stage}.reference to the initial model's path"
             )
 
     def _reference_logps(self, batch: Any) -> torch.Tensor:

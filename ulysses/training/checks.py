@@ -162,8 +162,7 @@ def check_numbers(config: Config, world_size: int) -> None:
     if world_size % sp:
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
         raise ConfigError(
-            f"parallel.sequence_parallel_size is {sp} but must divide the {world_size} processes; set it to one "
-            f"of {divisors}"
+            f"parallel.sequence_parallel_size is {sp} but must divide the {world_size} processes; set it to one of {divisors}"
         )
     if config.stage == "dpo":
         check_dpo(config)
@@ -215,9 +214,7 @@ def check_kto(config: Config) -> None:
 def check_ppo(config: Config) -> None:
     ppo, budget = config.ppo, config.batch.tokens_per_microbatch
     if not ppo.reward:
-        raise ConfigError(
-            "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
-        )
+        raise ConfigError("ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id")
     try:
         if is_function(ppo.reward):
             load_function(ppo.reward)
@@ -225,9 +222,7 @@ def check_ppo(config: Config) -> None:
         raise ConfigError(str(error)) from None
     prompts = ppo.prompts_per_rollout or config.batch.examples
     if prompts < ppo.minibatches:
-        raise ConfigError(
-            f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise batch.examples"
-        )
+        raise ConfigError(f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise batch.examples")
     longest = config.data.max_length + ppo.max_new_tokens
     if budget != "auto" and int(budget) < longest:
         raise ConfigError(
@@ -289,8 +284,7 @@ def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
     place = config.model.tokenizer or (str(folder) if folder else None)
     if place is None:
         raise ConfigError(
-            "model.tokenizer is missing: a model given by arch or config brings none; set it to a folder, a hub "
-            "id or a tokenizer.json"
+            "model.tokenizer is missing: a model given by arch or config brings none; set it to a folder, a hub id or a tokenizer.json"
         )
     try:
         tokenizer = load_tokenizer(place, **config.model.special_tokens)

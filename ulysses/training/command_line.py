@@ -154,8 +154,7 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
         raise SystemExit(0)
     if flags.local_rank is not None and str(flags.local_rank) != os.environ.get("LOCAL_RANK", str(flags.local_rank)):
         raise ConfigError(
-            f"--local_rank is {flags.local_rank} but LOCAL_RANK is {os.environ['LOCAL_RANK']}; start through one "
-            f"launcher only"
+            f"--local_rank is {flags.local_rank} but LOCAL_RANK is {os.environ['LOCAL_RANK']}; start through one launcher only"
         )
     values = _read_toml(flags.config) if flags.config else {}
     given = _read_arguments(rest)
