@@ -87,7 +87,7 @@ def run(a: Any, rest: list[str], variant: Variant, device: torch.device) -> dict
     switch: AbstractContextManager[Any] = nullcontext() if variant.triton else mock.patch.object(fused_triton, "triton", None)
     try:
         with switch:
-            return measure(bench, a.seq, steps=a.steps, choice=remember(bench, a.seq, a.host_memory))
+            return measure(bench, a.seq, steps=a.steps, choice=remember(bench, a.seq))
     except ConfigError as error:
         return {"refused": str(error)}
     finally:

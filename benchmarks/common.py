@@ -24,6 +24,7 @@ from models.arch import ModelConfig as Shape
 from ulysses.gradients.policy import StepContext
 from ulysses.memory.case import GIB
 from ulysses.memory.plan import level_name
+from ulysses.memory.recompute import AUTOGRAD
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
@@ -62,7 +63,6 @@ def parser(text: str | None) -> argparse.ArgumentParser:
     p.add_argument("--arch", default="llama3-8b")
     p.add_argument("--layers", type=int, default=0, help="use only so many layers; 0 uses all")
     p.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="processes that a driver starts")
-    p.add_argument("--host-memory", type=float, default=0.0, help="GiB of the node, where the kernel reports too little; 0 asks it")
     p.add_argument("--out", default="", help="append the JSON lines to this file too")
     return p
 
@@ -96,15 +96,13 @@ def build(config: Config, device: torch.device, head_counts: tuple[int, ...] = (
     return Bench(config, shape, mesh, engine, choice.name)
 
 
-def remember(bench: Bench, tokens: int, host_gib: float = 0.0) -> MemoryChoice:
+def remember(bench: Bench, tokens: int) -> MemoryChoice:
     """Let the planner choose what the layers keep for packs of `tokens`, as a run does, and set it.
 
-    `host_gib`: host memory of the node if the kernel reports too little. Raises ConfigError where a run would refuse.
+    Raises ConfigError where a run would refuse.
     """
     config = changed(bench.config, "data", max_length=tokens)
-    machine = this_machine(bench.engine.device, device_peak_flops())
-    if machine is not None and host_gib:
-        machine = machine._replace(host_bytes=host_gib * GIB)
+    machine = this_machine(bench.engine.device, device_peak_flops(), config.memory.host_memory)
     choice = choose_memory(config, bench.shape, machine, planner_work(config, tokens))
     decoder: Any = bench.engine.module.model
     decoder.set_memory(*layer_memory(config, bench.shape, choice))
@@ -132,7 +130,8 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
     """Time `steps` steps after a first one (0: the first one itself); return the case's row, the same on all ranks.
 
     mfu counts model FLOPs, 6 N T + 6 L (H E) sum(length^2), executed what is computed, as shares of the peak. peak_gib
-    is the allocator's, device_gib all that is taken, both of the fullest GPU; host_gib the resident memory of all processes.
+    is what tensors took at most, reserved_gib what the allocator did (it gives the rest back when memory is short),
+    device_gib all that is taken in the end, each of the fullest GPU; host_gib the resident memory of all processes.
     """
     shape, mesh, device = bench.shape, bench.mesh, bench.engine.device
     batch = random_pack(bench, length, documents)
@@ -148,12 +147,13 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
         wait(device)
         times.append(time.perf_counter() - began)
     seconds = sorted(times[1:] or times)[len(times[1:]) // 2]
-    peak = used = 0.0
+    peak = reserved = used = 0.0
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info()
-        peak, used = torch.cuda.max_memory_allocated() / GIB, (whole - free) / GIB
+        peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+        used = (whole - free) / GIB
     totals = torch.tensor([float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20], dtype=torch.float64, device=device)
-    largest = torch.tensor([peak, used], dtype=torch.float64, device=device)
+    largest = torch.tensor([peak, reserved, used], dtype=torch.float64, device=device)
     dist.all_reduce(totals)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     tokens, groups = length * documents, mesh.data_parallel_size
@@ -164,7 +164,7 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
     )
     rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
     levels = choice.recompute if choice else ("none",) * shape.num_hidden_layers
-    tiled = tiling(bench.config).rows(batch.tokens.numel()) < batch.tokens.numel()
+    tiled = tiling(bench.config).rows(batch.tokens.numel(), "none") < batch.tokens.numel()
     executed = groups * executed_flops(shape, levels, tiled, tokens, squares) / seconds / mesh.world_size
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     chunks, away = (choice.head_chunks, choice.offloaded_layers) if choice else (1, 0)
@@ -177,8 +177,8 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
         "seconds": round(seconds, 4), "first_s": round(times[0], 2), "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
         "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,
         "executed": round(executed / limit, 3) if limit and not adapters else None,
-        "peak_gib": round(float(largest[0]), 1), "device_gib": round(float(largest[1]), 1),
-        "host_gib": round(float(totals[1]), 1), "loss": round(float(totals[0]) / count, 4),
+        "peak_gib": round(float(largest[0]), 1), "reserved_gib": round(float(largest[1]), 1),
+        "device_gib": round(float(largest[2]), 1), "host_gib": round(float(totals[1]), 1), "loss": round(float(totals[0]) / count, 4),
     }  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def executed_flops(shape: Shape, levels: Several[str], tiled: bool, tokens: floa
     total = 4 * 2.0 * tokens * shape.vocab_size * D  # the head's logits are computed twice
     for level in levels:
         again = mlp * 2 / 3 * (tiled or level != "none")  # gate and up, not down
-        again += output * (level != "none") + project * (level in ("block", "keep_attention"))
+        again += output * (level not in AUTOGRAD) + project * (level in ("block", "keep_attention"))
         total += 2 * tokens * (3 * (project + output + mlp) + again) + squares * q * (7 + 2 * (level == "block"))
     return total
 

@@ -56,7 +56,7 @@ def trial(a: Any, rest: list[str], degree: int, tokens: int) -> dict[str, Any]:
     """Take one step of that length in fresh processes; the row says whether it `fits`."""
     arguments = [str(Path(__file__).with_name("throughput.py")), "--arch", a.arch, "--layers", str(a.layers), "--sp", str(degree)]
     arguments += ["--seq", str(tokens), "--steps", "0", "--recompute", a.recompute, "--offload", a.offload]
-    arguments += ["--host-memory", str(a.host_memory), *(["--out", a.out] if a.out else []), *rest]
+    arguments += [*(["--out", a.out] if a.out else []), *rest]
     arguments += ["--warm", str(min(WARM, tokens))] if a.complete else ["--skip-attention"]
     rows, ended = launch(a.gpus, arguments, a.timeout)
     row = {"sp": degree, "seq": tokens, **(rows[-1] if rows else {"oom": "no answer: killed, or out of time"})}
@@ -68,7 +68,7 @@ def search(a: Any, rest: list[str], degree: int) -> list[dict[str, Any]]:
     config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", str(degree), *rest])
     config = changed(config, "memory", recompute=a.recompute, offload=a.offload)
     shape, _ = read_shape(config)
-    machine = Machine(a.gpus, a.gpu_memory * GIB, a.host_memory * GIB or free_host_bytes())
+    machine = Machine(a.gpus, a.gpu_memory * GIB, config.memory.host_memory * GIB or free_host_bytes())
     model, options = planner_model(config, shape), planner_options(config, shape)
     planned = longest_sequence(model, machine, degree, options, levels=allowed_levels(config), offload=a.offload)
     print(f"degree {degree}: {planned:,} tokens planned", flush=True)

@@ -6,7 +6,8 @@
 Rows are what benchmarks/throughput.py prints as JSON lines; benchmarks/measured.jsonl holds those of this repository, other
 files are appended to it. Rows that an older, slower engine left are to be deleted. Rows 1, 3, 5 ... are fitted, rows 2, 4,
 6 ... only predicted. The last lines are the constants for ulysses/memory/calibration.py. A constant that the rows say nothing
-about stays where it started (`PRIOR`).
+about stays where it started (`PRIOR`), and so do those of what lies outside the allocator: what the driver sees (device_gib)
+includes memory that the allocator has ready and gives back when it is short, which decides nothing.
 """
 
 import json
@@ -32,7 +33,6 @@ WIDTHS = {"kept": 0.02, "working": 0.05}  # how well a constant is known beforeh
 WIDTH = 0.25  # the others
 SPEEDS = ("matrices", "attention", "narrow_heads", "memory", "exchange", "gather", "layer_seconds", "step_seconds")
 BYTES = ("kept", "working")
-OUTSIDE = ("slack", "context_bytes", "communicator_bytes")
 
 Row = dict[str, Any]
 
@@ -46,8 +46,14 @@ def read(paths: Iterable[Path]) -> list[Row]:
 def case_of(row: Row) -> tuple[Model, Machine, Work, Options]:
     """Return what the planner is asked about a row; keys that are absent mean the plain case."""
     shape = architecture(row["arch"])
-    shape = type(shape).from_hf({**shape.to_hf(), "num_hidden_layers": row["layers"]})
+    changes = {"num_hidden_layers": row["layers"]}
+    if "heads" in row:  # "query/kv", of the same size as the shape's own
+        changes |= zip(("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/")))
+        changes["head_dim"] = shape.head_dim
+    shape = type(shape).from_hf({**shape.to_hf(), **changes})
     model = plain_model(shape, adapters=row.get("adapters", 0), reward=row["stage"] == "rm")
+    if "ranks" in row:  # "U x R": ranks that exchange heads, ranks that split rows
+        model = model._replace(head_divisor=int(row["ranks"].split(" x ")[0]))
     machine = Machine(row["gpus"], 1 << 60, 1 << 60, peak_flops=PEAK_FLOPS[row["gpu"]])
     work = Work(row["tokens"], row["sp"], row.get("micro_batches", 1), row.get("documents", 1))
     levels = level_list(row["recompute"], model.layers)
@@ -84,10 +90,6 @@ def allocated(row: Row, p: Prediction) -> tuple[float, float | None]:
     return p.allocated / GIB, row.get("peak_gib")
 
 
-def device(row: Row, p: Prediction) -> tuple[float, float | None]:
-    return p.gpu_bytes / GIB, row.get("device_gib")
-
-
 Measure = Callable[[Row, Prediction], tuple[float, float | None]]
 
 
@@ -114,9 +116,9 @@ def fit(rows: list[Row], names: tuple[str, ...], measure: Measure, start: Calibr
 
 
 def calibrate(rows: list[Row]) -> Calibration:
-    """Fit speeds to the seconds, activations to the allocator's peaks, what lies outside to the device's."""
+    """Fit speeds to the seconds, activations to the allocator's peaks."""
     found = PRIOR
-    for names, measure in ((SPEEDS, seconds), (BYTES, allocated), (OUTSIDE, device)):
+    for names, measure in ((SPEEDS, seconds), (BYTES, allocated)):
         found = fit(rows, names, measure, found)
     return Calibration(*(float(f"{value:.3g}") for value in found))
 
@@ -145,6 +147,9 @@ def main() -> None:
         )
     for kind, (memory, time) in worst.items():
         print(f"largest errors, {kind}: memory {memory:.1%} (limit {MEMORY_LIMIT:.0%}), time {time:.1%} (limit {TIME_LIMIT:.0%})")
+    seen = [row["device_gib"] - predicted(row, constants).gpu_bytes / GIB for row in rows if row.get("device_gib")]
+    if seen:
+        print(f"the driver saw {min(seen):.1f} to {max(seen):.1f} GiB more than the planner counts: the allocator's cache included")
     print("".join(f"    {name}: float = {value:g}\n" for name, value in zip(Calibration._fields, constants, strict=True)), end="")
 
 

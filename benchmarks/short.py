@@ -26,7 +26,7 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=4)
     a, rest = p.parse_known_args()
     ours = [str(Path(__file__).with_name("throughput.py")), "--arch", a.arch, "--layers", str(a.layers), "--steps", str(a.steps)]
-    ours += ["--host-memory", str(a.host_memory), *(["--out", a.out] if a.out else []), *rest]
+    ours += [*(["--out", a.out] if a.out else []), *rest]
     short, long, gpus = str(a.short), str(a.long), str(a.gpus)
     rows = launch(a.gpus, [*ours, "--sp", "1", "--seq", short, long, "--recompute", "none", "auto"])[0]
     if a.gpus > 1:

@@ -88,14 +88,14 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     if a.skip_attention:
         skip_attention(bench)
     if a.warm:
-        measure(bench, a.warm, steps=0, choice=remember(bench, a.warm, a.host_memory))
+        measure(bench, a.warm, steps=0, choice=remember(bench, a.warm))
     rows = []
     levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
     for seq, level, offload in zip(a.seq, levels, offloads, strict=True):
         here = bench._replace(config=changed(config, "memory", recompute=level, offload=offload))
         row: dict[str, Any] = {"engine": "ours", "sp": bench.mesh.sequence_parallel_size, "seq": seq, "recompute": level}
         try:
-            choice = remember(here, seq * a.documents, a.host_memory)
+            choice = remember(here, seq * a.documents)
             row = measure(here, seq, documents=a.documents, steps=a.steps, choice=choice)
             row |= beside(row)
         except ConfigError as error:

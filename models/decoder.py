@@ -20,7 +20,7 @@ from models.noise import embedding_noise
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import inverse_frequencies, rotary_table
 from ulysses.memory.offload import Offloader
-from ulysses.memory.recompute import check_level
+from ulysses.memory.recompute import AUTOGRAD, check_level
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
     ) -> None:
         """Say what the layers keep for backward: one recompute level for all or one per layer, the same on all ranks.
 
-        With an offloader, the layers for which `offload` is true keep it in host memory; level "none" ignores it.
+        With an offloader, the layers for which `offload` is true keep it in host memory; levels "mlp" and "none" ignore it.
         """
         count = len(self.layers)
         levels = [recompute] * count if isinstance(recompute, str) else list(recompute)
@@ -99,9 +99,10 @@ class Decoder(nn.Module):
             self.config.num_key_value_heads,
             self.mesh.head_parallel_size if self.mesh else 1,
         )
-        if tiling.head_chunks > 1 and "none" in levels:
+        whole = [level for level in levels if level in AUTOGRAD]
+        if tiling.head_chunks > 1 and whole:
             raise ValueError(
-                f'head_chunks is {tiling.head_chunks} but recompute "none" keeps all heads at once; '
+                f'head_chunks is {tiling.head_chunks} but recompute "{whole[0]}" keeps all heads at once; '
                 "set head_chunks to 1 or choose another recompute level"
             )
         for layer, level, away in zip(self.layers, levels, offloads):

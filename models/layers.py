@@ -19,8 +19,8 @@ from models import half_blocks
 from models.arch import ModelConfig
 from models.fused import rms_norm, rotate, swiglu
 from ulysses.memory.offload import Offloader
-from ulysses.memory.recompute import run_layer
-from ulysses.memory.replay import has_dropout
+from ulysses.memory.recompute import AUTOGRAD, run_layer
+from ulysses.memory.replay import RandomState, has_dropout, replay
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled
 from ulysses.parallel.attention import UlyssesAttention
 
@@ -112,9 +112,10 @@ class DecoderLayer(nn.Module):
         self.offloader: Offloader | None = None
 
     def forward(self, hidden: Tensor, rope: half_blocks.Rope, plan: Any) -> Tensor:
-        tile_rows = self.tiling.rows(hidden.shape[0])
+        backward = torch.is_grad_enabled()
+        tile_rows = self.tiling.rows(hidden.shape[0], self.recompute if backward else "")
         attention = self.self_attn.attention
-        if torch.is_grad_enabled() and self.recompute != "none":
+        if backward and self.recompute not in AUTOGRAD:
             return run_layer(
                 self,
                 attention,
@@ -127,12 +128,18 @@ class DecoderLayer(nn.Module):
                 offloader=self.offloader,
             )
         middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
-        if tile_rows >= middle.shape[0]:
+        whole = tile_rows >= middle.shape[0] and not (backward and self.recompute == "mlp")
+        if whole:
             return self.feed_forward(middle)
         run = partial(self.feed_forward_tiles, tile_rows=tile_rows)
-        if not torch.is_grad_enabled():
+        if not backward:
             return run(middle)
-        gradients = partial(self.feed_forward_gradients, tile_rows=tile_rows)
+        random = RandomState() if self.draws() else None
+
+        def gradients(rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+            with replay(random):
+                return self.feed_forward_gradients(rows, grad, tile_rows)
+
         return tiled(run, gradients, middle, self.stage_parameters()[2])
 
     def project(self, hidden: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:

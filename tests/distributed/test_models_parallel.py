@@ -126,7 +126,7 @@ def levels_and_counts() -> dict[str, Any]:
 
 def test_every_level_equals_one_process_and_repeats_only_its_collectives() -> None:
     for results in run_distributed(levels_and_counts, 2):
-        table = {"block": 6, "keep_attention": 6, "keep_exchange": 4, "none": 4}
+        table = {"block": 6, "keep_attention": 6, "keep_exchange": 4, "mlp": 4, "none": 4}
         in_two_chunks = {"block": 2 * 7, "keep_attention": 2 * 6, "keep_exchange": 2 * 4}  # block: q, k, v travel once more
         for case, (error, count) in results.items():
             assert error < 1e-5, (case, error)

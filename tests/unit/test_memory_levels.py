@@ -15,7 +15,7 @@ from ulysses.memory.case import Machine, Model, Options, Work
 from ulysses.memory.offload import Group, HostPool, Offloader
 from ulysses.memory.peak import kept_per_layer
 from ulysses.memory.plan import FILL, choose_level, predict
-from ulysses.memory.recompute import LEVELS, kept_bytes
+from ulysses.memory.recompute import AUTOGRAD, LEVELS, kept_bytes
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled, tiles
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -99,7 +99,7 @@ def test_each_level_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up, project = half_blocks._gate_up, half_blocks._Project.forward
     monkeypatch.setattr(half_blocks, "_gate_up", partial(_counted, calls, "mlp", gate_up))
     monkeypatch.setattr(half_blocks._Project, "forward", staticmethod(partial(_counted, calls, "projection", project)))
-    table = {"block": (2, 2), "keep_attention": (1, 2), "keep_exchange": (1, 1), "none": (1, 1)}
+    table = {"block": (2, 2), "keep_attention": (1, 2), "keep_exchange": (1, 1), "mlp": (1, 1), "none": (1, 1)}
     for level, (attends, projections) in table.items():
         for tiling, mlps in ((None, 1 if level == "none" else 2), (TILED, 2 * 4)):  # 26 rows: 4 tiles of 7 or fewer
             for hooked in (False, True):  # the fused halves, and the modules' own forward
@@ -133,6 +133,27 @@ def test_a_planned_mixture_runs_what_each_layer_says(monkeypatch: pytest.MonkeyP
         calls.clear()
         assert_same(gradients(build(recompute=levels))[1], expected)
         assert calls == {"varlen_forward": attends, "varlen_backward": 3, "projection": projections}
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["fused", "modules"])
+def test_whole_and_tiled_mlps_mix(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner's choice between "none" and "mlp": the first layers in tiles (26 rows: 4 of 7), the last one whole."""
+    shape = Model(24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000)
+    work, options = Work(1 << 20), Options(element_size=4)
+    sizes = [predict(shape, Machine(1, 1), work, Options("mlp", "none", n, element_size=4)).gpu_bytes for n in (1, 2)]
+    choice = choose_level(shape, Machine(1, sum(sizes) / 2 / FILL), work, options, levels=("none", "mlp"))
+    assert choice is not None and choice.levels == ("mlp", "mlp", "none")
+    expected = gradients(build(tiling=TilingOptions(mlp_rows=0)))[1]
+    calls: Counter[str] = Counter()
+    monkeypatch.setattr(half_blocks, "_gate_up", partial(_counted, calls, "mlp", half_blocks._gate_up))
+    for auto_rows, count in ((7, 2 * 2 * 4 + 1), (8192, 2 * 2 + 1)):  # short ones are not cut, but run again
+        model = build(recompute=choice.levels, tiling=TilingOptions(auto_rows=auto_rows))
+        if hooked:
+            for layer in model.model.layers:
+                layer.mlp.register_forward_hook(lambda *_: calls.update(mlp=1))
+        calls.clear()
+        assert_same(gradients(model)[1], expected)
+        assert calls == {"mlp": count}, auto_rows
 
 
 def layer_nodes(loss: torch.Tensor) -> list[Any]:
@@ -176,7 +197,7 @@ def test_each_level_keeps_what_it_says() -> None:
     for level in LEVELS:
         assert held_bytes(level) == 26 * kept_bytes(level, **shape, element_size=4, exchanged=False)
     llama = {"width": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    assert [round(kept_bytes(level, **llama) / 1024) for level in LEVELS] == [8, 16, 36, 100]
+    assert [round(kept_bytes(level, **llama) / 1024) for level in LEVELS] == [8, 16, 36, 44, 100]
 
 
 def test_the_plan_counts_what_adapters_keep() -> None:
@@ -185,7 +206,9 @@ def test_the_plan_counts_what_adapters_keep() -> None:
     for level in LEVELS:
         for tiling, adapters, norms in ((TilingOptions(), 7, 2), (TILED, 4, 1)):
             options = Options(element_size=4, tiling=tiling)
-            small = 4 * (adapters * 2 + norms) if level == "none" else 0
+            if level == "mlp":
+                adapters, norms = 4, 1
+            small = 4 * (adapters * 2 + norms) if level in AUTOGRAD else 0
             assert held_bytes(level, 2, tiling) == kept_per_layer(adapted, 1, 26, options, level) + 26 * small, (level, tiling)
 
 
@@ -212,8 +235,9 @@ def test_heads_in_chunks(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == {"varlen_forward": 3 * 2 * (2 if level == "block" else 1), "varlen_backward": 3 * 2}
     with pytest.raises(ValueError, match="can be cut into 1, 2; set one"):
         build(recompute=level, tiling=TilingOptions(head_chunks=4))
-    with pytest.raises(ValueError, match='recompute "none" keeps all heads'):
-        build(tiling=chunked)
+    for whole in AUTOGRAD:
+        with pytest.raises(ValueError, match=f'recompute "{whole}" keeps all heads'):
+            build(recompute=whole, tiling=chunked)
 
 
 def test_watched_modules_see_every_use_and_compute_the_same() -> None:
@@ -245,7 +269,7 @@ def test_frozen_weights_and_adapters() -> None:
     for level in LEVELS:
         assert_same(gradients(adapted(recompute=level, tiling=TILED))[1], expected)
     dropout = 0.4
-    for level in ("block", "keep_attention", "keep_exchange"):
+    for level in LEVELS:
         model = adapted(recompute=level, tiling=TILED)
         torch.manual_seed(9)
         first = gradients(model)[1]
@@ -276,6 +300,8 @@ def test_tiles_cover_all_rows_once() -> None:
     assert TilingOptions(mlp_rows=0).rows(10**6) == 10**6
     automatic = TilingOptions()
     assert automatic.rows(16384) == 16384 and automatic.rows(131072) == 8192
+    assert automatic.rows(131072, "none") == 131072 and automatic.rows(131072, "mlp") == 8192
+    assert TilingOptions(mlp_rows=4).rows(10, "none") == 4
     with pytest.raises(ValueError, match="mlp_rows"):
         TilingOptions(mlp_rows=-1)
 

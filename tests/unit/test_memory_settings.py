@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ulysses.training.build import RandomWeights, build_engine
 from ulysses.training.checks import check_numbers
 from ulysses.training.command_line import ConfigError, check
 from ulysses.training.config import Config
+from ulysses.training.dry_run import planned_machine
 from ulysses.training.memory import (
     MemoryChoice,
     check_head_chunks,
@@ -77,10 +79,13 @@ def test_auto_takes_the_highest_levels_that_fit() -> None:
 def test_a_level_set_by_hand_is_kept_while_it_may_fit() -> None:
     assert "may run out" not in chosen(config(sp=8, recompute="block"), 8, 139.8, 1 << 17).line
     need = float(chosen(config(sp=8, recompute="none"), 8, 139.8, 1 << 17).line.split("(")[1].split()[0])
-    choice = chosen(config(sp=8, recompute="none"), 8, need + 0.5, 1 << 17)
+    cut = chosen(config(sp=8, recompute="none"), 8, need + 0.5, 1 << 17)  # "none" may cut MLPs to keep the reserve
+    assert set(cut.recompute) == {"mlp", "none"} and "may run out" not in cut.line
+    choice = chosen(config(sp=8, recompute="none", mlp_tile=0), 8, need + 0.5, 1 << 17)
     assert choice.recompute == ("none",) * 32 and choice.line.endswith("may run out")
     with pytest.raises(ConfigError, match=r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute = "auto", use more'):
-        chosen(config(sp=8, recompute="none"), 8, need - 0.5, 1 << 17)
+        chosen(config(sp=8, recompute="none", mlp_tile=0), 8, need - 0.5, 1 << 17)
+    assert set(chosen(config(sp=8, recompute="none"), 8, need - 0.5, 1 << 17).recompute) == {"mlp", "none"}
 
 
 def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget() -> None:
@@ -98,7 +103,7 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget() -> None
 def test_heads_go_in_groups_only_where_that_decides() -> None:
     for tokens in (1 << 17, 1 << 20, 1 << 21):
         assert chosen(config(sp=8), 8, 139.8, tokens).head_chunks == 1
-    longest = 42 << 16  # 2.75M tokens: attention's working set is what no longer fits
+    longest = 41 << 16  # 2.69M tokens: attention's working set is what no longer fits
     assert chosen(config(sp=8, head_chunks=1), 8, 139.8, longest).line.endswith("may run out")
     choice = chosen(config(sp=8), 8, 139.8, longest)
     assert choice.head_chunks > 1 and choice.line.endswith(f"attention in {choice.head_chunks} groups of heads")
@@ -117,8 +122,30 @@ def test_too_large_is_refused_with_sizes() -> None:
     with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB on each GPU even with the least kept .*has 79.0 GiB; use more"):
         chosen(config(), 1, 79, 4096)
     assert set(chosen(config(lora=16), 1, 79, 4096).recompute) == {"none"}
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB of host memory but has 86.4 GiB, its share of the node's 96.0 GiB"):
+    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB of host memory, .* but has 86.4 GiB, its share of the node's 96.0 GiB; "
+                       r"set memory.offload_optimizer = false, use more nodes, or set memory.host_memory if"):
         chosen(config(offload_optimizer=True), 1, 79, 4096, 96)
+
+
+def test_without_offload_the_host_is_only_mentioned() -> None:
+    for offload in ("none", "auto"):
+        choice = chosen(config(sp=8, offload=offload), 8, 139.8, 1 << 17, 20)
+        assert set(choice.recompute) == {"none"} and choice.offloaded_layers == 0
+        said = r"; host \d+\.\d GiB per process of 2.2 GiB that seem free \(if the node has more, memory.host_memory says so\)$"
+        assert re.search(said, choice.line) and "\n" not in choice.line
+    assert "seem" not in chosen(config(sp=8), 8, 139.8, 1 << 17, 200).line
+
+
+def test_a_node_s_host_memory_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = planned_machine(config(offload="auto", host_memory=480), {}, 8)
+    assert machine.host_bytes == 480 * GIB and planned_machine(config(host_memory=480), {"host_memory": 96}, 8).host_bytes == 96 * GIB
+    assert planned_machine(config(), {"gpus": 8}, 8).host_bytes == 0
+    device = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=GIB))
+    monkeypatch.setattr(torch, "tensor", lambda values, **_: torch.DoubleTensor(values))
+    for told, found in ((480.0, 480 * GIB), (0.0, free_host_bytes())):
+        here = this_machine(device, None, told)  # type: ignore[arg-type]
+        assert here is not None and here.host_bytes == pytest.approx(found, rel=0.2)
 
 
 def stage_case(stage: str, lora: int = 0, **section: Any) -> tuple[Any, Any, Any]:

@@ -88,7 +88,7 @@ def test_what_lies_outside_the_allocator() -> None:
 
 def test_lower_levels_keep_less_and_take_longer() -> None:
     found = [predict(llama(), node(), Work(1 << 18, 8), Options(level)) for level in reversed(LEVELS)]
-    assert [f.kept for f in found] == sorted((f.kept for f in found), reverse=True) and len({f.kept for f in found}) == 4
+    assert [f.kept for f in found] == sorted((f.kept for f in found), reverse=True) and len({f.kept for f in found}) == 5
     assert [f.seconds for f in found] == sorted(f.seconds for f in found)
 
 
@@ -101,9 +101,14 @@ def test_executed_flops_of_full_training_and_adapters() -> None:
     assert passes(adapters, work, Options(), "block").matrices == 6 * N
     down = full.width * full.intermediate  # our own backward of the plain MLP never repeats its last product
     assert passes(full, work, Options(), "block").matrices == 8 * N - 2 * down
-    assert passes(full, Work(1 << 20), Options(), "none").matrices == 6 * N + 4 * down  # tiles repeat gate and up
+    assert passes(full, Work(1 << 20), Options(), "none").matrices == 6 * N
+    by_hand = Options(tiling=TilingOptions(mlp_rows=1024))
+    for options, level in ((Options(), "mlp"), (by_hand, "none")):  # gate and up again
+        assert passes(full, Work(1 << 20), options, level).matrices == 6 * N + 4 * down
+        kept = predict(full, node(), Work(1 << 20), options._replace(level=level)).kept
+        assert kept == 32 * (36 * 1024 + 4 * 32) * (1 << 20)  # on one rank there is no second out
     attention = [passes(full, work, Options(), level).attention for level in LEVELS]
-    assert attention == [4.5, 3.5, 3.5, 3.5]
+    assert attention == [4.5, 3.5, 3.5, 3.5, 3.5]
     assert attention_flops(full, Work(8192, 4, documents=2)) == 4 * (2 * 4096**2 / 2) * 4096 / 4
 
 
@@ -189,6 +194,27 @@ def test_choice_is_the_fastest_that_fits() -> None:
     assert choose_level(llama(), node(1, 80), Work(4096), Options()) is None
     short = choose_level(llama(), node(), Work(1 << 17, 8), Options())
     assert short is not None and set(short.levels) == {"none"}
+
+
+def test_mlps_run_whole_where_that_fits_and_the_last_layers_where_it_does_not() -> None:
+    """Ordinary autograd on every layer: the MLPs of the first ones are run again when their memory is needed."""
+    found = [choose_level(llama(), node(4), Work(n << 10, 4), Options(), levels=("none", "mlp")) for n in (64, 96, 128, 160)]
+    whole = [c.levels.count("none") for c in found if c is not None]
+    assert len(whole) == 4 and whole[0] == 32 and whole == sorted(whole, reverse=True) and 0 < whole[2] < 32
+    mixed = found[2]
+    assert mixed is not None and mixed.levels == ("mlp",) * (32 - whole[2]) + ("none",) * whole[2]
+    tiled, plain = (predict(llama(), node(4), Work(1 << 17, 4), Options(level)) for level in ("mlp", "none"))
+    assert plain.gpu_bytes > FILL * H200 and plain.seconds < mixed.prediction.seconds < tiled.seconds
+
+
+def test_upper_layers_are_done_when_the_others_begin() -> None:
+    """A whole MLP's working set meets all that is kept, that of recomputed layers only what they keep themselves."""
+    work, c = Work(1 << 17, 4), Calibration()
+    block, mixed = (peak_bytes(llama(), 4, work, options) for options in (Options("block"), Options("block", "none", 1)))
+    none = peak_bytes(llama(), 4, work, Options())
+    each = (none.kept - block.kept) / 32
+    assert mixed.kept == pytest.approx(block.kept + each)
+    assert mixed.working == pytest.approx(max(none.working, block.working - none.kept / 32)) and c.kept == 1
 
 
 def test_no_mixture_of_levels_beats_the_choice() -> None:

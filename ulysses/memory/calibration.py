@@ -10,17 +10,17 @@ from typing import NamedTuple
 class Calibration(NamedTuple):
     """Hold shares of peak speeds, seconds of the host and bytes that no tensor accounts for."""
 
-    matrices: float = 0.597  # matrix products, of the peak FLOP/s
-    attention: float = 0.641  # attention kernels with heads of 128, of the peak FLOP/s
+    matrices: float = 0.594  # matrix products, of the peak FLOP/s
+    attention: float = 0.644  # attention kernels with heads of 128, of the peak FLOP/s
     narrow_heads: float = 0.75  # attention with heads of 64, beside those of 128
-    memory: float = 0.542  # elementwise kernels, casts and the update, of the memory bandwidth
-    exchange: float = 0.249  # all-to-alls, which share the links with ZeRO-3's traffic, of the link
-    gather: float = 0.322  # all-gathers and reduce-scatters, of the link
+    memory: float = 0.535  # elementwise kernels, casts and the update, of the memory bandwidth
+    exchange: float = 0.254  # all-to-alls, which share the links with ZeRO-3's traffic, of the link
+    gather: float = 0.321  # all-gathers and reduce-scatters, of the link
     layer_seconds: float = 0.004  # the host's time for one layer, forward and backward, hooks included
-    step_seconds: float = 0.0161  # per micro-batch: metadata, first gather, last reduction, metrics
+    step_seconds: float = 0.0159  # per micro-batch: metadata, first gather, last reduction, metrics
     kept: float = 1.0  # kept activations, of what kept_bytes counts
-    working: float = 0.972  # the working set of head or layer, of what peak.py counts
-    slack: float = 0.03  # reserved but unused by the allocator, of its peak
+    working: float = 0.985  # the working set of head or layer, of what peak.py counts
+    slack: float = 0.03  # fragments that the allocator cannot give back, of its peak
     context_bytes: float = 0.7e9  # CUDA context and libraries
     communicator_bytes: float = 0.6e9  # NCCL's buffers, with more than one process
 

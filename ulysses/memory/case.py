@@ -27,6 +27,7 @@ class Model(NamedTuple):
     parameters: int
     trained: int
     has_head: bool = True  # False: a score per token instead of the vocabulary
+    head_divisor: int = 0  # what else the ranks that exchange heads must divide, of models beside this one
     decoders: int = 1  # 2: a second stack of layers runs on the same tokens (a value model beside the policy)
 
     @property
@@ -144,7 +145,7 @@ def shards(model: Model, sp: int, chunks: int = 1) -> Shards:
 
     Heads that travel in several groups (`chunks`) leave fewer kv heads than ranks in each, which are then sent more often.
     """
-    ranks = gcd(sp, model.heads)
+    ranks = gcd(sp, model.heads, model.head_divisor)
     layout = head_layout(model.heads // chunks, model.kv_heads // chunks, ranks)
     return Shards(ranks, sp // ranks, chunks * layout.query, chunks * layout.key)
 

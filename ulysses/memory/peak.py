@@ -2,9 +2,9 @@
 
     allocated = states + the largest moment
         head moment:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
-        layer moment:   all that the layers keep; two gathered layers, one's gradients, its attention or an MLP tile
+        layer moment:   all that the layers up to it keep; two gathered layers, one's gradients, its attention or its MLP
         rollout moment: the whole policy, the KV cache, the prompts' first pass          (PPO, nothing kept yet)
-    device = allocated * (1 + slack) + CUDA context + NCCL's buffers
+    device = allocated * (1 + slack) + CUDA context + NCCL's buffers      (the allocator's cache aside: it is given back)
     host   = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
 
 ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over all
@@ -16,7 +16,7 @@ Letters as in case.py.
 from typing import NamedTuple
 
 from ulysses.memory.case import Model, Options, Rollout, Work, kept_kv_heads, shards
-from ulysses.memory.recompute import kept_bytes
+from ulysses.memory.recompute import AUTOGRAD, kept_bytes
 
 LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
 WORKING_GROUPS = 3  # layers' kept tensors on the GPU while the others are on the host
@@ -24,8 +24,8 @@ PROCESS_BYTES = 4e9  # host memory of one process: interpreter, libraries, NCCL'
 
 
 class Peak(NamedTuple):
-    """Hold bytes of one rank: the allocator's peak, all that the GPU holds, the host's; then parts of
-    the first, and the activations that the host holds."""
+    """Hold bytes of one rank: the allocator's peak, all that the GPU must hold, the host's; then parts of
+    the first, the activations that the host holds, and all that the settings moved there."""
 
     allocated: float
     device: float
@@ -34,32 +34,38 @@ class Peak(NamedTuple):
     kept: float
     working: float
     offloaded: float
+    moved: float
 
 
 def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
     """Predict the peak of a step on `world` processes."""
     c, S = options.calibration, work.local
     states, host = _states(model, world, options)
-    per_layer = {level: kept_per_layer(model, work.sp, S, options, level) for level in options.counts(model.layers)}
+    levels = options.counts(model.layers)
+    per_layer = {level: kept_per_layer(model, work.sp, S, options, level) for level in levels}
     upper = options.upper_layers * per_layer.get(options.upper, 0.0)
     away = offloaded_layers(model, options)
     below = model.layers - options.upper_layers
     lower = per_layer.get(options.level, 0.0) * (below - away + min(away, WORKING_GROUPS))
     kept = c.kept * model.decoders * (lower + upper)
     offloaded = model.decoders * per_layer.get(options.level, 0.0) * away
-    working = c.working * max(_head_moment(model, world, S, options), _layer_moment(model, world, work, options))
+    moments = {level: _layer_moment(model, world, work, options, level) for level in levels}
+    if options.upper != options.level and options.level in moments:  # their stack's upper layers are done, and free, by then
+        moments[options.level] -= c.kept * upper / c.working
+    working = c.working * max(_head_moment(model, world, S, options), *moments.values())
     allocated = states + kept + working
     if work.rollout is not None:
         allocated = max(allocated, states + _rollout_moment(model, world, work.rollout, options))
     outside = c.context_bytes + (c.communicator_bytes if world > 1 else 0)
     saving = 4 * model.trained / world if options.saves else 0  # one kind of the state at a time
     device = allocated * (1 + c.slack) + outside
-    return Peak(allocated, device, host + offloaded + saving + PROCESS_BYTES, states, kept, working, offloaded)
+    moved = host + offloaded
+    return Peak(allocated, device, moved + saving + PROCESS_BYTES, states, kept, working, offloaded, moved)
 
 
 def offloaded_layers(model: Model, options: Options) -> int:
     """Return how many layers' activations really leave: ordinary autograd's stay."""
-    return 0 if options.level == "none" else min(options.offloaded_layers, model.layers - options.upper_layers)
+    return 0 if options.level in AUTOGRAD else min(options.offloaded_layers, model.layers - options.upper_layers)
 
 
 def _states(model: Model, world: int, options: Options) -> tuple[float, float]:
@@ -69,8 +75,14 @@ def _states(model: Model, world: int, options: Options) -> tuple[float, float]:
     return gpu, weights + trained - gpu
 
 
+def runs_as(level: str, local: int, options: Options) -> str:
+    """Return the level that a layer's work is that of: tiles set by hand make "none" run its MLP again."""
+    return "mlp" if level == "none" and options.tiling.rows(local, level) < local else level
+
+
 def kept_per_layer(model: Model, sp: int, local: int, options: Options, level: str) -> float:
     """Return the bytes that one layer's graph keeps of `local` tokens at a level."""
+    level = runs_as(level, local, options)
     kept = kept_bytes(
         level,
         width=model.width,
@@ -81,11 +93,8 @@ def kept_per_layer(model: Model, sp: int, local: int, options: Options, level: s
         element_size=options.element_size,
         exchanged=sp > 1,
     )
-    tiled = options.tiling.rows(local) < local
-    if level == "none" and not model.is_full:  # adapters keep the inputs of the projections they stand beside
-        kept += options.element_size * (model.width + (0 if tiled else model.width + model.intermediate))
-    if level == "none" and tiled:  # a tiled MLP keeps its input only
-        kept -= options.element_size * 2 * model.intermediate
+    if level in AUTOGRAD and not model.is_full:  # adapters keep the inputs of the projections they stand beside
+        kept += options.element_size * (model.width + (model.width + model.intermediate if level == "none" else 0))
     return float(kept) * local
 
 
@@ -104,15 +113,15 @@ def _head_moment(model: Model, world: int, local: int, options: Options) -> floa
     return rows + gathered + 4 * words + max(tile, reduction)
 
 
-def _layer_moment(model: Model, world: int, work: Work, options: Options) -> float:
+def _layer_moment(model: Model, world: int, work: Work, options: Options, level: str) -> float:
     size, P, D, F, S = options.element_size, model.layer_parameters, model.width, model.intermediate, work.local
     chunks, q, k = options.tiling.head_chunks, model.query_width, model.kv_width
     held = kept_kv_heads(model, work.sp, chunks) * model.head_dim
-    rows = options.tiling.rows(S)
+    rows = options.tiling.rows(S, level)
     fixed = 2 * size * P if world > 1 else 0
     if model.is_full:
         fixed += (size + options.reduce_size) * P + (4 * 3 * D * F if rows < S else 0)
-        if world > 1 and (options.upper if options.upper_layers else options.level) == "none":
+        if world > 1 and runs_as(level, S, options) == "none":
             # the vocabulary's gradient still travels; where a layer is recomputed first, it has arrived by then
             fixed += (size + options.reduce_size) * model.vocabulary_parameters
     wrapped = 1 if model.is_full else 2  # projections called as modules keep every intermediate of a tile

@@ -15,19 +15,20 @@ from typing import NamedTuple
 
 from ulysses.memory.case import Machine, Model, Options, Work
 from ulysses.memory.peak import kept_per_layer, peak_bytes
+from ulysses.memory.recompute import AUTOGRAD
 from ulysses.memory.step_time import step_seconds
 from ulysses.memory.tiling import head_chunk_counts
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 HOST_FILL = 0.9  # share of a node's free memory that training may take
-FASTEST_FIRST = ("none", "keep_exchange", "keep_attention", "block")
+FASTEST_FIRST = ("none", "mlp", "keep_exchange", "keep_attention", "block")
 
 
 class Prediction(NamedTuple):
     """Hold bytes per rank and seconds per optimizer step.
 
     gpu_bytes: all that the GPU holds. allocated: the allocator's peak, of which states, kept and working are parts.
-    offloaded: activations, which host_bytes includes.
+    offloaded: activations; moved: all that the settings moved to the host. host_bytes includes both.
     """
 
     gpu_bytes: float
@@ -38,13 +39,17 @@ class Prediction(NamedTuple):
     kept: float
     working: float
     offloaded: float
+    moved: float
 
     def fits_gpu(self, machine: Machine) -> bool:
         return self.gpu_bytes <= FILL * machine.gpu_bytes
 
     def fits_host(self, machine: Machine) -> bool:
-        """Say whether the node has room; one of unknown memory has, but no activations are sent there."""
-        return not machine.host_bytes or self.host_bytes <= host_budget(machine)
+        """Say whether the node has room for what is moved there; one of unknown memory has, but no activations are sent there.
+
+        Where nothing is moved, the estimate of what is free decides nothing: some kernels report memory that grows on demand.
+        """
+        return not self.moved or not machine.host_bytes or self.host_bytes <= host_budget(machine)
 
     def fits(self, machine: Machine) -> bool:
         """Say whether GPU and host have room, with their reserves."""
@@ -118,7 +123,7 @@ def predict(model: Model, machine: Machine, work: Work, options: Options) -> Pre
     """Predict peak GPU bytes and host bytes of a rank, and seconds per step."""
     peak = peak_bytes(model, machine.gpus, work, options)
     seconds = step_seconds(model, machine, work, options)
-    return Prediction(peak.device, peak.host, seconds, peak.allocated, peak.states, peak.kept, peak.working, peak.offloaded)
+    return Prediction(peak.device, peak.host, seconds, peak.allocated, peak.states, peak.kept, peak.working, peak.offloaded, peak.moved)
 
 
 def most_offloaded(model: Model, machine: Machine, work: Work, options: Options) -> int:
@@ -143,9 +148,9 @@ def choices(
     allowed = head_chunk_counts(model.heads, model.kv_heads, gcd(work.sp, model.heads))  # not the same at every degree
     chunks = tuple(count for count in options.head_chunks if count in allowed)
     for level in levels:
-        if level == "none" and offload == "checkpoints":
+        if level in AUTOGRAD and offload == "checkpoints":
             continue
-        counts = (options.tiling.head_chunks,) if level == "none" else chunks or (options.tiling.head_chunks,)
+        counts = (options.tiling.head_chunks,) if level in AUTOGRAD else chunks or (options.tiling.head_chunks,)
         found = [_in_chunks(model, machine, work, options._replace(level=level), count, offload) for count in counts]
         yield min(found, key=partial(_reluctance, machine))
 
@@ -159,7 +164,7 @@ def _reluctance(machine: Machine, choice: Choice) -> tuple[bool, int, float]:
 def _in_chunks(model: Model, machine: Machine, work: Work, options: Options, chunks: int, offload: str) -> Choice:
     tiling = replace(options.tiling, head_chunks=chunks)
     here = options._replace(upper_layers=0, offloaded_layers=0, tiling=tiling)
-    if offload != "none" and options.level != "none":
+    if offload != "none" and options.level not in AUTOGRAD:
         most = most_offloaded(model, machine, work, here)
         here = here._replace(offloaded_layers=_fewest(model, machine, work, here, most) if offload == "auto" else most)
     return _choice(model, machine, work, here)
@@ -184,7 +189,7 @@ def mixtures(
         if level == "none":
             continue
         alone = options._replace(level=level, upper_layers=0, offloaded_layers=0)
-        most = most_offloaded(model, machine, work, alone) if offload != "none" else 0
+        most = 0 if offload == "none" or level in AUTOGRAD else most_offloaded(model, machine, work, alone)
         counts = [most] if offload == "checkpoints" else range(0, most + 1, max(1, model.layers // 16))
         for upper in ordered[:place]:
             for away in counts:

@@ -6,11 +6,13 @@
     block            nothing                                all but feed_forward's first run
     keep_attention   out', lse                              project, both exchanges, output
     keep_exchange    q', k', v', out', lse, out             output (and project, unless it is plain)
+    mlp              all of these and middle                feed_forward alone
     none             everything: ordinary autograd          nothing
 
 One autograd.Function covers the layer, so that ZeRO-3 gathers its parameters once per direction and reduces each
-gradient once. feed_forward runs forward and backward tile by tile in backward: two forwards a step at every level.
-Where attention was kept, its tiles run before q, k and v exist again.
+gradient once. feed_forward runs forward and backward tile by tile in backward: two forwards a step at every level but
+"none". Where attention was kept, its tiles run before q, k and v exist again. The last two are ordinary autograd around
+attention: nothing of theirs leaves for the host, and all heads are exchanged at once.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', v', out' are head shards.
 """
@@ -32,8 +34,9 @@ from ulysses.parallel.all_to_all import (
     exchange_qkv_forward,
 )
 
-RecomputeLevel = Literal["block", "keep_attention", "keep_exchange", "none"]
+RecomputeLevel = Literal["block", "keep_attention", "keep_exchange", "mlp", "none"]
 LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
+AUTOGRAD = ("mlp", "none")  # levels whose attention is ordinary autograd: not offloaded, not cut into groups of heads
 
 
 class Attention(Protocol):
@@ -98,7 +101,7 @@ def run_layer(
     head_chunks: int = 1,
     offloader: Offloader | None = None,
 ) -> Tensor:
-    """Run a layer so that its graph keeps what `level` (any but "none") says, on the host if an offloader is given.
+    """Run a layer so that its graph keeps what `level` (none of AUTOGRAD) says, on the host if an offloader is given.
 
     hidden [S, D] -> [S, D]. Gradients are those of ordinary autograd. `head_chunks` > 1 exchanges and attends that many
     groups of heads one after the other, in a fraction of the memory. All ranks use the same settings for a layer.
@@ -167,6 +170,7 @@ class _Layer(torch.autograd.Function):
                 qkv = ()
         elif attended is None:
             attended = _outputs(chunks, plan)
+        assert attended is not None
         (middle,) = output.run(layer.output, (hidden, attended))
         del attended
         with replay(ctx.random[2]):
@@ -324,8 +328,8 @@ def kept_bytes(
     kept = width
     if level != "block":
         kept += out
-    if level in ("keep_exchange", "none"):
+    if level in ("keep_exchange", *AUTOGRAD):
         kept += shards + out * exchanged
-    if level == "none":
-        kept += width + 2 * intermediate
+    if level in AUTOGRAD:
+        kept += width + (2 * intermediate if level == "none" else 0)
     return kept * element_size + 4 * heads * (level != "block")

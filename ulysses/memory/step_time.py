@@ -13,7 +13,7 @@ FLOPs are those executed: recomputation counts, adapters' frozen matrices have n
 from typing import NamedTuple
 
 from ulysses.memory.case import Machine, Model, Options, Rollout, Work, shards
-from ulysses.memory.peak import kept_per_layer, offloaded_layers
+from ulysses.memory.peak import kept_per_layer, offloaded_layers, runs_as
 
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
 CAST_BYTES = 14  # read and written per trained parameter and micro-batch: cast, scale, place, accumulate
@@ -76,8 +76,9 @@ def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
     """Count what one layer runs at a level; what is repeated is drawn in recompute.py."""
     D, F, q, k = model.width, model.intermediate, model.query_width, model.kv_width
     project, output, gate_up, down = D * (q + 2 * k), D * q, 2 * D * F, D * F
-    again = {"none": 0, "keep_exchange": output, "keep_attention": project + output, "block": project + output}[level]
-    if level != "none" or options.tiling.rows(work.local) < work.local:
+    level = runs_as(level, work.local, options)
+    again = {"none": 0, "mlp": 0, "keep_exchange": output, "keep_attention": project + output, "block": project + output}[level]
+    if level != "none":
         again += gate_up + (0 if model.is_full else down)
     matrices = 2.0 * ((3 if model.is_full else 2) * (project + output + gate_up + down) + again)
     repeats = level in ("keep_attention", "block")

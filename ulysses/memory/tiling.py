@@ -26,7 +26,7 @@ class TilingOptions:
     """Say how a layer's work is cut to bound its memory.
 
     mlp_rows: rows of one MLP tile; 0 = never tile; "auto" = tiles of `auto_rows` once there are more than twice as many
-    rows, because short ones lose nothing by running whole.
+    rows, because short ones lose nothing by running whole, and none where backward would have nothing to run again.
     head_chunks: groups of heads that are exchanged and attended to one after the other; 1 = all at once. It must divide
     the kv heads, and the ranks that share heads must divide a group's query heads.
     """
@@ -52,11 +52,15 @@ class TilingOptions:
                 f"{head_parallel_size} ranks can be cut into {', '.join(map(str, fitting))}; set one of these"
             )
 
-    def rows(self, total: int) -> int:
-        """Return the rows of one tile for `total` rows, in equal tiles; `total` itself means one tile."""
+    def rows(self, total: int, level: str = "") -> int:
+        """Return the rows of one tile for `total` rows, in equal tiles; `total` itself means one tile.
+
+        `level` is the layer's recompute level, if there will be a backward: at "none" a tile's forward runs twice, at the
+        others it does so anyway.
+        """
         limit = self.mlp_rows
         if limit == "auto":
-            limit = self.auto_rows if total > 2 * self.auto_rows else 0
+            limit = self.auto_rows if total > 2 * self.auto_rows and level != "none" else 0
         if limit == 0 or total <= limit:
             return total
         return -(-total // -(-total // limit))

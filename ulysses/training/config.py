@@ -137,16 +137,18 @@ class OptimizerConfig(Section):
 
 
 class MemoryConfig(Section):
-    recompute: Literal["auto", "block", "keep_attention", "keep_exchange", "none"] = "auto"
-    """What the backward pass recomputes: whole blocks, blocks without the attention kernel, without kernel and exchanges, or nothing."""
+    recompute: Literal["auto", "block", "keep_attention", "keep_exchange", "mlp", "none"] = "auto"
+    """What the backward pass recomputes: blocks, blocks without the attention kernel, without kernel and exchanges, MLPs, or nothing."""
     offload: Literal["auto", "none", "checkpoints"] = "none"
     """Layer checkpoints in pinned host memory."""
     offload_optimizer: bool = False
     """Optimizer state and master weights in host memory; the update runs on the CPU."""
     offload_parameters: bool = False
     """Parameter shards in host memory."""
+    host_memory: float = Field(0.0, ge=0)
+    """GiB of each node that training may take, where the kernel reports too little because more comes on demand; 0 asks it."""
     mlp_tile: int | Literal["auto"] = "auto"
-    """Rows per MLP tile; 0 never tiles."""
+    """Rows per MLP tile; 0 never tiles; with "auto" and recompute "none", layers run it in tiles (as "mlp") only to fit."""
     logits_tile: int | Literal["auto"] = "auto"
     """Rows per tile of the vocabulary projection."""
     head_chunks: int | Literal["auto"] = "auto"

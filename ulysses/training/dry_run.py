@@ -20,7 +20,7 @@ from ulysses.data.records import DataError
 from ulysses.gradients.presets import explain_thresholds, tables_to_toml
 from ulysses.memory.case import GIB, Machine, Work
 from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
-from ulysses.memory.recompute import LEVELS
+from ulysses.memory.recompute import AUTOGRAD, LEVELS
 from ulysses.training.build import check_weights, read_shape
 from ulysses.training.checks import Plan, check_disk, check_numbers, check_run, find_checkpoint, read_tokenizer
 from ulysses.training.command_line import CommandLine, ConfigError
@@ -181,7 +181,7 @@ def planned_machine(config: Config, given: dict[str, float], world: int) -> Mach
     """Return the machine to plan for: the one described, else this one, else GPUs of 80 GiB."""
     here = torch.cuda.is_available()
     gib = given.get("gpu_memory") or (torch.cuda.get_device_properties(0).total_memory / GIB if here else ASSUMED_GIB)
-    host = given["host_memory"] * GIB if "host_memory" in given else 0 if "gpus" in given else free_host_bytes()
+    host = given.get("host_memory", config.memory.host_memory) * GIB or (0 if "gpus" in given else free_host_bytes())
     machine = Machine(world, gib * GIB, host, int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8))))
     peak = device_peak_flops()
     if peak:
@@ -225,7 +225,7 @@ def _print_recommendation(config: Config, shape: Shape, machine: Machine, work: 
     """Print the fastest settings for this length; what the configuration fixes by hand is left open here."""
     model, options = planner_model(config, shape), planner_options(config, shape)
     batches = min(_step_examples(config), work.micro_batches * machine.gpus // work.sp)
-    levels = tuple(x for x in FASTEST_FIRST if x != "none" or options.tiling.head_chunks == 1)
+    levels = tuple(x for x in FASTEST_FIRST if x not in AUTOGRAD or options.tiling.head_chunks == 1)
     for more in ({}, {"offload_optimizer": True}, {"offload_optimizer": True, "offload_parameters": True}):
         found = recommend(model, machine, work, options._replace(**more), batches=batches, levels=levels)
         if found is not None:

@@ -13,7 +13,7 @@ from models.arch import ModelConfig as Shape
 from models.hf_format import read_config, resolve_model
 from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work
 from ulysses.memory.plan import FASTEST_FIRST, Choice, choices, choose_level, host_budget
-from ulysses.memory.recompute import LEVELS
+from ulysses.memory.recompute import AUTOGRAD, LEVELS
 from ulysses.memory.tiling import TilingOptions, head_chunk_counts
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
@@ -41,14 +41,14 @@ def check_memory(config: Config) -> None:
         raise ConfigError(f'memory.logits_tile is {memory.logits_tile} but must be "auto" or at least 1 row')
     if memory.head_chunks != "auto" and memory.head_chunks < 1:
         raise ConfigError(f'memory.head_chunks is {memory.head_chunks} but must be "auto", 1 (all heads at once) or a number of groups')
-    if memory.head_chunks not in ("auto", 1) and memory.recompute == "none":
+    if memory.head_chunks not in ("auto", 1) and memory.recompute in AUTOGRAD:
         raise ConfigError(
-            f'memory.head_chunks is {memory.head_chunks} but memory.recompute "none" keeps all heads at once; set '
+            f'memory.head_chunks is {memory.head_chunks} but memory.recompute "{memory.recompute}" keeps all heads at once; set '
             'memory.head_chunks to 1, or memory.recompute to "auto", "block", "keep_attention" or "keep_exchange"'
         )
-    if memory.offload == "checkpoints" and memory.recompute == "none":
+    if memory.offload == "checkpoints" and memory.recompute in AUTOGRAD:
         raise ConfigError(
-            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set memory.recompute to '
+            f'memory.offload is "checkpoints" but memory.recompute "{memory.recompute}" makes no checkpoints; set memory.recompute to '
             '"auto", "block", "keep_attention" or "keep_exchange", or memory.offload to "none"'
         )
 
@@ -195,20 +195,21 @@ def _other(path: str, shape: Shape) -> Shape:
 
 
 def allowed_levels(config: Config) -> tuple[str, ...]:
-    """Return the levels that the settings leave open, the fastest first."""
+    """Return the levels that the settings leave open, the fastest first; MLPs are cut "auto"-matically where "none" needs it."""
     wanted, memory = config.memory.recompute, config.memory
-    levels = FASTEST_FIRST if wanted == "auto" else (wanted,)
-    without_none = memory.offload == "checkpoints" or (wanted == "auto" and tiling(config).head_chunks > 1)
-    return tuple(level for level in levels if not without_none or level != "none")
+    levels = FASTEST_FIRST if wanted == "auto" else AUTOGRAD[::-1] if wanted == "none" and memory.mlp_tile == "auto" else (wanted,)
+    without = AUTOGRAD if memory.offload == "checkpoints" or (wanted == "auto" and tiling(config).head_chunks > 1) else ()
+    return tuple(level for level in levels if level not in without)
 
 
 def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: Work) -> MemoryChoice:
     """Decide every layer's level and the offload for one machine (None: CPU, where "auto" keeps everything).
 
-    Settings made by hand are honoured while the GPU's whole memory might do; the line says if the reserve is gone.
+    Settings made by hand are honoured while the GPU's whole memory might do; the line says if the reserve is gone, or if the
+    host seems too small although nothing is moved there.
 
     Raises:
-        ConfigError: if GPU or host are predicted to be too small, with the sizes and what to change.
+        ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
     """
     levels, offload, layers = allowed_levels(config), config.memory.offload, shape.num_hidden_layers
     if machine is None:
@@ -239,17 +240,21 @@ def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
         text += f"; {choice.offloaded_layers} of {choice.layers} layers' activations in host memory"
     if machine.host_bytes:
         text += f"; host {choice.prediction.host_bytes / GIB:.1f} GiB per process of {host_budget(machine) / GIB:.1f} GiB"
+        if choice.prediction.host_bytes > host_budget(machine):
+            text += " that seem free (if the node has more, memory.host_memory says so)"
     return text if fits else text + "; this leaves less than the usual reserve and may run out"
 
 
 def _refuse_too_large(config: Config, model: Model, machine: Machine, work: Work, smallest: Choice) -> None:
     """Refuse a run whose smallest choice is predicted to exceed the GPU's whole memory, or the host's share."""
-    p = smallest.prediction
+    p, memory = smallest.prediction, config.memory
     if not p.fits_host(machine):
+        named = (("offload_optimizer", memory.offload_optimizer), ("offload_parameters", memory.offload_parameters))
+        ways = [f"set memory.{name} = false" for name, on in named if on]
         raise ConfigError(
-            f"each process needs {p.host_bytes / GIB:.1f} GiB of host memory but has {host_budget(machine) / GIB:.1f} GiB, its "
-            f"share of the node's {machine.host_bytes / GIB:.1f} GiB; set memory.offload_optimizer or memory.offload_parameters to "
-            "false, or use more GPUs on more nodes"
+            f"each process needs {p.host_bytes / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is offloaded, but "
+            f"has {host_budget(machine) / GIB:.1f} GiB, its share of the node's {machine.host_bytes / GIB:.1f} GiB; {', '.join(ways)}, "
+            "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
         )
     if p.gpu_bytes > machine.gpu_bytes:
         what = f"with memory.recompute = \"{config.memory.recompute}\"" if config.memory.recompute != "auto" else ""
@@ -275,17 +280,17 @@ def _advice(config: Config, model: Model) -> str:
     return ", ".join(ways[:-1]) + f" or {ways[-1]}"
 
 
-def this_machine(device: torch.device, peak_flops: float | None) -> Machine | None:
+def this_machine(device: torch.device, peak_flops: float | None, host_gib: float = 0.0) -> Machine | None:
     """Return the smallest GPU and host memory of all ranks, so that they decide alike; None on CPU.
 
-    All ranks call it together, before they allocate.
+    `host_gib` is a node's host memory, 0 what its kernel reports (memory.host_memory). All ranks call it together, before they allocate.
     """
     if device.type != "cuda":
         return None
     size = dist.get_world_size() if dist.is_initialized() else 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     values = torch.tensor(
-        [torch.cuda.get_device_properties(device).total_memory, free_host_bytes(), peak_flops or 0.0],
+        [torch.cuda.get_device_properties(device).total_memory, host_gib * GIB or free_host_bytes(), peak_flops or 0.0],
         dtype=torch.float64,
         device=device,
     )
@@ -297,7 +302,10 @@ def this_machine(device: torch.device, peak_flops: float | None) -> Machine | No
 
 
 def free_host_bytes() -> int:
-    """Return the memory of this node that processes may still take, container limits considered; 0 if unknown."""
+    """Return the memory of this node that processes may still take, container limits considered; 0 if unknown.
+
+    A machine that is given memory on demand reports less than there will be; memory.host_memory is for it.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -94,7 +94,7 @@ class TrainingRun:
             if data is not None:
                 self._say(f"{name} data: {data.report}")
         source = weights_of(config, shape, plan.folder)
-        model, machine = planner_model(config, shape), this_machine(self.device, device_peak_flops())
+        model, machine = planner_model(config, shape), this_machine(self.device, device_peak_flops(), config.memory.host_memory)
         memory = choose_memory(config, shape, machine, planner_work(config, plan.budget, world=plan.world_size))
         self._say(memory.line)
         for line in explain_thresholds(config.gradients.tables, model.trained):
