@@ -29,8 +29,7 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Pat
 
     Without `need_weights` a hub id's weights are not fetched.
 
-    Raises:
-        ConfigError: if there is no such model, or it is not supported.
+    Raises ConfigError if there is no such model, or it is not supported.
     """
     m = config.model
     try:
@@ -55,30 +54,30 @@ class RandomWeights:
         return init_parameter(name, shape, self.shape, seed=self.seed, device=device, dtype=dtype).view(-1)[start:stop]
 
 
-class FileWeights:
+class FileWeights(RandomWeights):
     """Weights from safetensors files, read slice by slice; names the files lack (a new head) are drawn at random."""
 
     def __init__(self, folder: Path, shape: Shape, seed: int) -> None:
+        super().__init__(shape, seed)
         self.files = WeightFiles(folder)
-        self.random = RandomWeights(shape, seed)
 
     def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if name not in self.files:
-            return self.random.slice(name, shape, start, stop, dtype, device)
+            return super().slice(name, shape, start, stop, dtype, device)
         return self.files.read(name, start, stop).to(device=device, dtype=dtype)
 
 
 class PolicyValueWeights:
     """Weights of a policy with a value, both starting from the same model; a score that it lacks is drawn at random."""
 
-    def __init__(self, source: RandomWeights | FileWeights) -> None:
+    def __init__(self, source: RandomWeights) -> None:
         self.source = source
 
     def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.source.slice(name.partition(".")[2], shape, start, stop, dtype, device)
 
 
-def weights_of(config: Config, shape: Shape, folder: Path | None) -> RandomWeights | FileWeights:
+def weights_of(config: Config, shape: Shape, folder: Path | None) -> RandomWeights:
     if config.model.init == "random" or folder is None:
         return RandomWeights(shape, config.run.seed)
     return FileWeights(folder, shape, config.run.seed)
@@ -103,8 +102,7 @@ def weights_fingerprint(config: Config, shape: Shape, folder: Path | None) -> st
 def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
     """Refuse weight files that do not hold every parameter in the right shape, before anything is allocated.
 
-    Raises:
-        ConfigError: naming the first that is missing or wrong.
+    Raises ConfigError naming the first that is missing or wrong.
     """
     with torch.device("meta"):
         model: nn.Module = RewardModel(shape) if reward else CausalLM(shape)

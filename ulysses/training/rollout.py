@@ -11,8 +11,7 @@ Letters: N sequences, T tokens of all sequences (prompts too), A tokens of all a
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +109,7 @@ class Rollout:
         return cls(number, Answers(**found), columns, metrics)
 
 
+@dataclass(eq=False)
 class RolloutMaker:
     """Make rollouts with the current weights; all ranks call every method together.
 
@@ -122,33 +122,22 @@ class RolloutMaker:
         lora: the policy's adapters, which the sampler adds to a copy of the matrices they adapt.
     """
 
-    def __init__(
-        self,
-        engine: ZeroEngine,
-        reference: Any,
-        reward: RewardFunction | ZeroEngine,
-        *,
-        shape: Shape,
-        tokenizer: Any,
-        mesh: ParallelMesh,
-        config: PpoConfig,
-        options: SamplingOptions,
-        budget: int,
-        seed: int,
-        lora: LoraConfig = NO_ADAPTERS,
-    ) -> None:
-        self.engine = engine
-        self.reference = reference
-        self.reward = reward
-        self.shape = shape
-        self.tokenizer = tokenizer
-        self.mesh = mesh
-        self.config = config
-        self.options = options
-        self.budget = budget
-        self.seed = seed
-        self.lora = lora
-        self.controller = AdaptiveKLController(config.kl_coefficient, config.kl_target or None, config.kl_horizon)
+    engine: ZeroEngine
+    reference: Any
+    reward: RewardFunction | ZeroEngine
+    _: KW_ONLY
+    shape: Shape
+    tokenizer: Any
+    mesh: ParallelMesh
+    config: PpoConfig
+    options: SamplingOptions
+    budget: int
+    seed: int
+    lora: LoraConfig = NO_ADAPTERS
+
+    def __post_init__(self) -> None:
+        c = self.config
+        self.controller = AdaptiveKLController(c.kl_coefficient, c.kl_target or None, c.kl_horizon)
 
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages; updates the KL controller."""
@@ -317,6 +306,3 @@ def _moments(advantages: Tensor, returns: Tensor, values: Tensor) -> dict[str, f
     if variance > 0:
         found["val/explained_variance"] = 1 - float(left.var(correction=0)) / variance
     return found
-
-
-MakeRollout = Callable[[int, Any, list[int]], Rollout]

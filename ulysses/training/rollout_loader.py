@@ -5,6 +5,8 @@
 A rollout is made when its first step is asked for, with the weights of that moment; nothing is prepared ahead of that.
 """
 
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ import numpy as np
 from ulysses.data.dataset import Example
 from ulysses.data.loader import StepLoader, shuffled
 from ulysses.data.packing import example_cost, pack_step
-from ulysses.training.rollout import MakeRollout, Rollout
+from ulysses.training.rollout import Rollout
 
 
+@dataclass(eq=False)
 class RolloutLoader:
     """Serve one data-parallel group.
 
@@ -29,12 +32,14 @@ class RolloutLoader:
         stopped: the rest of the current rollout is not trained on; its steps are empty.
     """
 
-    def __init__(self, prompts: StepLoader, make: MakeRollout, *, passes: int, minibatches: int, budget: int) -> None:
-        self.prompts = prompts
-        self.make = make
-        self.passes = passes
-        self.minibatches = minibatches
-        self.budget = budget
+    prompts: StepLoader
+    make: Callable[[int, Any, list[int]], Rollout]
+    _: KW_ONLY
+    passes: int
+    minibatches: int
+    budget: int
+
+    def __post_init__(self) -> None:
         self.current: Rollout | None = None
         self.stopped = False
 
@@ -67,15 +72,13 @@ class RolloutLoader:
         rollout = self.dataset
         lengths = [int(n) for n in rollout.answers.lengths[indices]] if indices else []
         costs = [example_cost([n], self.prompts.attention_length) for n in lengths]
-        plan = pack_step(lengths, self.budget, self.prompts.data_parallel_size, costs=costs, shuffle=self._shuffle(epoch, k))
+        seed = self.prompts.packing_seed
+        shuffle = None if seed is None else hash((seed, epoch, k))
+        plan = pack_step(lengths, self.budget, self.prompts.data_parallel_size, costs=costs, shuffle=shuffle)
         return [
             [Example(indices[p], (rollout.sequence(indices[p]),)) for p in micro_batch]
             for micro_batch in plan[self.prompts.dp_rank]
         ]
-
-    def _shuffle(self, epoch: int, k: int) -> int | None:
-        seed = self.prompts.packing_seed
-        return None if seed is None else hash((seed, epoch, k))
 
     def _split(self, epoch: int, k: int) -> tuple[int, int]:
         rollout, within = divmod(k, self.steps_per_rollout)
@@ -83,7 +86,7 @@ class RolloutLoader:
 
     def _rollout(self, number: int, epoch: int, k: int) -> Rollout:
         if self.current is None or self.current.number != number:
-            place: Any = (epoch, k // self.steps_per_rollout)
-            self.current = self.make(number, self.prompts.dataset, self.prompts.indices(*place))
+            indices = self.prompts.indices(epoch, k // self.steps_per_rollout)
+            self.current = self.make(number, self.prompts.dataset, indices)
             self.stopped = False
         return self.current

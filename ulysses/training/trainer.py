@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from ulysses.zero.engine import ZeroEngine
 
 Prepared = tuple[list[ShardedBatch], list[ShardedBatch], dict[str, float]]  # micro-batches, the stage's side batches, tokens
 
+
+@dataclass(kw_only=True, eq=False)
 class Trainer:
     """Train one engine with one stage.
 
@@ -40,32 +43,19 @@ class Trainer:
         peak_flops: of one device, or None.
     """
 
-    def __init__(
-        self,
-        *,
-        mesh: ParallelMesh,
-        engine: ZeroEngine,
-        stage: Stage,
-        loader: Any,
-        eval_loader: Any,
-        total_steps: int,
-        learning_rate: Callable[[int], float],
-        policies: GradientPolicyChain,
-        flops: Callable[[float, float, float], float],
-        peak_flops: float | None,
-        seed: int,
-    ) -> None:
-        self.mesh = mesh
-        self.engine = engine
-        self.stage = stage
-        self.loader = loader
-        self.eval_loader = eval_loader
-        self.total_steps = total_steps
-        self.learning_rate = learning_rate
-        self.policies = policies
-        self.flops = flops
-        self.peak_flops = peak_flops
-        self.seed = seed
+    mesh: ParallelMesh
+    engine: ZeroEngine
+    stage: Stage
+    loader: Any
+    eval_loader: Any
+    total_steps: int
+    learning_rate: Callable[[int], float]
+    policies: GradientPolicyChain
+    flops: Callable[[float, float, float], float]
+    peak_flops: float | None
+    seed: int
+
+    def __post_init__(self) -> None:
         self.step = 0
         self.best: tuple[int, float] | None = None  # (step, eval loss)
         self.metrics: dict[str, float] = {}
@@ -79,8 +69,7 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """Take one optimizer step and return its metrics; all ranks call it together.
 
-        Raises:
-            FloatingPointError: if loss or gradient is not finite; the weights are then untouched.
+        Raises FloatingPointError if loss or gradient is not finite; the weights are then untouched.
         """
         began = time.perf_counter()
         step, device = self.step, self.engine.device

@@ -31,11 +31,12 @@ class Term(NamedTuple):
 
 
 class Stage:
-    """Base of all stages; `model` is the trained engine, called like the module it wraps."""
+    """Base of all stages; `model` is the trained engine, called like the module it wraps, `config` the stage's own section."""
 
-    def __init__(self, model: Any, mesh: Any) -> None:
+    def __init__(self, model: Any, mesh: Any, config: Any) -> None:
         self.model = model
         self.mesh = mesh
+        self.config = config
         self.step = 0  # the optimizer step being computed; the loop sets it
 
     def sequences(self, example: Any) -> list[Sequence]:
@@ -69,8 +70,7 @@ class Stage:
     def check_first_step(self, metrics: dict[str, float]) -> None:
         """Refuse to go on if identities that must hold before the first update do not.
 
-        Raises:
-            RuntimeError: with an explanation.
+        Raises RuntimeError with an explanation.
         """
 
     def once(self, value: float | Tensor) -> float | Tensor:

@@ -32,9 +32,7 @@ def loss_options(config: DpoConfig) -> dict[str, Any]:
 class DpoStage(ReferencedStage):
     """Preference optimisation on pairs; `cached`, `reference` and `tolerance` as in ReferencedStage."""
 
-    def __init__(self, model: Any, mesh: Any, config: DpoConfig, **reference: Any) -> None:
-        super().__init__(model, mesh, **reference)
-        self.config = config
+    config: DpoConfig
 
     def sequences(self, example: Any) -> list[Sequence]:
         if self.config.ld_alpha == 1:

@@ -36,11 +36,10 @@ class KtoStage(ReferencedStage):
         cached: sequences carry `reference_logps`, mismatched ones `reference_sum` (ulysses.training.reference).
     """
 
-    def __init__(
-        self, model: Any, mesh: Any, config: KtoConfig, *, max_length: int, budget: int, **reference: Any
-    ) -> None:
-        super().__init__(model, mesh, **reference)
-        self.config = config
+    config: KtoConfig
+
+    def __init__(self, model: Any, mesh: Any, config: KtoConfig, *, max_length: int, budget: int, **reference: Any) -> None:
+        super().__init__(model, mesh, config, **reference)
         self.max_length = max_length
         self.budget = budget
         self.baseline: Tensor | None = None  # z0 of the running step
@@ -55,9 +54,7 @@ class KtoStage(ReferencedStage):
         lengths = mismatched_lengths(loader.dataset, pairs, self.max_length)
         mine = pack_step(lengths, max([self.budget, *lengths]), self.mesh.data_parallel_size)[self.mesh.dp_rank]
         return [
-            pack_shard(
-                [loader.dataset.mismatch(*pairs[p], self.max_length) for p in part], self.mesh, self.model.device
-            )
+            pack_shard([loader.dataset.mismatch(*pairs[p], self.max_length) for p in part], self.mesh, self.model.device)
             for part in mine
         ]
 

@@ -37,8 +37,7 @@ class PpoStage(Stage):
         self, model: Any, mesh: Any, config: PpoConfig, *, temperature: float = 1.0, maker: RolloutMaker | None = None,
         tolerance: float | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, mesh)
-        self.config = config
+        super().__init__(model, mesh, config)
         self.temperature = temperature
         self.maker = maker
         self.tolerance = tolerance

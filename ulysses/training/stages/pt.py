@@ -6,8 +6,6 @@ Documents are packed with their own boundaries: no token attends to another docu
 data.max_length is cut into pieces that overlap by one token, so that every token but its first is predicted once.
 """
 
-from typing import Any
-
 from losses.token_nll import token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.training.config import PtConfig
@@ -19,9 +17,7 @@ from ulysses.training.stages.sft import with_perplexity
 class PtStage(Stage):
     """Pre-training on plain text; reports perplexity = exp(nll), held out as eval/perplexity."""
 
-    def __init__(self, model: Any, mesh: Any, config: PtConfig) -> None:
-        super().__init__(model, mesh)
-        self.config = config
+    config: PtConfig
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         out = self.model(batch, lse=bool(self.config.z_loss))

@@ -19,9 +19,9 @@ class ReferencedStage(Stage):
     """
 
     def __init__(
-        self, model: Any, mesh: Any, *, cached: bool = False, reference: Any = None, tolerance: float | None = None
+        self, model: Any, mesh: Any, config: Any, *, cached: bool = False, reference: Any = None, tolerance: float | None = None
     ) -> None:
-        super().__init__(model, mesh)
+        super().__init__(model, mesh, config)
         self.cached = cached
         self.reference = reference
         self.tolerance = tolerance

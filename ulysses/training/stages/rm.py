@@ -22,9 +22,7 @@ from ulysses.training.stages.base import Stage, Term
 class RmStage(Stage):
     """Reward modelling on pairs; `model` is an engine around models.decoder.RewardModel."""
 
-    def __init__(self, model: Any, mesh: Any, config: RmConfig) -> None:
-        super().__init__(model, mesh)
-        self.config = config
+    config: RmConfig
 
     def sequences(self, example: Any) -> list[Sequence]:
         margin = float(example.columns.get("margin", 0.0))

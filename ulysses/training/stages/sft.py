@@ -27,9 +27,10 @@ class SftStage(Stage):
         seed: of NEFTune's noise, which depends on (seed, step, example, position) and on no topology.
     """
 
+    config: SftConfig
+
     def __init__(self, model: Any, mesh: Any, config: SftConfig, seed: int = 0) -> None:
-        super().__init__(model, mesh)
-        self.config = config
+        super().__init__(model, mesh, config)
         self.seed = seed
 
     def sequences(self, example: Any) -> list[Sequence]:
