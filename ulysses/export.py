@@ -25,8 +25,7 @@ from ulysses.zero.slices import SavedSlices
 def export_checkpoint(checkpoint: Path, out: Path) -> None:
     """Write the policy saved in `checkpoint` to `out` as config.json, safetensors shards and tokenizer.
 
-    Raises:
-        ValueError: if the folder is not a complete checkpoint, or `out` already holds a model.
+    Raises ValueError if the folder is not a complete checkpoint, or `out` already holds a model.
     """
     try:
         state = json.loads((checkpoint / "run.json").read_text())

@@ -41,8 +41,7 @@ def build_once(
         silence: seconds without a sign of life after which the writer counts as dead.
         start: seconds to wait for its first sign of life.
 
-    Raises:
-        DataError: the writer's own error, in every process; or the writer died.
+    Raises DataError: the writer's own error, in every process; or the writer died.
     """
     if folder.is_dir():
         return False

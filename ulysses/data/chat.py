@@ -36,8 +36,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
     Args:
         special: bos_token, eos_token, ... by their text; a bare tokenizer.json needs at least eos_token.
 
-    Raises:
-        DataError: nothing there, or a named token is not in the vocabulary.
+    Raises DataError: nothing there, or a named token is not in the vocabulary.
     """
     place = Path(path).expanduser()
     file = place if place.is_file() else place / "tokenizer.json"
@@ -147,8 +146,7 @@ class ChatTemplate:
     Args:
         template: "tokenizer" (its own), "llama3", "qwen2.5", "chatml", "plain", or the path of a .jinja file.
 
-    Raises:
-        DataError: no such template, or it writes special tokens that the tokenizer does not have.
+    Raises DataError: no such template, or it writes special tokens that the tokenizer does not have.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str = "tokenizer") -> None:

@@ -59,8 +59,7 @@ def open_dataset(
 
     Every process calls it; LOCAL_RANK 0 (or `writer`) writes and the others on its node watch a file.
 
-    Raises:
-        DataError: missing or broken data, named by file and row, in every process.
+    Raises DataError: missing or broken data, named by file and row, in every process.
     """
     if kind not in KINDS:
         raise DataError(f"data kind {kind!r} is unknown; it is one of {', '.join(KINDS)}")

@@ -135,8 +135,7 @@ def read_records(
     Args:
         bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
 
-    Raises:
-        DataError: a missing or broken file, or (bad_rows="error") a bad row, named.
+    Raises DataError: a missing or broken file, or (bad_rows="error") a bad row, named.
     """
     for index, source in enumerate(sources):
         row_format, previous = source.format, ""

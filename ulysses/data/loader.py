@@ -23,8 +23,7 @@ class StepLoader:
         attention_length: tokens at which attention costs as much as the rest of the model (12 times its width).
         packing_seed: permutes the places inside a step; only a test of invariance needs it.
 
-    Raises:
-        ValueError: an example is longer than tokens_per_microbatch.
+    Raises ValueError: an example is longer than tokens_per_microbatch.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ def pack_step(
     Every group gets the same number of micro-batches, as few as packing finds; some may be empty when examples are
     fewer than groups.
 
-    Raises:
-        ValueError: an example is longer than the budget; says what to raise.
+    Raises ValueError: an example is longer than the budget; says what to raise.
     """
     longest = max(range(len(lengths)), key=lambda i: lengths[i], default=None)
     if longest is not None and lengths[longest] > budget:

@@ -15,8 +15,7 @@ NAMES_IN_A_ROW = 4  # of the legend
 def write_picture(report: Report, path: Path) -> None:
     """Draw all panels into a PNG.
 
-    Raises:
-        ImportError: where matplotlib is not installed.
+    Raises ImportError where matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 

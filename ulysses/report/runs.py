@@ -36,8 +36,7 @@ class Run:
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read run folders; one that is named twice is read once.
 
-    Raises:
-        ValueError: naming the first folder that holds no metrics.
+    Raises ValueError naming the first folder that holds no metrics.
     """
     unique = list({folder.resolve(): None for folder in folders})
     return [Run(name, _config(folder), *_rows(folder)) for name, folder in zip(_names(unique), unique)]

@@ -77,8 +77,7 @@ class Checkpoints:
     def load(self, path: Path, engines: dict[str, ZeroEngine]) -> dict[str, Any]:
         """Restore the engines and return the saved run state.
 
-        Raises:
-            ValueError: for a folder that is not a complete checkpoint of this engine.
+        Raises ValueError for a folder that is not a complete checkpoint of this engine.
         """
         state = read_run_state(path)
         for name, engine in engines.items():
@@ -165,8 +164,7 @@ def _steps(folder: Path) -> list[int]:
 def read_run_state(path: Path) -> dict[str, Any]:
     """Read a checkpoint's run.json.
 
-    Raises:
-        ValueError: if the folder is not a complete checkpoint, or of another format.
+    Raises ValueError if the folder is not a complete checkpoint, or of another format.
     """
     try:
         state = json.loads((path / "run.json").read_text())

@@ -115,8 +115,7 @@ class Plan:
 def check_run(config: Config, world_size: int) -> Plan:
     """Check a configuration against the machine and the files; touch nothing but torch's switch for deterministic kernels.
 
-    Raises:
-        ConfigError: the first complaint.
+    Raises ConfigError: the first complaint.
     """
     if config.run.deterministic:  # before anything starts CUDA, and before a kernel is chosen
         try:
@@ -236,8 +235,7 @@ def check_ppo(config: Config) -> None:
 def stop_tokens(config: Config, tokenizer: Any, shape: Shape) -> tuple[int, ...]:
     """Return the tokens that end an answer: those of ppo.stop_tokens, the chat template, the tokenizer and the model.
 
-    Raises:
-        ConfigError: for a stop token that is not one token of the tokenizer.
+    Raises ConfigError for a stop token that is not one token of the tokenizer.
     """
     ends = shape.eos_token_id if isinstance(shape.eos_token_id, tuple) else (shape.eos_token_id,)
     template = ChatTemplate(tokenizer, config.data.chat_template)
@@ -314,8 +312,7 @@ def scoring_pad(tokenizer: Any, shape: Shape) -> int | None:
 def find_checkpoint(config: Config, shape: Shape) -> Path | None:
     """Decide what to resume from.
 
-    Raises:
-        ConfigError: what ulysses.training.checkpoint.resume_point refuses, or a checkpoint of another model.
+    Raises ConfigError: what ulysses.training.checkpoint.resume_point refuses, or a checkpoint of another model.
     """
     try:
         found = resume_point(config.output / "checkpoints", config.run.resume, overwrite=config.run.overwrite)

@@ -143,8 +143,7 @@ def unknown_key_sentence(key: str) -> str:
 def parse_command_line(arguments: list[str]) -> CommandLine:
     """Read `--config FILE.toml` and overrides such as `--optimizer.lr 1e-6`.
 
-    Raises:
-        ConfigError: with one sentence, for anything that is not a valid configuration.
+    Raises ConfigError with one sentence, for anything that is not a valid configuration.
     """
     own = _own_parser()
     flags, rest = own.parse_known_args(arguments)
@@ -177,8 +176,7 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
 def check(values: dict[str, Any]) -> Config:
     """Validate a nested dictionary; every complaint is one sentence.
 
-    Raises:
-        ConfigError: naming the key, what was given and what is required.
+    Raises ConfigError naming the key, what was given and what is required.
     """
     try:
         return Config(**values)

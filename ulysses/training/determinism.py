@@ -15,8 +15,7 @@ CUBLAS, FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 def require_determinism() -> None:
     """Turn on deterministic kernels everywhere in this process; to be called before CUDA starts in it.
 
-    Raises:
-        ValueError: if cuBLAS can no longer be told, or was told otherwise.
+    Raises ValueError if cuBLAS can no longer be told, or was told otherwise.
     """
     setting = os.environ.get(CUBLAS)
     if setting is not None and setting not in FIXED_WORKSPACES:

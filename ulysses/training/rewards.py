@@ -26,8 +26,7 @@ def is_function(reward: str) -> bool:
 def load_function(reward: str) -> RewardFunction:
     """Import "module:function".
 
-    Raises:
-        ValueError: if there is no such module or function.
+    Raises ValueError if there is no such module or function.
     """
     module, _, name = reward.partition(":")
     try:
@@ -45,8 +44,7 @@ def load_function(reward: str) -> RewardFunction:
 def score_text(function: RewardFunction, prompt: str, completion: str, row: dict[str, Any], index: int) -> float:
     """Call the function on one answer.
 
-    Raises:
-        ValueError: if it fails or returns no finite number, naming the example.
+    Raises ValueError if it fails or returns no finite number, naming the example.
     """
     try:
         score = float(function(prompt, completion, row))

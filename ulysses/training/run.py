@@ -38,8 +38,7 @@ from ulysses.zero.construct import end_distributed, initialize_distributed
 class TrainingRun:
     """Train by a configuration; use it as a context manager so that everything is released even after an error.
 
-    Raises:
-        ConfigError: for anything that cannot be honoured, before any process group or allocation.
+    Raises ConfigError for anything that cannot be honoured, before any process group or allocation.
     """
 
     def __init__(self, config: Config, *, debug: bool = False) -> None:
@@ -72,24 +71,19 @@ class TrainingRun:
         self.device = initialize_distributed()
         self.watch = FailureWatch()
         try:
-            self._start()
+            self._same_everywhere()
+            torch.backends.cuda.matmul.allow_tf32 = False
+            self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=self.plan.shape.num_attention_heads)
+            self._prepare_folder()
+            self._build()
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
         return self
 
-    def _start(self) -> None:
-        self._same_everywhere()
-        torch.backends.cuda.matmul.allow_tf32 = False
-        shape = self.plan.shape
-        self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)
-        self._prepare_folder()
-        self._build()
-
     def _build(self) -> None:
         config, plan, shape = self.config, self.plan, self.plan.shape
-        kernel = plan.kernel
-        self._say(f"attention kernel: {kernel} ({plan.kernel_reason})")
+        self._say(f"attention kernel: {plan.kernel} ({plan.kernel_reason})")
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data is not None:
                 self._say(f"{name} data: {data.report}")
@@ -101,12 +95,11 @@ class TrainingRun:
             self._say(f"gradients: {line}")
         value = config.ppo.value if config.stage == "ppo" else ""
         self.engine = build_engine(
-            config, shape, source, self.mesh, kernel, reward=config.stage == "rm", value=value, memory=memory
+            config, shape, source, self.mesh, plan.kernel, reward=config.stage == "rm", value=value, memory=memory
         )
         self.resources.callback(self.engine.destroy)
-        fresh = self.resume_from is None
         builder = StageBuilder(
-            plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, fresh, self._say, self.resources
+            plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, self.resume_from is None, self._say, self.resources
         )
         self.stage = builder.build()
         self.train_data, self.eval_data = builder.train_data, builder.eval_data
@@ -186,24 +179,25 @@ class TrainingRun:
                     trainer.best = (step, loss)
             self._report(trainer, step, values, last)
             if (run.save_every and (step % run.save_every == 0 or improved)) or last or trainer.stop_requested:
-                saved = self._save(trainer, step)
+                self._save(trainer, step)
+                saved = step
         if trainer.stop_requested:
             self._say(f"stopped at step {trainer.step} as requested; checkpoint step-{saved} continues with --run.resume auto")
 
-    def _save(self, trainer: Trainer, step: int) -> int:
+    def _save(self, trainer: Trainer, step: int) -> None:
         state = {**trainer.state_dict(), "config": self._resolved(), "shape": self.plan.shape.to_hf()}
         self.checkpoints.save(step, {"policy": self.engine}, state, best=trainer.best[0] if trainer.best else None, more=self.stage.save)
-        return step
 
     def _report(self, trainer: Trainer, step: int, values: dict[str, float], last: bool) -> None:
         if self.log is None:
             return
         shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tok/s": f"{values['tokens_per_second']:.0f}"}
         self.log.advance(step, shown)
-        if step % self.config.run.log_every == 0 or last or any(k.startswith("eval/") for k in values):
+        evaluated = [f"{k} {v:.4f}" for k, v in sorted(values.items()) if k.startswith("eval/")]
+        if step % self.config.run.log_every == 0 or last or evaluated:
             self.log.write(step, values)
-        if any(k.startswith("eval/") for k in values):
-            self.log.say(f"step {step}: " + ", ".join(f"{k} {v:.4f}" for k, v in sorted(values.items()) if k.startswith("eval/")))
+        if evaluated:
+            self.log.say(f"step {step}: " + ", ".join(evaluated))
 
     def export(self, folder: Path) -> Path:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together."""
@@ -246,7 +240,7 @@ class TrainingRun:
                 for name in ("checkpoints", "export", "tensorboard", "metrics.jsonl"):
                     path = output / name
                     remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
-            if config.run.overwrite and self.resume_from is not None:
+            elif config.run.overwrite:
                 step = read_run_state(self.resume_from)["step"]
                 for path in Checkpoints(output / "checkpoints", 0).not_before(self.resume_from, step):
                     remove_folder(path)
@@ -298,8 +292,5 @@ def _profiler(folder: Path, active: Any, rank: int) -> Any:
     if not active:
         return nullcontext()
     activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-
-    def save(profile: Any) -> None:
-        profile.export_chrome_trace(str(folder / f"profile-rank{rank}.json.gz"))
-
-    return torch.profiler.profile(activities=activities, on_trace_ready=save)
+    file = str(folder / f"profile-rank{rank}.json.gz")
+    return torch.profiler.profile(activities=activities, on_trace_ready=lambda profile: profile.export_chrome_trace(file))
