@@ -157,14 +157,8 @@ class CausalLM(nn.Module):
         hidden = self.model(batch, noise)
         index = batch.valid_index
         rows = self.model.norm(hidden.index_select(0, index))
-        out = self.lm_head(
-            rows,
-            batch.targets.index_select(0, index),
-            entropy=entropy,
-            lse=lse,
-            mean_logit=mean_logit,
-            temperature=temperature,
-        )
+        targets = batch.targets.index_select(0, index)
+        out = self.lm_head(rows, targets, entropy=entropy, lse=lse, mean_logit=mean_logit, temperature=temperature)
         S = batch.tokens.shape[0]
         logps, *others = (None if value is None else scatter_rows(value, index, S) for value in out)
         assert logps is not None

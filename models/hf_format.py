@@ -164,8 +164,8 @@ class WeightFiles:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self._files = {path: _File(path) for path in _weight_paths(self.folder)}
-        self._where = {name: file for file in self._files.values() for name in file.entries}
+        files = [_File(path) for path in _weight_paths(self.folder)]
+        self._where = {name: file for file in files for name in file.entries}
 
     def names(self) -> list[str]:
         """List the stored tensors' names."""
@@ -181,12 +181,6 @@ class WeightFiles:
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's stored dtype."""
         return _DTYPES[self._where[name].entries[name]["dtype"]]
-
-    def num_bytes(self) -> int:
-        """Return the size of all tensors in bytes."""
-        return sum(
-            e["data_offsets"][1] - e["data_offsets"][0] for file in self._files.values() for e in file.entries.values()
-        )
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
         """Return the tensor in its shape or, if either end is given, its flat elements [start, stop), row-major."""

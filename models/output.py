@@ -20,7 +20,8 @@ class VocabularyHead(nn.Module):
     """Project positions to the vocabulary in tiles and return the log-probabilities of their targets.
 
     `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs
-    with M = 0 too, so that its collectives and zero gradients happen on every rank. `tile_rows`: as in linear_logprobs.
+    with M = 0 too, so that its collectives and zero gradients happen on every rank. `tile_rows` and further keywords
+    (entropy, lse, mean_logit, temperature) are those of linear_logprobs.
     """
 
     def __init__(
@@ -32,26 +33,8 @@ class VocabularyHead(nn.Module):
             tied = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.weight = tied
 
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor,
-        *,
-        entropy: bool = False,
-        lse: bool = False,
-        mean_logit: bool = False,
-        temperature: float = 1.0,
-    ) -> LogProbs:
-        return linear_logprobs(
-            hidden,
-            self.weight,
-            targets,
-            entropy=entropy,
-            lse=lse,
-            mean_logit=mean_logit,
-            temperature=temperature,
-            tile_rows=self.tile_rows,
-        )
+    def forward(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
+        return linear_logprobs(hidden, self.weight, targets, tile_rows=self.tile_rows, **options)
 
 
 class ScoreHead(nn.Module):

@@ -60,7 +60,6 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, limit:
         flat = tensor.reshape(-1)
         for start, stop in ((0, 3), (2, 100), (5, 5), (None, 4), (1, None)):
             assert torch.equal(files.read(name, start, stop), flat[start:stop])
-    assert files.num_bytes() == sum(t.numel() * t.element_size() for t in tensors().values())
 
 
 def test_a_slice_reads_only_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,9 +86,7 @@ def _encoded(side: Encoded | DropRowError) -> Encoded:
     return side
 
 
-def _sequence(
-    record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings
-) -> EncodedExample:
+def _sequence(record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings) -> EncodedExample:
     tokens, spans = sides[0]
     assistants = [m for m in record.prompt + record.answers[0] if m.role == "assistant"]
     first = sum(m.role == "assistant" for m in record.prompt)
@@ -106,9 +104,7 @@ def _sequence(
     return EncodedExample([ids], [weights], truncated=long)
 
 
-def _completions(
-    record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings
-) -> EncodedExample:
+def _completions(record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings) -> EncodedExample:
     before = sum(m.role == "assistant" for m in record.prompt)
     start = sides[0].spans[before][0]
     prompt = sides[0].tokens[:start]
@@ -134,9 +130,7 @@ def _completions(
     return example
 
 
-def _prompt(
-    record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings
-) -> EncodedExample:
+def _prompt(record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings) -> EncodedExample:
     ids = np.asarray(sides[0].tokens, np.int32)
     long = _too_long(len(ids), record, settings)
     if long:

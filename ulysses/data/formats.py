@@ -127,9 +127,7 @@ def source_digest(source: Source) -> str:
     return digest.hexdigest()
 
 
-def read_records(
-    sources: Iterable[Source], kind: str, report: Report, *, bad_rows: str = "error"
-) -> Iterator[Record]:
+def read_records(sources: Iterable[Source], kind: str, report: Report, *, bad_rows: str = "error") -> Iterator[Record]:
     """Stream the records of all sources in order; what is left out is counted in `report`.
 
     Args:

@@ -165,9 +165,7 @@ class UlyssesAttention(nn.Module):
             dkeys[1, at_k] += dv
         return dquery, dkeys[0], dkeys[1]
 
-    def options(
-        self, causal: bool = True, softmax_scale: float | None = None, window: Window | None = None
-    ) -> Options:
+    def options(self, causal: bool = True, softmax_scale: float | None = None, window: Window | None = None) -> Options:
         """Fill in the defaults of an attention call; deterministic follows torch.use_deterministic_algorithms."""
         scale = 1 / math.sqrt(self.head_dim) if softmax_scale is None else softmax_scale
         if window is not None and visible(False, window) == (None, None):
@@ -190,9 +188,7 @@ class UlyssesAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}/{self.num_kv_heads}, head_dim={self.head_dim}, mesh={self.mesh}"
 
-    def _calls(
-        self, plan: AttentionPlan, options: Options
-    ) -> list[tuple[tuple[int, int], tuple[int, int], Segments]]:
+    def _calls(self, plan: AttentionPlan, options: Options) -> list[tuple[tuple[int, int], tuple[int, int], Segments]]:
         """The varlen calls of this rank: its rows, their keys, and the documents."""
         if plan.row_parallel_size > 1 and options.window is not None and not options.causal:
             raise ValueError(

@@ -179,9 +179,7 @@ def pack_shard(sequences: list[Sequence], mesh: ParallelMesh, device: torch.devi
     No sequences give a batch of sp tokens with weight 0, for a rank short of data.
     """
     cu = _cumulative(len(s.tokens) for s in sequences)
-    return _assemble(
-        cu, lambda ranges: _read_rows(sequences, cu, ranges), _sequence_columns(sequences), mesh, device
-    )
+    return _assemble(cu, lambda ranges: _read_rows(sequences, cu, ranges), _sequence_columns(sequences), mesh, device)
 
 
 def _assemble(cu: Tensor, read: Any, columns: dict[str, Tensor], mesh: ParallelMesh, device: Any) -> ShardedBatch:

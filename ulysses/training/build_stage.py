@@ -92,9 +92,7 @@ class StageBuilder:
             scorer, folder = reward_shape(config, shape)
             weights = FileWeights(folder, scorer, config.run.seed)
             reward = self._frozen(scorer, weights, reward=True)
-        options = SamplingOptions(
-            ppo.max_new_tokens, ppo.temperature, ppo.top_p, ppo.top_k, stop_tokens(config, plan.tokenizer, shape)
-        )
+        options = SamplingOptions(ppo.max_new_tokens, ppo.temperature, ppo.top_p, ppo.top_k, stop_tokens(config, plan.tokenizer, shape))
         maker = RolloutMaker(
             self.engine, reference, reward, shape=shape, tokenizer=plan.tokenizer, mesh=self.mesh, config=ppo,
             options=options, budget=plan.budget, seed=config.run.seed, lora=config.model.lora,
@@ -173,9 +171,7 @@ def weight_hint(good: int, bad: int, desirable_weight: float, undesirable_weight
     left, right = desirable_weight * good, undesirable_weight * bad
     if right <= left <= right * 4 / 3:
         return ""
-    advice = (
-        f"kto.undesirable_weight = {left / bad:.3g}" if left > right else f"kto.desirable_weight = {right / good:.3g}"
-    )
+    advice = f"kto.undesirable_weight = {left / bad:.3g}" if left > right else f"kto.desirable_weight = {right / good:.3g}"
     return (
         f"hint: desirable_weight * {good} good / (undesirable_weight * {bad} bad answers) is "
         f"{left / right if right else float('inf'):.3g} but 1 to 4/3 works best; for example {advice}"

@@ -272,9 +272,7 @@ def check_reference(config: Config) -> None:
     words = ("live",) if config.stage == "ppo" else ("cached", "live")
     known = ", ".join(f'"{word}"' for word in words)
     if reference not in words and not Path(reference).exists() and "/" not in reference:
-        raise ConfigError(
-            f'{config.stage}.reference is {reference!r} but must be {known} or a model\'s folder or hub id'
-        )
+        raise ConfigError(f'{config.stage}.reference is {reference!r} but must be {known} or a model\'s folder or hub id')
 
 
 def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:

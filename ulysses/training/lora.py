@@ -66,9 +66,7 @@ class AdapterWeights:
         self.base = base
         self.seed = seed
 
-    def slice(
-        self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if ".lora_B." in name:
             return torch.zeros(stop - start, dtype=dtype, device=device)
         if ".lora_A." in name:
@@ -125,9 +123,7 @@ class BasePolicy:
         return self.engine(*args, **kwargs)
 
 
-def save_adapters(
-    folder: Path, tensors: dict[str, Tensor], config: LoraConfig, *, reward: bool, base: str | None
-) -> None:
+def save_adapters(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, *, reward: bool, base: str | None) -> None:
     """Write adapter_model.safetensors and adapter_config.json as peft reads them.
 
     Args:

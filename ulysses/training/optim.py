@@ -28,9 +28,7 @@ def policy_value_groups(model: nn.Module, weight_decay: float, value_lr_factor: 
     return found
 
 
-def adamw(
-    model: nn.Module, config: OptimizerConfig, *, on_gpu: bool, groups: list[dict[str, object]] | None = None
-) -> torch.optim.AdamW:
+def adamw(model: nn.Module, config: OptimizerConfig, *, on_gpu: bool, groups: list[dict[str, object]] | None = None) -> torch.optim.AdamW:
     """Create AdamW (Loshchilov & Hutter 2019) over `parameter_groups` (or `groups`), fused where the state is on a GPU."""
     return torch.optim.AdamW(
         parameter_groups(model, config.weight_decay) if groups is None else groups,
