@@ -13,7 +13,7 @@ from losses.dpo import dpo_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, init_weights
 from models.layers import DecoderLayer
-from tests.harness import device
+from tests.harness import AS_LARGE, device
 from ulysses.data.dataset import Example
 from ulysses.data.loader import StepLoader
 from ulysses.gradients.policy import GradientPolicyChain
@@ -27,7 +27,7 @@ from ulysses.training.stages.sft import SftStage
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.settings import derive
+from ulysses.zero.settings import derive, merge
 
 SHAPE = ModelConfig.from_hf(
     {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -41,6 +41,11 @@ class HostWeights(RandomWeights):
 
     def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return super().slice(name, shape, start, stop, dtype, torch.device("cpu")).to(device)
+
+
+def zero_settings(dtype: torch.dtype = torch.float32, raw: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a run whose tiny model is partitioned like a large one; `raw` may change that."""
+    return merge(derive(dtype=dtype, raw=AS_LARGE, **options), raw or {})
 
 
 def optimizer_of(model: Any, lr: float = 0.0, *, offload: bool = False, **options: Any) -> torch.optim.Optimizer:
@@ -138,7 +143,7 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
     away = {"offload_optimizer": case.offload_optimizer, "offload_parameters": case.offload_parameters}
-    settings = derive(dtype=case.dtype, reduce_dtype=case.reduce_dtype, raw=case.raw, **away)
+    settings = zero_settings(case.dtype, case.raw, reduce_dtype=case.reduce_dtype, **away)
 
     def create() -> CausalLM:
         return CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))

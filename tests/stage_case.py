@@ -12,7 +12,7 @@ from losses.dpo import REFERENCE_FREE, dpo_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.layers import DecoderLayer
-from tests.engine_case import SHAPE, CaptureChain, ListDataset, optimizer_of, sequences
+from tests.engine_case import SHAPE, CaptureChain, ListDataset, optimizer_of, sequences, zero_settings
 from ulysses.data.loader import StepLoader, mismatched
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -28,7 +28,6 @@ from ulysses.training.stages.sft import SftStage
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.settings import derive
 
 MAX_LENGTH = 50
 
@@ -152,7 +151,7 @@ def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Tr
     """Build everything on this rank; all ranks call it together."""
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    settings = derive(dtype=torch.float32)
+    settings = zero_settings()
     source = StartedAdapters(RandomWeights(case.shape, 0), 0)
     model = build_partitioned(lambda: make_model(case, mesh), settings, source)
     engine = ZeroEngine(model.train(), settings, optimizer_of(model, lr), (DecoderLayer,))

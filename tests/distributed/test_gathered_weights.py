@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.layers import DecoderLayer
-from tests.engine_case import HostWeights, optimizer_of
+from tests.engine_case import HostWeights, optimizer_of, zero_settings
 from tests.harness import run_distributed
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -21,7 +21,6 @@ from ulysses.training.lora import AdapterWeights, add_adapters
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import gathered_weights
-from ulysses.zero.settings import derive
 from ulysses.zero.state import full_parameters
 
 LAYERS = 6
@@ -34,8 +33,7 @@ SHAPE = ModelConfig.from_hf({
 def engine_of(adapters: bool) -> ZeroEngine:
     """A trained engine none of whose parameters is too small to be partitioned between uses."""
     initialize_distributed()
-    mesh, settings = ParallelMesh(1), derive(dtype=torch.float32, **matrix_sizes(SHAPE))
-    settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    mesh, settings = ParallelMesh(1), zero_settings(**matrix_sizes(SHAPE))
 
     def create() -> CausalLM:
         model = CausalLM(SHAPE, mesh)

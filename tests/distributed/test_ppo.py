@@ -14,7 +14,7 @@ from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
 from models.sampler import SamplingOptions
-from tests.engine_case import SHAPE, CaptureChain, HostWeights, ListDataset, assert_same_gradients, optimizer_of, sequences
+from tests.engine_case import SHAPE, CaptureChain, HostWeights, ListDataset, assert_same_gradients, optimizer_of, sequences, zero_settings
 from tests.harness import run_distributed
 from ulysses.data.loader import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -29,7 +29,6 @@ from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import gathered_weights
-from ulysses.zero.settings import derive
 
 ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1)  # query rows are split at every degree but 3
 EOS = (3, 7, 11, 19, 23, 31, 40, 41, 52, 63, 70, 77, 85, 90)  # many, so that random answers have ragged lengths
@@ -62,7 +61,7 @@ def prompts(count: int = 14) -> PromptDataset:
 
 
 def engine_of(mesh: ParallelMesh, config: PpoConfig, seed: int = 0, lr: float = 1e-3, shape: ModelConfig = SHAPE) -> ZeroEngine:
-    settings = derive(dtype=torch.float32)
+    settings = zero_settings()
     model = build_partitioned(
         lambda: PolicyValue(shape, mesh, separate=config.value == "separate"), settings, PolicyValueWeights(HostWeights(shape, seed))
     )
@@ -73,7 +72,7 @@ def engine_of(mesh: ParallelMesh, config: PpoConfig, seed: int = 0, lr: float = 
 def frozen_policy(mesh: ParallelMesh, seed: int, shape: ModelConfig) -> ZeroEngine:
     from models.decoder import CausalLM
 
-    settings = derive(dtype=torch.float32)
+    settings = zero_settings()
     model = build_partitioned(lambda: CausalLM(shape, mesh), settings, HostWeights(shape, seed)).requires_grad_(False)
     return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
 
@@ -335,7 +334,7 @@ def model_scores() -> bool:
 
     initialize_distributed()
     mesh = ParallelMesh(2, num_heads=SHAPE.num_attention_heads)
-    config, settings, source = PpoConfig(), derive(dtype=torch.float32), HostWeights(SHAPE, 4)
+    config, settings, source = PpoConfig(), zero_settings(), HostWeights(SHAPE, 4)
     engine = engine_of(mesh, config)
     model = build_partitioned(lambda: RewardModel(SHAPE, mesh), settings, source).requires_grad_(False)
     scorer = ZeroEngine(model.eval(), settings, None, (DecoderLayer,))

@@ -136,12 +136,10 @@ class ZeroEngine:
         """Give back all whole parameters, those on their way included. All ranks must call it together.
 
         DeepSpeed gathers ahead in the order of a training step, so a forward pass without a backward one ends with the
-        first layers of its backward half in flight, and gathering those by hand would fail.
+        first layers of its backward half in flight, and gathering those by hand would fail. A frozen model has no such half.
         """
         if self.trainable:
             self.zero._partition_all_parameters()
-        else:
-            self.zero.partition_all_parameters()
 
     def destroy(self) -> None:
         """Remove DeepSpeed's hooks and give all memory back; nothing of the engine may be used afterwards.

@@ -27,6 +27,7 @@ def gathered_weights(engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 
     chosen = [(engine.names[id(p)], p) for p in engine.module.parameters()]
     chosen = [(name.removeprefix(prefix), p) for name, p in chosen if name.startswith(prefix)]
     weights = sum(p.ds_numel * p.ds_tensor.element_size() for _, p in chosen)
+    engine.release()  # before looking: what was gathered ahead takes memory too
     free = free_bytes(engine.device)
     least = torch.tensor(float(free) * (1 - RESERVE) - more_bytes, dtype=torch.float64, device=engine.device)
     if dist.is_initialized():
@@ -37,7 +38,6 @@ def gathered_weights(engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 
             f"cache, but a process has only {(float(least) + more_bytes) / 2**30:.2f} GiB to spare; lower "
             "ppo.generation_batch or ppo.max_new_tokens, or free memory (memory.offload_optimizer, more GPUs)"
         )
-    engine.release()
     with deepspeed.zero.GatheredParameters([p for _, p in chosen]):
         yield {name: p.data for name, p in chosen}
 
