@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from models.hf_format import read_config
 from tests.e2e.chain import AFTER, KINDS, TINY, Chain, demo_data, launch, read_lines, repeated
 from tests.e2e.launch import ROOT, Ranks, environment
 from ulysses.training.build import check_weights
+
+# A model whose matrices are gathered ahead and given back, and whose small ones stay whole, as on GPUs (tests.harness.AS_LARGE
+# says why); with fewer layers nothing would be in flight when an evaluation ends and the export begins.
+DEEP = replace(TINY, shape={**TINY.shape, "num_hidden_layers": 3})
+KEYS = {"deepspeed.zero_optimization.stage3_param_persistence_threshold": 5000, "deepspeed.zero_optimization.reduce_bucket_size": 20_000}
 
 
 def dies_after(step: int) -> Callable[[int], None]:
@@ -54,12 +60,12 @@ def forked(arguments: list[str], processes: int, logs: Path, metrics: Path, kill
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("chain")
     data, tokenizer = demo_data(folder / "data")
-    changes: dict[str, dict[str, Any]] = {stage: {} for stage in KINDS}
+    changes: dict[str, dict[str, Any]] = {stage: dict(KEYS) for stage in KINDS}
     for stage in ("dpo", "kto"):  # their references are computed for all rows
         changes[stage]["data.train"] = [{"path": str(data[stage][0][0]), "max_examples": 256}]
     for stage in ("sft", "kto"):
         changes[stage]["parallel.sequence_parallel_size"] = 1
-    return folder, Chain(folder, TINY, data, tokenizer, forked, processes=2, changes=changes).run()
+    return folder, Chain(folder, DEEP, data, tokenizer, forked, processes=2, changes=changes).run()
 
 
 def test_a_killed_stage_repeats_what_it_did(chain: Any) -> None:
