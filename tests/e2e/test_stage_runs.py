@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from models.hf_format import read_config
-from tests.harness import run_distributed
+from tests.harness import AS_LARGE, run_distributed
 from ulysses.data.demo import write_demo
 from ulysses.export import export_checkpoint
 from ulysses.training.checks import adapter_parameters
@@ -46,6 +46,7 @@ def settings(demo: Path, stage: str, output: Path, **changes: Any) -> dict[str, 
         "batch": {"examples": 7, "tokens_per_microbatch": 256},
         "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
         "run": {"output": str(output), "steps": 3},
+        "deepspeed": AS_LARGE,
     }  # fmt: skip
     for key, value in changes.items():
         section = config
