@@ -25,7 +25,7 @@ from ulysses.zero.slices import SavedSlices
 def export_checkpoint(checkpoint: Path, out: Path) -> None:
     """Write the policy saved in `checkpoint` to `out` as config.json, safetensors shards and tokenizer.
 
-    Raises ValueError if the folder is not a complete checkpoint, or `out` already holds a model.
+    Raises ValueError if the folder is not a complete checkpoint, `out` already holds a model, or the base of merged adapters is in no file.
     """
     try:
         state = json.loads((checkpoint / "run.json").read_text())
@@ -35,6 +35,8 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
     if (out / "config.json").exists():
         raise ValueError(f"{out.absolute()} already holds a model; give a folder that does not exist yet")
     config = check(state["config"])
+    if config.model.lora.rank and config.model.lora.merge and config.model.init == "random":  # a GPU drew other numbers than this CPU
+        raise ValueError("the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote")
     out.mkdir(parents=True, exist_ok=True)
     copy_side_files(checkpoint.parent.parent / "tokenizer", out)
     write_model(_reader(SavedSlices(checkpoint / "policy"), config, shape), out, shape, config, main=True)

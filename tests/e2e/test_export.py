@@ -16,6 +16,7 @@ from models.hf_format import WeightFiles, WeightWriter, write_config
 from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
 from tests.harness import run_distributed
 from ulysses.data.dataset import TokenizedDataset
+from ulysses.export import export_checkpoint
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, read_shape, weights_of
 from ulysses.training.command_line import check
@@ -115,7 +116,6 @@ def test_export_in_bfloat16_from_three_processes(runs: Path, tmp_path: Path) -> 
     """An uneven partition: parameters do not divide by 3."""
     line = tiny("sft", tmp_path / "run", runs / "sft_cache", model__dtype="bfloat16", run__steps=2)
     ranks(line, 3, tmp_path / "logs").check()
-    from ulysses.export import export_checkpoint
 
     export_checkpoint(tmp_path / "run/checkpoints/step-2", tmp_path / "out")
     assert_same_folder(tmp_path / "out", tmp_path / "run/export")
@@ -126,7 +126,6 @@ def test_export_complains_in_one_sentence(runs: Path, tmp_path: Path) -> None:
     done = export(runs / "sft", tmp_path / "out")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "is not a complete checkpoint" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
-    from ulysses.export import export_checkpoint
 
     with pytest.raises(ValueError, match="already holds a model"):
         export_checkpoint(runs / "sft/checkpoints/step-5", runs / "sft/export")
@@ -186,3 +185,13 @@ def test_loading_and_exporting_stream(tmp_path: Path) -> None:
     for name in names:
         assert torch.equal(found.read(name), source.read(name)), name
     assert json.loads((tmp_path / "out/config.json").read_text())["num_hidden_layers"] == LARGE["num_hidden_layers"]
+
+
+def test_merged_adapters_over_a_random_base_are_refused(tmp_path: Path) -> None:
+    """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
+    model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
+    state = {"config": {"stage": "pt", "model": model, "data": {"train": "x"}, "run": {"output": "y", "steps": 1}}, "shape": LARGE}
+    (tmp_path / "run.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="drawn at random and is in no file"):
+        export_checkpoint(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
