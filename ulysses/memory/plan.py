@@ -7,6 +7,7 @@ The layers need not be alike: the last ones may keep more than the first ones. W
 linear in how many have a level, so two levels at most are ever worth mixing.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -172,12 +173,11 @@ def _in_chunks(model: Model, machine: Machine, work: Work, options: Options, chu
 
 def _fewest(model: Model, machine: Machine, work: Work, options: Options, most: int) -> int:
     """Return the fewest offloaded layers that make the GPU suffice, `most` if none do."""
-    low, high = -1, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _choice(model, machine, work, options._replace(offloaded_layers=middle)).prediction.fits_gpu(machine)
-        low, high = (low, middle) if fits else (middle, high)
-    return high
+
+    def fits(layers: int) -> bool:
+        return _choice(model, machine, work, options._replace(offloaded_layers=layers)).prediction.fits_gpu(machine)
+
+    return bisect_left(range(most), True, key=fits)
 
 
 def mixtures(
@@ -201,12 +201,11 @@ def mixtures(
 
 def _most_upper(model: Model, machine: Machine, work: Work, options: Options) -> int:
     """Return how many last layers can have the upper level; 0 if none fit, or if all do (then it needs no mixture)."""
-    low, high = 0, model.layers - options.offloaded_layers
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = _choice(model, machine, work, options._replace(upper_layers=middle)).prediction.fits(machine)
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+
+    def too_many(layers: int) -> bool:
+        return not _choice(model, machine, work, options._replace(upper_layers=layers)).prediction.fits(machine)
+
+    return bisect_left(range(1, model.layers - options.offloaded_layers), True, key=too_many)
 
 
 def choose_level(
