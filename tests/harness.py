@@ -73,11 +73,17 @@ def run_distributed(
     served = torch.cuda.device_count() > 0
     if with_zero and not served:
         _import_deepspeed()
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-    port = free_port()
     sys.stdout.flush()
     sys.stderr.flush()
-    setting = (world_size, port, folder, cuda, deterministic)
+    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name:
+        return _run(function, args, kwargs, world_size, Path(name), cuda, served, deterministic, timeout)
+
+
+def _run(
+    function: Callable[..., Any], args: Any, kwargs: Any, world_size: int, folder: Path, cuda: bool, served: bool, deterministic: bool,
+    timeout: float,
+) -> list[Any]:  # fmt: skip
+    setting = (world_size, folder, cuda, deterministic)
     if served:
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["torch"])
@@ -129,15 +135,14 @@ def hide_gpus() -> None:
 
 
 def _child(
-    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, world: int, port: int, folder: Path, cuda: bool,
-    deterministic: bool,
+    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, world: int, folder: Path, cuda: bool, deterministic: bool,
 ) -> None:  # fmt: skip
     code = 0
     try:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1"
         )
+        meet = f"file://{folder / 'store'}"  # a free port could be taken by another test's rank before it is listened on
         torch.set_num_threads(1)
         if deterministic:
             require_determinism()
@@ -145,10 +150,10 @@ def _child(
             os.environ[RANK_DEVICE] = f"cuda:{rank}"
             torch.cuda.set_device(rank)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-            dist.init_process_group("nccl", rank=rank, world_size=world)  # the engine's own: no collective on host tensors
+            dist.init_process_group("nccl", meet, rank=rank, world_size=world)  # the engine's own: no collective on host tensors
         else:
             hide_gpus()
-            dist.init_process_group("gloo", rank=rank, world_size=world)
+            dist.init_process_group("gloo", meet, rank=rank, world_size=world)
         outcome = (True, function(*args, **kwargs))
         if cuda:
             torch.cuda.synchronize()
