@@ -344,7 +344,7 @@ def check_disk(plan: Plan) -> None:
     config = plan.config
     numel = plan.shape.num_parameters()
     each = 12 * (adapter_parameters(config, plan.shape) if config.model.lora.rank else numel)
-    count = 2 + (config.run.keep if config.run.save_every else 0)
+    count = 1 + (config.run.save_last or config.run.save_every > 0) + (config.run.keep if config.run.save_every else 0)
     need = each * count + (numel * DTYPES[config.model.dtype].itemsize if config.run.export else 0)
     place = config.output.absolute()
     while not place.exists():

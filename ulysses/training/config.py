@@ -309,6 +309,8 @@ class RunConfig(Section):
     """Steps between evaluations; 0 evaluates at the end only."""
     save_every: int = Field(0, ge=0)
     """Steps between checkpoints (the best evaluation so far is saved too); 0 saves at the end only."""
+    save_last: bool = True
+    """Save a checkpoint after the last step; false where the export is all that is wanted. A stop by SIGTERM always saves."""
     keep: int = Field(2, ge=0)
     """How many checkpoints stay besides the best one; 0 keeps all."""
     resume: str = "never"

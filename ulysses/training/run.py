@@ -176,7 +176,8 @@ class TrainingRun:
                 if improved:
                     trainer.best = (step, loss)
             self._report(trainer, step, values, last)
-            if (run.save_every and (step % run.save_every == 0 or improved)) or last or trainer.stop_requested:
+            due = run.save_every and (step % run.save_every == 0 or improved)
+            if due or (last and run.save_last) or trainer.stop_requested:
                 self._save(trainer, step)
                 saved = step
         if trainer.stop_requested:

@@ -1,0 +1,102 @@
+"""Steps of SFT, DPO, RM and KTO at the same packed length, by train.py itself, one after the other in one call.
+
+    python benchmarks/stages.py --gpus 8 --arch qwen2.5-7b --tokens 262144
+    python benchmarks/stages.py --gpus 1 --arch llama3-8b --tokens 65536 --stages dpo --model.lora.rank 8
+
+A step of SFT trains two documents of `--tokens` tokens, of DPO and RM a pair of them, of KTO two examples, each with the
+answer of the other behind its question as well: twice the tokens. Rows are a short question and random words as the answer,
+cut to exactly that length; DPO's and KTO's reference log-probabilities are cached before the first step. Any of train.py's
+settings may follow. Prints JSON lines and a table of the last of `--steps` steps; `to_sft` compares tokens per second.
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common import parser, table
+
+from ulysses.data.demo import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
+
+COLUMNS = (
+    "stage", "gpus", "sp", "tokens", "seconds", "tokens_per_second", "to_sft", "mfu", "peak_memory_gib", "loss", "whole_run",
+)  # fmt: skip
+STAGES = ("sft", "dpo", "rm", "kto")
+WORDS = (*COLOURS, *MATERIALS, *ROOMS, *THINGS)
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--tokens", type=int, default=32768, help="tokens of a document, or of each side of a pair")
+    p.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
+    p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
+    p.add_argument("--steps", type=int, default=2)
+    a, rest = p.parse_known_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_demo(folder / "demo")
+        for stage in a.stages:
+            rows.append(run(a, rest, stage, folder))
+            print(json.dumps(rows[-1]), flush=True)
+            if a.out:
+                with Path(a.out).open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    sft = next((row["tokens_per_second"] for row in rows if row["stage"] == "sft" and "error" not in row), None)
+    compared = [{**row, "to_sft": f"{row['tokens_per_second'] / sft:.1%}"} if sft and "error" not in row else row for row in rows]
+    print(table(compared, [*COLUMNS, *(["error"] if any("error" in row for row in rows) else [])]))
+
+
+def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
+    """Train some steps in processes of their own; return what the last step logged, or the end of what was printed."""
+    data, output = folder / f"{stage}.jsonl", folder / stage
+    with data.open("w") as file:
+        for row in examples(stage, 2 * a.steps, a.tokens):
+            file.write(json.dumps(row) + "\n")
+    given = {
+        "stage": stage, "model.arch": a.arch, "model.init": "random", "model.tokenizer": folder / "demo/tokenizer",
+        "data.train": data, "data.max_length": a.tokens, "data.truncation": "keep_start", "data.cache": folder / "cache",
+        "batch.examples": 1 if stage in ("dpo", "rm") else 2, "batch.tokens_per_microbatch": 2 * a.tokens,
+        "parallel.sequence_parallel_size": a.sp or a.gpus, "optimizer.lr": 1e-6,
+        "run.steps": a.steps, "run.output": output, "run.export": "false", "run.save_last": "false",
+    }  # fmt: skip
+    if a.layers:
+        given["model.config.num_hidden_layers"] = a.layers
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={a.gpus}"]
+    arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    began = time.perf_counter()
+    done = subprocess.run([*launcher, str(Path(__file__).parents[1] / "train.py"), *arguments, *rest], capture_output=True, text=True)
+    row = {"stage": stage, "gpus": a.gpus, "sp": a.sp or a.gpus, "whole_run": round(time.perf_counter() - began, 1)}
+    if done.returncode:
+        print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
+        return {**row, "error": next((line for line in done.stderr.splitlines() if "rror: " in line), "see above")}
+    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    found = {name: round(last[name], 4) for name in COLUMNS if name in last}
+    return {**row, **found, "tokens": int(last["tokens"]), "tokens_per_second": int(last["tokens_per_second"])}
+
+
+def examples(stage: str, count: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield rows whose answers are random words, more than `tokens` tokens of them."""
+    draw = random.Random(1)
+
+    def answer() -> str:
+        return " ".join(draw.choices(WORDS, k=tokens))
+
+    for number in range(count):
+        prompt = [{"role": "user", "content": f"Where is number {number}?"}]
+        if stage in ("dpo", "rm"):
+            chosen, rejected = ([{"role": "assistant", "content": answer()}] for _ in range(2))
+            yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        elif stage == "kto":
+            yield {"messages": [*prompt, {"role": "assistant", "content": answer()}], "label": number % 2 == 0}
+        else:
+            yield {"messages": [*prompt, {"role": "assistant", "content": answer()}]}
+
+
+if __name__ == "__main__":
+    main()
