@@ -89,6 +89,32 @@ def test_preference_formats(tmp_path, row):
     assert [flat(r) for r in prompts] == [([Q], [])] and prompts[0].raw == row
 
 
+@pytest.mark.parametrize(
+    ("row", "history"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, []),
+        ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, []),
+        ({"chosen": [USER, BOT, USER, BOT], "rejected": [USER, BOT, USER, {"role": "assistant", "content": "b"}]}, [Q, A]),
+        ({"messages": [USER, BOT, USER], "chosen": BOT, "rejected": {"role": "assistant", "content": "b"}}, [Q, A]),
+        ({"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"},
+          "rejected": {"from": "gpt", "value": "b"}}, []),
+    ],
+)  # fmt: skip
+def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(tmp_path, row, history):
+    """The chosen answer alone, and not the turns before it."""
+    with pytest.raises(DataError, match=r'to train on one set columns = \{completion = "chosen"\}'):
+        read(tmp_path, [row], "sequence")
+    records, _ = read(tmp_path, [row], "sequence", columns={"completion": "chosen"})
+    assert [flat(r) for r in records] == [([*history, Q], [[A]])]
+
+
+@pytest.mark.parametrize("more", [{"answer": 42}, {"label": "cat"}, {"answers": ["4", "four"]}, {"response": {"x": 1}}, {"margin": "wide"}])
+@pytest.mark.parametrize("form", [{"prompt": "q"}, {"messages": [USER]}, {"instruction": "q"}])
+def test_what_stands_beside_a_prompt_is_the_rewards_own(tmp_path, form, more):
+    records, _ = read(tmp_path, [form | more], "prompt")
+    assert [flat(r) for r in records] == [([Q], [])] and records[0].raw == form | more
+
+
 def test_ranked_list_gives_all_pairs_and_margin_is_kept(tmp_path):
     records, report = read(tmp_path, [{"prompt": "q", "completions": ["x", "y", "z"], "scores": [1, 3, 1]}], "pair")
     assert [[a[0].content for a in r.answers] for r in records] == [["y", "x"], ["y", "z"]]

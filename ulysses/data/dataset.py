@@ -28,7 +28,7 @@ from ulysses.parallel.batch import Sequence
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SEQUENCES = {"text": 1, "sequence": 1, "pair": 2, "unpaired": 1, "prompt": 1}
 
 

@@ -51,6 +51,8 @@ def detect_format(row: Mapping[str, Any]) -> str:
         return "preference"
     if first_key(row, PROMPT_KEYS):
         return "prompt_completion"
+    if _whole_conversation(row):
+        return "prompt_completion"
     if "text" in row:
         return "text"
     raise BadRowError(
@@ -66,7 +68,7 @@ def parse_row(row: Mapping[str, Any], row_format: str, kind: str, file: str, num
         return [Record(file, number, text=_text(row))]
     if row_format == "text":
         raise BadRowError(f"holds plain text, which only stage pt trains on; this stage needs {_NEEDS[kind]}")
-    parsed = _parse(row, row_format)
+    parsed = _parse(row, row_format, kind)
     return [
         Record(file, number, tuple(prompt), tuple(map(tuple, answers)), parsed.tools, columns=columns)
         for prompt, answers, columns in _ASSEMBLE[kind](parsed)
@@ -76,21 +78,25 @@ def parse_row(row: Mapping[str, Any], row_format: str, kind: str, file: str, num
 # ---------------------------------------------------------------------------------------------- rows -> ParsedRow
 
 
-def _parse(row: Mapping[str, Any], row_format: str) -> ParsedRow:
-    parsed = ParsedRow(tools=parse_tools(row.get("tools")), label=_label(row))
+def _parse(row: Mapping[str, Any], row_format: str, kind: str) -> ParsedRow:
+    parsed = ParsedRow(tools=parse_tools(row.get("tools")), label=_label(row) if kind in ("sequence", "unpaired") else None)
     if row_format in ("messages", "sharegpt"):
         conversation = parse_messages(row[_required(row, CONVERSATION_KEYS)])
-        if "chosen" in row or _ranked_key(row):
+        unanswered = not conversation or conversation[-1].role != "assistant"
+        if "chosen" in row or _ranked_key(row) or (unanswered and first_key(row, ANSWER_KEYS)):
             parsed.prompt = conversation
         else:
             parsed.answer = conversation
     elif row_format == "alpaca":
         parsed.prompt, parsed.trains_history = _alpaca_prompt(row), True
     elif row_format in ("prompt_completion", "preference"):
-        key = first_key(row, PROMPT_KEYS)
-        if key is None and row_format == "prompt_completion":
+        key, whole = first_key(row, PROMPT_KEYS), _whole_conversation(row)
+        if key is None and row_format == "prompt_completion" and not whole:
             raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {sorted(map(str, row))})")
-        parsed.prompt = _prompt(row, key) if key else []
+        if key:
+            parsed.prompt = _prompt(row, key)
+        elif row_format == "prompt_completion":
+            parsed.prompt, parsed.answer = whole[:-1], whole[-1:]
     else:
         raise BadRowError(f"cannot be read as {row_format!r}; formats are {', '.join(FORMATS)}")
     system = row.get("system")
@@ -100,10 +106,11 @@ def _parse(row: Mapping[str, Any], row_format: str) -> ParsedRow:
             parsed.prompt.insert(0, message)
         else:
             parsed.answer.insert(0, message)
-    _parse_answers(row, parsed)
+    if kind != "prompt" or row_format == "preference":  # what stands beside a prompt is the reward function's, of any type
+        _parse_answers(row, parsed)
     if row_format == "preference" and not parsed.pairs:
         raise BadRowError("is read as preference data but has no chosen and rejected")
-    if row.get("margin") is not None:
+    if kind == "pair" and row.get("margin") is not None:
         parsed.columns["margin"] = number(row["margin"], "margin")
     return parsed
 
@@ -222,6 +229,16 @@ def _is_conversation(value: Any) -> bool:
     if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
         return False
     return ROLES.get(value[0].get("role", value[0].get("from"))) != "assistant"
+
+
+def _whole_conversation(row: Mapping[str, Any]) -> list[Message]:
+    """Messages of an answer that begins before it (as in `chosen` without a prompt), where the row has no prompt; else []."""
+    key = first_key(row, ANSWER_KEYS)
+    if key is None or first_key(row, PROMPT_KEYS):
+        return []
+    if isinstance(row[key], str):
+        return parse_transcript(row[key]) if is_transcript(row[key]) else []
+    return parse_messages(row[key]) if _is_conversation(row[key]) else []
 
 
 def _alternatives(value: Any) -> list[Any]:
