@@ -57,12 +57,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def face(place: Path, port: int) -> dict[str, Any]:
-    overrides = {"optimizer.lr": 1e-3, "data.train": [str(place / "dpo_eval.jsonl")], "parallel.sequence_parallel_size": 2}
-    with TrainingRun.from_toml(str(place / "dpo.toml"), overrides=overrides) as run:
+    overrides = {"optimizer.lr": 1e-3, "data.train": [place / "dpo_eval.jsonl"], "parallel.sequence_parallel_size": 2}
+    overrides["run.output"] = place / "run"
+    with TrainingRun.from_toml(place / "dpo.toml", overrides=overrides) as run:
         before = run.status()
         run.train()
         found = {"before": before, "status": run.status(), "config": run.config.optimizer.lr}
-        run.export(place / "elsewhere")
+        run.export(str(place / "elsewhere"))
     found["after"] = run.status()
     os.environ["MASTER_PORT"] = str(port)
     initialize_distributed()  # for the harness

@@ -60,11 +60,11 @@ class TrainingRun:
         self.ended: dict[str, Any] = {}  # the last status
 
     @classmethod
-    def from_toml(cls, path: str, overrides: dict[str, Any] | None = None) -> "TrainingRun":
-        """Read a TOML file; `overrides` maps dotted keys to values."""
-        arguments = ["--config", path]
+    def from_toml(cls, path: str | Path, overrides: dict[str, Any] | None = None) -> "TrainingRun":
+        """Read a TOML file; `overrides` maps dotted keys to values, paths included."""
+        arguments = ["--config", str(path)]
         for key, value in (overrides or {}).items():
-            arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+            arguments += [f"--{key}", str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)]
         return cls(parse_command_line(arguments).config)
 
     def __enter__(self) -> "TrainingRun":
@@ -198,8 +198,9 @@ class TrainingRun:
         if evaluated:
             self.log.say(f"step {step}: " + ", ".join(evaluated))
 
-    def export(self, folder: Path) -> Path:
+    def export(self, folder: str | Path) -> Path:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together."""
+        folder = Path(folder)
         export_model(self.engine, folder, self.plan.shape, self.config, main=self.mesh.is_main)
         if self.mesh.is_main:
             copy_side_files(self.config.output / "tokenizer", folder)
