@@ -1,10 +1,11 @@
-"""The pairwise losses, KTO and the reward loss against formulas written out here in float64."""
+"""The pairwise losses, KTO and the reward loss against their equations, written out here and evaluated with 60 digits."""
 
 import inspect
 import math
 
 import pytest
 import torch
+from mpmath import diff, exp, log, mp, mpf
 
 import losses
 from losses import (
@@ -21,16 +22,20 @@ from losses import (
 SMOOTHED = {"sigmoid": 0.1, "robust": 0.1, "exo_pair": 0.01, "simpo": 0.2, "sigmoid_norm": 0.3}
 
 
+mp.dps = 60  # and exponents without bound, so that no equation overflows
+
+
 def s(x):
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+    return 1 / (1 + exp(-x))
 
 
 def ls(x):
-    return math.log(s(x))
+    return log(s(x))
 
 
 def literal(name, pw, pl, rw, rl, nw, nl, beta, e):
-    """One pair, plain floats, straight from the equations."""
+    """One pair, straight from the equations."""
+    pw, pl, rw, rl, beta, e = map(mpf, (pw, pl, rw, rl, beta, e))
     a, b = pw - rw, pl - rl
     d = a - b
     match name:
@@ -53,12 +58,12 @@ def literal(name, pw, pl, rw, rl, nw, nl, beta, e):
         case "orpo":
 
             def log_odds(m):
-                return m - math.log(1 - math.exp(m))
+                return m - log(1 - exp(m))
 
             return -pw / nw - beta * ls(log_odds(pw / nw) - log_odds(pl / nl))
         case "exo_pair":
             q, p = s(beta * d), s(-beta * d)
-            return q * (math.log(q) - math.log(1 - e)) + p * (math.log(p) - math.log(e))
+            return q * (log(q) - log(1 - e)) + p * (log(p) - log(e))
         case "nca_pair":
             return -ls(beta * a) - 0.5 * ls(-beta * a) - 0.5 * ls(-beta * b)
         case "sppo_hard":
@@ -69,8 +74,8 @@ def literal(name, pw, pl, rw, rl, nw, nl, beta, e):
             return s(beta * a) + 1 - s(beta * d)
         case "discopop":
             z = beta * d
-            k = s(z / 0.05)
-            return -(1 - k) * ls(z) + k * math.exp(-z)
+            k = s(z / mpf(0.05))
+            return -(1 - k) * ls(z) + k * exp(-z)
 
 
 def batch(n=6, seed=0, dtype=torch.float64):
@@ -95,7 +100,7 @@ def test_dpo_family_equals_its_equation(name, beta):
     for e in {SMOOTHED.get(name, 0.0), 0.01 if name == "exo_pair" else 0.0}:
         got, chosen, rejected = call(name, logps, nw, nl, beta, e)
         rows = zip(*(t.tolist() for t in (*logps, nw, nl)))
-        want = [literal(name, *row, beta, e) for row in rows]
+        want = [float(literal(name, *row, beta, e)) for row in rows]
         torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
         seen = [p if name in REFERENCE_FREE else p - r for p, r in ((logps[0], logps[2]), (logps[1], logps[3]))]
         if name in LENGTH_NORMALISED:
@@ -114,15 +119,26 @@ def test_dpo_family_gradients(name):
 
 
 @pytest.mark.parametrize("name", DPO_LOSS_TYPES)
-@pytest.mark.parametrize("shift", [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4), (0.0, 0.0)])
-def test_dpo_family_at_the_limits(name, shift):
-    """Huge margins either way, and an equal pair: float32 value and gradient stay finite."""
-    pw = torch.tensor([shift[0] - 0.0 if name not in REFERENCE_FREE else min(shift[0], 0.0)], requires_grad=True)
-    pl = torch.tensor([shift[1] - 0.0 if name not in REFERENCE_FREE else min(shift[1], 0.0)], requires_grad=True)
-    zero = torch.zeros(1)
-    got, chosen, rejected = call(name, [pw, pl, zero, zero], torch.ones(1), torch.ones(1), 0.1, SMOOTHED.get(name, 0.0))
+@pytest.mark.parametrize("point", [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4), (-1.0, -1.0), (0.0, 0.0)])
+def test_dpo_family_at_the_limits(name, point):
+    """Huge margins either way, and an equal pair: float32 value and gradient are the equation's."""
+    near_one = -(2.0**-10) if name == "orpo" else 0.0  # ORPO has no value at probability 1
+    point = [min(x, near_one) if name in REFERENCE_FREE else x for x in point]
+    e, zero, one = SMOOTHED.get(name, 0.0), torch.zeros(1), torch.ones(1)
+    sides = [torch.tensor([x], requires_grad=True) for x in point]
+    got, chosen, rejected = call(name, [*sides, zero, zero], one, one, 0.1, e)
     got.sum().backward()
-    assert all(torch.isfinite(t).all() for t in (got, chosen, rejected, pw.grad, pl.grad))
+    assert torch.isfinite(chosen).all() and torch.isfinite(rejected).all()
+    for order, found in (((0, 0), got), ((1, 0), sides[0].grad), ((0, 1), sides[1].grad)):
+        want = float(diff(lambda w, q: literal(name, w, q, 0, 0, 1, 1, 0.1, e), tuple(point), order))
+        assert found.item() == pytest.approx(want, rel=1e-6, abs=1e-6), order
+
+
+def test_orpo_is_finite_at_probability_one():
+    sides = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    got, *_ = call("orpo", [*sides, None, None], torch.ones(1), torch.ones(1), 0.1)
+    got.sum().backward()
+    assert all(torch.isfinite(t).all() for t in (got, *(side.grad for side in sides)))
 
 
 def test_equal_pair_is_log_two_and_robust_may_be_negative():
@@ -155,12 +171,12 @@ def test_f_divergences(kind):
     logps = [t / 5 for t in logps]
     score = {
         "reverse_kl": lambda r: r,
-        "forward_kl": lambda r: 1 - math.exp(-r),
-        "js": lambda r: math.log(2) + ls(r),
-        "alpha": lambda r: (math.exp(-0.3 * r) - 1) / -0.3,
+        "forward_kl": lambda r: 1 - exp(-r),
+        "js": lambda r: log(2) + ls(r),
+        "alpha": lambda r: (exp(-0.3 * r) - 1) / -0.3,
     }[kind]
     got = call("sigmoid", logps, nw, nl, 0.1, f_divergence=kind, f_alpha=0.7)[0]
-    want = [-ls(0.1 * (score(pw - rw) - score(pl - rl))) for pw, pl, rw, rl in zip(*(t.tolist() for t in logps))]
+    want = [float(-ls(0.1 * (score(pw - rw) - score(pl - rl)))) for pw, pl, rw, rl in zip(*(t.tolist() for t in logps))]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
     for extreme in (1e4, -1e4):
         value = torch.tensor([extreme], requires_grad=True)
@@ -221,14 +237,14 @@ def test_dpo_refuses(arguments, message):
 
 def test_reward_loss_equals_its_equation():
     w, q, m = (torch.randn(5, dtype=torch.float64) for _ in range(3))
-    want = [-ls(a - b - c) + 0.01 * (a + b) ** 2 for a, b, c in zip(w.tolist(), q.tolist(), m.tolist())]
+    want = [float(-ls(a - b - c) + 0.01 * (a + b) ** 2) for a, b, c in zip(w.tolist(), q.tolist(), m.tolist())]
     torch.testing.assert_close(reward_loss(w, q, m, 0.01), torch.tensor(want, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda a, b: reward_loss(a, b, m, 0.1), (w.requires_grad_(), q.requires_grad_()))
     torch.testing.assert_close(reward_loss(ONE, ONE), torch.tensor([math.log(2)]))
     extreme = torch.tensor([1e4, -1e4], requires_grad=True)
     loss = reward_loss(extreme, -extreme)
     loss.sum().backward()
-    assert torch.isfinite(loss).all() and torch.isfinite(extreme.grad).all()
+    assert loss.tolist() == [0.0, 2e4] and extreme.grad.tolist() == [0.0, -2.0]
     with pytest.raises(ValueError, match="one value per pair"):
         reward_loss(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ValueError, match="center_coefficient is -1"):
@@ -247,8 +263,8 @@ def test_kto_equals_its_equation(loss_type):
     kl_logps = (pk, rk) if loss_type == "kto" else (None, None)
     got, chosen, rejected, kl = kto_loss(pc, pr, kl_logps[0], rc, rr, kl_logps[1], 0.5, 1.2, 0.8, loss_type=loss_type)
     z0 = max(0.0, (pk - rk).mean().item()) if loss_type == "kto" else 0.0
-    want = [1.2 * (1 - s(0.5 * (a - b - z0))) for a, b in zip(pc.tolist(), rc.tolist())]
-    want += [0.8 * (1 - s(0.5 * (z0 - (a - b)))) for a, b in zip(pr.tolist(), rr.tolist())]
+    want = [float(1.2 * (1 - s(0.5 * (a - b - z0)))) for a, b in zip(pc.tolist(), rc.tolist())]
+    want += [float(0.8 * (1 - s(0.5 * (z0 - (a - b))))) for a, b in zip(pr.tolist(), rr.tolist())]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
     torch.testing.assert_close(chosen, 0.5 * (pc - rc))
     torch.testing.assert_close(rejected, 0.5 * (pr - rr))
@@ -270,11 +286,12 @@ def test_kto_limits():
     assert kl.item() == 0 and k.grad is None and pc.grad is not None
     assert kto_baseline(k + 2, torch.zeros(2)).item() == 2
     # one side empty, huge ratios
-    for extreme in (1e4, -1e4):
+    for extreme in (1e4, -1e4, 30.0, 0.0):
         pr = torch.tensor([extreme], requires_grad=True)
         got, *_ = kto_loss(torch.zeros(0), pr, None, torch.zeros(0), ONE, None, kl=torch.tensor(0.0))
         got.sum().backward()
-        assert torch.isfinite(got).all() and torch.isfinite(pr.grad).all()
+        p = float(s(mpf(extreme) / 10))
+        assert got.item() == pytest.approx(p, abs=1e-6) and pr.grad.item() == pytest.approx(0.1 * p * (1 - p), abs=1e-6)
     with pytest.raises(ValueError, match="needs at least one mismatched example"):
         kto_loss(ONE, ONE, None, ONE, ONE, None)
     with pytest.raises(ValueError, match="needs at least one mismatched example"):
