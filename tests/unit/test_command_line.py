@@ -71,6 +71,10 @@ def test_free_tables_take_dotted_keys() -> None:
         (["--model.arch", "llama3-8b"], "give model.path or model.arch, not both"),
         (["--config", "/nowhere/x.toml"], "there is no file /nowhere/x.toml"),
         (["--deepspeed", "/nowhere/x.json"], "there is no file /nowhere/x.json"),
+        (["--inspect", "many"], "--inspect: invalid int value: 'many'"),
+        (["--inspect", "0"], "--inspect is 0 but must be at least 1"),
+        (["--adjust-lr", "half"], "--adjust-lr: invalid float value: 'half'"),
+        (["--config"], "--config: expected one argument"),
     ],
 )
 def test_complaints(arguments: list[str], sentence: str) -> None:

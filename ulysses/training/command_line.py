@@ -146,7 +146,10 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
     Raises ConfigError with one sentence, for anything that is not a valid configuration.
     """
     own = _own_parser()
-    flags, rest = own.parse_known_args(arguments)
+    try:
+        flags, rest = own.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error).removeprefix("argument ")) from None
     if flags.help:
         print(own.format_help())
         print(_settings_help())
@@ -166,11 +169,13 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
     if flags.adjust_lr != 1.0:
         lr = config.optimizer.lr * flags.adjust_lr
         config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": lr})})
+    if flags.inspect is not None and flags.inspect < 1:
+        raise ConfigError(f"--inspect is {flags.inspect} but must be at least 1 sample")
     planner = {k: v for k, v in (("gpus", flags.gpus), ("gpu_memory", flags.gpu_memory), ("host_memory", flags.host_memory)) if v}
     if planner and not flags.dry_run:
         raise ConfigError("--gpus, --gpu-memory and --host-memory describe a machine to plan for; use them with --dry-run")
     debug = flags.debug or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
-    return CommandLine(config, debug, flags.dry_run, flags.inspect, planner)
+    return CommandLine(config, debug, flags.dry_run, flags.inspect or 0, planner)
 
 
 def check(values: dict[str, Any]) -> Config:
@@ -210,13 +215,15 @@ def _description(info: Any) -> str:
 
 
 def _own_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("train.py", add_help=False, allow_abbrev=False, description="Train a model on long sequences.")
+    parser = argparse.ArgumentParser(
+        "train.py", add_help=False, allow_abbrev=False, exit_on_error=False, description="Train a model on long sequences."
+    )
     parser.add_argument("-h", "--help", action="store_true", help="show every option and exit")
     parser.add_argument("--config", metavar="FILE.toml", help="the run's settings")
     parser.add_argument("--deepspeed", metavar="FILE.json", help="raw DeepSpeed keys to merge")
     parser.add_argument("--adjust-lr", metavar="FACTOR", nargs="?", type=float, default=1.0, const=1.0, help="multiply the learning rate")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan and exit; needs no weights and no GPU")
-    parser.add_argument("--inspect", metavar="N", type=int, default=0, help="print N samples with the trained tokens highlighted and exit")
+    parser.add_argument("--inspect", metavar="N", type=int, help="print N samples with the trained tokens highlighted and exit")
     parser.add_argument("--gpus", metavar="N", type=int, default=0, help="with --dry-run: plan for N GPUs")
     parser.add_argument("--gpu-memory", metavar="GIB", type=float, default=0.0, help="with --dry-run: memory of each GPU")
     parser.add_argument("--host-memory", metavar="GIB", type=float, default=0.0, help="with --dry-run: host memory of each node")
