@@ -6,7 +6,7 @@ import traceback
 
 from ulysses.training.command_line import ConfigError, parse_command_line
 from ulysses.training.dry_run import dry_run, inspect
-from ulysses.training.failure import tell
+from ulysses.training.failure import let_others_tell, tell
 from ulysses.training.run import TrainingRun
 
 
@@ -29,6 +29,8 @@ def main() -> int:
             print(f"error (node of rank {os.environ['RANK']}): {error}", file=sys.stderr)
         if debug:
             traceback.print_exc()
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            let_others_tell()
         return 2
     except Exception as error:
         tell(error, debug=debug)

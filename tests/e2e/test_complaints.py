@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, init_weights
 from models.hf_format import WeightWriter, copy_side_files, write_config
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, run, tiny
+from ulysses.training import failure
 
 DATA = ROOT / "configs/demo/data"
 
@@ -127,6 +130,21 @@ def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, t
     assert "Traceback" not in outcome.stderr + outcome.stdout
     assert len(lines[0]) < 500
     assert not (place / "run").exists(), "nothing is created for a refused run"
+
+
+def test_the_process_that_tells_leaves_first(place: Path, tmp_path: Path) -> None:
+    """A launcher ends all processes as soon as one has left; here the one that tells is the last to start."""
+
+    def before(rank: int) -> None:
+        failure.TELLER_SECONDS = 60.0
+        time.sleep(0.0 if rank else 1.0)
+
+    started = Ranks(arguments(place, optimizer__learning_rate=1e-4), 2, tmp_path, before=before)
+    while started.poll() and not started.codes:
+        time.sleep(0.02)
+    assert started.codes == {started.pids[0]: 2}
+    started.send(signal.SIGTERM)
+    assert "error: optimizer.learning_rate" in started.wait(10).stderr
 
 
 def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> None:

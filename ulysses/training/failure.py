@@ -21,6 +21,7 @@ import torch.distributed as dist
 KEY, TOLD = "ulysses/failed", "ulysses/told"
 PATIENCE = timedelta(seconds=10)
 POLL_SECONDS = 0.5
+TELLER_SECONDS = 60.0  # by which one process may start later than another
 
 
 class FailureWatch:
@@ -64,6 +65,12 @@ def tell(error: BaseException, *, debug: bool) -> None:
         return
     with suppress(Exception):  # the process that held the store is gone, or the first one could not tell
         _store().wait([TOLD], PATIENCE)
+
+
+def let_others_tell() -> None:
+    """Wait to be ended by the launcher: had this process left first, the one that tells might be ended before it does."""
+    sys.stderr.flush()
+    time.sleep(TELLER_SECONDS)
 
 
 def _print(error: BaseException, *, debug: bool) -> None:
