@@ -176,8 +176,8 @@ def run_stage(case: StageCase, lr: float = 0.0) -> tuple[list[dict[str, float]],
     return metrics, chain.steps if dist.get_rank() == 0 else []
 
 
-def formula(case: StageCase) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
-    """Loss, gradients and some metrics of the first step, one unpacked sequence at a time, float64, no ZeRO."""
+def formula(case: StageCase, step: int = 0) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """Loss, gradients and some metrics of a step with the first weights, one unpacked sequence at a time, float64, no ZeRO."""
     data = stage_dataset(case)
     model = make_model(case, None, attention="reference")
     source = StartedAdapters(RandomWeights(case.shape, 0), 0)
@@ -186,7 +186,7 @@ def formula(case: StageCase) -> tuple[float, dict[str, torch.Tensor], dict[str, 
             flat = source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu"))
             p.copy_(flat.view(p.shape))
     model.double()
-    indices = StepLoader(data, case.examples, tokens_per_microbatch=10_000, seed=3).indices(0, 0)
+    indices = StepLoader(data, case.examples, tokens_per_microbatch=10_000, seed=3).indices(0, step)
     examples = [data[i] for i in indices]
 
     def forward(s: Sequence, **more: Any) -> Any:

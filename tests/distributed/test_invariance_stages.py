@@ -61,11 +61,21 @@ def test_options(stage, options) -> None:
 
 
 @pytest.mark.parametrize(("stage", "world", "sp", "recompute"), [
-    ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"), ("sft", 1, 1, "keep_exchange"),
+    ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"), ("sft", 1, 1, "keep_exchange"), ("pt", 2, 2, "mlp"),
 ])  # fmt: skip
 def test_adapters(stage, world, sp, recompute) -> None:
     options = {"rm": {"center_coefficient": 0.1}, "kto": KTO}.get(stage, {})
     check(StageCase(stage, sp=sp, options=options, lora_rank=3, recompute=recompute), world)
+
+
+@pytest.mark.parametrize("stage", ["sft", "kto"])
+def test_an_epochs_last_smaller_step_has_its_own_count(stage) -> None:
+    """11 examples in steps of 4; the learning rate is 0, so that all steps see the same weights."""
+    case = StageCase(stage, sp=2, examples=4, steps=3)
+    loss, exact, _ = formula(case, 2)
+    metrics, gradients = run_distributed(run_stage, 4, case, with_zero=True)[0]
+    assert metrics[2]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert_same_gradients(gradients[2], exact)
 
 
 @pytest.mark.parametrize("labels", [(1,) * 11, (0,) * 11], ids=["all good", "all bad"])

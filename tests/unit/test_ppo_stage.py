@@ -13,7 +13,7 @@ from tests.engine_case import SHAPE, ListDataset, sequences
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.loader import StepLoader
-from ulysses.training.checks import check_ppo, stop_tokens
+from ulysses.training.checks import Plan, check_ppo, stop_tokens
 from ulysses.training.command_line import ConfigError, check
 from ulysses.training.config import GradientsConfig, PpoConfig
 from ulysses.training.optim import policy_value_groups
@@ -251,6 +251,7 @@ def config(data: dict[str, Any] | None = None, **ppo: Any) -> Any:
     ({"reward": ""}, "ppo.reward is missing"),
     ({"reward": "math:nothing"}, "cannot be imported"),
     ({"minibatches": 5}, "ppo.minibatches is 5 but a rollout has 4 prompts"),
+    ({"minibatches": 4, "prompts_per_rollout": 3}, "ppo.minibatches is 4 but a rollout has 3 prompts"),
     ({"max_new_tokens": 100}, r"tokens_per_microbatch is 128 but data.max_length \(prompts\) \+ ppo.max_new_tokens is 164"),
     ({"reference": "cached"}, 'ppo.reference is \'cached\' but must be "live" or a model'),
 ])  # fmt: skip
@@ -274,6 +275,13 @@ def test_refused_combinations_and_stop_tokens(tmp_path: Path) -> None:
     assert stop_tokens(more, tokenizer, shape) == tuple(sorted({eos, end, other}))
     with pytest.raises(ConfigError, match="no such token"):
         stop_tokens(config(data={"chat_template": "chatml"}, stop_tokens=["two words"]), tokenizer, shape)
+
+
+@pytest.mark.parametrize(("options", "prompts"), [({}, 4), ({"prompts_per_rollout": 6}, 6)])
+def test_prompts_per_rollout_are_the_examples_of_a_step_unless_they_are_set(options: dict[str, Any], prompts: int) -> None:
+    plan = Plan(config(**options), 1, SHAPE, None, None, "torch", "", None)
+    steps = plan.loader(ListDataset("prompt", [(s,) for s in sequences(25, 0)]), 1, 0)
+    assert [len(steps.indices(0, k)) for k in (0, steps.steps_per_epoch - 1)] == [prompts, 1]
 
 
 def test_parameter_groups_and_separate_clipping() -> None:
