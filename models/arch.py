@@ -110,24 +110,25 @@ class ModelConfig:
                 "file"
             )
         theta, scaling = _read_rope(raw, family.DEFAULTS["rope_theta"])
-        heads = int(known["num_attention_heads"])
+        heads = _number(known, "num_attention_heads")
+        width = _number(known, "hidden_size")
         eos = known.get("eos_token_id")
         return cls(
             model_type=model_type,
-            vocab_size=int(known["vocab_size"]),
-            hidden_size=int(known["hidden_size"]),
-            intermediate_size=int(known["intermediate_size"]),
-            num_hidden_layers=int(known["num_hidden_layers"]),
+            vocab_size=_number(known, "vocab_size"),
+            hidden_size=width,
+            intermediate_size=_number(known, "intermediate_size"),
+            num_hidden_layers=_number(known, "num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=int(known.get("num_key_value_heads", heads)),
-            head_dim=int(known.get("head_dim", int(known["hidden_size"]) // heads)),
-            rms_norm_eps=float(known["rms_norm_eps"]),
+            num_key_value_heads=_number({"num_key_value_heads": heads, **known}, "num_key_value_heads"),
+            head_dim=_number({"head_dim": width // heads, **known}, "head_dim"),
+            rms_norm_eps=_number(known, "rms_norm_eps", float),
             rope_theta=theta,
-            max_position_embeddings=int(known["max_position_embeddings"]),
+            max_position_embeddings=_number(known, "max_position_embeddings"),
             rope_scaling=scaling,
             tie_word_embeddings=bool(known["tie_word_embeddings"]),
             attention_bias=family.QKV_BIAS,
-            initializer_range=float(known["initializer_range"]),
+            initializer_range=_number(known, "initializer_range", float),
             bos_token_id=known.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
             pad_token_id=known.get("pad_token_id"),
@@ -182,6 +183,15 @@ class ModelConfig:
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _number(fields: Mapping[str, Any], name: str, kind: type = int) -> Any:
+    """Return a positive number; ValueError names the field that holds none."""
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or kind(value) != value:
+        wanted = "a whole number above 0" if kind is int else "a number above 0"
+        raise ValueError(f"config.json has {name} = {value!r} but it must be {wanted}; correct or re-download the file")
+    return kind(value)
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: ModuleType) -> None:

@@ -102,7 +102,10 @@ def _snapshot(model_id: str, revision: str | None, weights: bool) -> Path:
 def read_config(folder: Path | str) -> ModelConfig:
     """Read config.json of a model folder."""
     path = Path(folder) / CONFIG
-    return ModelConfig.from_hf(_read_json(path))
+    raw = _read_json(path)
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path.absolute()} holds no JSON object; download or write it again")
+    return ModelConfig.from_hf(raw)
 
 
 def _read_json(path: Path) -> Any:

@@ -81,6 +81,10 @@ def test_config_survives_a_round_trip_through_transformers(name: str) -> None:
         (LLAMA | {"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads = 3"),
         ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "vocab_size"),
+        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads = 0 but it must be a whole number above 0"),
+        (LLAMA | {"hidden_size": "wide"}, "hidden_size = 'wide'"),
+        (LLAMA | {"head_dim": 64.5}, "head_dim = 64.5"),
+        (LLAMA | {"rms_norm_eps": []}, "rms_norm_eps = [] but it must be a number above 0"),
     ],
 )
 def test_unsupported_fields_are_refused(raw: dict, sentence: str) -> None:
