@@ -18,6 +18,8 @@ from models.decoder import CausalLM, init_weights
 from models.hf_format import WeightWriter, copy_side_files, write_config
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, run, tiny
 from ulysses.training import failure
+from ulysses.training.checks import check_run
+from ulysses.training.command_line import ConfigError, parse_command_line
 
 DATA = ROOT / "configs/demo/data"
 
@@ -43,6 +45,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"later/checkpoints/step-{step}/run.json").write_text(json.dumps({"format": 1, "step": step}))
     write_model(folder / "model")
     tensors = load_file(folder / "model/model.safetensors")
+    (folder / "small").mkdir()
+    few = json.loads((folder / "model/config.json").read_text()) | {"vocab_size": 100}
+    (folder / "small/config.json").write_text(json.dumps(few))
     shutil.copytree(folder / "model", folder / "lacking")
     save_file({k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"}, folder / "lacking/model.safetensors")
     return folder
@@ -80,6 +85,12 @@ CASES: dict[str, Any] = {
     "wrong value": (lambda p: arguments(p, model__dtype="float16"), r"model.dtype is 'float16': .*'bfloat16' or 'float32'"),
     "missing data": (lambda p: arguments(p, data__train='["none.jsonl"]'), r"data: .*/none.jsonl"),
     "broken line": (lambda p: arguments(p, data__train=[str(p / "broken.jsonl")]), r"broken.jsonl.* (line|row) 6"),
+    "data table": (lambda p: arguments(p, data__train={"path": "a.jsonl", "colums": {}}), r"data: a data source has unknown key 'colums'"),
+    "output in a file": (lambda p: arguments(p, run__output=p / "bad.toml/run"), r"run.output .*/run cannot be written: .*bad.toml is"),
+    "no such reference": (lambda p: arguments(p, "dpo", dpo__reference=p / "nowhere/model"), r"dpo.reference is .* no folder /.*nowhere"),
+    "lacking reference": (lambda p: arguments(p, "dpo", dpo__reference=p / "lacking"), r"dpo.reference: .* lacks 1 of 21 parameters"),
+    "another tokenizer's reference": (lambda p: arguments(p, "kto", kto__reference=p / "small"),
+                                      r"kto.reference .* has 100 tokens but the policy \d+"),
     "degree": (lambda p: arguments(p, parallel__sequence_parallel_size=3),
                r"size is 3 but must divide the 2 processes; set it to one of \[1, 2\]"),
     "too long": (lambda p: arguments(p, batch__tokens_per_microbatch=16), r"tokens_per_microbatch.* 16"),
@@ -145,6 +156,20 @@ def test_the_process_that_tells_leaves_first(place: Path, tmp_path: Path) -> Non
     assert started.codes == {started.pids[0]: 2}
     started.send(signal.SIGTERM)
     assert "error: optimizer.learning_rate" in started.wait(10).stderr
+
+
+def test_what_the_run_holds_already_counts_as_free_disk(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_command_line([*map(str, pretrained(place, "model")), "--run.output", str(tmp_path / "run"), "--run.save_every", "1",
+                                 "--run.overwrite"]).config  # fmt: skip
+    each = 12 * ModelConfig.from_hf(json.loads((place / "model/config.json").read_text())).num_parameters()
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * each))
+    with pytest.raises(ConfigError, match="GiB free but 4 checkpoints and the export need"):
+        check_run(config, 1)
+    saved = tmp_path / "run/checkpoints/step-2/policy"
+    saved.mkdir(parents=True)
+    (saved / "rank-00000.master.safetensors").write_bytes(bytes(3 * each))
+    check_run(config, 1)
 
 
 def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles, read_config
-from tests.e2e.test_stage_runs import base, demo, on_ranks, settings  # noqa: F401 (fixtures)
+from tests.e2e.test_stage_runs import SHAPE, base, demo, on_ranks, settings  # noqa: F401 (fixtures)
 from tests.harness import run_distributed
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -72,7 +72,8 @@ def with_another(config: dict[str, Any], policy: Path, reference: Path) -> tuple
 
 
 def test_another_reference_gives_its_own_loss(demo, base, tmp_path) -> None:  # noqa: F811
-    on_ranks(1, settings(demo, "sft", tmp_path / "other", run__steps=3, run__seed=7, optimizer__lr=3e-2))
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}  # which the policy's degree does not divide
+    on_ranks(1, settings(demo, "sft", tmp_path / "other", run__steps=3, run__seed=7, optimizer__lr=3e-2, model__config=SHAPE | heads))
     other = tmp_path / "other" / "export"
     config = dpo(demo, base, tmp_path / "run", dpo__reference=str(other), dpo__beta=0.1)
     for found, expected, moved in run_distributed(with_another, 2, config, base, other, with_zero=True, cpu=True):

@@ -15,8 +15,8 @@ from models.hf_format import read_config
 from tests.harness import AS_LARGE, run_distributed
 from ulysses.data.demo import write_demo
 from ulysses.export import export_checkpoint
-from ulysses.training.checks import adapter_parameters
 from ulysses.training.command_line import ConfigError, check
+from ulysses.training.memory import adapter_parameters
 from ulysses.training.run import TrainingRun
 
 SHAPE = {

@@ -47,6 +47,11 @@ def test_pairs_hold_two_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the fullest: 131,072 tokens in 2 sequences" in text and "tokens on each side of a pair" in text
 
 
+def test_absent_reference_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, *arch("dpo", 1024), "--dpo.reference", "/no/such/model", *NODE)
+    assert code == 3 and "finding: dpo.reference is '/no/such/model' but there is no folder /no/such/model" in text
+
+
 def test_what_does_not_fit_is_refused_with_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB on each GPU .*has 24.0 GiB; .*memory.offload_optimizer = true"):
         run(capsys, *arch(length=4096, sp=1), "--gpus", 1, "--gpu-memory", 24)

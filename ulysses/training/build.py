@@ -99,10 +99,10 @@ def weights_fingerprint(config: Config, shape: Shape, folder: Path | None) -> st
     return digest.hexdigest()
 
 
-def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
+def check_weights(shape: Shape, folder: Path, *, reward: bool, key: str = "model.path") -> None:
     """Refuse weight files that do not hold every parameter in the right shape, before anything is allocated.
 
-    Raises ConfigError naming the first that is missing or wrong.
+    Raises ConfigError naming the setting (`key`) and the first that is missing or wrong.
     """
     with torch.device("meta"):
         model: nn.Module = RewardModel(shape) if reward else CausalLM(shape)
@@ -110,7 +110,7 @@ def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
     try:
         WeightFiles(folder).check(expected, may_lack=("score.weight",) if reward else ())
     except (ValueError, OSError) as error:
-        raise ConfigError(f"model.path: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def matrix_sizes(shape: Shape) -> dict[str, int]:

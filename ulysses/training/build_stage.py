@@ -115,7 +115,7 @@ class StageBuilder:
         if kind == "live":
             shape, source = plan.shape, weights_of(config, plan.shape, plan.folder)
         else:
-            shape, folder = reference_shape(kind)
+            shape, folder = reference_shape(config, plan.shape, plan.tokenizer)
             source, tolerance = FileWeights(folder, shape, config.run.seed), None
         return False, self._frozen(shape, source), tolerance
 

@@ -4,6 +4,7 @@ Each check is one sentence: what was given, what is required, what to change.
 """
 
 import importlib.util
+import os
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from models.hf_format import WeightFiles, copy_side_files, read_config, resolve_
 from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.dataset import TokenizedDataset, open_dataset
 from ulysses.data.encode import DataSettings
-from ulysses.data.formats import missing_sources, parse_sources, source_digest
+from ulysses.data.formats import Source, missing_sources, parse_sources, source_digest
 from ulysses.data.loader import StepLoader
 from ulysses.data.records import DataError
 from ulysses.parallel.kernels import resolve_kernel
@@ -26,7 +27,7 @@ from ulysses.training.checkpoint import resume_point
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.determinism import require_determinism
-from ulysses.training.memory import adapter_parameters, check_head_chunks, check_memory
+from ulysses.training.memory import check_head_chunks, check_memory, planner_model, reference_beside
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.stages.dpo import loss_options
 from ulysses.zero.settings import refuse_owned
@@ -46,6 +47,7 @@ class Plan:
     kernel: str
     kernel_reason: str
     resume_from: Path | None
+    num_heads: tuple[int, ...] = ()  # query heads of the models that will run
 
     @property
     def kind(self) -> str:
@@ -125,20 +127,23 @@ def check_run(config: Config, world_size: int) -> Plan:
     check_numbers(config, world_size)
     if not config.data.train:
         raise ConfigError("data.train is empty; give a file, a folder, a hub dataset or a list of them")
+    missing = missing_sources(read_sources(config))  # before weights are fetched
+    if missing:
+        raise ConfigError(f"data: {missing[0]}")
     shape, folder = read_shape(config)
     if config.model.init == "pretrained" and folder is not None:
         check_weights(shape, folder, reward=config.stage == "rm")
     check_head_chunks(config, shape)
     tokenizer = read_tokenizer(config, folder, shape)
+    others = []
     if config.stage == "ppo":
         stop_tokens(config, tokenizer, shape)
         if not is_function(config.ppo.reward):
-            reward_shape(config, shape)
+            others.append(reward_shape(config, shape)[0])
+    if reference_beside(config) not in ("", "live"):
+        others.append(reference_shape(config, shape, tokenizer)[0])
     if config.stage == "rm":
         shape = replace(shape, pad_token_id=scoring_pad(tokenizer, shape))
-    missing = missing_sources([*parse_sources(config.data.train or []), *parse_sources(config.data.eval or [])])
-    if missing:
-        raise ConfigError(f"data: {missing[0]}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         kernel, reason = resolve_kernel(
@@ -150,7 +155,8 @@ def check_run(config: Config, world_size: int) -> Plan:
         )
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}") from None
-    plan = Plan(config, world_size, shape, folder, tokenizer, kernel, reason, find_checkpoint(config, shape))
+    heads = tuple(s.num_attention_heads for s in (shape, *others))
+    plan = Plan(config, world_size, shape, folder, tokenizer, kernel, reason, find_checkpoint(config, shape), heads)
     check_disk(plan)
     return plan
 
@@ -254,8 +260,10 @@ def reward_shape(config: Config, shape: Shape) -> tuple[Shape, Path]:
         folder = resolve_model(config.ppo.reward)
         found = read_config(folder)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"ppo.reward: {error}; name a function as module:function, or a reward model") from None
-    check_weights(found, folder, reward=True)
+        raise ConfigError(
+            f"ppo.reward: {str(error).replace('model.path', 'ppo.reward')}; name a function as module:function, or a reward model"
+        ) from None
+    check_weights(found, folder, reward=True, key="ppo.reward")
     if "score.weight" not in WeightFiles(folder):
         raise ConfigError(f"ppo.reward {config.ppo.reward} has no score.weight, so it is no reward model; train one with stage rm")
     if found.vocab_size != shape.vocab_size:
@@ -340,16 +348,22 @@ def check_same_model(checkpoint: Path, saved: dict[str, Any], stage: str, shape:
 
 
 def check_disk(plan: Plan) -> None:
-    """Refuse to start if the disk cannot hold the checkpoints that rotation keeps, one more while saving, and the export."""
-    config = plan.config
-    numel = plan.shape.num_parameters()
-    each = 12 * (adapter_parameters(config, plan.shape) if config.model.lora.rank else numel)
-    count = 1 + (config.run.save_last or config.run.save_every > 0) + (config.run.keep if config.run.save_every else 0)
-    need = each * count + (numel * DTYPES[config.model.dtype].itemsize if config.run.export else 0)
+    """Refuse to start if the disk cannot hold the checkpoints that rotation keeps, one more while saving, and the export.
+
+    What the run folder holds already counts as free: it is counted among them, or goes.
+    """
+    config, run, numel = plan.config, plan.config.run, plan.shape.num_parameters()
+    each = 12 * planner_model(config, plan.shape).trained
+    saves = run.steps // run.save_every if run.steps and run.save_every else run.keep
+    count = 1 + (run.save_last or run.save_every > 0) + (min(run.keep or saves, saves) if run.save_every else 0)
+    need = each * count + (numel * DTYPES[config.model.dtype].itemsize if run.export else 0)
     place = config.output.absolute()
     while not place.exists():
         place = place.parent
-    free = shutil.disk_usage(place).free
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"run.output {config.output.absolute()} cannot be written: {place} is no folder or not yours; set another one")
+    own = [config.output / "export", *([config.output / "checkpoints"] if run.keep or run.steps else [])]
+    free = shutil.disk_usage(place).free + sum(f.stat().st_size for folder in own for f in folder.rglob("*") if f.is_file())
     if need > free:
         raise ConfigError(
             f"run.output {place} has {free / 2**30:.1f} GiB free but {count} checkpoints and the export need {need / 2**30:.1f} GiB; "
@@ -357,18 +371,29 @@ def check_disk(plan: Plan) -> None:
         )
 
 
-def reference_shape(path: str) -> tuple[Shape, Path]:
-    """Read another model's shape for dpo.reference, kto.reference or ppo.reference."""
+def reference_shape(config: Config, shape: Shape, tokenizer: Any) -> tuple[Shape, Path]:
+    """Read the model that dpo.reference, kto.reference or ppo.reference names; it must know the policy's tokens."""
+    key, place = f"{config.stage}.reference", reference_beside(config)
     try:
-        folder = resolve_model(path)
-        shape = read_config(folder)
+        folder = resolve_model(place)
+        found = read_config(folder)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"the reference model: {error}") from None
-    check_weights(shape, folder, reward=False)
-    return shape, folder
+        raise ConfigError(str(error).replace("model.path", key)) from None
+    needed = shape.vocab_size if config.stage == "ppo" else len(tokenizer)  # PPO's policy may say any of its tokens
+    if found.vocab_size < needed:
+        raise ConfigError(f"{key} {place} has {found.vocab_size} tokens but the policy {needed}; use a model with the policy's tokenizer")
+    check_weights(found, folder, reward=False, key=key)
+    return found, folder
+
+
+def read_sources(config: Config) -> list[Source]:
+    """Return the training and held-out data's sources; ConfigError for a table that is none."""
+    try:
+        return [*parse_sources(config.data.train or []), *parse_sources(config.data.eval or [])]
+    except DataError as error:
+        raise ConfigError(f"data: {error}") from None
 
 
 def data_digest(plan: Plan) -> list[str]:
     """Identify the data files' contents, to compare between ranks."""
-    data = plan.config.data
-    return [str(source_digest(s)) for s in [*parse_sources(data.train or []), *parse_sources(data.eval or [])]]
+    return [str(source_digest(s)) for s in read_sources(plan.config)]

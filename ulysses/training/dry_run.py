@@ -14,15 +14,15 @@ import torch
 
 from models.arch import ARCHITECTURES
 from models.arch import ModelConfig as Shape
-from ulysses.data.formats import is_hub_id, missing_sources, parse_sources
+from models.hf_format import resolve_model
+from ulysses.data.formats import is_hub_id, missing_sources
 from ulysses.data.inspect import inspect_examples
-from ulysses.data.records import DataError
 from ulysses.gradients.presets import explain_thresholds, tables_to_toml
 from ulysses.memory.case import GIB, Machine, Work
 from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
 from ulysses.memory.recompute import AUTOGRAD, LEVELS
 from ulysses.training.build import check_weights, read_shape
-from ulysses.training.checks import Plan, check_disk, check_numbers, check_run, find_checkpoint, read_tokenizer
+from ulysses.training.checks import Plan, check_disk, check_numbers, check_run, find_checkpoint, read_sources, read_tokenizer
 from ulysses.training.command_line import CommandLine, ConfigError
 from ulysses.training.config import Config
 from ulysses.training.memory import (
@@ -35,9 +35,11 @@ from ulysses.training.memory import (
     planner_options,
     planner_work,
     prompts_per_rollout,
+    reference_beside,
     sides,
 )
 from ulysses.training.metrics import device_peak_flops
+from ulysses.training.rewards import is_function
 
 ABSENT = 3  # exit code: the configuration is right, but weights or data are not here
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
@@ -114,13 +116,19 @@ def _plan(config: Config, world: int, shape: Shape, folder: Path | None, finding
             findings.append("model.tokenizer is not set and model.arch brings none; data cannot be read without it")
     elif config.model.tokenizer and "/" in place and not Path(place).expanduser().exists() and place.startswith((".", "/", "~")):
         findings.append(f"model.tokenizer: there is no {Path(place).expanduser().absolute()}")
-    try:
-        sources = [*parse_sources(config.data.train or []), *parse_sources(config.data.eval or [])]
-    except DataError as error:
-        raise ConfigError(f"data: {error}") from None
+    sources = read_sources(config)
     findings += [f"data: {sentence}" for sentence in missing_sources(sources)]
     if not config.data.train:
         findings.append("data.train is empty")
+    beside = {f"{config.stage}.reference": reference_beside(config)}
+    if config.stage == "ppo" and not is_function(config.ppo.reward):
+        beside["ppo.reward"] = config.ppo.reward
+    for key, model in beside.items():
+        try:
+            if model not in ("", "live"):
+                resolve_model(model, need_weights=False)
+        except (ValueError, OSError) as error:
+            findings.append(str(error).replace("model.path", key))
     resume_from = find_checkpoint(config, shape)
     if len(findings) > before or place is None:
         return None

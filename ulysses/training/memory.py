@@ -92,7 +92,7 @@ def prompts_per_rollout(config: Config) -> int:
     return config.ppo.prompts_per_rollout or config.batch.examples
 
 
-def _reference(config: Config) -> str:
+def reference_beside(config: Config) -> str:
     """Return what computes the reference beside a step: "" for nothing, "live" or a path."""
     if config.stage == "dpo":
         kind = "cached" if config.dpo.loss_type in REFERENCE_FREE else config.dpo.reference
@@ -105,7 +105,7 @@ def _reference(config: Config) -> str:
 
 def _forwards(config: Config) -> float:
     """Count the passes without gradient over each trained token."""
-    reference = 1 if _reference(config) else 0
+    reference = 1 if reference_beside(config) else 0
     if config.stage == "ppo":  # over a rollout, which is trained on several times
         scorer = 0 if is_function(config.ppo.reward) else 1
         return ((2 if config.ppo.value == "separate" else 1) + reference + scorer) / config.ppo.epochs
@@ -165,7 +165,7 @@ def planner_model(config: Config, shape: Shape) -> Model:
 
 def planner_options(config: Config, shape: Shape) -> Options:
     """Return the planner's view of the settings, models beside the trained one included."""
-    memory, rows, reference = config.memory, config.memory.logits_tile, _reference(config)
+    memory, rows, reference = config.memory, config.memory.logits_tile, reference_beside(config)
     frozen = 0
     if reference and not (reference == "live" and config.model.lora.rank):  # adapters off are the reference
         frozen += (shape if reference == "live" else _other(reference, shape)).num_parameters()

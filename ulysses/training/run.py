@@ -73,7 +73,7 @@ class TrainingRun:
         try:
             self._same_everywhere()
             torch.backends.cuda.matmul.allow_tf32 = False
-            self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=self.plan.shape.num_attention_heads)
+            self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=self.plan.num_heads)
             self._prepare_folder()
             self._build()
         except BaseException as error:
