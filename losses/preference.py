@@ -22,7 +22,8 @@ def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float = 0.0, margi
 
     e = 0, g = 0: DPO (2305.18290, eq. 7; trl and lf "sigmoid"). e > 0: conservative DPO (Mitchell, cdpo.pdf; lf
     "sigmoid" with dpo_label_smoothing; trl 1.x ignores e here). D of length-normalised ratios: trl "sigmoid_norm",
-    Tulu 3 "dpo_norm" (2411.15124). D of mean log-probabilities and g > 0: SimPO (2405.14734, eq. 6; lf "simpo").
+    Tulu 3 "dpo_norm" (2411.15124). D of mean log-probabilities and g > 0: SimPO (2405.14734, eq. 6; lf and trl's
+    CPOTrainer "simpo").
     """
     z = beta * delta - margin
     if not label_smoothing:
@@ -94,7 +95,7 @@ def discopop_loss(delta: Tensor, beta: float, temperature: float) -> Tensor:
 def orpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, beta: float) -> Tensor:
     """Return -a_w - b log s(log odds_w - log odds_l), a = S / n, log odds = a - log(1 - e^a).
 
-    Source: 2403.07691 (trl and lf "orpo"). The first term is the chosen answer's mean negative log-likelihood, per
+    Source: 2403.07691 (lf "orpo"; trl's ORPOTrainer). The first term is the chosen answer's mean negative log-likelihood, per
     pair as in the paper and lf (trl averages it over the batch's tokens).
     """
     log_odds = (chosen_mean - log1mexp(chosen_mean)) - (rejected_mean - log1mexp(rejected_mean))
