@@ -3,8 +3,8 @@
     python benchmarks/stages.py --gpus 8 --arch qwen2.5-7b --tokens 262144
     python benchmarks/stages.py --gpus 1 --arch llama3-8b --tokens 65536 --stages dpo --model.lora.rank 8
 
-A step of SFT trains two documents of `--tokens` tokens, of DPO and RM a pair of them, of KTO two examples, each with the
-answer of the other behind its question as well: twice the tokens. Rows are a short question and random words as the answer,
+A step of SFT trains two documents of `--tokens` tokens, of DPO and RM a pair of them, of KTO two examples, whose KL baseline
+is a forward pass over as many tokens again that is not counted. Rows are a short question and random words as the answer,
 cut to exactly that length; DPO's and KTO's reference log-probabilities are cached before the first step. Any of train.py's
 settings may follow. Prints JSON lines and a table of the last of `--steps` steps; `to_sft` compares tokens per second.
 """
