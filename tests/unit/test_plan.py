@@ -55,7 +55,8 @@ def test_constants_are_fitted_to_one_half_and_hold_on_the_other() -> None:
 def test_fitting_finds_the_constants_that_made_the_rows() -> None:
     """Rows made by the planner itself with other constants: what they determine is found, what they do not is left."""
     truth = PRIOR._replace(matrices=0.5, attention=0.7)
-    rows = [row | {"seconds": predicted(row, truth).seconds} for row in ROWS]
+    wide = [row for row in ROWS if ARCHITECTURES[row["arch"]].head_dim == 128]  # they say nothing about narrow heads
+    rows = [row | {"seconds": predicted(row, truth).seconds} for row in wide]
     found = fit(rows, SPEEDS, time_of, PRIOR)
     assert found.matrices == pytest.approx(0.5, rel=0.08) and found.attention == pytest.approx(0.7, rel=0.04)
     assert found.narrow_heads == pytest.approx(PRIOR.narrow_heads) and all(getattr(found, n) == getattr(PRIOR, n) for n in BYTES)
