@@ -7,7 +7,8 @@ import torch
 
 from tests.engine_case import Case, assert_same_gradients, run_case
 from tests.harness import gpus, run_distributed
-from tests.stage_case import StageCase, formula, run_stage
+from tests.stage_case import StageCase, formula, make_trainer, run_stage, stage_dataset
+from ulysses.data.loader import StepLoader
 
 SAMPLED = [(1, 1, 128, None), (4, 1, 128, 1), (4, 2, 256, None), (4, 4, 128, 2), (2, 2, 512, 1)]
 FULL = [(w, sp, b, seed) for w in (1, 2, 4) for sp in (1, 2, 4) if sp <= w for b in (128, 512) for seed in (None, 1)]
@@ -81,6 +82,27 @@ def test_an_epochs_last_smaller_step_has_its_own_count(stage) -> None:
 @pytest.mark.parametrize("labels", [(1,) * 11, (0,) * 11], ids=["all good", "all bad"])
 def test_kto_with_one_side_only(labels) -> None:
     check(StageCase("kto", sp=2, labels=labels, options={"beta": 0.3}), 4)
+
+
+def evaluation(case: StageCase) -> dict[str, float]:
+    """Held-out metrics of KTO over all of the data, in steps of 4 with a smaller last one."""
+    trainer, _ = make_trainer(case)
+    mesh = trainer.mesh
+    trainer.eval_loader = StepLoader(
+        stage_dataset(case), 4, tokens_per_microbatch=case.budget, data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank,
+        shuffle=False,
+    )  # fmt: skip
+    found = trainer.evaluate()
+    trainer.engine.destroy()
+    return found
+
+
+def test_kto_evaluates_alike_on_every_topology() -> None:
+    """Its baseline too, whose steps take different numbers of micro-batches."""
+    alone = run_distributed(evaluation, 1, StageCase("kto", budget=1000, options=KTO), with_zero=True)[0]
+    for found in run_distributed(evaluation, 4, StageCase("kto", sp=2, budget=50, options=KTO), with_zero=True):
+        assert found == pytest.approx(alone, rel=1e-4, abs=2e-5)
+    assert alone["eval/kl"] > 0.05
 
 
 TWICE = [(run_stage, StageCase("kto", sp=2, options=KTO, steps=2), 1e-3), (run_stage, StageCase("rm", sp=2, steps=2), 1e-3)]

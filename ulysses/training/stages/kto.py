@@ -102,7 +102,7 @@ class KtoStage(ReferencedStage):
             metrics.add(f"rewards/{side}", self.once((rewards * chosen).double().sum()), number)
             metrics.add(f"logps/{side}", self.once((policy.detach() * chosen).double().sum()), number)
         if self.baseline is not None:
-            metrics.add("kl", self.baseline, 1.0)
+            metrics.add("kl", self.baseline * self.once(float(count)), self.once(float(count)))
         self.add_reference_gap(metrics, batch, logps, reference)
         return [Term(losses.sum(), "examples", per_sequence=True)]
 
