@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ CASES: dict[str, Any] = {
     "broken line": (lambda p: arguments(p, data__train=[str(p / "broken.jsonl")]), r"broken.jsonl.* (line|row) 6"),
     "data table": (lambda p: arguments(p, data__train={"path": "a.jsonl", "colums": {}}), r"data: a data source has unknown key 'colums'"),
     "output in a file": (lambda p: arguments(p, run__output=p / "bad.toml/run"), r"run.output .*/run cannot be written: .*bad.toml is"),
+    "no wandb": (lambda p: arguments(p, run__wandb="project"), r"run.wandb is set but the package wandb is not installed; pip install wandb"),
     "no such reference": (lambda p: arguments(p, "dpo", dpo__reference=p / "nowhere/model"), r"dpo.reference is .* no folder /.*nowhere"),
     "lacking reference": (lambda p: arguments(p, "dpo", dpo__reference=p / "lacking"), r"dpo.reference: .* lacks 1 of 21 parameters"),
     "another tokenizer's reference": (lambda p: arguments(p, "kto", kto__reference=p / "small"),
@@ -131,6 +133,8 @@ def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, t
         dist.init_process_group = meet
         if name == "full disk":
             full_disk(rank)
+        if name == "no wandb":
+            sys.modules["wandb"] = None
 
     started = Ranks(make(place), 2, tmp_path, before=before)
     outcome = started.wait(60)

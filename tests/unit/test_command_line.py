@@ -71,6 +71,8 @@ def test_free_tables_take_dotted_keys() -> None:
         (["--model.arch", "llama3-8b"], "give model.path or model.arch, not both"),
         (["--config", "/nowhere/x.toml"], "there is no file /nowhere/x.toml"),
         (["--deepspeed", "/nowhere/x.json"], "there is no file /nowhere/x.json"),
+        (["--optimizer.betas", "[0.9, 1.5]"], "optimizer.betas is"),
+        (["--optimizer.lr", "inf"], "optimizer.lr is 'inf'"),
         (["--inspect", "many"], "--inspect: invalid int value: 'many'"),
         (["--inspect", "0"], "--inspect is 0 but must be at least 1"),
         (["--adjust-lr", "half"], "--adjust-lr: invalid float value: 'half'"),

@@ -175,8 +175,7 @@ def check_numbers(config: Config, world_size: int) -> None:
         check_kto(config)
     if config.stage == "ppo":
         check_ppo(config)
-    if config.model.lora.rank:
-        check_lora(config)
+    check_packages(config)
     check_memory(config)
     try:
         refuse_owned(config.deepspeed)
@@ -185,10 +184,12 @@ def check_numbers(config: Config, world_size: int) -> None:
         raise ConfigError(str(error)) from None
 
 
-def check_lora(config: Config) -> None:
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora.rank is set but the package peft is not installed; pip install 'ulysses-engine[lora]'")
-    if not config.model.lora.targets:
+def check_packages(config: Config) -> None:
+    lora = config.model.lora
+    for key, wanted, package in (("model.lora.rank", lora.rank, "peft"), ("run.wandb", config.run.wandb, "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{key} is set but the package {package} is not installed; pip install {package}")
+    if lora.rank and not lora.targets:
         raise ConfigError("model.lora.targets is empty; name the modules that get an adapter, or set model.lora.rank = 0")
 
 

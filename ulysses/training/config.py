@@ -4,7 +4,7 @@ Each field's description is what `--help` prints; units and the meaning of 0 are
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -115,12 +115,15 @@ class BatchConfig(Section):
         return value
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
-    lr: float = Field(1e-5, ge=0)
+    lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices; norms and biases get none."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's moment decays."""
     eps: float = Field(1e-8, gt=0)
     """AdamW's epsilon."""
