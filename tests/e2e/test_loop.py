@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ def with_stand_in(config: dict[str, Any]) -> list[Any]:
     """Run with a W&B that only remembers; returns what rank 0 told it."""
     told: list[Any] = []
     stand_in = ModuleType("wandb")
+    stand_in.__spec__ = ModuleSpec("wandb", None)
 
     class Run:
         def log(self, values: dict[str, Any], step: int) -> None:

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from models.arch import ARCHITECTURES
 from tests.stage_case import MAX_LENGTH, StageCase, stage_dataset
 from ulysses.data.loader import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.reduce import sequence_last
+from ulysses.training.build import weights_fingerprint
 from ulysses.training.build_stage import weight_hint
 from ulysses.training.checks import scoring_pad
+from ulysses.training.command_line import check
 from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.reference import ReferenceCache, mismatched_lengths, pairs_of_run
@@ -117,6 +121,24 @@ def test_reference_cache_survives_a_kill_and_knows_its_pairs(tmp_path: Path, mon
     absent = next((i, j) for i in range(11) for j in range(11) if (i, j) not in pairs)
     with pytest.raises(KeyError, match="were not paired"):
         cache.mismatch(*absent, MAX_LENGTH)
+
+
+def test_fingerprint_sees_every_tensor(tmp_path: Path) -> None:
+    config = check({"stage": "dpo", "model": {"path": str(tmp_path)}, "run": {"steps": 1}})
+    shape = ARCHITECTURES["llama3-8b"]
+    tensors = {"a.large": torch.zeros(2_111_111), "b.small": torch.zeros(8), "c.large": torch.zeros(2_000_000)}
+
+    def fingerprint() -> str:
+        save_file(tensors, tmp_path / "model.safetensors")
+        return weights_fingerprint(config, shape, tmp_path)
+
+    first = fingerprint()
+    assert fingerprint() == first
+    tensors["b.small"][3] = 1.0
+    second = fingerprint()
+    assert second != first
+    tensors["c.large"][1_000_005] = 1.0
+    assert fingerprint() not in (first, second)
 
 
 def test_reference_cache_gives_each_side_of_a_pair_its_own_values(tmp_path: Path) -> None:
