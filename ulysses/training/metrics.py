@@ -55,7 +55,7 @@ class MetricSums:
     def _number(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return value.detach().double()
-        return torch.tensor(value, dtype=torch.float64, device=self.device)
+        return torch.full((), value, dtype=torch.float64, device=self.device)  # torch.tensor would wait for the GPU
 
     def reduce(self) -> dict[str, float]:
         """Return the global sums, means (sum / count) and maxima; a mean whose count is 0 and a maximum of nothing are left out.

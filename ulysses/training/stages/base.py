@@ -79,7 +79,7 @@ class Stage:
 
     def own(self, batch: ShardedBatch, number: float) -> Tensor:
         """Return a number of sequences as this rank's share of a count."""
-        return torch.tensor(float(self.once(float(number))), dtype=torch.float64, device=batch.tokens.device)
+        return torch.full((), float(self.once(float(number))), dtype=torch.float64, device=batch.tokens.device)
 
     def loader(self, prompts: Any) -> Any:
         """Return what the loop reads its steps from; by default the data itself."""
