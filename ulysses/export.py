@@ -78,6 +78,9 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {arguments.out.absolute()} cannot be written from {arguments.checkpoint}: {error}", file=sys.stderr)
+        return 2
     print(f"exported {arguments.out}")
     return 0
 

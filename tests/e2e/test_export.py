@@ -126,6 +126,8 @@ def test_export_complains_in_one_sentence(runs: Path, tmp_path: Path) -> None:
     done = export(runs / "sft", tmp_path / "out")
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "is not a complete checkpoint" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+    done = export(next((runs / "sft/checkpoints").glob("step-*")), runs / "sft.jsonl/out")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "sft.jsonl/out cannot be written" in done.stderr
 
     with pytest.raises(ValueError, match="already holds a model"):
         export_checkpoint(runs / "sft/checkpoints/step-5", runs / "sft/export")

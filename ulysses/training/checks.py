@@ -6,7 +6,7 @@ Each check is one sentence: what was given, what is required, what to change.
 import importlib.util
 import os
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ from ulysses.data.loader import StepLoader
 from ulysses.data.records import DataError
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.training.build import check_weights, read_shape
-from ulysses.training.checkpoint import resume_point
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.determinism import require_determinism
 from ulysses.training.memory import check_head_chunks, check_memory, planner_model, reference_beside
+from ulysses.training.resume import find_checkpoint
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.stages.dpo import loss_options
 from ulysses.zero.settings import refuse_owned
@@ -314,38 +314,6 @@ def scoring_pad(tokenizer: Any, shape: Shape) -> int | None:
     eos = shape.eos_token_id if isinstance(shape.eos_token_id, tuple) else (shape.eos_token_id,)
     pad = tokenizer.pad_token_id
     return None if pad in (*eos, tokenizer.eos_token_id) else pad
-
-
-def find_checkpoint(config: Config, shape: Shape) -> Path | None:
-    """Decide what to resume from.
-
-    Raises ConfigError: what ulysses.training.checkpoint.resume_point refuses, or a checkpoint of another model.
-    """
-    try:
-        found = resume_point(config.output / "checkpoints", config.run.resume, overwrite=config.run.overwrite)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    if found is None:
-        return None
-    check_same_model(*found, config.stage, shape)
-    return found[0]
-
-
-def check_same_model(checkpoint: Path, saved: dict[str, Any], stage: str, shape: Shape) -> None:
-    """Refuse to continue a checkpoint of another stage or of a model that computes something else."""
-    if saved["config"]["stage"] != stage:
-        raise ConfigError(
-            f"run.resume: {checkpoint} is of stage {saved['config']['stage']!r} but this run is {stage!r}; use "
-            f"its stage or another run.output"
-        )
-    was, now = asdict(Shape.from_hf(saved["shape"])), asdict(shape)
-    free = ("initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-    other = [name for name in now if was[name] != now[name] and name not in free]
-    if other:
-        raise ConfigError(
-            f"run.resume: {checkpoint} is of another model: its {other[0]} is {was[other[0]]!r} and this run's is {now[other[0]]!r}; "
-            "use the same model or another run.output"
-        )
 
 
 def check_disk(plan: Plan) -> None:

@@ -22,7 +22,7 @@ from ulysses.memory.case import GIB, Machine, Work
 from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
 from ulysses.memory.recompute import AUTOGRAD, LEVELS
 from ulysses.training.build import check_weights, read_shape
-from ulysses.training.checks import Plan, check_disk, check_numbers, check_run, find_checkpoint, read_sources, read_tokenizer
+from ulysses.training.checks import Plan, check_disk, check_numbers, check_run, read_sources, read_tokenizer
 from ulysses.training.command_line import CommandLine, ConfigError
 from ulysses.training.config import Config
 from ulysses.training.memory import (
@@ -39,6 +39,7 @@ from ulysses.training.memory import (
     sides,
 )
 from ulysses.training.metrics import device_peak_flops
+from ulysses.training.resume import find_checkpoint
 from ulysses.training.rewards import is_function
 
 ABSENT = 3  # exit code: the configuration is right, but weights or data are not here
