@@ -4,6 +4,9 @@ import gc
 import json
 import os
 import signal
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from tests.harness import free_port, run_distributed
 from ulysses.data.demo import write_demo
 from ulysses.training import run as run_module
+from ulysses.training.failure import POLL_SECONDS
 from ulysses.training.run import TrainingRun
 from ulysses.zero.construct import initialize_distributed
 
@@ -59,12 +63,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def face(place: Path, port: int) -> dict[str, Any]:
     overrides = {"optimizer.lr": 1e-3, "data.train": [place / "dpo_eval.jsonl"], "parallel.sequence_parallel_size": 2}
     overrides["run.output"] = place / "run"
+    with suppress(ArithmeticError), TrainingRun.from_toml(place / "dpo.toml", overrides=overrides):
+        raise ArithmeticError  # on every rank, and all go on
     with TrainingRun.from_toml(place / "dpo.toml", overrides=overrides) as run:
         before = run.status()
         run.train()
         found = {"before": before, "status": run.status(), "config": run.config.optimizer.lr}
         run.export(str(place / "elsewhere"))
     found["after"] = run.status()
+    time.sleep(3 * POLL_SECONDS)
+    found["watching"] = [t.name for t in threading.enumerate()].count("failure watch")
     os.environ["MASTER_PORT"] = str(port)
     initialize_distributed()  # for the harness
     return found
@@ -76,6 +84,7 @@ def test_overrides_status_and_export(place: Path) -> None:
     assert found["config"] == 1e-3 and line["lr"] <= 1e-3
     status = found["status"]
     assert status == found["after"]
+    assert found["watching"] == 0  # who still watched for failures would take a later run's end for one
     assert status["stage"] == "dpo" and (status["step"], status["total_steps"]) == (2, 2) and status["world"] == 2
     assert status["mesh"] == {"sequence_parallel_size": 2, "data_parallel_size": 1} and status["eta"] == 0
     assert [status[k] for k in ("loss", "tokens", "tokens_per_second")] == [line[k] for k in ("loss", "tokens", "tokens_per_second")]

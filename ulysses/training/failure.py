@@ -31,7 +31,7 @@ class FailureWatch:
         self._closed = threading.Event()
         if dist.is_initialized() and dist.get_world_size() > 1:
             store = _store().clone()  # a connection of its own: the other one may be blocked in a wait
-            threading.Thread(target=self._poll, args=(store,), daemon=True).start()
+            threading.Thread(name="failure watch", target=self._poll, args=(store,), daemon=True).start()
 
     def _poll(self, store: Any) -> None:
         while not self._closed.wait(POLL_SECONDS):

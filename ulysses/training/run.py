@@ -281,6 +281,7 @@ class TrainingRun:
         self.resources.close()
         self.log = self.trainer = self.stage = self.engine = None
         if self.world_size > 1 and error is not None:
+            self.watch.close()  # this process may go on, and a later run's good end is no failure
             return
         dist.barrier()
         self.watch.close()
