@@ -54,7 +54,6 @@ class Bench(NamedTuple):
     shape: Shape
     mesh: ParallelMesh
     engine: ZeroEngine
-    kernel: str
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
@@ -91,9 +90,9 @@ def build(config: Config, device: torch.device, head_counts: tuple[int, ...] = (
     """
     shape, _ = read_shape(config)
     mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=(shape.num_attention_heads, *head_counts))
-    choice = resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim)
-    engine = build_engine(config, shape, RandomWeights(shape, 0), mesh, choice.name)
-    return Bench(config, shape, mesh, engine, choice.name)
+    resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim)  # refuses before it allocates
+    engine = build_engine(config, shape, RandomWeights(shape, 0), mesh, config.model.attention)
+    return Bench(config, shape, mesh, engine)
 
 
 def remember(bench: Bench, tokens: int) -> MemoryChoice:
@@ -167,12 +166,14 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
     tiled = tiling(bench.config).rows(batch.tokens.numel(), "none") < batch.tokens.numel()
     executed = groups * executed_flops(shape, levels, tiled, tokens, squares) / seconds / mesh.world_size
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    attention, dtype = bench.config.model.attention, DTYPES[bench.config.model.dtype]
+    kernel = resolve_kernel(attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents).name
     chunks, away = (choice.head_chunks, choice.offloaded_layers) if choice else (1, 0)
     return {
         "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
         "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "adapters": adapters, "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
-        "kernel": bench.kernel, "head_chunks": chunks, "recompute": level_name(levels), "offload": away,
+        "kernel": kernel, "head_chunks": chunks, "recompute": level_name(levels), "offload": away,
         "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
         "seconds": round(seconds, 4), "first_s": round(times[0], 2), "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
         "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,

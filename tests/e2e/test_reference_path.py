@@ -64,6 +64,8 @@ def with_another(config: dict[str, Any], policy: Path, reference: Path) -> tuple
     ])  # fmt: skip
     expected = [float(-F.logsigmoid(0.1 * margins).mean()), float(0.1 * margins.mean())]
     frozen = run.stage.reference
+    # "auto" is decided anew for every pack, by each model
+    assert {e.module.model.layers[0].self_attn.attention.kernel for e in (run.engine, frozen)} == {"auto"}
     before = [p.ds_tensor.clone() for p in frozen.module.parameters()]
     assert not frozen.trainable and all(p.ds_tensor.numel() < p.ds_numel for p in frozen.module.parameters())
     first, *_ = (run.trainer.train_step() for _ in range(3))

@@ -234,7 +234,7 @@ def test_auto_takes_the_fastest_exact_kernel_and_says_why():
 def test_kernels_that_cannot_run_are_refused_in_one_sentence():
     with pytest.raises(ValueError, match="flash3 is not supported; set flash4"):
         resolve_kernel("flash3", "cpu", torch.bfloat16, 64)
-    with pytest.raises(ValueError, match=r"'flash5' is unknown; set auto, flash4, flash2, cudnn, torch, reference"):
+    with pytest.raises(ValueError, match=r"'flash5' is unknown; set auto, flash4, cudnn, flash2, torch, reference"):
         resolve_kernel("flash5", "cpu", torch.bfloat16, 64)
     for name in ("flash2", "flash4", "cudnn"):
         with pytest.raises(ValueError, match=f"{name} needs a GPU, the device is cpu; set another kernel or auto"):
@@ -255,6 +255,10 @@ def test_gpu_limits_are_checked_without_a_gpu(monkeypatch):
         resolve_kernel("cudnn", "cuda", torch.bfloat16, 64, deterministic=True)
     assert resolve_kernel("auto", "cuda", torch.bfloat16, 256).name == "flash2"
     assert resolve_kernel("auto", "cuda", torch.float32, 64).name == "reference"
+    assert resolve_kernel("auto", "cuda", torch.bfloat16, 128, documents=1).name == "flash4"
+    monkeypatch.setattr(kernels, "_missing", lambda name, device: "absent" if name == "flash4" else None)
+    for documents, name in ((1, "cudnn"), (2, "cudnn"), (3, "flash2"), (None, "flash2")):  # the order of measured speeds
+        assert resolve_kernel("auto", "cuda", torch.bfloat16, 128, documents=documents).name == name
     monkeypatch.setattr(kernels, "_missing", lambda name, device: "absent" if name.startswith("flash") else None)
     assert resolve_kernel("auto", "cuda", torch.bfloat16, 128, documents=1).name == "cudnn"
     assert resolve_kernel("auto", "cuda", torch.bfloat16, 128, documents=9).name == "torch"

@@ -121,7 +121,7 @@ class StageBuilder:
 
     def _frozen(self, shape: Shape, source: Any, *, reward: bool = False) -> ZeroEngine:
         plan = self.plan
-        engine = build_engine(plan.config, shape, source, self.mesh, plan.kernel, reward=reward, trainable=False)
+        engine = build_engine(plan.config, shape, source, self.mesh, plan.config.model.attention, reward=reward, trainable=False)
         self.resources.callback(engine.destroy)
         return engine
 

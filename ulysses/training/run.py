@@ -94,7 +94,9 @@ class TrainingRun:
         for line in explain_thresholds(config.gradients.tables, model.trained):
             self._say(f"gradients: {line}")
         value = config.ppo.value if config.stage == "ppo" else ""
-        self.engine = build_engine(config, shape, source, self.mesh, plan.kernel, reward=config.stage == "rm", value=value, memory=memory)
+        self.engine = build_engine(
+            config, shape, source, self.mesh, config.model.attention, reward=config.stage == "rm", value=value, memory=memory
+        )
         self.resources.callback(self.engine.destroy)
         builder = StageBuilder(
             plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, self.resume_from is None, self._say, self.resources
