@@ -1,5 +1,6 @@
 """The [memory] section: decided once, reaches every layer, refuses what cannot be honoured."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import torch
 from models.arch import architecture
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
-from ulysses.memory.case import GIB, Machine
+from ulysses.memory.case import GIB, Machine, shards
 from ulysses.memory.peak import PROCESS_BYTES
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights, build_engine
@@ -172,6 +173,16 @@ def test_every_stage_counts_its_own_models_and_passes() -> None:
     ppo["reward"] = "some/reward"
     model, options, work = stage_case("ppo", **ppo, lora=4, kl_coefficient=0.0)
     assert model.decoders == 1 and options.frozen_parameters == head and work.forwards == 1.0 and work.rollout.merged
+
+
+def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path: Path) -> None:
+    other = architecture("qwen2.5-7b")  # 28 heads beside 32: 4 of 8 ranks exchange heads
+    (tmp_path / "config.json").write_text(json.dumps(other.to_hf()))
+    assert shards(stage_case("dpo")[0], 8)[:2] == (8, 1) == shards(stage_case("dpo", reference="live")[0], 8)[:2]
+    for stage, section in (("dpo", {"reference": str(tmp_path)}), ("ppo", {"reward": str(tmp_path), "kl_coefficient": 0.0})):
+        model, options, _ = stage_case(stage, **section)
+        assert shards(model, 8)[:2] == (4, 2), stage
+        assert options.frozen_parameters == other.num_parameters(reward=stage == "ppo")
 
 
 @pytest.mark.parametrize(

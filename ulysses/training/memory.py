@@ -154,7 +154,10 @@ def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Mod
 def planner_model(config: Config, shape: Shape) -> Model:
     """Return the planner's view of the trained model; PPO's value is part of it."""
     adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
+    beside = (reference_beside(config), "" if config.stage != "ppo" or is_function(config.ppo.reward) else config.ppo.reward)
+    heads = [_other(path, shape).num_attention_heads for path in beside if path not in ("", "live")]
     model = plain_model(shape, adapters=adapters, reward=config.stage == "rm")
+    model = model._replace(head_divisor=gcd(*heads))  # one mesh serves them all
     if config.stage != "ppo":
         return model
     separate = config.ppo.value == "separate"
