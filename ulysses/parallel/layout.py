@@ -119,7 +119,7 @@ def _balanced_window(cu: Tensor, left: list[Range], size: int, remaining: int) -
         arc = torch.bucketize(at, offsets[1:-1], right=True)
         return before[arc] + causal_prefix(cu, arcs[arc, 0] + at - offsets[arc]) - costs[arc, 0]
 
-    arc = (torch.bucketize(cu, arcs[:, 0], right=True) - 1).clamp(min=0)
+    arc = (torch.bucketize(cu, arcs[:, 0].contiguous(), right=True) - 1).clamp(min=0)
     inside = (cu >= arcs[arc, 0]) & (cu < arcs[arc, 1])
     corners = torch.cat([offsets[:-1], (offsets[arc] + cu - arcs[arc, 0])[inside]])
     starts = torch.cat([corners, (corners - size) % count]).unique()
