@@ -1,10 +1,12 @@
-"""Gathered weights: none outlives its layer's forward, whole ones can be had at any time, torch's functions stay torch's own."""
+"""Gathered weights: once per direction at every level, none outlives its layer's forward, whole ones at any time; torch stays whole."""
 
 import gc
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -13,6 +15,8 @@ from models.decoder import CausalLM
 from models.layers import DecoderLayer
 from tests.engine_case import HostWeights, optimizer_of, zero_settings
 from tests.harness import run_distributed
+from ulysses.memory.recompute import LEVELS
+from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import matrix_sizes
@@ -100,3 +104,36 @@ def whole_after_an_evaluation() -> list[bool]:
 def test_whole_weights_after_an_evaluation() -> None:
     for found in run_distributed(whole_after_an_evaluation, 2, with_zero=True, cpu=True):
         assert len(found) > 2 * 9 * LAYERS and all(found), found
+
+
+def gathers() -> dict[str, dict[str, int]]:
+    """How often each parameter is gathered in a step, by level; the ranks disagree about the number of tiles."""
+    engine = engine_of(False)
+    decoder: Any = engine.module.model
+    calls: Counter[str] = Counter()
+    for p in engine.module.parameters():
+
+        def counted(group: Any, *args: Any, own: Any = p.all_gather_coalesced, **options: Any) -> Any:
+            calls.update(engine.names[id(q)] for q in group)
+            return own(group, *args, **options)
+
+        p.all_gather_coalesced = counted  # type: ignore[attr-defined]
+    found = {}
+    for level in LEVELS:
+        for rows in (0, 4 + 3 * dist.get_rank()):
+            decoder.set_memory(level, TilingOptions(mlp_rows=rows))
+            calls.clear()
+            engine.backward(engine(batch()).logps.sum(), last=True)
+            engine.step([0.0] * len(engine.zero.optimizer.param_groups))
+            found[f"{level} {rows}"] = dict(calls)
+    return found
+
+
+def test_weights_are_gathered_once_per_direction() -> None:
+    """Neither a recomputed layer nor the tiles of its MLP gather again; what ends the forward may stay for the backward."""
+    for found in run_distributed(gathers, 2, with_zero=True, cpu=True):
+        assert len(found) == 2 * len(LEVELS)
+        for case, calls in found.items():
+            last = ("lm_head", "model.norm", f"model.layers.{LAYERS - 1}.")
+            assert len(calls) == 3 + 9 * LAYERS
+            assert all(count == 2 or (count == 1 and name.startswith(last)) for name, count in calls.items()), (case, calls)
