@@ -11,6 +11,8 @@ from ulysses.memory.peak import PROCESS_BYTES, peak_bytes
 from ulysses.memory.plan import (
     FASTEST_FIRST,
     FILL,
+    WORTH,
+    Choice,
     choices,
     choose_level,
     host_budget,
@@ -241,6 +243,17 @@ def test_offload_auto_takes_the_fewest_layers() -> None:
     assert choice is not None and choice.prediction.seconds <= block.prediction.seconds
     assert choice.prediction.host_bytes <= host_budget(machine) == 0.9 * 550 * GIB / 8
     assert choose_level(llama(), node(host_gib=100), work, Options(), offload="auto") is None  # the host is too small
+
+
+def test_layers_leave_for_the_host_only_where_that_is_worth_it() -> None:
+    def best(tokens: int, offload: str) -> Choice:
+        choice = choose_level(llama(), node(host_gib=550), Work(tokens, 8), Options(), offload=offload)
+        assert choice is not None
+        return choice
+
+    assert best(1 << 20, "auto") == best(1 << 20, "none")  # to keep the exchanges of more layers would save next to nothing
+    here, away = best(7 << 18, "none"), best(7 << 18, "auto")  # whole blocks recomputed, or not
+    assert away.offloaded_layers > 0 and away.prediction.seconds < (1 - WORTH) * here.prediction.seconds
 
 
 def test_longest_sequence_is_the_longest() -> None:

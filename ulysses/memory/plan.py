@@ -21,6 +21,7 @@ from ulysses.memory.step_time import step_seconds
 from ulysses.memory.tiling import head_chunk_counts
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
+WORTH = 0.02  # share of a step's time that moving more layers to the host must save
 HOST_FILL = 0.9  # share of a node's free memory that training may take
 FASTEST_FIRST = ("none", "mlp", "keep_exchange", "keep_attention", "block")
 
@@ -219,12 +220,18 @@ def choose_level(
 ) -> Choice | None:
     """Return the fastest predicted choice that fits, the simpler and higher one where two are alike; None: none fits.
 
-    With several `levels` the layers may get two of them.
+    With several `levels` the layers may get two of them. Of offload "auto"'s choices the one with the fewest layers on
+    the host that is as fast as the fastest but for WORTH.
     """
     fitting = [c for c in choices(model, machine, work, options, levels=levels, offload=offload) if c.prediction.fits(machine)]
     if not any(c.options.level == levels[0] and not c.offloaded_layers for c in fitting) and len(levels) > 1:
         mixed = mixtures(model, machine, work, options, levels=levels, offload=offload)
         fitting += [c for c in mixed if c.prediction.fits(machine)]
+    if offload == "auto":
+        limit = (1 + WORTH) * min((c.prediction.seconds for c in fitting), default=0.0)
+        fitting = [c for c in fitting if c.prediction.seconds <= limit]
+        fewest = min((c.offloaded_layers for c in fitting), default=0)
+        fitting = [c for c in fitting if c.offloaded_layers == fewest]
     return min(fitting, key=lambda c: round(c.prediction.seconds, 4), default=None)
 
 
