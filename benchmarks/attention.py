@@ -42,7 +42,7 @@ def main() -> None:
         for kernel in kernels:
             for heads in CHECKED_HEADS:
                 for dtype in (torch.float32, torch.bfloat16):
-                    check(kernel, world, heads, options.head_dim, dtype, device)
+                    check(kernel, world, heads, options, dtype, device)
     else:
         for tokens in options.tokens:
             for kernel in kernels:
@@ -61,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=1, help="equal documents in the pack")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="compare out, dq, dk, dv with one process and exit")
+    parser.add_argument("--lengths", type=int, nargs="+", default=CHECKED_LENGTHS, help="documents of --check")
     parser.add_argument("--cpu", action="store_true")
     return parser.parse_args()
 
@@ -71,15 +72,16 @@ def make(lengths: list[int], world: int, heads: tuple[int, int], device: torch.d
 
 
 def check(
-    kernel: str, world: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: torch.device
+    kernel: str, world: int, heads: tuple[int, int], options: argparse.Namespace, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Compare the kernel on all ranks with plain float64 attention on one."""
+    head_dim, lengths = options.head_dim, options.lengths
     try:
         UlyssesAttention(None, *heads, head_dim, kernel).resolve(device, dtype)
     except ValueError as refusal:
         say(str(refusal))
         return
-    batch = make(CHECKED_LENGTHS, world, heads, device)
+    batch = make(lengths, world, heads, device)
     draw = torch.Generator(device).manual_seed(0)
     full = [
         torch.randn(batch.num_tokens, h, head_dim, generator=draw, device=device).to(dtype)
@@ -89,7 +91,7 @@ def check(
     attention = UlyssesAttention(batch.mesh, *heads, head_dim, kernel)
     got = out_and_gradients(lambda *x: attention(*x, plan=batch.attention_plan), mine)
     got = [gather_tokens(x, batch) for x in got]
-    alone = make(CHECKED_LENGTHS, 1, heads, device).attention_plan
+    alone = make(lengths, 1, heads, device).attention_plan
     plain, one_rank = (UlyssesAttention(None, *heads, head_dim, name) for name in ("reference", kernel))
     exact = out_and_gradients(lambda *x: plain(*x, plan=alone), [x.double() for x in full])
     single = out_and_gradients(lambda *x: one_rank(*x, plan=alone), full)
