@@ -60,7 +60,8 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
         setattr(tokenizer, name, text)
     if tokenizer.eos_token is None:
         raise DataError(f"the tokenizer {path} names no EOS token; name one, for example "
-                        f"model.special_tokens = {{ eos_token = \"<|endoftext|>\" }} (its special tokens are {', '.join(_special_texts(tokenizer)) or 'none'})")
+                        "model.special_tokens = { eos_token = \"<|endoftext|>\" } (its special tokens are "
+                        f"{', '.join(_special_texts(tokenizer)) or 'none'})")
     return tokenizer
 
 
