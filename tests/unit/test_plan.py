@@ -7,6 +7,7 @@ from benchmarks.plan_accuracy import seconds as time_of
 from models.arch import ARCHITECTURES
 from ulysses.memory.calibration import PRIOR, Calibration
 from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work, kept_kv_heads
+from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.peak import PROCESS_BYTES, peak_bytes
 from ulysses.memory.plan import (
     FASTEST_FIRST,
@@ -118,10 +119,10 @@ def test_executed_flops_of_full_training_and_adapters() -> None:
 def test_offloaded_layers_move_what_they_keep() -> None:
     stay = predict(llama(), node(), Work(1 << 20, 8), Options("block"))
     away = predict(llama(), node(), Work(1 << 20, 8), Options("block", offloaded_layers=32))
-    assert away.host_bytes == stay.kept + PROCESS_BYTES and away.kept == pytest.approx(stay.kept * 3 / 32)
-    assert away.offloaded == stay.kept == 8192 * 32 * (1 << 17)
+    assert away.offloaded == stay.kept + 32 * CHUNK_BYTES and stay.kept == 8192 * 32 * (1 << 17)
+    assert away.host_bytes == away.offloaded + PROCESS_BYTES and away.kept == pytest.approx(stay.kept * 3 / 32)
     upper = predict(llama(), node(), Work(1 << 20, 8), Options("block", "none", 12, 32))
-    assert upper.offloaded == pytest.approx(stay.kept * 20 / 32)  # ordinary autograd's tensors stay
+    assert upper.offloaded == pytest.approx(away.offloaded * 20 / 32)  # ordinary autograd's tensors stay
 
 
 def test_a_second_decoder_keeps_and_computes_as_much_again() -> None:

@@ -16,7 +16,8 @@ Letters as in case.py.
 from typing import NamedTuple
 
 from ulysses.memory.case import Model, Options, Rollout, Work, kept_kv_heads, shards
-from ulysses.memory.recompute import AUTOGRAD, kept_bytes
+from ulysses.memory.offload import CHUNK_BYTES
+from ulysses.memory.recompute import AUTOGRAD, kept_bytes, kept_tensors
 
 LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
 WORKING_GROUPS = 3  # layers' kept tensors on the GPU while the others are on the host
@@ -25,7 +26,7 @@ PROCESS_BYTES = 4e9  # host memory of one process: interpreter, libraries, NCCL'
 
 class Peak(NamedTuple):
     """Hold bytes of one rank: the allocator's peak, all that the GPU must hold, the host's; then parts of
-    the first, the activations that the host holds, and all that the settings moved there."""
+    the first, the pinned memory for activations, and all that the settings moved to the host."""
 
     allocated: float
     device: float
@@ -48,7 +49,7 @@ def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
     below = model.layers - options.upper_layers
     lower = per_layer.get(options.level, 0.0) * (below - away + min(away, WORKING_GROUPS))
     kept = c.kept * model.decoders * (lower + upper)
-    offloaded = model.decoders * per_layer.get(options.level, 0.0) * away
+    offloaded = model.decoders * pinned_per_layer(model, work.sp, S, options) * away if away else 0.0
     moments = {level: _layer_moment(model, world, work, options, level) for level in levels}
     if options.upper != options.level and options.level in moments:  # their stack's upper layers are done, and free, by then
         moments[options.level] -= c.kept * upper / c.working
@@ -66,6 +67,12 @@ def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
 def offloaded_layers(model: Model, options: Options) -> int:
     """Return how many layers' activations really leave: ordinary autograd's stay."""
     return 0 if options.level in AUTOGRAD else min(options.offloaded_layers, model.layers - options.upper_layers)
+
+
+def pinned_per_layer(model: Model, sp: int, local: int, options: Options) -> float:
+    """Return the host bytes at most that one layer's activations take: of a tensor's last chunk any part may stay empty."""
+    tensors = kept_tensors(options.level, options.tiling.head_chunks)
+    return kept_per_layer(model, sp, local, options, options.level) + CHUNK_BYTES * tensors
 
 
 def _states(model: Model, world: int, options: Options) -> tuple[float, float]:

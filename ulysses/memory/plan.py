@@ -15,7 +15,7 @@ from math import gcd
 from typing import NamedTuple
 
 from ulysses.memory.case import Machine, Model, Options, Work
-from ulysses.memory.peak import kept_per_layer, peak_bytes
+from ulysses.memory.peak import peak_bytes, pinned_per_layer
 from ulysses.memory.recompute import AUTOGRAD
 from ulysses.memory.step_time import step_seconds
 from ulysses.memory.tiling import head_chunk_counts
@@ -131,7 +131,7 @@ def predict(model: Model, machine: Machine, work: Work, options: Options) -> Pre
 def most_offloaded(model: Model, machine: Machine, work: Work, options: Options) -> int:
     """Return how many layers' activations the host has room for, beside what it holds anyway."""
     here = peak_bytes(model, machine.gpus, work, options._replace(offloaded_layers=0)).host
-    each = model.decoders * kept_per_layer(model, work.sp, work.local, options, options.level)
+    each = model.decoders * pinned_per_layer(model, work.sp, work.local, options)
     return max(0, min(model.layers - options.upper_layers, int((host_budget(machine) - here) // each)))
 
 

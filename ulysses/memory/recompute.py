@@ -333,3 +333,9 @@ def kept_bytes(
     if level in AUTOGRAD:
         kept += width + (2 * intermediate if level == "none" else 0)
     return kept * element_size + 4 * heads * (level != "block")
+
+
+def kept_tensors(level: str, head_chunks: int = 1) -> int:
+    """Count the tensors that one layer keeps at a level that may leave for the host: `_Layer`'s, with q, k and v as three."""
+    each_chunk = {"block": 0, "keep_attention": 2, "keep_exchange": 5}[level]
+    return 1 + each_chunk * head_chunks + (level == "keep_exchange")
