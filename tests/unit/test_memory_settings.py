@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,13 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path: P
         model, options, _ = stage_case(stage, **section)
         assert shards(model, 8)[:2] == (4, 2), stage
         assert options.frozen_parameters == other.num_parameters(reward=stage == "ppo")
+    for reference, counts in (("live", (1, 2, 4)), (str(tmp_path), (1, 2, 4, 8))):  # fewer ranks leave more ways to group the heads
+        values = config("dpo").model_dump()
+        values["dpo"]["reference"], values["parallel"]["sequence_parallel_size"] = reference, 8
+        assert planner_options(check(values), LLAMA).head_chunks == counts
+        values["memory"] |= {"head_chunks": 8, "recompute": "block"}
+        with nullcontext() if 8 in counts else pytest.raises(ConfigError, match="memory.head_chunks is 8"):
+            check_head_chunks(check(values), LLAMA)
 
 
 @pytest.mark.parametrize(

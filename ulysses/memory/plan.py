@@ -11,10 +11,9 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from math import gcd
 from typing import NamedTuple
 
-from ulysses.memory.case import Machine, Model, Options, Work
+from ulysses.memory.case import Machine, Model, Options, Work, shards
 from ulysses.memory.peak import peak_bytes, pinned_per_layer
 from ulysses.memory.recompute import AUTOGRAD
 from ulysses.memory.step_time import step_seconds
@@ -147,7 +146,7 @@ def choices(
     offload: "none", "checkpoints" (all layers that the host holds) or "auto" (the fewest that fit). Of
     `options.head_chunks` each takes the fewest that fit, more of them rather than one more layer offloaded.
     """
-    allowed = head_chunk_counts(model.heads, model.kv_heads, gcd(work.sp, model.heads))  # not the same at every degree
+    allowed = head_chunk_counts(model.heads, model.kv_heads, shards(model, work.sp).head_ranks)  # not the same at every degree
     chunks = tuple(count for count in options.head_chunks if count in allowed)
     for level in levels:
         if level in AUTOGRAD and offload == "checkpoints":

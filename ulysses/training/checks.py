@@ -26,7 +26,7 @@ from ulysses.training.build import check_weights, read_shape
 from ulysses.training.command_line import ConfigError
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.determinism import require_determinism
-from ulysses.training.memory import check_head_chunks, check_memory, planner_model, reference_beside
+from ulysses.training.memory import check_head_chunks, check_memory, other_models, planner_model, reference_beside
 from ulysses.training.resume import find_checkpoint
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.stages.dpo import loss_options
@@ -135,13 +135,12 @@ def check_run(config: Config, world_size: int) -> Plan:
         check_weights(shape, folder, reward=config.stage == "rm")
     check_head_chunks(config, shape)
     tokenizer = read_tokenizer(config, folder, shape)
-    others = []
     if config.stage == "ppo":
         stop_tokens(config, tokenizer, shape)
-        if not is_function(config.ppo.reward):
-            others.append(reward_shape(config, shape)[0])
-    if reference_beside(config) not in ("", "live"):
-        others.append(reference_shape(config, shape, tokenizer)[0])
+    others = [
+        reward_shape(config, shape)[0] if key == "ppo.reward" else reference_shape(config, shape, tokenizer)[0]
+        for key in other_models(config)
+    ]
     if config.stage == "rm":
         shape = replace(shape, pad_token_id=scoring_pad(tokenizer, shape))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -31,16 +31,15 @@ from ulysses.training.memory import (
     choose_memory,
     free_host_bytes,
     longest_example,
+    other_models,
     planner_model,
     planner_options,
     planner_work,
     prompts_per_rollout,
-    reference_beside,
     sides,
 )
 from ulysses.training.metrics import device_peak_flops
 from ulysses.training.resume import find_checkpoint
-from ulysses.training.rewards import is_function
 
 ABSENT = 3  # exit code: the configuration is right, but weights or data are not here
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
@@ -121,13 +120,9 @@ def _plan(config: Config, world: int, shape: Shape, folder: Path | None, finding
     findings += [f"data: {sentence}" for sentence in missing_sources(sources)]
     if not config.data.train:
         findings.append("data.train is empty")
-    beside = {f"{config.stage}.reference": reference_beside(config)}
-    if config.stage == "ppo" and not is_function(config.ppo.reward):
-        beside["ppo.reward"] = config.ppo.reward
-    for key, model in beside.items():
+    for key, model in other_models(config).items():
         try:
-            if model not in ("", "live"):
-                resolve_model(model, need_weights=False)
+            resolve_model(model, need_weights=False)
         except (ValueError, OSError) as error:
             findings.append(str(error).replace("model.path", key))
     resume_from = find_checkpoint(config, shape)

@@ -55,9 +55,8 @@ def check_memory(config: Config) -> None:
 
 def check_head_chunks(config: Config, shape: Shape) -> None:
     """Refuse a number of head groups that the model's heads, or the ranks that share them, do not allow."""
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
     try:
-        tiling(config).check_heads(heads, kv_heads, gcd(config.parallel.sequence_parallel_size, heads))
+        tiling(config).check_heads(shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape))
     except ValueError as error:
         raise ConfigError(f"memory.{error}") from None
 
@@ -101,6 +100,24 @@ def reference_beside(config: Config) -> str:
     else:
         kind = config.ppo.reference if config.stage == "ppo" and config.ppo.kl_coefficient else "cached"
     return "" if kind == "cached" else kind
+
+
+def other_models(config: Config) -> dict[str, str]:
+    """Return the models that a run reads beside its own, by the settings that name them."""
+    reference = reference_beside(config)
+    found = {} if reference in ("", "live") else {f"{config.stage}.reference": reference}
+    if config.stage == "ppo" and not is_function(config.ppo.reward):
+        found["ppo.reward"] = config.ppo.reward
+    return found
+
+
+def _head_divisor(config: Config, shape: Shape) -> int:
+    """Return what the ranks that exchange heads must divide besides the trained model's: one mesh serves all; 0 for no other."""
+    return gcd(*(_other(place, shape).num_attention_heads for place in other_models(config).values()))
+
+
+def _head_ranks(config: Config, shape: Shape) -> int:
+    return gcd(config.parallel.sequence_parallel_size, shape.num_attention_heads, _head_divisor(config, shape))
 
 
 def _forwards(config: Config) -> float:
@@ -154,10 +171,7 @@ def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Mod
 def planner_model(config: Config, shape: Shape) -> Model:
     """Return the planner's view of the trained model; PPO's value is part of it."""
     adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
-    beside = (reference_beside(config), "" if config.stage != "ppo" or is_function(config.ppo.reward) else config.ppo.reward)
-    heads = [_other(path, shape).num_attention_heads for path in beside if path not in ("", "live")]
-    model = plain_model(shape, adapters=adapters, reward=config.stage == "rm")
-    model = model._replace(head_divisor=gcd(*heads))  # one mesh serves them all
+    model = plain_model(shape, adapters=adapters, reward=config.stage == "rm")._replace(head_divisor=_head_divisor(config, shape))
     if config.stage != "ppo":
         return model
     separate = config.ppo.value == "separate"
@@ -168,14 +182,12 @@ def planner_model(config: Config, shape: Shape) -> Model:
 
 def planner_options(config: Config, shape: Shape) -> Options:
     """Return the planner's view of the settings, models beside the trained one included."""
-    memory, rows, reference = config.memory, config.memory.logits_tile, reference_beside(config)
-    frozen = 0
-    if reference and not (reference == "live" and config.model.lora.rank):  # adapters off are the reference
-        frozen += (shape if reference == "live" else _other(reference, shape)).num_parameters()
-    if config.stage == "ppo" and not is_function(config.ppo.reward):
-        frozen += _other(config.ppo.reward, shape).num_parameters(reward=True)
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    counts = head_chunk_counts(heads, kv_heads, gcd(config.parallel.sequence_parallel_size, heads))
+    memory, rows = config.memory, config.memory.logits_tile
+    beside = other_models(config).items()
+    frozen = sum(_other(place, shape).num_parameters(reward=key == "ppo.reward") for key, place in beside)
+    if reference_beside(config) == "live" and not config.model.lora.rank:  # adapters off are the reference
+        frozen += shape.num_parameters()
+    counts = head_chunk_counts(shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape))
     return Options(
         tiling=tiling(config),
         head_chunks=counts if memory.head_chunks == "auto" else (),
