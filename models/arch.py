@@ -1,6 +1,7 @@
 """The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name."""
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -188,7 +189,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 def _number(fields: Mapping[str, Any], name: str, kind: type = int) -> Any:
     """Return a positive number; ValueError names the field that holds none."""
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or kind(value) != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf or kind(value) != value:
         wanted = "a whole number above 0" if kind is int else "a number above 0"
         raise ValueError(f"config.json has {name} = {value!r} but it must be {wanted}; correct or re-download the file")
     return kind(value)
