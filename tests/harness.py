@@ -76,44 +76,38 @@ def run_distributed(
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name:
-        return _run(function, args, kwargs, world_size, Path(name), cuda, served, deterministic, timeout)
-
-
-def _run(
-    function: Callable[..., Any], args: Any, kwargs: Any, world_size: int, folder: Path, cuda: bool, served: bool, deterministic: bool,
-    timeout: float,
-) -> list[Any]:  # fmt: skip
-    setting = (world_size, folder, cuda, deterministic)
-    if served:
-        server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["torch"])
-        ranks = [server.Process(target=_child, args=(function, args, kwargs, rank, *setting)) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        failed = _wait([_poll_process(process) for process in ranks], timeout * (3 if cuda else 1))
-    else:
-        polls = []
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                _child(function, args, kwargs, rank, *setting)
-            polls.append(_poll_fork(pid))
-        failed = _wait(polls, timeout)
-    results: list[Any] = []
-    errors: list[str] = []
-    for rank in range(world_size):
-        path = folder / f"{rank}.result"
-        if not path.exists():
-            errors.append(f"rank {rank} left no result{' (timed out)' if failed else ''}")
-            continue
-        ok, value = torch.load(path, map_location="cpu", weights_only=False)
-        if ok:
-            results.append(value)
+        folder = Path(name)
+        setting = (world_size, folder, cuda, deterministic)
+        if served:
+            server = multiprocessing.get_context("forkserver")
+            server.set_forkserver_preload(["torch"])
+            ranks = [server.Process(target=_child, args=(function, args, kwargs, rank, *setting)) for rank in range(world_size)]
+            for process in ranks:
+                process.start()
+            failed = _wait([_poll_process(process) for process in ranks], timeout * (3 if cuda else 1))
         else:
-            errors.insert(0, f"rank {rank} of {world_size} on {'cuda, nccl' if cuda else 'cpu, gloo'}:\n{value}")
-    if errors:
-        raise AssertionError("\n".join(errors))
-    return results
+            polls = []
+            for rank in range(world_size):
+                pid = os.fork()
+                if pid == 0:
+                    _child(function, args, kwargs, rank, *setting)
+                polls.append(_poll_fork(pid))
+            failed = _wait(polls, timeout)
+        results: list[Any] = []
+        errors: list[str] = []
+        for rank in range(world_size):
+            path = folder / f"{rank}.result"
+            if not path.exists():
+                errors.append(f"rank {rank} left no result{' (timed out)' if failed else ''}")
+                continue
+            ok, value = torch.load(path, map_location="cpu", weights_only=False)
+            if ok:
+                results.append(value)
+            else:
+                errors.insert(0, f"rank {rank} of {world_size} on {'cuda, nccl' if cuda else 'cpu, gloo'}:\n{value}")
+        if errors:
+            raise AssertionError("\n".join(errors))
+        return results
 
 
 def _import_deepspeed() -> None:
