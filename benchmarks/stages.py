@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import parser, table
+from common import parser, say, table
 
 from ulysses.data.demo import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
 
@@ -43,17 +43,14 @@ def main() -> None:
         write_demo(folder / "demo")
         for stage in a.stages:
             rows.append(run(a, rest, stage, folder))
-            print(json.dumps(rows[-1]), flush=True)
-            if a.out:
-                with Path(a.out).open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            say(rows[-1], a.out)
     sft = next((row["tokens_per_second"] for row in rows if row["stage"] == "sft" and "error" not in row), None)
     compared = [{**row, "to_sft": f"{row['tokens_per_second'] / sft:.1%}"} if sft and "error" not in row else row for row in rows]
     print(table(compared, [*COLUMNS, *(["error"] if any("error" in row for row in rows) else [])]))
 
 
 def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
-    """Train some steps in processes of their own; return what the last step logged, or the end of what was printed."""
+    """Train some steps in processes of their own; return what the last step logged, or the error."""
     data, output = folder / f"{stage}.jsonl", folder / stage
     with data.open("w") as file:
         for row in examples(stage, 2 * a.steps, a.tokens):
