@@ -13,10 +13,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import Bench, build, changed, leave, measure, parser, remember, say, settings, table
+from common import Bench, build, leave, measure, parser, planned, remember, say, settings, table
 
 from models import fused_triton
 from ulysses.parallel.kernels import available_kernels
+from ulysses.training.build import read_shape
 from ulysses.training.command_line import ConfigError
 from ulysses.zero.construct import initialize_distributed
 
@@ -46,9 +47,8 @@ VARIANTS = (
     Variant("layer halves not fused", fused=False),
     Variant("next layer not gathered ahead", (ZERO + "stage3_prefetch_bucket_size", "0")),
     Variant("gathering up to 500M ahead", (ZERO + "stage3_prefetch_bucket_size", "500000000")),
-    Variant("gradients reduced in buckets of 500M", (ZERO + "reduce_bucket_size", "500000000")),
-    Variant("gradients copied into one buffer", (ZERO + "contiguous_gradients", "true")),
-    Variant("gradients reduced in bfloat16", ("--optimizer.reduce_dtype", "bfloat16")),
+    Variant("weights gathered for each pass", ("--memory.gathered_layers", "0")),
+    Variant("gradients all-reduced in float32", (ZERO + "reduce_bucket_size", "500000000")),
 )
 
 
@@ -81,15 +81,17 @@ def run(a: Any, rest: list[str], variant: Variant, device: torch.device) -> dict
     if "--memory.recompute" in variant.settings:
         given = given[2:]
     config = settings(a.arch, a.layers, [*given, *variant.settings])
-    bench = build(changed(config, "data", max_length=a.seq), device)
+    shape, _ = read_shape(config)
+    try:
+        bench = build(config, device, gathered_layers=planned(config, shape, device, a.seq).gathered_layers)
+    except ConfigError as error:
+        return {"refused": str(error)}
     if not variant.fused:
         watch(bench)
     switch: AbstractContextManager[Any] = nullcontext() if variant.triton else mock.patch.object(fused_triton, "triton", None)
     try:
         with switch:
             return measure(bench, a.seq, steps=a.steps, choice=remember(bench, a.seq))
-    except ConfigError as error:
-        return {"refused": str(error)}
     finally:
         bench.engine.destroy()
         del bench

@@ -1,6 +1,6 @@
 """What the measuring programs share: an engine built from train.py's own settings, a timed step, subprocesses, tables.
 
-    settings -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line per case
+    settings -> planned -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line per case
 
 A driver (short.py, max_length.py) starts throughput.py under torchrun once per case and collects its lines.
 """
@@ -54,6 +54,7 @@ class Bench(NamedTuple):
     shape: Shape
     mesh: ParallelMesh
     engine: ZeroEngine
+    gathered_layers: int = 0
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
@@ -83,28 +84,35 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def build(config: Config, device: torch.device, head_counts: tuple[int, ...] = ()) -> Bench:
+def build(config: Config, device: torch.device, head_counts: tuple[int, ...] = (), gathered_layers: int = 0) -> Bench:
     """Create mesh and engine with all activations kept; all ranks call it together.
 
-    `head_counts` of further models that the mesh serves limit how many ranks exchange heads (degrees.py).
+    `head_counts` of further models that the mesh serves limit how many ranks exchange heads (degrees.py). `gathered_layers`:
+    how many layers' gathered weights stay for the backward pass; what `planned` chose for the longest pack.
     """
     shape, _ = read_shape(config)
     mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=(shape.num_attention_heads, *head_counts))
     resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim)  # refuses before it allocates
-    engine = build_engine(config, shape, RandomWeights(shape, 0), mesh, config.model.attention)
-    return Bench(config, shape, mesh, engine)
+    kept = MemoryChoice(("none",) * shape.num_hidden_layers, gathered_layers=gathered_layers)
+    engine = build_engine(config, shape, RandomWeights(shape, 0), mesh, config.model.attention, memory=kept)
+    return Bench(config, shape, mesh, engine, gathered_layers)
 
 
-def remember(bench: Bench, tokens: int) -> MemoryChoice:
-    """Let the planner choose what the layers keep for packs of `tokens`, as a run does, and set it.
+def planned(config: Config, shape: Shape, device: torch.device, tokens: int) -> MemoryChoice:
+    """Let the planner choose what the layers keep for packs of `tokens`, as a run does; all ranks call it together.
 
     Raises ConfigError where a run would refuse.
     """
-    config = changed(bench.config, "data", max_length=tokens)
-    machine = this_machine(bench.engine.device, device_peak_flops(), config.memory.host_memory)
-    choice = choose_memory(config, bench.shape, machine, planner_work(config, tokens))
+    config = changed(config, "data", max_length=tokens)
+    machine = this_machine(device, device_peak_flops(), config.memory.host_memory)
+    return choose_memory(config, shape, machine, planner_work(config, tokens))
+
+
+def remember(bench: Bench, tokens: int) -> MemoryChoice:
+    """Set what `planned` chooses for packs of `tokens`; the engine's gathered layers stay as they were built."""
+    choice = planned(bench.config, bench.shape, bench.engine.device, tokens)
     decoder: Any = bench.engine.module.model
-    decoder.set_memory(*layer_memory(config, bench.shape, choice))
+    decoder.set_memory(*layer_memory(bench.config, bench.shape, choice))
     return choice
 
 
@@ -173,7 +181,7 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
         "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
         "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "adapters": adapters, "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
-        "kernel": kernel, "head_chunks": chunks, "recompute": level_name(levels), "offload": away,
+        "kernel": kernel, "head_chunks": chunks, "recompute": level_name(levels), "offload": away, "gathered": bench.gathered_layers,
         "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
         "seconds": round(seconds, 4), "first_s": round(times[0], 2), "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
         "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,

@@ -60,8 +60,9 @@ def case_of(row: Row) -> tuple[Model, Machine, Work, Options]:
     upper = levels.count(levels[-1]) if levels[0] != levels[-1] else 0
     tiling = TilingOptions(head_chunks=row.get("head_chunks", 1))
     options = Options(
-        levels[0], levels[-1], upper, row.get("offload", 0), tiling, offload_optimizer=row.get("optimizer") == "host"
-    )
+        levels[0], levels[-1], upper, row.get("offload", 0), tiling,
+        gathered_layers=row.get("gathered", 0), offload_optimizer=row.get("optimizer") == "host",
+    )  # fmt: skip
     return model, machine, work, options
 
 

@@ -26,6 +26,7 @@ from common import (
     leave,
     measure,
     parser,
+    planned,
     random_pack,
     remember,
     say,
@@ -35,12 +36,15 @@ from common import (
 )
 from plan_accuracy import beside
 
+from models.arch import ModelConfig as Shape
 from ulysses.parallel.attention import UlyssesAttention
+from ulysses.training.build import read_shape
 from ulysses.training.command_line import ConfigError
+from ulysses.training.config import Config
 from ulysses.zero.construct import initialize_distributed
 
 COLUMNS = (
-    "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
+    "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "gathered", "seconds", "tok_s_gpu", "model_tflops_gpu",
     "mfu", "executed", "predicted_seconds", "peak_gib", "predicted_peak_gib", "host_gib", "ratio", "fit_seconds", "note",
 )  # fmt: skip
 SPEEDS = ("seconds", "first_s", "tok_s_gpu", "model_tflops_gpu", "mfu", "executed", "loss")  # of a training step
@@ -84,15 +88,20 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     device = initialize_distributed()
     world = torch.distributed.get_world_size()
     config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest])
-    bench = build(config, device)
+    levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
+    cases = [
+        (seq, level, changed(config, "memory", recompute=level, offload=offload))
+        for seq, level, offload in zip(a.seq, levels, offloads, strict=True)
+    ]
+    shape, _ = read_shape(config)
+    bench = build(config, device, gathered_layers=min(gathered(here, shape, device, seq * a.documents) for seq, _, here in cases))
     if a.skip_attention:
         skip_attention(bench)
     if a.warm:
         measure(bench, a.warm, steps=0, choice=remember(bench, a.warm))
     rows = []
-    levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
-    for seq, level, offload in zip(a.seq, levels, offloads, strict=True):
-        here = bench._replace(config=changed(config, "memory", recompute=level, offload=offload))
+    for seq, level, changes in cases:
+        here = bench._replace(config=changes)
         row: dict[str, Any] = {"engine": "ours", "sp": bench.mesh.sequence_parallel_size, "seq": seq, "recompute": level}
         try:
             choice = remember(here, seq * a.documents)
@@ -115,6 +124,14 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     if a.profile and "refused" not in rows[-1]:
         profile(a, bench)
     return rows
+
+
+def gathered(config: Config, shape: Shape, device: torch.device, tokens: int) -> int:
+    """Return the layers whose gathered weights a run of such packs would keep; 0 where it would be refused."""
+    try:
+        return planned(config, shape, device, tokens).gathered_layers
+    except ConfigError:
+        return 0
 
 
 def skip_attention(bench: Bench) -> None:

@@ -114,7 +114,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    reduce_dtype: str = "float32"
+    reduce_between: torch.dtype = torch.float32
+    node_size: int | None = None
     raw: dict[str, Any] = field(default_factory=dict)  # DeepSpeed keys
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
@@ -143,14 +144,14 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
     away = {"offload_optimizer": case.offload_optimizer, "offload_parameters": case.offload_parameters}
-    settings = zero_settings(case.dtype, case.raw, reduce_dtype=case.reduce_dtype, **away)
+    settings = zero_settings(case.dtype, case.raw, **away)
 
     def create() -> CausalLM:
         return CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))
 
     model = build_partitioned(create, settings, HostWeights(case.shape, 0))
     optimizer = case.optimizer(model) if case.optimizer else optimizer_of(model, case.lr, offload=case.offload_optimizer)
-    engine = ZeroEngine(model.train(), settings, optimizer, (DecoderLayer,))
+    engine = ZeroEngine(model.train(), settings, optimizer, (DecoderLayer,), case.reduce_between, case.node_size)
     if stage is not None:
         made = stage(engine, mesh)
     elif case.stage == "sft":

@@ -34,10 +34,10 @@ SHAPE = ModelConfig.from_hf({
 })  # fmt: skip
 
 
-def engine_of(adapters: bool) -> ZeroEngine:
+def engine_of(adapters: bool, gathered_layers: int = 0) -> ZeroEngine:
     """A trained engine none of whose parameters is too small to be partitioned between uses."""
     initialize_distributed()
-    mesh, settings = ParallelMesh(1), zero_settings(**matrix_sizes(SHAPE))
+    mesh, settings = ParallelMesh(1), zero_settings(**matrix_sizes(SHAPE), gathered_layers=gathered_layers)
 
     def create() -> CausalLM:
         model = CausalLM(SHAPE, mesh)
@@ -77,9 +77,9 @@ def test_no_gathered_weight_outlives_its_layers_forward(adapters: bool) -> None:
         assert found["torch_is_whole"] and found["alive"] == 0, found
 
 
-def whole_after_an_evaluation() -> list[bool]:
+def whole_after_an_evaluation(gathered_layers: int) -> list[bool]:
     """After each kind of evaluation and use: were the whole weights those of the start?"""
-    engine, source, found = engine_of(False), HostWeights(SHAPE, 0), []
+    engine, source, found = engine_of(False, gathered_layers), HostWeights(SHAPE, 0), []
     for _ in range(3):  # DeepSpeed gathers ahead from the third pass on
         engine.backward(engine(batch()).logps.sum(), last=True)
         engine.step([0.0] * len(engine.zero.optimizer.param_groups))
@@ -92,7 +92,8 @@ def whole_after_an_evaluation() -> list[bool]:
             engine(batch())
 
     evaluate()
-    found.append(any(p.ds_status.name == "INFLIGHT" for p in engine.module.parameters()))  # else this proves nothing
+    left = "AVAILABLE" if gathered_layers else "INFLIGHT"
+    found.append(any(p.ds_status.name == left for p in engine.module.parameters()))  # else this proves nothing
     found += [tensor is None or right(name, tensor) for name, tensor in full_parameters(engine)]
     evaluate()
     with gathered_weights(engine) as weights:
@@ -101,15 +102,19 @@ def whole_after_an_evaluation() -> list[bool]:
     return found
 
 
-def test_whole_weights_after_an_evaluation() -> None:
-    for found in run_distributed(whole_after_an_evaluation, 2, with_zero=True, cpu=True):
+@pytest.mark.parametrize("gathered_layers", [0, 3])
+def test_whole_weights_after_an_evaluation(gathered_layers: int) -> None:
+    for found in run_distributed(whole_after_an_evaluation, 2, gathered_layers, with_zero=True, cpu=True):
         assert len(found) > 2 * 9 * LAYERS and all(found), found
 
 
-def gathers() -> dict[str, dict[str, int]]:
+def gathers(adapters: bool, gathered_layers: int) -> dict[str, dict[str, int]]:
     """How often each parameter is gathered in a step, by level; the ranks disagree about the number of tiles."""
-    engine = engine_of(False)
+    engine = engine_of(adapters, gathered_layers)
     decoder: Any = engine.module.model
+    for _ in range(2):  # DeepSpeed learns the order of the layers
+        engine.backward(engine(batch()).logps.sum(), last=True)
+        engine.skip_step()
     calls: Counter[str] = Counter()
     for p in engine.module.parameters():
 
@@ -131,9 +136,18 @@ def gathers() -> dict[str, dict[str, int]]:
 
 def test_weights_are_gathered_once_per_direction() -> None:
     """Neither a recomputed layer nor the tiles of its MLP gather again; what ends the forward may stay for the backward."""
-    for found in run_distributed(gathers, 2, with_zero=True, cpu=True):
+    for found in run_distributed(gathers, 2, False, 0, with_zero=True, cpu=True):
         assert len(found) == 2 * len(LEVELS)
         for case, calls in found.items():
             last = ("lm_head", "model.norm", f"model.layers.{LAYERS - 1}.")
             assert len(calls) == 3 + 9 * LAYERS
             assert all(count == 2 or (count == 1 and name.startswith(last)) for name, count in calls.items()), (case, calls)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_last_layers_are_gathered_once_if_told_so(adapters: bool) -> None:
+    for kept in (2, 4) if adapters else (2, 4, LAYERS):
+        for found in run_distributed(gathers, 2, adapters, kept, with_zero=True, cpu=True):
+            for case, calls in found.items():
+                layers = {int(name.split("layers.")[1].split(".")[0]): count for name, count in calls.items() if "layers." in name}
+                assert layers == {i: 1 if i >= LAYERS - kept else 2 for i in range(LAYERS)}, (kept, case)

@@ -26,6 +26,7 @@ from ulysses.training.memory import (
     check_head_chunks,
     choose_memory,
     free_host_bytes,
+    plain_model,
     planner_model,
     planner_options,
     planner_work,
@@ -60,7 +61,7 @@ def test_auto_on_cpu_keeps_everything() -> None:
     settings = config()
     assert this_machine(torch.device("cpu"), None) is None
     choice = choose_memory(settings, LLAMA, None, planner_work(settings, 1 << 20))
-    assert choice == (("none",) * 32, 0, 0, "memory: recompute none (auto: CPU)", 1)
+    assert choice == (("none",) * 32, 0, 0, "memory: recompute none (auto: CPU)", 1, 0)
     settings = config(offload="auto")
     assert choose_memory(settings, LLAMA, None, planner_work(settings, 64))[:2] == (("none",) * 32, 0)
 
@@ -80,7 +81,8 @@ def test_auto_takes_the_highest_levels_that_fit() -> None:
 
 def test_a_level_set_by_hand_is_kept_while_it_may_fit() -> None:
     assert "may run out" not in chosen(config(sp=8, recompute="block"), 8, 139.8, 1 << 17).line
-    need = float(chosen(config(sp=8, recompute="none"), 8, 139.8, 1 << 17).line.split("(")[1].split()[0])
+    bare = config(sp=8, recompute="none", gathered_layers=0)
+    need = float(chosen(bare, 8, 139.8, 1 << 17).line.split("(")[1].split()[0])
     cut = chosen(config(sp=8, recompute="none"), 8, need + 0.5, 1 << 17)  # "none" may cut MLPs to keep the reserve
     assert set(cut.recompute) == {"mlp", "none"} and "may run out" not in cut.line
     choice = chosen(config(sp=8, recompute="none", mlp_tile=0), 8, need + 0.5, 1 << 17)
@@ -88,6 +90,22 @@ def test_a_level_set_by_hand_is_kept_while_it_may_fit() -> None:
     with pytest.raises(ConfigError, match=r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute = "auto", use more'):
         chosen(config(sp=8, recompute="none", mlp_tile=0), 8, need - 0.5, 1 << 17)
     assert set(chosen(config(sp=8, recompute="none"), 8, need - 0.5, 1 << 17).recompute) == {"mlp", "none"}
+
+
+def test_gathered_weights_stay_where_nothing_is_recomputed_and_room_is_left() -> None:
+    short = chosen(config(sp=8), 8, 139.8, 1 << 15)
+    assert short.gathered_layers == 32 and "weights of 32 of 32 layers stay gathered" in short.line
+    room = config(sp=8, recompute="none", gathered_layers=0)
+    need = float(chosen(room, 8, 139.8, 1 << 16).line.split("(")[1].split()[0]) / 0.95
+    layer = 2 * plain_model(LLAMA).layer_parameters * 1.03 / GIB / 0.95
+    found = [chosen(config(sp=8), 8, need + n * layer, 1 << 16).gathered_layers for n in (0.5, 3.5, 20.5)]
+    assert found == [0, 3, 20]
+    assert chosen(config(sp=8), 8, 139.8, 1 << 19).gathered_layers == 0  # long: something is recomputed
+    assert chosen(config(lora=8), 1, 139.8, 1 << 10).gathered_layers == 0  # one GPU gathers nothing
+    by_hand = chosen(config(sp=8, gathered_layers=7), 8, 139.8, 1 << 19)
+    assert by_hand.gathered_layers == 7
+    with pytest.raises(ConfigError, match="memory.gathered_layers is -1 but must be"):
+        check_numbers(config(gathered_layers=-1), 1)
 
 
 def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget() -> None:

@@ -115,7 +115,7 @@ class Options(NamedTuple):
     tiling: TilingOptions = TilingOptions()
     logits_rows: int = 0  # 0: tiles of LOGITS_TILE_BYTES
     element_size: int = 2
-    reduce_size: int = 4
+    gathered_layers: int = 0  # the last ones, whose gathered weights stay from the forward to the backward pass
     offload_optimizer: bool = False
     offload_parameters: bool = False
     frozen_parameters: int = 0  # of models held beside the trained one

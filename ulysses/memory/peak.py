@@ -8,7 +8,8 @@
     host   = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
 
 ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over all
-ranks in bfloat16; a frozen one, of the model or of another held beside it, costs its weight.
+ranks in bfloat16; a frozen one, of the model or of another held beside it, costs its weight. Gathered weights that stay until
+the backward pass are counted as states too.
 
 Letters as in case.py.
 """
@@ -79,7 +80,8 @@ def _states(model: Model, world: int, options: Options) -> tuple[float, float]:
     weights = options.element_size * (model.parameters + options.frozen_parameters) / world
     trained = 16 * model.trained / world  # float32 weights have a separate master too
     gpu = (0.0 if options.offload_parameters else weights) + (0.0 if options.offload_optimizer else trained)
-    return gpu, weights + trained - gpu
+    gathered = options.element_size * model.layer_parameters * options.gathered_layers if world > 1 else 0
+    return gpu + gathered, weights + trained - gpu
 
 
 def runs_as(level: str, local: int, options: Options) -> str:
@@ -110,13 +112,13 @@ def _head_moment(model: Model, world: int, local: int, options: Options) -> floa
     gathered = (size * words + 2 * size * model.layer_parameters) if world > 1 else 0
     rows = (3 * size * model.width + 4 * model.head_dim) * local  # and the rotary table
     if not model.has_head:  # the embedding's gradient, whole, and its reduction
-        return rows + gathered + ((size + options.reduce_size) * words if model.is_full else 0)
+        return rows + gathered + (2 * size * words if model.is_full else 0)
     rows_per_tile = options.logits_rows or max(1, LOGITS_TILE_BYTES // (4 * model.vocabulary))
     tile = min(local, rows_per_tile) * model.vocabulary * (4 + size)
     if not model.is_full:
         return rows + gathered + tile
     # the float32 sum of the gradient, then its cast and the buffer it travels in; the tiles are gone by then
-    reduction = (size + options.reduce_size) * words if world > 1 else 0
+    reduction = 2 * size * words if world > 1 else 0
     return rows + gathered + 4 * words + max(tile, reduction)
 
 
@@ -127,10 +129,10 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options, level:
     rows = options.tiling.rows(S, level)
     fixed = 2 * size * P if world > 1 else 0
     if model.is_full:
-        fixed += (size + options.reduce_size) * P + (4 * 3 * D * F if rows < S else 0)
+        fixed += 2 * size * P + (4 * 3 * D * F if rows < S else 0)
         if world > 1 and runs_as(level, S, options) == "none":
             # the vocabulary's gradient still travels; where a layer is recomputed first, it has arrived by then
-            fixed += (size + options.reduce_size) * model.vocabulary_parameters
+            fixed += 2 * size * model.vocabulary_parameters
     wrapped = 1 if model.is_full else 2  # projections called as modules keep every intermediate of a tile
     mlp = size * (4 * S * D + 4 * wrapped * rows * F)
     sent = k * shards(model, work.sp, chunks).row_ranks  # keys and values go to every row set, and come back as gradients

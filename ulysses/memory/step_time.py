@@ -16,7 +16,7 @@ from ulysses.memory.case import Machine, Model, Options, Rollout, Work, shards
 from ulysses.memory.peak import kept_per_layer, offloaded_layers, runs_as
 
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
-CAST_BYTES = 14  # read and written per trained parameter and micro-batch: cast, scale, place, accumulate
+SUM_BYTES = 8  # read and written per trained parameter and micro-batch: sent, received, summed, placed
 NARROW = 64  # head dim from which attention kernels are faster
 TOKEN_LAYER_SECONDS = 2.5e-4  # of a sampler's host for one layer of one token
 
@@ -48,13 +48,14 @@ def step_seconds(model: Model, machine: Machine, work: Work, options: Options) -
     chunks = options.tiling.head_chunks
     sent = exchanged_bytes(model, work.sp, options.element_size, chunks) * S
     exchanges = sums[2] * sent
-    touched = sums[3] * S + CAST_BYTES * model.trained
+    touched = sums[3] * S + SUM_BYTES * model.trained
     weights = options.element_size * model.parameters
     # forwards without gradient: one decoder, its head, one gather
     matrices += work.forwards * 2 * S * (model.layers * model.layer_parameters + head)
     attention += work.forwards * forward * model.layers
     exchanges += work.forwards * sent * model.layers
-    gathered = (2 + work.forwards) * weights + options.reduce_size * model.trained
+    once = options.gathered_layers * options.element_size * model.layer_parameters  # gathered once for both passes
+    gathered = (2 + work.forwards) * weights - once + options.element_size * model.trained
     kernels = c.attention * (c.narrow_heads if model.head_dim <= NARROW else 1.0)
     gpu = matrices / (c.matrices * speed) + attention / (kernels * speed) + touched / (c.memory * machine.hbm)
     if work.sp > 1:
@@ -63,7 +64,7 @@ def step_seconds(model: Model, machine: Machine, work: Work, options: Options) -
     traffic = gathered * share / link
     # the first gather and the last reduction: a layer, and the matrices of the vocabulary
     ends = model.layer_parameters + model.vocabulary_parameters
-    exposed = share / link * ends * (options.element_size + (options.reduce_size if model.is_full else 0))
+    exposed = share / link * ends * options.element_size * (2 if model.is_full else 1)
     host = c.layer_seconds * all_layers * (1 + work.forwards / 3)
     copied = _host_copies(model, W, work, options) / machine.host_link
     micro = max(gpu, traffic, host, copied) + exposed + c.step_seconds

@@ -112,11 +112,12 @@ def check_weights(shape: Shape, folder: Path, *, reward: bool, key: str = "model
         raise ConfigError(f"{key}: {error}") from None
 
 
-def matrix_sizes(shape: Shape) -> dict[str, int]:
-    """Return the parameters in one layer's matrices and in embedding and head, as ulysses.zero.settings.derive takes them."""
+def matrix_sizes(shape: Shape, *, reward: bool = False) -> dict[str, int]:
+    """Return the parameters in one layer's matrices, in embedding and head, and in the head, as ulysses.zero.settings.derive takes them."""
     D, E = shape.hidden_size, shape.head_dim
     attention = 2 * D * E * (shape.num_attention_heads + shape.num_key_value_heads)
-    return {"layer_matrices": attention + 3 * D * shape.intermediate_size, "vocabulary_matrices": 2 * shape.vocab_size * D}
+    layer, head = attention + 3 * D * shape.intermediate_size, shape.vocab_size * D
+    return {"layer_matrices": layer, "vocabulary_matrices": 2 * head, "head_matrices": 0 if reward else head}
 
 
 def layer_memory(config: Config, shape: Shape, memory: MemoryChoice | None) -> LayerMemory:
@@ -151,10 +152,10 @@ def build_engine(
     """
     settings = derive(
         dtype=DTYPES[config.model.dtype],
-        reduce_dtype=config.optimizer.reduce_dtype,
         offload_optimizer=config.memory.offload_optimizer and trainable,
         offload_parameters=config.memory.offload_parameters,
-        **matrix_sizes(shape),
+        **matrix_sizes(shape, reward=reward),
+        gathered_layers=memory.gathered_layers if memory is not None and trainable else 0,
         raw=config.deepspeed,
     )
 
@@ -183,4 +184,5 @@ def build_engine(
         return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
     on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
     groups = policy_value_groups(model, config.optimizer.weight_decay, config.ppo.value_lr_factor) if value else None
-    return ZeroEngine(model.train(), settings, adamw(model, config.optimizer, on_gpu=on_gpu, groups=groups), (DecoderLayer,))
+    optimizer = adamw(model, config.optimizer, on_gpu=on_gpu, groups=groups)
+    return ZeroEngine(model.train(), settings, optimizer, (DecoderLayer,), DTYPES[config.optimizer.reduce_dtype])

@@ -154,6 +154,8 @@ class MemoryConfig(Section):
     """Rows per MLP tile; 0 never tiles; with "auto" and recompute "none", layers run it in tiles (as "mlp") only to fit."""
     logits_tile: int | Literal["auto"] = "auto"
     """Rows per tile of the vocabulary projection."""
+    gathered_layers: int | Literal["auto"] = "auto"
+    """Last layers whose gathered weights stay on the GPU from the forward to the backward pass; "auto" takes what is left over."""
     head_chunks: int | Literal["auto"] = "auto"
     """Groups of heads attended to one after the other, for less memory; 1 is all at once, "auto" takes more only to fit."""
 

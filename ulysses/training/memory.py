@@ -12,7 +12,7 @@ from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig as Shape
 from models.hf_format import read_config, resolve_model
 from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work
-from ulysses.memory.plan import FASTEST_FIRST, Choice, choices, choose_level, host_budget
+from ulysses.memory.plan import FASTEST_FIRST, Choice, choices, choose_level, host_budget, keep_gathered
 from ulysses.memory.recompute import AUTOGRAD, LEVELS
 from ulysses.memory.tiling import TilingOptions, head_chunk_counts
 from ulysses.training.command_line import ConfigError
@@ -30,6 +30,7 @@ class MemoryChoice(NamedTuple):
     host_bytes: int = 0  # budget of pinned memory of one process
     line: str = ""
     head_chunks: int = 1
+    gathered_layers: int = 0  # the last ones, whose gathered weights stay from the forward to the backward pass
 
 
 def check_memory(config: Config) -> None:
@@ -39,6 +40,8 @@ def check_memory(config: Config) -> None:
         raise ConfigError(f'memory.mlp_tile is {memory.mlp_tile} but must be "auto", 0 (never tile) or a number of rows')
     if memory.logits_tile != "auto" and memory.logits_tile < 1:
         raise ConfigError(f'memory.logits_tile is {memory.logits_tile} but must be "auto" or at least 1 row')
+    if memory.gathered_layers != "auto" and memory.gathered_layers < 0:
+        raise ConfigError(f'memory.gathered_layers is {memory.gathered_layers} but must be "auto", 0 (none) or a number of layers')
     if memory.head_chunks != "auto" and memory.head_chunks < 1:
         raise ConfigError(f'memory.head_chunks is {memory.head_chunks} but must be "auto", 1 (all heads at once) or a number of groups')
     if memory.head_chunks not in ("auto", 1) and memory.recompute in AUTOGRAD:
@@ -193,7 +196,7 @@ def planner_options(config: Config, shape: Shape) -> Options:
         head_chunks=counts if memory.head_chunks == "auto" else (),
         logits_rows=0 if rows == "auto" else rows,
         element_size=ELEMENT_SIZE[config.model.dtype],
-        reduce_size=ELEMENT_SIZE[config.optimizer.reduce_dtype],
+        gathered_layers=0 if memory.gathered_layers == "auto" else min(memory.gathered_layers, shape.num_hidden_layers),
         offload_optimizer=memory.offload_optimizer,
         offload_parameters=memory.offload_parameters,
         frozen_parameters=frozen,
@@ -231,7 +234,8 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
         away = layers if offload == "checkpoints" else 0
         level = levels[-1] if offload == "checkpoints" else levels[0]
         why = " (auto: CPU)" if config.memory.recompute == "auto" else ""
-        return MemoryChoice((level,) * layers, away, 0, f"memory: recompute {level}{why}", tiling(config).head_chunks)
+        gathered = planner_options(config, shape).gathered_layers
+        return MemoryChoice((level,) * layers, away, 0, f"memory: recompute {level}{why}", tiling(config).head_chunks, gathered)
     model, options = planner_model(config, shape), planner_options(config, shape)
     choice = choose_level(model, machine, work, options, levels=levels, offload=offload)
     fits = choice is not None
@@ -239,10 +243,13 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
         found = list(choices(model, machine, work, options, levels=levels, offload=offload))
         choice = min(found, key=lambda c: (not c.prediction.fits_host(machine), c.prediction.gpu_bytes))
         _refuse_too_large(config, model, machine, work, choice)
+    if fits and config.memory.gathered_layers == "auto":
+        choice = keep_gathered(model, machine, work, choice)
     elsewhere = choice.prediction.host_bytes - choice.prediction.offloaded
     room = int(host_budget(machine) - elsewhere) if choice.offloaded_layers else 0
     line = _line(config, machine, choice, fits)
-    return MemoryChoice(choice.levels, choice.offloaded_layers, room, line, choice.head_chunks)
+    gathered = choice.options.gathered_layers
+    return MemoryChoice(choice.levels, choice.offloaded_layers, room, line, choice.head_chunks, gathered)
 
 
 def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
@@ -251,6 +258,8 @@ def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
     text = f"memory: recompute {choice.name} ({why}{need:.1f} GiB predicted of {have:.1f} GiB)"
     if choice.head_chunks > 1:
         text += f"; attention in {choice.head_chunks} groups of heads"
+    if choice.options.gathered_layers:
+        text += f"; weights of {choice.options.gathered_layers} of {choice.layers} layers stay gathered for the backward pass"
     if choice.offloaded_layers:
         text += f"; {choice.offloaded_layers} of {choice.layers} layers' activations in host memory"
     if machine.host_bytes:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.zero.gradients import check_deepspeed, zero_gradients
+from ulysses.zero.gradients import check_deepspeed, rank_slices, zero_gradients
+from ulysses.zero.reduce import GradientReduction
 
 AHEAD = 2  # layers that the host may run ahead of the GPU
 
@@ -44,6 +45,8 @@ class ZeroEngine:
         config: from ulysses.zero.settings.derive.
         optimizer: a torch optimizer over the trainable parameters, or None for a frozen model.
         leaf_modules: module classes whose parameters are gathered and reduced as one unit (one hook instead of many).
+        reduce_between: dtype in which sums of gradients travel between nodes.
+        node_size: ranks of one node; None asks the launcher.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class ZeroEngine:
         config: dict[str, Any],
         optimizer: torch.optim.Optimizer | None = None,
         leaf_modules: tuple[type[nn.Module], ...] = (),
+        reduce_between: torch.dtype = torch.float32,
+        node_size: int | None = None,
     ) -> None:
         present = [c for c in leaf_modules if any(type(m) is c for m in model.modules())]
         if present:
@@ -69,10 +74,10 @@ class ZeroEngine:
         self.device = torch.device(self.engine.device)
         if self.trainable:
             check_deepspeed(self.zero)
-            self.zero.max_param_reduce_events = 8 * AHEAD  # reductions in flight, about seven per layer
-            if self.device.type == "cuda":
-                # Reductions start at the next kernel boundary instead of behind all queued products: fewer are left at the end.
-                self.zero.reduce_and_partition_stream = torch.cuda.Stream(priority=-1)
+            slices = {parameter: grad for _, parameter, _, grad in rank_slices(self.zero)}
+            units = [m for m in model.modules() if type(m) in present]
+            bucket = config["zero_optimization"]["reduce_bucket_size"]
+            self.reduction = GradientReduction(slices, units, self.device, bucket=bucket, between=reduce_between, node_size=node_size)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
@@ -82,9 +87,11 @@ class ZeroEngine:
         """Back-propagate an already scaled loss; `last` marks the step's last micro-batch."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
+        self.reduction.finish()
 
     def gradients(self) -> Gradients:
         """Return the view on the reduced gradient of the whole step, valid between the last backward and `step`."""
+        self.reduction.wait()
         return zero_gradients(self.zero, self.names, self.device)
 
     @torch.no_grad()
@@ -110,12 +117,13 @@ class ZeroEngine:
             zero._reassign_or_swap_out_partitioned_parameters(index)
             if not zero.offload_optimizer:
                 master.grad = None
-        zero.averaged_gradients = {}
+        self.reduction.forget()
         zero._post_step(set())
         self.engine.global_steps += 1
 
     def skip_step(self) -> None:
         """Drop the accumulated gradient without touching the weights."""
+        self.reduction.forget()
         self.zero._pre_step()
         self.zero.zero_grad(set_to_none=True)
         if self.zero.offload_optimizer:
@@ -146,6 +154,8 @@ class ZeroEngine:
 
         DeepSpeed's own tables refer to the model as long as the process lives, so its tensors are emptied.
         """
+        if self.trainable:
+            self.reduction.close()
         self.engine.destroy()
         held = [t for p in self.module.parameters() for t in (p.data, p.grad, getattr(p, "ds_tensor", None))]
         if self.trainable:

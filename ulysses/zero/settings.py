@@ -22,7 +22,8 @@ OWNED = {
     "data_parallel_size": "parallel.sequence_parallel_size",
     "activation_checkpointing": "memory.recompute",
     "zero_optimization.stage": "nothing: the engine runs ZeRO stage 3",
-    "zero_optimization.reduce_scatter": "nothing: the gradient rule needs it on",
+    "zero_optimization.reduce_scatter": "nothing: the engine reduces gradients itself",
+    "zero_optimization.zero_quantized_gradients": "nothing: the engine reduces gradients itself",
     "zero_optimization.offload_optimizer": "memory.offload_optimizer",
     "zero_optimization.offload_param": "memory.offload_parameters",
     "zero_allow_untested_optimizer": "nothing: the engine brings its own optimizer",
@@ -34,11 +35,12 @@ OWNED = {
 def derive(
     *,
     dtype: torch.dtype,
-    reduce_dtype: str = "float32",
     offload_optimizer: bool = False,
     offload_parameters: bool = False,
     layer_matrices: int = 1 << 20,
     vocabulary_matrices: int = 0,
+    head_matrices: int = 0,
+    gathered_layers: int = 0,
     raw: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the configuration dictionary for `deepspeed.initialize` and `zero.Init`.
@@ -47,6 +49,8 @@ def derive(
         dtype: dtype of the weights, torch.bfloat16 or torch.float32.
         layer_matrices: parameters in the matrices of one decoder layer; exactly one layer is gathered ahead.
         vocabulary_matrices: parameters of embedding and head together.
+        head_matrices: parameters of the head, which comes after all layers.
+        gathered_layers: the last layers whose gathered weights stay from the forward to the backward pass.
         raw: the user's own DeepSpeed keys.
 
     Raises:
@@ -57,16 +61,16 @@ def derive(
     zero: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": True,
-        "contiguous_gradients": False,  # gradients go straight into the reduce-scatter buffer: one copy fewer
+        "contiguous_gradients": False,  # no buffer for gradients: reduce.py takes them as they are
         "reduce_scatter": True,
-        # Large matrices' gradients are reduced by themselves, without a copy into a shared buffer; small ones together.
-        "reduce_bucket_size": max(1_000_000, layer_matrices // 4),
+        "reduce_bucket_size": 1 << 20,  # smaller gradients travel together (reduce.py)
         "stage3_prefetch_bucket_size": layer_matrices,
         "stage3_param_persistence_threshold": 100_000,
         # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine itself keeps
         # the host from running far ahead of the GPU.
-        "stage3_max_live_parameters": vocabulary_matrices + 4 * layer_matrices,
-        "stage3_max_reuse_distance": 0,
+        "stage3_max_live_parameters": vocabulary_matrices + (4 + gathered_layers) * layer_matrices,
+        # A layer is released unless fewer parameters than this come after it in the forward pass.
+        "stage3_max_reuse_distance": gathered_layers * layer_matrices + head_matrices if gathered_layers else 0,
         "sub_group_size": int(1e9),
         # Off: DeepSpeed would replace torch.nn.functional.linear in the whole process; our projections need no such help.
         "memory_efficient_linear": False,
@@ -80,7 +84,6 @@ def derive(
         "gradient_accumulation_steps": 1,
         "steps_per_print": 1 << 40,
         "bf16": {"enabled": dtype == torch.bfloat16},
-        "communication_data_type": {"float32": "fp32", "bfloat16": "bf16"}[reduce_dtype],
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -1,0 +1,207 @@
+"""Sum gradients over all ranks into each rank's float32 slices, while the backward pass goes on.
+
+    a unit's backward ends    its gradients are whole, in the weights' dtype
+      inside a node           all-to-all: each rank receives every peer's copy of the slices it answers for
+                              float32 sum over these copies, in the order of the ranks
+      between nodes           reduce-scatter of the sums, each rank with those of its place in the other nodes
+    result                    divided by the world size, written to the slice (first micro-batch) or added to it
+
+In bfloat16 half the bytes of a float32 reduce-scatter travel, without its float32 copy of every gradient, and nothing is
+rounded that a float32 sum would not round: a bfloat16 reduce-scatter rounds at every hop. Between nodes the partial sums
+travel in float32 or `between`.
+
+DeepSpeed leaves gradients alone whose parameter says `ds_grad_is_ready = False`, its own word for "not yet".
+
+W = N nodes x L ranks, rank = node * L + place; slice r of a parameter belongs to rank r.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IN_FLIGHT = 2  # units whose gradients wait for their reduction, and take memory, before the host waits too
+
+
+class GradientReduction:
+    """Take every gradient as it appears; one object per trained engine, all ranks make it together.
+
+    Args:
+        slices: parameter -> this rank's float32 slice without padding, on the GPU or in (pinned) host memory.
+        units: modules whose parameters' gradients are complete when the module's backward is.
+        bucket: gradients with fewer elements travel together, in float32 all-reduces of about as many.
+        between: dtype of the sums that travel between nodes.
+        node_size: L; None asks the launcher's LOCAL_WORLD_SIZE.
+    """
+
+    def __init__(
+        self,
+        slices: dict[nn.Parameter, Tensor],
+        units: Iterable[nn.Module],
+        device: torch.device,
+        *,
+        bucket: int,
+        between: torch.dtype = torch.float32,
+        node_size: int | None = None,
+    ) -> None:
+        self._slices, self._between, self._bucket = slices, between, bucket
+        self._on_host = any(not s.is_cuda for s in slices.values())
+        self._world, self._rank = dist.get_world_size(), dist.get_rank()
+        self._groups(_node_size() if node_size is None else node_size)
+        # at high priority reductions start at the next kernel boundary instead of behind all queued products
+        self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None
+        self._events: deque[torch.cuda.Event] = deque()
+        self._waiting: list[tuple[nn.Parameter, Tensor]] = []
+        self._written: set[nn.Parameter] = set()
+        self._hooks: list[Any] = []
+        alone = dict.fromkeys(slices)
+        for unit in units:
+            inside = [p for p in unit.parameters() if p in slices]
+            self._hooks.append(unit.register_full_backward_hook(lambda *_, inside=inside: self._take(inside)))
+            for p in inside:
+                alone.pop(p, None)
+        for p in alone:
+            self._hooks.append(p.register_post_accumulate_grad_hook(lambda p: self._take([p])))
+        for p in slices:
+            p.ds_grad_is_ready = False  # type: ignore[attr-defined]
+
+    def _groups(self, node_size: int) -> None:
+        """Make a communicator of our own: in the default one reductions and gathers would wait for each other."""
+        world, L = self._world, node_size
+        self._nodes = world // L
+        self._inside = self._across = self._all = None
+        if world == 1:
+            return
+        self._all = dist.new_group(list(range(world)))
+        self._inside = self._all
+        if self._nodes > 1:
+            for node in range(self._nodes):  # every rank makes every group, in the same order
+                group = dist.new_group(list(range(node * L, node * L + L)))
+                self._inside = group if node == self._rank // L else self._inside
+            for place in range(L):
+                group = dist.new_group(list(range(place, world, L)))
+                self._across = group if place == self._rank % L else self._across
+
+    def finish(self) -> None:
+        """Send what still waits for company; call it after each backward pass."""
+        if self._waiting:
+            with self._beside():
+                self._send_waiting()
+
+    def wait(self) -> None:
+        """Let the current stream (for host memory: the host) wait for all sums; slices without a gradient become zero."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            if self._on_host:
+                self._stream.synchronize()
+        for parameter, target in self._slices.items():
+            if parameter not in self._written:
+                target.zero_()
+                self._written.add(parameter)
+
+    def forget(self) -> None:
+        """Begin a new step: the next gradients replace what the slices hold."""
+        self._written.clear()
+        self._waiting.clear()
+
+    def close(self) -> None:
+        """Remove the hooks and give the slices back."""
+        for hook in self._hooks:
+            hook.remove()
+        self._slices, self._waiting = {}, []
+
+    def _take(self, parameters: Iterable[nn.Parameter]) -> None:
+        with self._beside() as stream:
+            for parameter in parameters:
+                grad, parameter.grad = parameter.grad, None
+                if grad is None:
+                    continue
+                if stream is not None:
+                    grad.record_stream(stream)
+                if grad.numel() < self._bucket:
+                    self._waiting.append((parameter, grad))
+                else:
+                    self._place(parameter, self._summed(parameter, grad.reshape(-1)))
+            if sum(grad.numel() for _, grad in self._waiting) >= self._bucket:
+                self._send_waiting()
+
+    @contextmanager
+    def _beside(self) -> Iterator[torch.cuda.Stream | None]:
+        """Work on the reductions' stream, behind what the current one was given so far."""
+        if self._stream is None:
+            yield None
+            return
+        if len(self._events) >= IN_FLIGHT:
+            self._events.popleft().synchronize()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield self._stream
+            self._events.append(self._stream.record_event())
+
+    @torch.no_grad()
+    def _summed(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        """Return the float32 sum over all ranks of this rank's slice of a whole gradient (alone: the gradient)."""
+        W, size, numel = self._world, _slice_size(parameter), flat.numel()
+        sizes = [max(0, min(size, numel - r * size)) for r in range(W)]
+        own = sizes[self._rank]
+        if W == 1:
+            return flat
+        if self._nodes == 1:
+            copies = flat.new_empty(W * own)
+            dist.all_to_all_single(copies, flat, [own] * W, sizes, group=self._inside)
+            return copies.view(W, own).sum(0, dtype=torch.float32)
+        L = W // self._nodes
+        by_place = F.pad(flat, (0, W * size - numel)).view(self._nodes, L, size).transpose(0, 1).contiguous()
+        copies = torch.empty_like(by_place)
+        dist.all_to_all_single(copies, by_place, group=self._inside)
+        sums = copies.sum(0, dtype=torch.float32).to(self._between)
+        total = sums.new_empty(size)
+        dist.reduce_scatter_tensor(total, sums.view(-1), group=self._across)
+        return total[:own]
+
+    @torch.no_grad()
+    def _send_waiting(self) -> None:
+        """Sum the small gradients that wait, whole, in one float32 all-reduce."""
+        waiting, self._waiting = self._waiting, []
+        flat = torch.cat([grad.reshape(-1).float() for _, grad in waiting])
+        if self._world > 1:
+            dist.all_reduce(flat, group=self._all)
+        for (parameter, _), whole in zip(waiting, flat.split([grad.numel() for _, grad in waiting]), strict=True):
+            start = min(self._rank * _slice_size(parameter), whole.numel())
+            self._place(parameter, whole.narrow(0, start, self._slices[parameter].numel()))
+
+    @torch.no_grad()
+    def _place(self, parameter: nn.Parameter, total: Tensor) -> None:
+        target = self._slices[parameter]
+        first, share = parameter not in self._written, 1 / self._world
+        self._written.add(parameter)
+        if target.device == total.device:
+            if first:
+                torch.mul(total, share, out=target)
+            else:
+                target.add_(total, alpha=share)
+            return
+        mean = total.float() * share
+        target.copy_(mean if first else mean.add_(target.to(mean.device, non_blocking=True)), non_blocking=True)
+
+
+def _slice_size(parameter: Any) -> int:
+    """Return the elements of every rank's slice, padding included."""
+    return int(parameter.partition_numel())
+
+
+def _node_size() -> int:
+    """Return L as the launcher gave it, or the world size where nodes differ or ranks are not numbered node by node."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    place = int(os.environ.get("LOCAL_RANK", rank % size))
+    usable = world % size == 0 and rank % size == place
+    sizes: list[Any] = [None] * world
+    dist.all_gather_object(sizes, size if usable else world)
+    return size if set(sizes) == {size} else world
