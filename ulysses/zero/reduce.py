@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IN_FLIGHT = 2  # units whose gradients wait for their reduction, and take memory, before the host waits too
+IN_FLIGHT = 4  # units whose gradients wait for their reduction, and take memory, before the host waits too
 
 
 class GradientReduction:
