@@ -29,7 +29,7 @@ with the host memory in the column's head, and, marked `\\*`, `memory.offload_op
 bytes per trained parameter move to the host, and the update is slow). `-` means that not even 1,024 tokens fit. "141 GiB" is a
 GPU of that size; an H200 reports 139.8. A pair (DPO, RM) holds two sequences: half the length on each side.
 
-Where it was measured (1 to 4 H200, layers of Llama-3-8B, Qwen2.5-7B and Qwen2.5-0.5B, up to 524,288 tokens, full
+Where it was measured (1 to 4 H200, layers of Llama-3-8B, Qwen2.5-7B and Qwen2.5-0.5B, up to 1,048,576 tokens, full
 fine-tuning) the planner is within 5% for memory (`python benchmarks/plan_accuracy.py`). Other cards, adapters, offload and
 lengths beyond that are extrapolated; a length says nothing about the time a step takes. The model's own
 `max_position_embeddings` may be shorter.

@@ -10,16 +10,16 @@ from typing import NamedTuple
 class Calibration(NamedTuple):
     """Hold shares of peak speeds, seconds of the host and bytes that no tensor accounts for."""
 
-    matrices: float = 0.595  # matrix products, of the peak FLOP/s
-    attention: float = 0.642  # attention kernels with heads of 128, of the peak FLOP/s
-    narrow_heads: float = 0.85  # attention with heads of 64, beside those of 128
-    memory: float = 0.534  # elementwise kernels, casts and the update, of the memory bandwidth
-    exchange: float = 0.253  # all-to-alls, which share the links with ZeRO-3's traffic, of the link
-    gather: float = 0.322  # all-gathers and reduce-scatters, of the link
+    matrices: float = 0.588  # matrix products, of the peak FLOP/s
+    attention: float = 0.615  # attention kernels with heads of 128, of the peak FLOP/s
+    narrow_heads: float = 0.884  # attention with heads of 64, beside those of 128
+    memory: float = 0.661  # elementwise kernels, casts and the update, of the memory bandwidth
+    exchange: float = 0.301  # all-to-alls, which share the links with ZeRO-3's traffic, of the link
+    gather: float = 0.38  # all-gathers and reduce-scatters, of the link
     layer_seconds: float = 0.004  # the host's time for one layer, forward and backward, hooks included
-    step_seconds: float = 0.0159  # per micro-batch: metadata, first gather, last reduction, metrics
+    step_seconds: float = 0.0155  # per micro-batch: metadata, first gather, last reduction, metrics
     kept: float = 1.0  # kept activations, of what kept_bytes counts
-    working: float = 0.985  # the working set of head or layer, of what peak.py counts
+    working: float = 0.988  # the working set of head or layer, of what peak.py counts
     slack: float = 0.03  # fragments that the allocator cannot give back, of its peak
     context_bytes: float = 0.7e9  # CUDA context and libraries
     communicator_bytes: float = 0.6e9  # NCCL's buffers, with more than one process

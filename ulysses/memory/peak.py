@@ -137,6 +137,8 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options, level:
     mlp = size * (4 * S * D + 4 * wrapped * rows * F)
     sent = k * shards(model, work.sp, chunks).row_ranks  # keys and values go to every row set, and come back as gradients
     attention = (3 * (q + 2 * sent) + 5 * q + 2 * held) / chunks
+    if level in ("keep_exchange", *AUTOGRAD):  # q, k and v are not computed again, and most of the rest was kept
+        attention -= 2 * (q + 2 * sent) + q / 2
     if chunks > 1:  # q, k, v, their gradients and the output's stay whole beside one group's
         attention += 3 * q + 4 * k
     return fixed + max(mlp, size * S * (2 * D + attention)) + 4 * model.head_dim * S

@@ -136,7 +136,7 @@ class OptimizerConfig(Section):
     decay_fraction: float = Field(0.1, gt=0, le=1)
     """Share of the steps that decay under "wsd"."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which gradients travel between processes; they are always accumulated in float32."""
+    """Precision in which sums of gradients travel between nodes; inside a node gradients travel as computed and add up in float32."""
 
 
 class MemoryConfig(Section):

@@ -30,8 +30,11 @@ class WeightSource(Protocol):
 def initialize_distributed() -> torch.device:
     """Start torch.distributed for this process (one process without a launcher) and return its device."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
+    if "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun's name; deepspeed's launcher has its own, others none
+        world = int(os.environ["WORLD_SIZE"])
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_SIZE", str(min(world, torch.cuda.device_count() or world)))
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
     if torch.cuda.is_available():

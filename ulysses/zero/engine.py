@@ -1,9 +1,9 @@
 """One model under ZeRO-3: forward, backward by the one gradient rule, the update, and nothing else.
 
     forward(batch) -> backward(loss, last) ... -> gradients() -> step(lr)
-    all-gather        reduce-scatter to fp32       policies        fused AdamW on this rank's slices
+    all-gather        reduce.py: averages, fp32    policies        fused AdamW on this rank's slices
 
-DeepSpeed averages gradients over all ranks and knows nothing of sequence parallelism.
+DeepSpeed gathers and releases weights; it knows nothing of sequence parallelism, and reduces nothing.
 """
 
 from collections import deque

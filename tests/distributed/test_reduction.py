@@ -1,0 +1,99 @@
+"""Gradients of all ranks add up to each rank's slice: exactly, whatever the nodes, buckets and micro-batches."""
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.harness import run_distributed
+from ulysses.zero.construct import initialize_distributed
+from ulysses.zero.reduce import GradientReduction, _node_size
+
+WORLD, MICRO_BATCHES, STEPS = 4, 3, 2
+
+
+class Odd(nn.Module):
+    """A unit, a parameter beside it, and one without a gradient; no size divides the ranks, one is smaller than they are many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = nn.Linear(13, 7, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.unused = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.unit(x)[:, :3] * self.scale
+
+
+def reduced(node_size: int, bucket: int, on_host: bool) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """Return this rank's slices after each step, beside what they should be."""
+    where, rank = initialize_distributed(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Odd().to(where)
+    plain, slices = copy.deepcopy(model), {}
+    for p in model.parameters():
+        size = -(-p.numel() // WORLD)
+        p.partition_numel = lambda size=size: size  # type: ignore[attr-defined]
+        own = max(0, min(size, p.numel() - rank * size))
+        slices[p] = torch.full((own,), float("nan"), device="cpu" if on_host else where, pin_memory=on_host and where.type == "cuda")
+    reduction = GradientReduction(slices, [model.unit], where, bucket=bucket, node_size=node_size)
+    found = []
+    for step in range(STEPS):
+        wanted: dict[str, Tensor] = {}
+        for micro in range(MICRO_BATCHES):
+            torch.manual_seed(1000 * step + 10 * micro + rank)
+            x = torch.randn(11, 13, device=where, dtype=torch.bfloat16, requires_grad=True)
+            model(x).float().square().sum().backward()
+            reduction.finish()
+            plain.zero_grad()
+            plain(x).float().square().sum().backward()
+            for name, p in plain.named_parameters():
+                everyone: list[Any] = [None] * WORLD
+                dist.all_gather_object(everyone, (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float().cpu())
+                wanted[name] = wanted.get(name, 0) + torch.stack(everyone).double().sum(0) / WORLD
+        reduction.wait()
+        assert all(p.grad is None for p in model.parameters())
+        pairs = {}
+        for name, p in model.named_parameters():
+            start = rank * p.partition_numel()
+            pairs[name] = slices[p].cpu().clone(), wanted[name][start : start + slices[p].numel()]
+        found.append(pairs)
+        reduction.forget()
+    reduction.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("node_size", "bucket", "on_host"), [(4, 1, False), (4, 50, True), (2, 1, False), (2, 10**6, False), (1, 50, True)]
+)
+def test_every_slice_is_the_mean_of_all_ranks(node_size: int, bucket: int, on_host: bool) -> None:
+    ranks = run_distributed(reduced, WORLD, node_size, bucket, on_host, with_zero=True)
+    for steps in ranks:
+        for pairs in steps:
+            for name, (slice_, wanted) in pairs.items():
+                torch.testing.assert_close(slice_.double(), wanted, rtol=1e-6, atol=1e-6, msg=name)
+    assert sum(pairs[0]["unit.weight"][0].numel() for pairs in ranks) == 7 * 13
+
+
+def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
+    """Start as deepspeed's launcher does (LOCAL_SIZE), or as one that says nothing; `place` replaces this rank's LOCAL_RANK."""
+    del os.environ["LOCAL_WORLD_SIZE"]
+    if local_size is not None:
+        os.environ["LOCAL_SIZE"] = local_size
+    if place is not None:
+        os.environ["LOCAL_RANK"] = str((int(os.environ["RANK"]) + place) % 2)
+    initialize_distributed()
+    return os.environ["LOCAL_WORLD_SIZE"], _node_size()
+
+
+@pytest.mark.parametrize(
+    ("local_size", "place", "said", "used"), [("2", 0, "2", 2), (None, None, "4", 4), ("3", None, "3", 4), ("2", 1, "2", 4)]
+)
+def test_nodes_are_what_the_launcher_says_if_ranks_lie_in_their_order(
+    local_size: str | None, place: int | None, said: str, used: int
+) -> None:
+    assert run_distributed(nodes, WORLD, local_size, place, cpu=True) == [(said, used)] * WORLD
