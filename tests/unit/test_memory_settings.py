@@ -114,6 +114,8 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget() -> None
     assert 0 < choice.offloaded_layers < 32 and "layers' activations in host memory" in choice.line
     elsewhere = PROCESS_BYTES + 4 * LLAMA.num_parameters() / 8  # the process, and a checkpoint on its way to the disk
     assert choice.host_bytes == int(0.9 * 550 * GIB / 8 - elsewhere)
+    with pytest.raises(ConfigError, match="the node's memory is unknown, .*; set memory.host_memory"):
+        chosen(config(sp=8, offload="checkpoints", recompute="block"), 8, 139.8, 1 << 17)
     everything = chosen(config(sp=8, offload="checkpoints", recompute="block"), 8, 139.8, 1 << 17, 550)
     assert everything[:2] == (("block",) * 32, 32)
     little = chosen(config(sp=8, offload="checkpoints", recompute="block"), 8, 139.8, 2 << 20, 300)

@@ -236,6 +236,10 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
         why = " (auto: CPU)" if config.memory.recompute == "auto" else ""
         gathered = planner_options(config, shape).gathered_layers
         return MemoryChoice((level,) * layers, away, 0, f"memory: recompute {level}{why}", tiling(config).head_chunks, gathered)
+    if offload == "checkpoints" and not machine.host_bytes:
+        raise ConfigError(
+            'memory.offload is "checkpoints" but the node\'s memory is unknown, so nothing can be moved there; set memory.host_memory'
+        )
     model, options = planner_model(config, shape), planner_options(config, shape)
     choice = choose_level(model, machine, work, options, levels=levels, offload=offload)
     fits = choice is not None
