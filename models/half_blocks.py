@@ -109,30 +109,64 @@ class _Project(torch.autograd.Function):
         return *_project_backward(hidden, grads, w, (cos, sin), ctx.eps, wanted), None, None, None, None
 
 
-@torch.no_grad()
-def project_gradients(
-    hidden: Tensor, grads: Sequence[Tensor], weights: ProjectWeights, rope: Rope, eps: float
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """Return the gradients of hidden and, by id, of the trainable weights; of the forward only the norm runs again."""
-    wanted = [w is not None and w.requires_grad for w in weights]
-    grad_hidden, *found = _project_backward(hidden, grads, weights, rope, eps, wanted)
-    return grad_hidden, {id(w): g for w, g, want in zip(weights, found, wanted) if want and g is not None}
+class HeadGroups:
+    """Project equal groups of heads one at a time, and add up what their gradients say of hidden and weights.
+
+    Nothing of all heads exists at once; the norm runs again for each group. Without a graph.
+    """
+
+    def __init__(self, hidden: Tensor, weights: ProjectWeights, rope: Rope, eps: float, head_dim: int, count: int = 1) -> None:
+        self._hidden, self._weights, self._rope, self._eps, self._head_dim = hidden, weights, rope, eps, head_dim
+        norm, *matrices = weights
+        rows = [(None,) * count if m is None else m.chunk(count) for m in matrices]
+        self._groups = [ProjectWeights(norm, *part) for part in zip(*rows)]
+        self._wanted = [w is not None and w.requires_grad for w in weights]
+        self._grad_x: Tensor | None = None
+        self._found: list[Any] = [None] * count
+
+    @torch.no_grad()
+    def project(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a group's query, key and value, positions rotated in."""
+        return project(self._hidden, self._groups[index], self._rope, self._eps, self._head_dim)
+
+    @torch.no_grad()
+    def add(self, index: int, grads: Sequence[Tensor]) -> None:
+        """Take the gradients of a group's query, key and value."""
+        self._grad_x, self._found[index] = _projection_backward(
+            rms_norm(self._hidden, self._weights.norm, self._eps), grads, self._groups[index], self._rope, self._wanted[1:], self._grad_x
+        )
+
+    @torch.no_grad()
+    def gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the gradients of hidden and, by id, of the trainable weights; all groups have been added."""
+        assert self._grad_x is not None
+        grad_hidden, grad_norm = rms_norm_backward(self._grad_x, self._hidden, self._weights.norm, self._eps)
+        self._grad_x = None
+        rows = [None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._found)]
+        found = [grad_norm.to(self._weights.norm.dtype), *rows]
+        return grad_hidden, {id(w): g for w, g, want in zip(self._weights, found, self._wanted) if want and g is not None}
 
 
 def _project_backward(
     hidden: Tensor, grads: Sequence[Tensor], w: ProjectWeights, rope: Rope, eps: float, wanted: Sequence[bool]
 ) -> tuple[Any, ...]:
+    grad_x, found = _projection_backward(rms_norm(hidden, w.norm, eps), grads, w, rope, wanted[1:])
+    grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, w.norm, eps)
+    return grad_hidden, grad_norm.to(w.norm.dtype), *found
+
+
+def _projection_backward(
+    x: Tensor, grads: Sequence[Tensor], w: ProjectWeights, rope: Rope, wanted: Sequence[bool], total: Tensor | None = None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the gradient of the normalised rows x, added to `total`, and those of the matrices and biases."""
     grad_query, grad_key = rotate_pair(grads[0], grads[1], *rope, back=True)
     flat = [g.flatten(1) for g in (grad_query, grad_key, grads[2])]
-    x = rms_norm(hidden, w.norm, eps)
-    grad_matrices = [g.t() @ x if want else None for g, want in zip(flat, wanted[1:4])]
+    found: list[Tensor | None] = [g.t() @ x if want else None for g, want in zip(flat, wanted[:3])]
     del x
-    grad_biases = [_column_sums(g) if want else None for g, want in zip(flat, wanted[4:7])]
-    grad_x = flat[0] @ w.query
-    grad_x.addmm_(flat[1], w.key).addmm_(flat[2], w.value)
-    del flat, grad_query, grad_key
-    grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, w.norm, eps)
-    return grad_hidden, grad_norm.to(w.norm.dtype), *grad_matrices, *grad_biases
+    found += [_column_sums(g) if want else None for g, want in zip(flat, wanted[3:6])]
+    total = flat[0] @ w.query if total is None else total.addmm_(flat[0], w.query)
+    total.addmm_(flat[1], w.key).addmm_(flat[2], w.value)
+    return total, found
 
 
 def _column_sums(x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ that is wrapped by an adapter or watched by a hook is called as a module, and se
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -149,15 +148,12 @@ class DecoderLayer(nn.Module):
             return self.self_attn.project(self.input_layernorm(hidden), rope)
         return half_blocks.project(hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim)
 
-    def project_gradients(
-        self, hidden: Tensor, rope: half_blocks.Rope, grads: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return the gradients of `hidden` and of `stage_parameters()[0]`, or None if `project` must run for them."""
+    def head_groups(self, hidden: Tensor, rope: half_blocks.Rope, count: int) -> half_blocks.HeadGroups | None:
+        """Return `project` for `count` groups of heads one after the other, or None if the modules themselves must run."""
         weights = self._project_weights()
         if weights is None:
             return None
-        grad, found = half_blocks.project_gradients(hidden, grads, weights, rope, self.input_layernorm.eps)
-        return grad, [found[id(p)] for p in self.stage_parameters()[0]]
+        return half_blocks.HeadGroups(hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim, count)
 
     def _project_weights(self) -> half_blocks.ProjectWeights | None:
         norm, a = self.input_layernorm, self.self_attn

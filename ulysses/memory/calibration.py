@@ -19,7 +19,7 @@ class Calibration(NamedTuple):
     layer_seconds: float = 0.004  # the host's time for one layer, forward and backward, hooks included
     step_seconds: float = 0.0155  # per micro-batch: metadata, first gather, last reduction, metrics
     kept: float = 1.0  # kept activations, of what kept_bytes counts
-    working: float = 0.988  # the working set of head or layer, of what peak.py counts
+    working: float = 0.992  # the working set of head or layer, of what peak.py counts
     slack: float = 0.03  # fragments that the allocator cannot give back, of its peak
     context_bytes: float = 0.7e9  # CUDA context and libraries
     communicator_bytes: float = 0.6e9  # NCCL's buffers, with more than one process

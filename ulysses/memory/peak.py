@@ -139,8 +139,8 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options, level:
     attention = (3 * (q + 2 * sent) + 5 * q + 2 * held) / chunks
     if level in ("keep_exchange", *AUTOGRAD):  # q, k and v are not computed again, and most of the rest was kept
         attention -= 2 * (q + 2 * sent) + q / 2
-    if chunks > 1:  # q, k, v, their gradients and the output's stay whole beside one group's
-        attention += 3 * q + 4 * k
+    if chunks > 1:  # beside one group's: the output's gradient and the input's; with adapters q, k, v and their gradients, whole
+        attention += q + D if model.is_full else 3 * q + 4 * k
     return fixed + max(mlp, size * S * (2 * D + attention)) + 4 * model.head_dim * S
 
 

@@ -17,7 +17,7 @@ attention: nothing of theirs leaves for the host, and all heads are exchanged at
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', v', out' are head shards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -58,10 +58,8 @@ class Layer(Protocol):
 
     def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def project_gradients(
-        self, hidden: Tensor, rope: tuple[Tensor, Tensor], grads: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]] | None:
-        """Return the gradients of hidden and of project's parameters without running it, or None if it must run."""
+    def head_groups(self, hidden: Tensor, rope: tuple[Tensor, Tensor], count: int) -> "HeadGroups | None":
+        """Return project for `count` equal groups of heads, or None if it must run as it is."""
         ...
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor: ...
@@ -80,6 +78,22 @@ class Layer(Protocol):
 
     def draws(self) -> bool:
         """Say whether the layer draws random numbers (dropout in an adapter), to be drawn again in backward."""
+        ...
+
+
+class HeadGroups(Protocol):
+    """Name what projects one group of heads at a time and adds up the gradients."""
+
+    def project(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a group's q, k and v."""
+        ...
+
+    def add(self, index: int, grads: Sequence[Tensor]) -> None:
+        """Take the gradients of a group's q, k and v."""
+        ...
+
+    def gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the gradients of hidden and, by id, of project's trainable parameters."""
         ...
 
 
@@ -133,14 +147,14 @@ class _Layer(torch.autograd.Function):
         group = Group(settings.offloader)
         dropout = layer.draws()
         random = [RandomState() if dropout else None]
-        qkv = layer.project(hidden, rope)
-        ctx.heads = qkv[0].shape[1], qkv[1].shape[1]
-        attended, chunks = _attend(attention, qkv, plan, settings.head_chunks, settings.level == "keep_exchange")
-        del qkv
+        count = settings.head_chunks
+        groups = layer.head_groups(hidden, rope, count) or _AllHeads(lambda: layer.project(hidden, rope), count)
+        attended, chunks = _attend(attention, groups, plan, count, settings.level == "keep_exchange")
+        del groups
         kept: list[Any] = [group.keep(hidden)]
         if settings.level != "block":
             kept.append(
-                [_Chunk(group.keep(c.out), group.keep(c.lse), tuple(map(group.keep, c.shards))) for c in chunks]
+                [_Chunk(c.heads, group.keep(c.out), group.keep(c.lse), tuple(map(group.keep, c.shards))) for c in chunks]
             )
         if settings.level == "keep_exchange":
             kept.append(group.keep(attended))
@@ -162,12 +176,12 @@ class _Layer(torch.autograd.Function):
         hidden, chunks, attended = _take(ctx)
         stages = layer.stage_parameters()
         project, output = _Stage(ctx.random[0], stages[0]), _Stage(ctx.random[1], stages[1])
-        qkv: tuple[Tensor, ...] = ()
+        count = settings.head_chunks
+        groups = layer.head_groups(hidden, ctx.rope, count)
+        if groups is None:
+            groups = _AllHeads(lambda: project.run(layer.project, (hidden,), ctx.rope), count, project)
         if settings.level == "block":
-            qkv = project.run(layer.project, (hidden,), ctx.rope)
-            attended, chunks = _attend(attention, qkv, plan, settings.head_chunks, settings.head_chunks == 1)
-            if settings.head_chunks == 1:
-                qkv = ()
+            attended, chunks = _attend(attention, groups, plan, count, keep_shards=count == 1)
         elif attended is None:
             attended = _outputs(chunks, plan)
         assert attended is not None
@@ -178,42 +192,37 @@ class _Layer(torch.autograd.Function):
         del middle
         (grad_hidden, grad_attended), grads_output = output.gradients(grad)
         del grad
-        if not qkv and not chunks[0].shards:
-            qkv = project.run(layer.project, (hidden,), ctx.rope)
-        pieces = list(grad_attended.chunk(len(chunks), 1))
+        pieces = list(grad_attended.chunk(count, 1))
         del grad_attended
-        grads_qkv = _attend_gradients(attention, pieces, qkv, chunks, plan, ctx.heads)
-        del qkv
-        direct = None if project.has_run else layer.project_gradients(hidden, ctx.rope, grads_qkv)
-        if direct is None:
-            if not project.has_run:
-                project.run(layer.project, (hidden,), ctx.rope)
-            (grad_project,), grads_project = project.gradients(*grads_qkv)
-        else:
-            grad_project, grads_project = direct
+        _attend_gradients(attention, pieces, groups, chunks, plan)
+        grad_project, by_id = groups.gradients()
+        grads_project = [by_id[id(p)] for p in stages[0]]
         grad_input = grad_hidden.add_(grad_project) if ctx.needs_input_grad[5] else None
         return None, None, None, None, None, grad_input, *grads_project, *grads_output, *grads_ff
 
 
 class _Chunk(NamedTuple):
-    """Hold one group of heads after attention: out', log-sum-exp, and q', k', v' if they are kept."""
+    """Hold one group of (query, kv) heads after attention: out', log-sum-exp, and q', k', v' if they are kept."""
 
+    heads: tuple[int, int]
     out: Any
     lse: Any
     shards: tuple[Any, ...]
 
 
 def _attend(
-    attention: Attention, qkv: Sequence[Tensor], plan: Any, head_chunks: int, keep_shards: bool
+    attention: Attention, groups: HeadGroups, plan: Any, head_chunks: int, keep_shards: bool
 ) -> tuple[Tensor, list[_Chunk]]:
     """Exchange, attend and exchange back, one group of heads after the other; returns out [S, H, E] and the chunks."""
     attended, chunks = None, []
-    for i, (query, key, value) in enumerate(zip(*(x.chunk(head_chunks, 1) for x in qkv))):
-        shards = exchange_qkv_forward(query, key, value, plan)
+    for i in range(head_chunks):
+        query, key, value = groups.project(i)
+        heads, shards = (query.shape[1], key.shape[1]), exchange_qkv_forward(query, key, value, plan)
+        del query, key, value
         out, lse = attention.attend_forward(*shards, plan)
         attended = _place(attended, exchange_out_forward(out, plan), i, head_chunks)
-        chunks.append(_Chunk(out, lse, shards if keep_shards else ()))
-        del query, key, value, shards, out, lse
+        chunks.append(_Chunk(heads, out, lse, shards if keep_shards else ()))
+        del shards, out, lse
     assert attended is not None
     return attended, chunks
 
@@ -226,32 +235,21 @@ def _outputs(chunks: Sequence[_Chunk], plan: Any) -> Tensor | None:
     return attended
 
 
-def _attend_gradients(
-    attention: Attention,
-    grads: list[Tensor],
-    qkv: Sequence[Tensor],
-    chunks: list[_Chunk],
-    plan: Any,
-    heads: tuple[int, int],
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v from those of each chunk's output.
+def _attend_gradients(attention: Attention, grads: list[Tensor], groups: HeadGroups, chunks: list[_Chunk], plan: Any) -> None:
+    """Give `groups` the gradients of q, k and v from those of each chunk's output.
 
-    Chunks without shards exchange theirs from `qkv` again. Empties `grads` and `chunks`: nothing outlives its use.
+    Chunks without shards project and exchange theirs again. Empties `grads` and `chunks`: nothing outlives its use.
     """
-    count = len(chunks)
-    parts = list(zip(*(x.chunk(count, 1) for x in qkv)))
-    found: list[Tensor | None] = [None] * 3
-    for i in range(count):
-        out, lse, shards = chunks.pop(0)
-        query, key, value = shards or exchange_qkv_forward(*parts.pop(0), plan)  # type: ignore[call-arg]
+    for i in range(len(chunks)):
+        heads, out, lse, shards = chunks.pop(0)
+        query, key, value = shards or exchange_qkv_forward(*groups.project(i), plan)
         grad_out = exchange_out_backward(grads.pop(0), plan)
         query, key, value = attention.attend_backward(grad_out, query, key, value, out, lse, plan)
         del shards, grad_out, out, lse
-        grad_parts = exchange_qkv_backward(query, key, value, plan, heads[0] // count, heads[1] // count)
+        grad_parts = exchange_qkv_backward(query, key, value, plan, *heads)
         del query, key, value
-        found = [_place(whole, part, i, count) for whole, part in zip(found, grad_parts)]
+        groups.add(i, grad_parts)
         del grad_parts
-    return tuple(whole for whole in found if whole is not None)
 
 
 def _place(whole: Tensor | None, part: Tensor, index: int, count: int) -> Tensor:
@@ -273,11 +271,37 @@ def _take(ctx: Any) -> tuple[Tensor, list[_Chunk], Tensor | None]:
     ctx.kept = ctx.group = None
     hidden = group.get(kept[0])
     chunks = (
-        [_Chunk(group.get(c.out), group.get(c.lse), tuple(map(group.get, c.shards))) for c in kept[1]]
+        [_Chunk(c.heads, group.get(c.out), group.get(c.lse), tuple(map(group.get, c.shards))) for c in kept[1]]
         if kept[1:]
         else []
     )
     return hidden, chunks, group.get(kept[2]) if kept[2:] else None
+
+
+class _AllHeads:
+    """Be HeadGroups where project runs as it is: all heads at once, then cut. `run` is what `stage` runs in backward."""
+
+    def __init__(self, run: Callable[[], Sequence[Tensor]], count: int, stage: "_Stage | None" = None) -> None:
+        self._run, self._count, self._stage = run, count, stage
+        self._qkv: Sequence[Tensor] = ()
+        self._grads: list[Tensor | None] = [None] * 3
+
+    def project(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = self._qkv or self._run()
+        self._qkv = qkv if self._count > 1 else ()  # a single group is asked for once
+        query, key, value = (x.chunk(self._count, 1)[index] for x in qkv)
+        return query, key, value
+
+    def add(self, index: int, grads: Sequence[Tensor]) -> None:
+        self._grads = [_place(whole, part, index, self._count) for whole, part in zip(self._grads, grads)]
+
+    def gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
+        assert self._stage is not None
+        if not self._stage.has_run:
+            self._run()
+        self._qkv = ()
+        (grad,), found = self._stage.gradients(*(g for g in self._grads if g is not None))
+        return grad, {id(p): g for p, g in zip(self._stage.parameters, found)}
 
 
 class _Stage:

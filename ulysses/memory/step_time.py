@@ -79,6 +79,8 @@ def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
     project, output, gate_up, down = D * (q + 2 * k), D * q, 2 * D * F, D * F
     level = runs_as(level, work.local, options)
     again = {"none": 0, "mlp": 0, "keep_exchange": output, "keep_attention": project + output, "block": project + output}[level]
+    groups = level == "block" and options.tiling.head_chunks > 1
+    again += project * (groups and model.is_full)
     if level != "none":
         again += gate_up + (0 if model.is_full else down)
     matrices = 2.0 * ((3 if model.is_full else 2) * (project + output + gate_up + down) + again)
@@ -86,7 +88,7 @@ def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
     elementwise = options.element_size * (9 * F + 20 * D + 12 * (q + 2 * k))
     if level != "none":
         elementwise += options.element_size * (3 * F + 8 * D + (6 * (q + 2 * k) if repeats else 0))
-    third = (q + 2 * k) / (2 * q + 2 * k) if level == "block" and options.tiling.head_chunks > 1 else 0.0  # q, k, v once more
+    third = (q + 2 * k) / (2 * q + 2 * k) if groups else 0.0  # q, k, v once more
     return Passes(matrices, 3.5 + (level == "block"), 2.0 + repeats + third, float(elementwise))
 
 
