@@ -17,6 +17,7 @@ from ulysses.memory.plan import (
     choices,
     choose_level,
     host_budget,
+    keep_gathered,
     level_list,
     level_name,
     longest_sequence,
@@ -255,6 +256,19 @@ def test_layers_leave_for_the_host_only_where_that_is_worth_it() -> None:
     assert best(1 << 20, "auto") == best(1 << 20, "none")  # to keep the exchanges of more layers would save next to nothing
     here, away = best(7 << 18, "none"), best(7 << 18, "auto")  # whole blocks recomputed, or not
     assert away.offloaded_layers > 0 and away.prediction.seconds < (1 - WORTH) * here.prediction.seconds
+
+
+def test_gathered_weights_stay_where_links_limit_the_step() -> None:
+    nodes = node(16)._replace(node_link=10e9)
+    short, long = Work(1 << 13, 1), Work(1 << 19, 16)
+    for machine, work, stays in ((nodes, short, True), (nodes, long, False), (node(8), short, False)):
+        choice = choose_level(llama(), machine, work, Options(), levels=("block",))
+        assert choice is not None
+        kept = keep_gathered(llama(), machine, work, choice)
+        assert (kept.options.gathered_layers == 32) is stays and (kept.options.gathered_layers == 0) is not stays
+        assert kept.prediction.fits(machine) and kept.prediction.seconds <= choice.prediction.seconds
+    rollout = short._replace(rollout=Rollout(1, 1, 10, 10, 1))
+    assert keep_gathered(llama(), nodes, rollout, choice) is choice  # the sampler holds the whole policy besides
 
 
 def test_longest_sequence_is_the_longest() -> None:

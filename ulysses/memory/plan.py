@@ -20,7 +20,7 @@ from ulysses.memory.step_time import step_seconds
 from ulysses.memory.tiling import head_chunk_counts
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
-WORTH = 0.02  # share of a step's time that moving more layers to the host must save
+WORTH = 0.02  # share of a step's time that moving more layers to the host, or keeping gathered weights, must save
 HOST_FILL = 0.9  # share of a node's free memory that training may take
 FASTEST_FIRST = ("none", "mlp", "keep_exchange", "keep_attention", "block")
 
@@ -237,15 +237,18 @@ def choose_level(
 def keep_gathered(model: Model, machine: Machine, work: Work, choice: Choice) -> Choice:
     """Return the choice with as many layers' gathered weights kept from the forward to the backward pass as fit.
 
-    That saves one of two gathers: a few percent of a short step, nothing of a long one. So only where nothing is recomputed.
+    That saves one of two gathers: a few percent of a short step, more where links between nodes limit it, nothing of a long one. So
+    only where nothing is recomputed, or where more than WORTH is predicted to be saved.
     """
 
     def keeping(layers: int) -> Choice:
         return _choice(model, machine, work, choice.options._replace(gathered_layers=layers))
 
-    if machine.gpus == 1 or work.rollout is not None or set(choice.levels) != {"none"}:
+    if machine.gpus == 1 or work.rollout is not None:
         return choice
-    return keeping(bisect_left(range(1, model.layers + 1), True, key=lambda layers: not keeping(layers).prediction.fits(machine)))
+    kept = keeping(bisect_left(range(1, model.layers + 1), True, key=lambda layers: not keeping(layers).prediction.fits(machine)))
+    saves = kept.prediction.seconds < (1 - WORTH) * choice.prediction.seconds
+    return kept if saves or set(choice.levels) == {"none"} else choice
 
 
 def longest_sequence(
