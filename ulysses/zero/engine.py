@@ -6,6 +6,7 @@
 DeepSpeed gathers and releases weights; it knows nothing of sequence parallelism, and reduces nothing.
 """
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +75,10 @@ class ZeroEngine:
         self.device = torch.device(self.engine.device)
         if self.trainable:
             check_deepspeed(self.zero)
+            # DeepSpeed learns the order in which modules run, to gather ahead and to know what may stay gathered. Passes without
+            # a backward half have an order of their own: in one with the others, neither would ever be learnt.
+            self.forward_only = copy.copy(self.zero.parameter_offload.param_coordinator)
+            self.forward_only._clear_trace_structures()
             slices = {parameter: grad for _, parameter, _, grad in rank_slices(self.zero)}
             units = [m for m in model.modules() if type(m) in present]
             bucket = config["zero_optimization"]["reduce_bucket_size"]
@@ -81,7 +86,16 @@ class ZeroEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
-        return self.engine(*args, **kwargs) if self.trainable and torch.is_grad_enabled() else self.module(*args, **kwargs)
+        if not self.trainable:
+            return self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return self.engine(*args, **kwargs)
+        offload = self.zero.parameter_offload
+        training, offload.param_coordinator = offload.param_coordinator, self.forward_only
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            offload.param_coordinator = training
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Back-propagate an already scaled loss; `last` marks the step's last micro-batch."""
@@ -139,15 +153,6 @@ class ZeroEngine:
                 yield
         finally:
             self.module.train(was_training)
-
-    def release(self) -> None:
-        """Give back all whole parameters, those on their way included. All ranks must call it together.
-
-        DeepSpeed gathers ahead in the order of a training step, so a forward pass without a backward one ends with the
-        first layers of its backward half in flight, and gathering those by hand would fail. A frozen model has no such half.
-        """
-        if self.trainable:
-            self.zero._partition_all_parameters()
 
     def destroy(self) -> None:
         """Remove DeepSpeed's hooks and give all memory back; nothing of the engine may be used afterwards.

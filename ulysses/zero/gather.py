@@ -27,7 +27,6 @@ def gathered_weights(engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 
     chosen = [(engine.names[id(p)], p) for p in engine.module.parameters()]
     chosen = [(name.removeprefix(prefix), p) for name, p in chosen if name.startswith(prefix)]
     weights = sum(p.ds_numel * p.ds_tensor.element_size() for _, p in chosen)
-    engine.release()  # before looking: what was gathered ahead takes memory too
     free = free_bytes(engine.device)
     least = torch.tensor(float(free) * (1 - RESERVE) - more_bytes, dtype=torch.float64, device=engine.device)
     if dist.is_initialized():

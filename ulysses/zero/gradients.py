@@ -15,8 +15,8 @@ from ulysses.gradients.gradients import Gradients, GradientSlice
 # What this folder reads and calls of DeepSpeed's ZeRO-3 optimizer and of its parameters; none of it is a documented interface.
 NEEDED = (
     "fp16_groups", "fp16_partitioned_groups_flat", "fp32_partitioned_groups_flat", "grad_partitions_flat_buffer", "offload_optimizer",
-    "optimizer", "reset_cpu_buffers", "sub_group_to_group_id", "zero_grad", "_optimizer_step", "_partition_all_parameters",
-    "_post_step", "_pre_step", "_reassign_or_swap_out_partitioned_parameters",
+    "optimizer", "parameter_offload", "reset_cpu_buffers", "sub_group_to_group_id", "zero_grad", "_optimizer_step",
+    "_partition_all_parameters", "_post_step", "_pre_step", "_reassign_or_swap_out_partitioned_parameters",
 )  # fmt: skip
 NEEDED_OF_PARAMETERS = ("ds_numel", "ds_shape", "ds_tensor", "partition_numel")
 

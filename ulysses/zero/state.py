@@ -127,7 +127,6 @@ def full_parameters(
     """
     main = dist.get_rank() == 0
     seen: set[int] = set()
-    engine.release()
     with streaming_memory():
         for module in engine.module.modules():
             own = [p for p in module.parameters(recurse=False) if id(p) not in seen and wanted(engine.names[id(p)])]
