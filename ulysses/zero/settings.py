@@ -24,6 +24,7 @@ OWNED = {
     "zero_optimization.stage": "nothing: the engine runs ZeRO stage 3",
     "zero_optimization.reduce_scatter": "nothing: the engine reduces gradients itself",
     "zero_optimization.zero_quantized_gradients": "nothing: the engine reduces gradients itself",
+    "zero_optimization.zero_hpz_partition_size": "nothing: its copies would be made before the weights are filled in",
     "zero_optimization.offload_optimizer": "memory.offload_optimizer",
     "zero_optimization.offload_param": "memory.offload_parameters",
     "zero_allow_untested_optimizer": "nothing: the engine brings its own optimizer",
@@ -107,10 +108,10 @@ def refuse_owned(raw: dict[str, Any]) -> None:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Lay the nested table `over` on `base`, in place; return `base`."""
+    """Lay the nested table `over` on `base`, in place; return `base`. "auto" leaves the base's value, as DeepSpeed means it."""
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             merge(base[key], value)
-        else:
+        elif value != "auto":
             base[key] = value
     return base
