@@ -1,14 +1,17 @@
 """The [memory] section: decided once, reaches every layer, refuses what cannot be honoured."""
 
 import json
+import os
 import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from models.arch import architecture
 from tests.engine_case import SHAPE
@@ -168,6 +171,21 @@ def test_a_node_s_host_memory_can_be_told(monkeypatch: pytest.MonkeyPatch) -> No
     for told, found in ((480.0, 480 * GIB), (0.0, free_host_bytes())):
         here = this_machine(device, None, told)  # type: ignore[arg-type]
         assert here is not None and here.host_bytes == pytest.approx(found, rel=0.2)
+
+
+def seen() -> Any:
+    """What a rank of a node of 2, or of one of 1, takes for the machine, had it a GPU."""
+    device, rank = SimpleNamespace(type="cuda"), dist.get_rank()
+    os.environ["LOCAL_WORLD_SIZE"] = "21"[rank // 2]
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=GIB * (1 + rank))):
+        with mock.patch.object(torch, "tensor", lambda values, **_: torch.DoubleTensor(values)):
+            return this_machine(device, None, 100.0 - rank)  # type: ignore[arg-type]
+
+
+def test_ranks_of_unequal_nodes_see_one_machine() -> None:
+    """Else they would choose different memory settings, and wait for each other's collectives."""
+    machine = Machine(3, GIB, 98 * GIB, 2)
+    assert run_distributed(seen, 3, cpu=True) == [machine] * 3
 
 
 def stage_case(stage: str, lora: int = 0, **section: Any) -> tuple[Any, Any, Any]:

@@ -309,7 +309,7 @@ def _advice(config: Config, model: Model) -> str:
 
 
 def this_machine(device: torch.device, peak_flops: float | None, host_gib: float = 0.0) -> Machine | None:
-    """Return the smallest GPU and host memory of all ranks, so that they decide alike; None on CPU.
+    """Return the smallest GPU and host memory of all ranks and the largest node, so that they decide alike; None on CPU.
 
     `host_gib` is a node's host memory, 0 what its kernel reports (memory.host_memory). All ranks call it together, before they allocate.
     """
@@ -318,14 +318,14 @@ def this_machine(device: torch.device, peak_flops: float | None, host_gib: float
     size = dist.get_world_size() if dist.is_initialized() else 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     values = torch.tensor(
-        [torch.cuda.get_device_properties(device).total_memory, host_gib * GIB or free_host_bytes(), peak_flops or 0.0],
+        [torch.cuda.get_device_properties(device).total_memory, host_gib * GIB or free_host_bytes(), peak_flops or 0.0, -local],
         dtype=torch.float64,
         device=device,
     )
     if size > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MIN)
-    gpu, host, peak = values.tolist()
-    machine = Machine(size, gpu, host, local)
+    gpu, host, peak, node = values.tolist()
+    machine = Machine(size, gpu, host, -int(node))
     return machine._replace(peak_flops=peak) if peak else machine
 
 
