@@ -4,6 +4,7 @@
       inside a node           all-to-all: each rank receives every peer's copy of the slices it answers for
                               float32 sum over these copies, in the order of the ranks
       between nodes           reduce-scatter of the sums, each rank with those of its place in the other nodes
+    small gradients           wait for company, then one float32 all-reduce
     result                    divided by the world size, written to the slice (first micro-batch) or added to it
 
 In bfloat16 half the bytes of a float32 reduce-scatter travel, without its float32 copy of every gradient, and nothing is
@@ -53,7 +54,7 @@ class GradientReduction:
         self._slices, self._between, self._bucket = slices, between, bucket
         self._on_host = any(not s.is_cuda for s in slices.values())
         self._world, self._rank = dist.get_world_size(), dist.get_rank()
-        self._groups(_node_size() if node_size is None else node_size)
+        self._make_groups(_node_size() if node_size is None else node_size)
         # at high priority reductions start at the next kernel boundary instead of behind all queued products
         self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None
         self._events: deque[torch.cuda.Event] = deque()
@@ -71,8 +72,8 @@ class GradientReduction:
         for p in slices:
             p.ds_grad_is_ready = False  # type: ignore[attr-defined]
 
-    def _groups(self, node_size: int) -> None:
-        """Make a communicator of our own: in the default one reductions and gathers would wait for each other."""
+    def _make_groups(self, node_size: int) -> None:
+        """Make communicators of our own: in the default one reductions and gathers would wait for each other."""
         world, L = self._world, node_size
         self._nodes = world // L
         self._inside = self._across = self._all = None
@@ -117,6 +118,7 @@ class GradientReduction:
         self._slices, self._waiting = {}, []
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take the gradients that parameters have now: large ones are reduced at once, small ones when there are enough."""
         with self._beside() as stream:
             for parameter in parameters:
                 grad, parameter.grad = parameter.grad, None
@@ -127,7 +129,7 @@ class GradientReduction:
                 if grad.numel() < self._bucket:
                     self._waiting.append((parameter, grad))
                 else:
-                    self._place(parameter, self._summed(parameter, grad.reshape(-1)))
+                    self._store(parameter, self._summed(parameter, grad.reshape(-1)))
             if sum(grad.numel() for _, grad in self._waiting) >= self._bucket:
                 self._send_waiting()
 
@@ -174,10 +176,11 @@ class GradientReduction:
             dist.all_reduce(flat, group=self._all)
         for (parameter, _), whole in zip(waiting, flat.split([grad.numel() for _, grad in waiting]), strict=True):
             start = min(self._rank * _slice_size(parameter), whole.numel())
-            self._place(parameter, whole.narrow(0, start, self._slices[parameter].numel()))
+            self._store(parameter, whole.narrow(0, start, self._slices[parameter].numel()))
 
     @torch.no_grad()
-    def _place(self, parameter: nn.Parameter, total: Tensor) -> None:
+    def _store(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Write or add this rank's part of a sum, divided by the world size, to its slice."""
         target = self._slices[parameter]
         first, share = parameter not in self._written, 1 / self._world
         self._written.add(parameter)
