@@ -90,7 +90,7 @@ def derive(
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    return merge(config, raw or {})
+    return merge(config, _without_auto(raw or {}))
 
 
 def refuse_owned(raw: dict[str, Any]) -> None:
@@ -108,10 +108,15 @@ def refuse_owned(raw: dict[str, Any]) -> None:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Lay the nested table `over` on `base`, in place; return `base`. "auto" leaves the base's value, as DeepSpeed means it."""
+    """Lay the nested table `over` on `base`, in place; return `base`."""
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(base.get(key), dict):
             merge(base[key], value)
-        elif value != "auto":
+        else:
             base[key] = value
     return base
+
+
+def _without_auto(raw: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the keys set to "auto", DeepSpeed's word for "as if it were not here"."""
+    return {k: _without_auto(v) if isinstance(v, dict) else v for k, v in raw.items() if v != "auto"}
