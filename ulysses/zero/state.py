@@ -118,9 +118,7 @@ def _set_optimizer_step(engine: ZeroEngine, step: int) -> None:
         engine.zero.optimizer.state[master]["step"].fill_(step)
 
 
-def full_parameters(
-    engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+def full_parameters(engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every parameter (whose name is wanted) whole, in the model's order, a module at a time; the tensor only on rank 0 (host copy).
 
     All ranks must iterate it together; no rank ever holds more than one module's parameters.
