@@ -115,7 +115,7 @@ class HeadGroups:
     Nothing of all heads exists at once; the norm runs again for each group. Without a graph.
     """
 
-    def __init__(self, hidden: Tensor, weights: ProjectWeights, rope: Rope, eps: float, head_dim: int, count: int = 1) -> None:
+    def __init__(self, hidden: Tensor, weights: ProjectWeights, rope: Rope, eps: float, head_dim: int, count: int) -> None:
         self._hidden, self._weights, self._rope, self._eps, self._head_dim = hidden, weights, rope, eps, head_dim
         norm, *matrices = weights
         rows = [(None,) * count if m is None else m.chunk(count) for m in matrices]

@@ -96,9 +96,8 @@ def test_evaluation_weighs_tokens_and_pairs_like_training(stage: str, world: int
 @pytest.mark.parametrize("node_size", [1, 2])
 def test_sums_travel_between_nodes_in_float32_or_rounded(node_size: int) -> None:
     exact = plain_gradients(Case("sft"))[1]
-    for steps in (1, 2):  # the second step replaces what the first left
-        case = Case("sft", sp=2, steps=steps, node_size=node_size)
-        assert_same_gradients(run_distributed(run_case, 4, case, with_zero=True)[0][1][0], exact)
+    _, gradients = run_distributed(run_case, 4, Case("sft", sp=2, node_size=node_size), with_zero=True)[0]
+    assert_same_gradients(gradients[0], exact)
     rounded = Case("sft", sp=2, node_size=node_size, reduce_between=torch.bfloat16)
     _, gradients = run_distributed(run_case, 4, rounded, with_zero=True)[0]
     assert_same_gradients(gradients[0], exact, 2e-2)
