@@ -126,12 +126,42 @@ def need(kernel):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("heads", [(4, 4), (7, 1), (8, 2)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel_equals_plain_attention_on_gpu(kernel, heads, head_dim, pack, causal):
     need(kernel)
     check(kernel, "cuda", torch.bfloat16, PACKS[pack], heads, head_dim, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 64, 80, 96, 128, 256])
+def test_what_auto_takes_for_any_head_dim_is_right(head_dim):
+    for documents in (None, 1):
+        name = resolve_kernel("auto", "cuda", torch.bfloat16, head_dim, documents=documents).name
+        kernels.prove_kernel(name, torch.device("cuda"), torch.bfloat16, 7, 1, head_dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_right_kernels_prove_themselves(name, dtype):
+    kernels.prove_kernel(name, torch.device("cpu"), dtype, 4, 2, 16)
+
+
+@pytest.mark.parametrize(("index", "name"), enumerate(("query", "key", "value")))
+@pytest.mark.parametrize("factor", [1.03, torch.nan])
+def test_a_wrong_gradient_is_refused_by_name(monkeypatch, index, name, factor):
+    real = kernels.varlen_backward
+
+    def wrong(kernel, *arguments):
+        grads = list(real(kernel, *arguments))
+        if kernel == "torch":
+            grads[index] = grads[index] * factor
+        return tuple(grads)
+
+    monkeypatch.setattr(kernels, "varlen_backward", wrong)
+    with pytest.raises(ValueError, match=f"kernel torch gives a wrong {name} gradient on cpu .*; set model.attention to another"):
+        kernels.prove_kernel("torch", torch.device("cpu"), torch.bfloat16, 4, 2, 16)
 
 
 @pytest.mark.gpu
@@ -248,7 +278,11 @@ def test_gpu_limits_are_checked_without_a_gpu(monkeypatch):
     with pytest.raises(ValueError, match="flash4 needs float16 or bfloat16"):
         resolve_kernel("flash4", "cuda", torch.float32, 64)
     with pytest.raises(ValueError, match="a multiple of 8 and at most 128"):
-        resolve_kernel("flash4", "cuda", torch.bfloat16, 256)
+        resolve_kernel("cudnn", "cuda", torch.bfloat16, 256)
+    for head_dim in (8, 16, 96, 256):
+        with pytest.raises(ValueError, match="flash4 is for head dims 32, 64, 128, where its gradients are known to be right; set"):
+            resolve_kernel("flash4", "cuda", torch.bfloat16, head_dim)
+    assert resolve_kernel("auto", "cuda", torch.bfloat16, 16).name == "flash2"
     with pytest.raises(ValueError, match="deterministic only under"):
         resolve_kernel("torch", "cuda", torch.bfloat16, 64, deterministic=True)
     with pytest.raises(ValueError, match="attention kernel cudnn cannot run here .*: cudnn's backward is not deterministic; set another"):

@@ -31,6 +31,10 @@ from .layout import Segments
 # cudnn 560-656 / 530-552 (one long document), flash2 and torch 330-357 / 315-324.
 KERNELS = ("flash4", "cudnn", "flash2", "torch", "reference")
 HALF = (torch.float16, torch.bfloat16)
+# flash4 4.0.0b36 on H200: gradients right for these (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16
+FLASH4_HEAD_DIMS = (32, 64, 128)
+PROOF = (129, 1, 300)  # lengths of prove_kernel's documents: several tiles, none of them full, and a single token
+PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels come to 2e-3 to 4e-3
 
 
 class KernelChoice(NamedTuple):
@@ -126,7 +130,9 @@ def _unfit(
         return "torch's CPU kernel knows no window" if windowed else None
     if dtype not in HALF:
         return f"{name} needs float16 or bfloat16"
-    limit = 128 if name in ("flash4", "cudnn") else 256
+    if name == "flash4" and head_dim not in FLASH4_HEAD_DIMS:
+        return f"flash4 is for head dims {', '.join(map(str, FLASH4_HEAD_DIMS))}, where its gradients are known to be right"
+    limit = 128 if name == "cudnn" else 256
     if head_dim % 8 or head_dim > limit:
         return f"{name} needs a head dim that is a multiple of 8 and at most {limit}"
     if name == "cudnn" and windowed:
@@ -228,6 +234,37 @@ def varlen_backward(
     else:
         raise ValueError(f"attention kernel {kernel!r} is unknown; resolve_kernel names the kernels")
     return dq, dk, dv
+
+
+def prove_kernel(name: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Compare a kernel's values and gradients on a small pack with plain attention in float64.
+
+    Kernels are other projects' code, compiled for this GPU by this driver: a wrong gradient makes no noise. Raises
+    ValueError: which tensor is wrong, by how much, what to change.
+    """
+    draw = torch.Generator().manual_seed(0)
+    tokens, cu = sum(PROOF), torch.tensor([0, *PROOF]).cumsum(0).int()
+    segments = Segments(cu.to(device), cu.to(device), max(PROOF), max(PROOF), (cu.tolist(), cu.tolist()))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = Options(True, head_dim**-0.5, deterministic=deterministic)
+    widths = (heads, kv_heads, kv_heads)
+    buffer = torch.randn(tokens, sum(widths), head_dim, generator=draw).to(device, dtype)  # strided, as the exchange leaves them
+    dout = torch.randn(tokens, heads, head_dim, generator=draw).to(device, dtype)
+
+    def run(name: str, dout: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = buffer.split(widths, 1)
+        out, lse = varlen_forward(name, q, k, v, segments, options)
+        return out, lse, *varlen_backward(name, dout, q, k, v, out, lse, segments, options)
+
+    found, exact = run(name, dout, buffer), run("reference", dout.double(), buffer.double())
+    for what, got, wanted in zip(("output", "log-sum-exp", "query gradient", "key gradient", "value gradient"), found, exact):
+        error = float((got.double() - wanted).norm() / wanted.norm())
+        if not error < PROOF_ERROR:
+            raise ValueError(
+                f"attention kernel {name} gives a wrong {what} on {device} ({heads}/{kv_heads} heads of {head_dim}, "
+                f"{str(dtype).removeprefix('torch.')}): off by {error:.1%} of its norm; set model.attention to another "
+                "kernel, or install another version of this one"
+            )
 
 
 def _or_minus_one(side: int | None) -> int:

@@ -19,13 +19,15 @@ from models.hf_format import copy_side_files
 from ulysses.gradients.policy import GradientPolicyChain
 from ulysses.gradients.presets import explain_thresholds
 from ulysses.gradients.table import GradientTable
+from ulysses.parallel.kernels import prove_kernel
+from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, weights_of
 from ulysses.training.build_stage import StageBuilder
 from ulysses.training.checkpoint import Checkpoints, read_run_state, remove_folder
 from ulysses.training.checks import check_run, data_digest
 from ulysses.training.command_line import ConfigError, parse_command_line
-from ulysses.training.config import Config
+from ulysses.training.config import DTYPES, Config
 from ulysses.training.export_model import export_model
 from ulysses.training.failure import FailureWatch, StepError
 from ulysses.training.memory import adapter_parameters, choose_memory, planner_model, planner_work, this_machine
@@ -84,6 +86,8 @@ class TrainingRun:
     def _build(self) -> None:
         config, plan, shape = self.config, self.plan, self.plan.shape
         self._say(f"attention kernel: {plan.kernel} ({plan.kernel_reason})")
+        if self.device.type == "cuda":
+            self._prove_kernel()
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data is not None:
                 self._say(f"{name} data: {data.report}")
@@ -125,6 +129,14 @@ class TrainingRun:
             peak_flops=device_peak_flops(),
             seed=config.run.seed,
         )
+
+    def _prove_kernel(self) -> None:
+        shape = self.plan.shape
+        local = head_layout(shape.num_attention_heads, shape.num_key_value_heads, self.mesh.head_parallel_size)
+        try:
+            prove_kernel(self.plan.kernel, self.device, DTYPES[self.config.model.dtype], local.query, local.key, shape.head_dim)
+        except ValueError as error:
+            raise ConfigError(f"model.attention: {error}") from None
 
     def _policies(self) -> GradientPolicyChain:
         chain = self.config.gradients.chain(self.config.scopes)
