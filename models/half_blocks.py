@@ -147,6 +147,36 @@ class HeadGroups:
         return grad_hidden, {id(w): g for w, g, want in zip(self._weights, found, self._wanted) if want and g is not None}
 
 
+class OutputGroups:
+    """Add the projected attention output to hidden; its gradient is computed for one group of heads at a time. Without a graph."""
+
+    def __init__(self, weight: Tensor, head_dim: int, count: int) -> None:
+        self._weight, self._head_dim, self._columns = weight, head_dim, weight.shape[1] // count
+        self._attended: Tensor | None = None
+        self._grad: Tensor | None = None
+
+    @torch.no_grad()
+    def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Return hidden [S, D] + the projection of attended [S, H, E]."""
+        self._attended = attended.flatten(1)
+        return F.linear(self._attended, self._weight).add_(hidden)
+
+    @torch.no_grad()
+    def gradients(self, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Take the gradient of the sum [S, D]; return hidden's, which is the same, and the weight's if it is trained."""
+        assert self._attended is not None
+        found = [grad.t() @ self._attended] if self._weight.requires_grad else []
+        self._grad, self._attended = grad, None
+        return grad, found
+
+    @torch.no_grad()
+    def part(self, index: int) -> Tensor:
+        """Return the gradient [S, H/count, E] of a group's attention output."""
+        assert self._grad is not None
+        columns = self._weight[:, index * self._columns : (index + 1) * self._columns]
+        return (self._grad @ columns).unflatten(1, (-1, self._head_dim))
+
+
 def _project_backward(
     hidden: Tensor, grads: Sequence[Tensor], w: ProjectWeights, rope: Rope, eps: float, wanted: Sequence[bool]
 ) -> tuple[Any, ...]:

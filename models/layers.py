@@ -166,6 +166,11 @@ class DecoderLayer(nn.Module):
         """Add the projected attention output [S, H, E] to the layer's input."""
         return hidden + self.self_attn.o_proj(attended.flatten(1))
 
+    def output_groups(self, count: int) -> half_blocks.OutputGroups | None:
+        """Return `output` with gradients for `count` groups of heads one after the other, or None if the module itself must run."""
+        o = self.self_attn.o_proj
+        return half_blocks.OutputGroups(o.weight, self.self_attn.head_dim, count) if half_blocks.is_plain(o) else None
+
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the MLP of the normalised rows; row by row independent, so it can run in tiles."""
         weights = self._feed_forward_weights()

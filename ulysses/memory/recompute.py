@@ -18,7 +18,7 @@ Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from ulysses.memory.offload import Group, Offloader
+from ulysses.memory.parts import Attention, HeadGroups, Layer, OutputGroups
 from ulysses.memory.replay import RandomState, replay
 from ulysses.parallel.all_to_all import (
     exchange_out_backward,
@@ -37,64 +38,6 @@ from ulysses.parallel.all_to_all import (
 RecomputeLevel = Literal["block", "keep_attention", "keep_exchange", "mlp", "none"]
 LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
 AUTOGRAD = ("mlp", "none")  # levels whose attention is ordinary autograd: not offloaded, not cut into groups of heads
-
-
-class Attention(Protocol):
-    """Name the two halves of the attention kernel on head shards, without a graph."""
-
-    def attend_forward(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
-        """Return out' and the log-sum-exp."""
-        ...
-
-    def attend_backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, plan: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q', k' and v'."""
-        ...
-
-
-class Layer(Protocol):
-    """Name the parts of a decoder layer that the levels keep or repeat; see the drawing."""
-
-    def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def head_groups(self, hidden: Tensor, rope: tuple[Tensor, Tensor], count: int) -> "HeadGroups | None":
-        """Return project for `count` equal groups of heads, or None if it must run as it is."""
-        ...
-
-    def output(self, hidden: Tensor, attended: Tensor) -> Tensor: ...
-
-    def feed_forward_tiles(self, rows: Tensor, tile_rows: int) -> Tensor:
-        """Run feed_forward tile by tile, without a graph."""
-        ...
-
-    def feed_forward_gradients(self, rows: Tensor, grad: Tensor, tile_rows: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of the rows and of feed_forward's trainable parameters, tile by tile."""
-        ...
-
-    def stage_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-        """Return the trainable parameters of project, of output and of feed_forward."""
-        ...
-
-    def draws(self) -> bool:
-        """Say whether the layer draws random numbers (dropout in an adapter), to be drawn again in backward."""
-        ...
-
-
-class HeadGroups(Protocol):
-    """Name what projects one group of heads at a time and adds up the gradients."""
-
-    def project(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a group's q, k and v."""
-        ...
-
-    def add(self, index: int, grads: Sequence[Tensor]) -> None:
-        """Take the gradients of a group's q, k and v."""
-        ...
-
-    def gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the gradients of hidden and, by id, of project's trainable parameters."""
-        ...
 
 
 def check_level(level: str) -> None:
@@ -175,8 +118,8 @@ class _Layer(torch.autograd.Function):
         layer, attention, plan, settings = ctx.layer, ctx.attention, ctx.plan, ctx.settings
         hidden, chunks, attended = _take(ctx)
         stages = layer.stage_parameters()
-        project, output = _Stage(ctx.random[0], stages[0]), _Stage(ctx.random[1], stages[1])
-        count = settings.head_chunks
+        project, count = _Stage(ctx.random[0], stages[0]), settings.head_chunks
+        outputs = layer.output_groups(count) or _AllOutputs(_Stage(ctx.random[1], stages[1]), layer.output, count)
         groups = layer.head_groups(hidden, ctx.rope, count)
         if groups is None:
             groups = _AllHeads(lambda: project.run(layer.project, (hidden,), ctx.rope), count, project)
@@ -185,16 +128,14 @@ class _Layer(torch.autograd.Function):
         elif attended is None:
             attended = _outputs(chunks, plan)
         assert attended is not None
-        (middle,) = output.run(layer.output, (hidden, attended))
+        middle = outputs.run(hidden, attended)
         del attended
         with replay(ctx.random[2]):
             grad, grads_ff = layer.feed_forward_gradients(middle, grad, settings.tile_rows)
         del middle
-        (grad_hidden, grad_attended), grads_output = output.gradients(grad)
+        grad_hidden, grads_output = outputs.gradients(grad)
         del grad
-        pieces = list(grad_attended.chunk(count, 1))
-        del grad_attended
-        _attend_gradients(attention, pieces, groups, chunks, plan)
+        _attend_gradients(attention, outputs, groups, chunks, plan)
         grad_project, by_id = groups.gradients()
         grads_project = [by_id[id(p)] for p in stages[0]]
         grad_input = grad_hidden.add_(grad_project) if ctx.needs_input_grad[5] else None
@@ -235,15 +176,15 @@ def _outputs(chunks: Sequence[_Chunk], plan: Any) -> Tensor | None:
     return attended
 
 
-def _attend_gradients(attention: Attention, grads: list[Tensor], groups: HeadGroups, chunks: list[_Chunk], plan: Any) -> None:
+def _attend_gradients(attention: Attention, outputs: OutputGroups, groups: HeadGroups, chunks: list[_Chunk], plan: Any) -> None:
     """Give `groups` the gradients of q, k and v from those of each chunk's output.
 
-    Chunks without shards project and exchange theirs again. Empties `grads` and `chunks`: nothing outlives its use.
+    Chunks without shards project and exchange theirs again. Empties `chunks`: nothing outlives its use.
     """
     for i in range(len(chunks)):
         heads, out, lse, shards = chunks.pop(0)
         query, key, value = shards or exchange_qkv_forward(*groups.project(i), plan)
-        grad_out = exchange_out_backward(grads.pop(0), plan)
+        grad_out = exchange_out_backward(outputs.part(i), plan)
         query, key, value = attention.attend_backward(grad_out, query, key, value, out, lse, plan)
         del shards, grad_out, out, lse
         grad_parts = exchange_qkv_backward(query, key, value, plan, *heads)
@@ -302,6 +243,26 @@ class _AllHeads:
         self._qkv = ()
         (grad,), found = self._stage.gradients(*(g for g in self._grads if g is not None))
         return grad, {id(p): g for p, g in zip(self._stage.parameters, found)}
+
+
+class _AllOutputs:
+    """Be OutputGroups where output runs as it is: the gradient of all heads at once, then cut."""
+
+    def __init__(self, stage: "_Stage", run: Callable[[Tensor, Tensor], Tensor], count: int) -> None:
+        self._stage, self._run, self._count = stage, run, count
+        self._pieces: list[Tensor] = []
+
+    def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        (middle,) = self._stage.run(self._run, (hidden, attended))
+        return middle
+
+    def gradients(self, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+        (grad_hidden, grad_attended), found = self._stage.gradients(grad)
+        self._pieces = list(grad_attended.chunk(self._count, 1))
+        return grad_hidden, found
+
+    def part(self, index: int) -> Tensor:
+        return self._pieces.pop(0)
 
 
 class _Stage:
