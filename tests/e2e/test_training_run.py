@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ import torch.distributed as dist
 
 from tests.harness import free_port, run_distributed
 from ulysses.data.demo import write_demo
+from ulysses.parallel import kernels
 from ulysses.training import run as run_module
+from ulysses.training.command_line import ConfigError
 from ulysses.training.failure import POLL_SECONDS
 from ulysses.training.run import TrainingRun
 from ulysses.zero.construct import initialize_distributed
@@ -142,3 +145,27 @@ def test_everything_is_released_and_a_process_may_run_again(place: Path) -> None
         assert inside > 3 * model and after < 1000, found
     losses = [loss for _, _, loss in found if loss is not None]
     assert len(losses) == 5 and all(loss == pytest.approx(losses[0], abs=1e-6) for loss in losses)
+
+
+def wrong_kernel(place: Path) -> str:
+    """Start a run on a kernel whose key gradient is half of what it should be; return the complaint."""
+    dist.destroy_process_group()
+    real, found = kernels.by_document.cpu_backward, ""
+
+    def halved(*arguments: Any, **options: Any) -> Any:
+        dq, dk, dv = real(*arguments, **options)
+        return dq, dk / 2, dv
+
+    with mock.patch.object(kernels.by_document, "cpu_backward", halved):
+        try:
+            with TrainingRun.from_toml(place / "dpo.toml"):
+                pass
+        except ConfigError as error:
+            found = str(error)
+    initialize_distributed()  # for the harness
+    return found
+
+
+def test_a_kernel_with_wrong_gradients_does_not_train(place: Path) -> None:
+    (found,) = run_distributed(wrong_kernel, 1, place, with_zero=True)
+    assert found.startswith("model.attention: attention kernel torch gives a wrong key gradient on cpu (4/2 heads of 8, float32)")

@@ -86,8 +86,7 @@ class TrainingRun:
     def _build(self) -> None:
         config, plan, shape = self.config, self.plan, self.plan.shape
         self._say(f"attention kernel: {plan.kernel} ({plan.kernel_reason})")
-        if self.device.type == "cuda":
-            self._prove_kernel()
+        self._prove_kernel()
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data is not None:
                 self._say(f"{name} data: {data.report}")
