@@ -57,7 +57,7 @@ def trial(a: Any, rest: list[str], degree: int, tokens: int) -> dict[str, Any]:
     arguments = [str(Path(__file__).with_name("throughput.py")), "--arch", a.arch, "--layers", str(a.layers), "--sp", str(degree)]
     arguments += ["--seq", str(tokens), "--steps", "0", "--recompute", a.recompute, "--offload", a.offload]
     arguments += [*(["--out", a.out] if a.out else []), *rest]
-    arguments += ["--warm", str(min(WARM, tokens))] if a.complete else ["--skip-attention"]
+    arguments += ["--warm", str(min(WARM, tokens)), *([] if a.complete else ["--skip-attention"])]
     rows, ended = launch(a.gpus, arguments, a.timeout)
     row = {"sp": degree, "seq": tokens, **(rows[-1] if rows else {"oom": "no answer: killed, or out of time"})}
     return {**row, "fits": ended and "refused" not in row and "oom" not in row, "note": "" if a.complete else FIT}

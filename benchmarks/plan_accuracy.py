@@ -29,10 +29,10 @@ from ulysses.training.metrics import PEAK_FLOPS
 MEASURED = Path(__file__).with_name("measured.jsonl")
 MEMORY_LIMIT, TIME_LIMIT = 0.05, 0.15
 NOISE = 0.03  # of a measurement, relative
-WIDTHS = {"kept": 0.02, "working": 0.05}  # how well a constant is known beforehand, relative: these bytes are counted
+WIDTHS = {"working": 0.05}  # how well a constant is known beforehand, relative: these bytes are counted
 WIDTH = 0.25  # the others
 SPEEDS = ("matrices", "attention", "narrow_heads", "memory", "exchange", "gather", "layer_seconds", "step_seconds")
-BYTES = ("kept", "working")
+BYTES = ("working",)
 
 Row = dict[str, Any]
 

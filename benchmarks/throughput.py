@@ -57,12 +57,14 @@ def main() -> None:
     p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
     p.add_argument("--recompute", nargs="+", default=["auto"], help="one level for all lengths, or one per length")
     p.add_argument("--offload", nargs="+", default=["none"], help="none, auto or checkpoints: one for all lengths, or one per length")
-    p.add_argument("--steps", type=int, default=3, help="timed after a first step; 0 times the first one")
-    p.add_argument("--warm", type=int, default=0, help="take one step of this length before, which compiles the kernels")
+    p.add_argument("--steps", type=int, default=3, help="timed after a first step; 0 times the first one, after --warm")
+    p.add_argument("--warm", type=int, default=0, help="one step of this length before: compiles kernels and makes the optimizer's states")
     p.add_argument("--skip-attention", action="store_true", help=FIT)
     p.add_argument("--profile", default="", help="write a trace of one step of the last length into this folder")
     p.add_argument("--peer", default="", help="another harness and its own arguments")
     a, rest = p.parse_known_args()
+    if not (a.steps or a.warm):
+        p.error("--steps 0 needs --warm: kernels are compiled and the optimizer's states are made by a first step")
     if "RANK" in os.environ:
         rows = work(a, rest)
         if os.environ["RANK"] == "0":

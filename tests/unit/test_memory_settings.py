@@ -72,7 +72,7 @@ def test_auto_on_cpu_keeps_everything() -> None:
 def test_auto_takes_the_highest_levels_that_fit() -> None:
     found = [chosen(config(sp=8), 8, 139.8, n << 10).recompute for n in (32, 128, 512, 1024, 2048)]
     assert found[:2] == [("none",) * 32] * 2
-    order = ["none", "keep_exchange", "keep_attention", "block"]
+    order = ["none", "mlp", "keep_exchange", "keep_attention", "block"]
     work = [sum(order.index(level) for level in levels) for levels in found]
     assert work == sorted(work) and work[-1] > work[-2] > work[1] == 0
     for levels in found:  # the last layers keep most: their backward comes first

@@ -121,7 +121,7 @@ def test_offloaded_layers_move_what_they_keep() -> None:
     stay = predict(llama(), node(), Work(1 << 20, 8), Options("block"))
     away = predict(llama(), node(), Work(1 << 20, 8), Options("block", offloaded_layers=32))
     assert away.offloaded == stay.kept + 32 * CHUNK_BYTES and stay.kept == 8192 * 32 * (1 << 17)
-    assert away.host_bytes == away.offloaded + PROCESS_BYTES and away.kept == pytest.approx(stay.kept * 3 / 32)
+    assert away.host_bytes == away.offloaded + PROCESS_BYTES and away.kept == pytest.approx(stay.kept * 2 / 32)
     upper = predict(llama(), node(), Work(1 << 20, 8), Options("block", "none", 12, 32))
     assert upper.offloaded == pytest.approx(away.offloaded * 20 / 32)  # ordinary autograd's tensors stay
 
@@ -214,12 +214,12 @@ def test_mlps_run_whole_where_that_fits_and_the_last_layers_where_it_does_not() 
 
 def test_upper_layers_are_done_when_the_others_begin() -> None:
     """A whole MLP's working set meets all that is kept, that of recomputed layers only what they keep themselves."""
-    work, c = Work(1 << 17, 4), Calibration()
+    work = Work(1 << 17, 4)
     block, mixed = (peak_bytes(llama(), 4, work, options) for options in (Options("block"), Options("block", "none", 1)))
     none = peak_bytes(llama(), 4, work, Options())
     each = (none.kept - block.kept) / 32
     assert mixed.kept == pytest.approx(block.kept + each)
-    assert mixed.working == pytest.approx(max(none.working, block.working - none.kept / 32)) and c.kept == 1
+    assert mixed.working == pytest.approx(max(none.working, block.working - none.kept / 32))
 
 
 def test_no_mixture_of_levels_beats_the_choice() -> None:

@@ -21,7 +21,7 @@ from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.recompute import AUTOGRAD, kept_bytes, kept_tensors
 
 LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
-WORKING_GROUPS = 3  # layers' kept tensors on the GPU while the others are on the host
+WORKING_GROUPS = 2  # layers whose kept tensors are on the GPU, in use and being copied, while the others are on the host
 PROCESS_BYTES = 4e9  # host memory of one process: interpreter, libraries, NCCL's shared buffers
 
 
@@ -49,11 +49,11 @@ def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
     away = offloaded_layers(model, options)
     below = model.layers - options.upper_layers
     lower = per_layer.get(options.level, 0.0) * (below - away + min(away, WORKING_GROUPS))
-    kept = c.kept * model.decoders * (lower + upper)
+    kept = model.decoders * (lower + upper)
     offloaded = model.decoders * pinned_per_layer(model, work.sp, S, options) * away if away else 0.0
     moments = {level: _layer_moment(model, world, work, options, level) for level in levels}
     if options.upper != options.level and options.level in moments:  # their stack's upper layers are done, and free, by then
-        moments[options.level] -= c.kept * upper / c.working
+        moments[options.level] -= upper / c.working
     working = c.working * max(_head_moment(model, world, S, options), *moments.values())
     allocated = states + kept + working
     if work.rollout is not None:
@@ -117,8 +117,8 @@ def _head_moment(model: Model, world: int, local: int, options: Options) -> floa
     tile = min(local, rows_per_tile) * model.vocabulary * (4 + size)
     if not model.is_full:
         return rows + gathered + tile
-    # the float32 sum of the gradient, then its cast and the buffer it travels in; the tiles are gone by then
-    reduction = 2 * size * words if world > 1 else 0
+    # the float32 sum over the tiles, then its cast, the buffer it travels in and the float32 sum over the ranks
+    reduction = (2 * size + 4 / world) * words if world > 1 else 0
     return rows + gathered + 4 * words + max(tile, reduction)
 
 
@@ -126,22 +126,23 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options, level:
     size, P, D, F, S = options.element_size, model.layer_parameters, model.width, model.intermediate, work.local
     chunks, q, k = options.tiling.head_chunks, model.query_width, model.kv_width
     held = kept_kv_heads(model, work.sp, chunks) * model.head_dim
+    sent = k * shards(model, work.sp, chunks).row_ranks  # keys and values go to every row set, and come back as gradients
     rows = options.tiling.rows(S, level)
     fixed = 2 * size * P if world > 1 else 0
-    if model.is_full:
-        fixed += 2 * size * P + (4 * 3 * D * F if rows < S else 0)
-        if world > 1 and runs_as(level, S, options) == "none":
-            # the vocabulary's gradient still travels; where a layer is recomputed first, it has arrived by then
-            fixed += 2 * size * model.vocabulary_parameters
+    if model.is_full:  # the layer's gradients, and the vocabulary's: the host is ahead, so they count until they have arrived
+        fixed += size * (P + model.vocabulary_parameters) + (4 * 3 * D * F if rows < S else 0)
     wrapped = 1 if model.is_full else 2  # projections called as modules keep every intermediate of a tile
     mlp = size * (4 * S * D + 4 * wrapped * rows * F)
-    sent = k * shards(model, work.sp, chunks).row_ranks  # keys and values go to every row set, and come back as gradients
-    attention = (3 * (q + 2 * sent) + 5 * q + 2 * held) / chunks
-    if level in ("keep_exchange", *AUTOGRAD):  # q, k and v are not computed again, and most of the rest was kept
-        attention -= 2 * (q + 2 * sent) + q / 2
-    if chunks > 1:  # beside one group's: the output's gradient and the input's; with adapters q, k, v and their gradients, whole
-        attention += q + D if model.is_full else 3 * q + 4 * k
-    return fixed + max(mlp, size * S * (2 * D + attention)) + 4 * model.head_dim * S
+    # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and measured steps take one
+    # more; before and after them: what the exchanges pack
+    attention = max(6 * q + 8 * held, 3 * (q + 2 * sent))
+    if level in ("keep_exchange", *AUTOGRAD):
+        attention -= q + 2 * held
+    attention /= chunks
+    attention += 2 * D + (q if level == "block" else 0)  # two gradients of the residual, the output that was computed again
+    if chunks > 1:  # of all groups: the input's gradient; with adapters the output's, q, k, v and their gradients
+        attention += D if model.is_full else 3 * q + 4 * k
+    return fixed + max(mlp, size * S * attention) + 4 * model.head_dim * S
 
 
 def _rollout_moment(model: Model, world: int, rollout: Rollout, options: Options) -> float:
