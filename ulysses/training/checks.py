@@ -30,7 +30,7 @@ from ulysses.training.memory import check_head_chunks, check_memory, other_model
 from ulysses.training.resume import find_checkpoint
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.stages.dpo import loss_options
-from ulysses.zero.settings import refuse_owned
+from ulysses.zero.settings import check_raw
 
 KINDS = {"pt": "text", "sft": "sequence", "dpo": "pair", "rm": "pair", "kto": "unpaired", "ppo": "prompt"}
 
@@ -177,7 +177,7 @@ def check_numbers(config: Config, world_size: int) -> None:
     check_packages(config)
     check_memory(config)
     try:
-        refuse_owned(config.deepspeed)
+        check_raw(config.deepspeed)
         config.gradients.chain(config.scopes)
     except ValueError as error:
         raise ConfigError(str(error)) from None

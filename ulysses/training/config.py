@@ -372,7 +372,7 @@ class Config(BaseSettings):
     run: RunConfig
     """The run itself."""
     deepspeed: dict[str, Any] = {}
-    """Raw DeepSpeed keys merged into the derived configuration; keys the engine owns are refused."""
+    """Raw DeepSpeed keys merged into the derived configuration; what the engine owns, or DeepSpeed does not know, is refused."""
 
     @classmethod
     def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **_: Any) -> tuple[Any, ...]:

@@ -31,6 +31,7 @@ OWNED = {
     "checkpoint": "run.save_every and run.resume",
     "prescale_gradients": "nothing: the gradient rule fixes the scale",
 }
+PASSED_ON = ("zero_optimization", "comms_logger", "dump_state", "memory_breakdown", "steps_per_print", "wall_clock_breakdown")
 
 
 def derive(
@@ -55,9 +56,10 @@ def derive(
         raw: the user's own DeepSpeed keys.
 
     Raises:
-        ValueError: for a raw key that the engine owns, naming ours.
+        ValueError: for a raw key that the engine owns, naming ours, or that means nothing here.
     """
-    refuse_owned(raw or {})
+    raw = without_auto(raw or {})
+    check_raw(raw)
     pin = torch.cuda.is_available()
     zero: dict[str, Any] = {
         "stage": 3,
@@ -90,21 +92,35 @@ def derive(
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    return merge(config, _without_auto(raw or {}))
+    return merge(config, raw)
 
 
-def refuse_owned(raw: dict[str, Any]) -> None:
-    """Refuse raw DeepSpeed keys that the engine derives itself.
+def check_raw(raw: dict[str, Any]) -> None:
+    """Refuse raw DeepSpeed keys that the engine derives itself, that it does not pass on or that DeepSpeed does not know.
 
     Raises:
-        ValueError: naming the key and where to set it instead.
+        ValueError: naming the key and, where there is one, the setting to use instead.
     """
-    flat = dict(raw)
-    if isinstance(raw.get("zero_optimization"), dict):
-        flat |= {f"zero_optimization.{k}": v for k, v in raw["zero_optimization"].items()}
-    for key in flat:
+    raw = without_auto(raw)
+    zero = raw.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ValueError(f"deepspeed.zero_optimization is {zero!r} but must be a table")
+    for key in (*raw, *(f"zero_optimization.{key}" for key in zero)):
         if key in OWNED:
             raise ValueError(f"deepspeed.{key} is owned by the engine and cannot be set there; use {OWNED[key]}")
+    for key in raw:
+        if key not in PASSED_ON:
+            raise ValueError(f"deepspeed.{key} is not passed on to DeepSpeed; leave it out, only these are: {', '.join(PASSED_ON)}")
+    if zero:
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds to import
+        from pydantic import ValidationError
+
+        try:
+            DeepSpeedZeroConfig(**zero)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, ("zero_optimization", *first["loc"])))
+            raise ValueError(f"deepspeed.{place}: {first['msg']}") from None
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -117,6 +133,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
-def _without_auto(raw: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the keys set to "auto", DeepSpeed's word for "as if it were not here"."""
-    return {k: _without_auto(v) if isinstance(v, dict) else v for k, v in raw.items() if v != "auto"}
+def without_auto(raw: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the keys set to "auto", DeepSpeed's word for "as if it were not here", and tables of nothing else."""
+    found = {k: without_auto(v) if isinstance(v, dict) else v for k, v in raw.items() if v != "auto"}
+    return {k: v for k, v in found.items() if v != {} or raw[k] == {}}
