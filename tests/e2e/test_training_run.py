@@ -19,7 +19,6 @@ from tests.harness import free_port, run_distributed
 from ulysses.data.demo import write_demo
 from ulysses.parallel import kernels
 from ulysses.training import run as run_module
-from ulysses.training.command_line import ConfigError
 from ulysses.training.failure import POLL_SECONDS
 from ulysses.training.run import TrainingRun
 from ulysses.zero.construct import initialize_distributed
@@ -158,14 +157,17 @@ def wrong_kernel(place: Path) -> str:
 
     with mock.patch.object(kernels.by_document, "cpu_backward", halved):
         try:
-            with TrainingRun.from_toml(place / "dpo.toml"):
+            with TrainingRun.from_toml(place / "dpo.toml", overrides={"run.output": place / "earlier"}):
                 pass
-        except ConfigError as error:
+        except FloatingPointError as error:
             found = str(error)
     initialize_distributed()  # for the harness
     return found
 
 
 def test_a_kernel_with_wrong_gradients_does_not_train(place: Path) -> None:
+    (place / "earlier").mkdir()
+    (place / "earlier/metrics.jsonl").write_text("an earlier run's")
     (found,) = run_distributed(wrong_kernel, 1, place, with_zero=True)
-    assert found.startswith("model.attention: attention kernel torch gives a wrong key gradient on cpu (4/2 heads of 8, float32)")
+    assert found.startswith("attention kernel torch gives a wrong key gradient on cpu (4/2 heads of 8, float32)")
+    assert (place / "earlier/metrics.jsonl").read_text() == "an earlier run's"  # run.overwrite has not begun

@@ -240,7 +240,7 @@ def prove_kernel(name: str, device: torch.device, dtype: torch.dtype, heads: int
     """Compare a kernel's values and gradients on a small pack with plain attention in float64.
 
     Kernels are other projects' code, compiled for this GPU by this driver: a wrong gradient makes no noise. Raises
-    ValueError: which tensor is wrong, by how much, what to change.
+    FloatingPointError: which tensor is wrong, by how much, what to change.
     """
     draw = torch.Generator().manual_seed(0)
     tokens, cu = sum(PROOF), torch.tensor([0, *PROOF]).cumsum(0).int()
@@ -260,7 +260,7 @@ def prove_kernel(name: str, device: torch.device, dtype: torch.dtype, heads: int
     for what, got, wanted in zip(("output", "log-sum-exp", "query gradient", "key gradient", "value gradient"), found, exact):
         error = float((got.double() - wanted).norm() / wanted.norm())
         if not error < PROOF_ERROR:
-            raise ValueError(
+            raise FloatingPointError(
                 f"attention kernel {name} gives a wrong {what} on {device} ({heads}/{kv_heads} heads of {head_dim}, "
                 f"{str(dtype).removeprefix('torch.')}): off by {error:.1%} of its norm; set model.attention to another "
                 "kernel, or install another version of this one"

@@ -76,6 +76,7 @@ class TrainingRun:
             self._same_everywhere()
             torch.backends.cuda.matmul.allow_tf32 = False
             self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=self.plan.num_heads)
+            self._prove_kernel()
             self._prepare_folder()
             self._build()
         except BaseException as error:
@@ -86,7 +87,6 @@ class TrainingRun:
     def _build(self) -> None:
         config, plan, shape = self.config, self.plan, self.plan.shape
         self._say(f"attention kernel: {plan.kernel} ({plan.kernel_reason})")
-        self._prove_kernel()
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data is not None:
                 self._say(f"{name} data: {data.report}")
@@ -130,12 +130,10 @@ class TrainingRun:
         )
 
     def _prove_kernel(self) -> None:
+        """Refuse to start, before anything is written, if attention is wrong on this device."""
         shape = self.plan.shape
         local = head_layout(shape.num_attention_heads, shape.num_key_value_heads, self.mesh.head_parallel_size)
-        try:
-            prove_kernel(self.plan.kernel, self.device, DTYPES[self.config.model.dtype], local.query, local.key, shape.head_dim)
-        except ValueError as error:
-            raise ConfigError(f"model.attention: {error}") from None
+        prove_kernel(self.plan.kernel, self.device, DTYPES[self.config.model.dtype], local.query, local.key, shape.head_dim)
 
     def _policies(self) -> GradientPolicyChain:
         chain = self.config.gradients.chain(self.config.scopes)
