@@ -129,7 +129,7 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options, level:
     sent = k * shards(model, work.sp, chunks).row_ranks  # keys and values go to every row set, and come back as gradients
     rows = options.tiling.rows(S, level)
     fixed = 2 * size * P if world > 1 else 0
-    if model.is_full:  # the layer's gradients, and the vocabulary's: the host is ahead, so they count until they have arrived
+    if model.is_full:  # the layer's gradients, float32 sums over its tiles, and as much as measured steps take beyond: the vocabulary's
         fixed += size * (P + model.vocabulary_parameters) + (4 * 3 * D * F if rows < S else 0)
     wrapped = 1 if model.is_full else 2  # projections called as modules keep every intermediate of a tile
     mlp = size * (4 * S * D + 4 * wrapped * rows * F)
