@@ -40,6 +40,7 @@ VARIANTS = (
     Variant("recompute keep_exchange", ("--memory.recompute", "keep_exchange")),
     Variant("recompute keep_attention", ("--memory.recompute", "keep_attention")),
     Variant("recompute block", ("--memory.recompute", "block")),
+    Variant("recompute pair", ("--memory.recompute", "pair")),
     Variant("recompute block, heads in 2 groups", ("--memory.recompute", "block", "--memory.head_chunks", "2")),
     Variant("recompute block, activations on the host", ("--memory.recompute", "block", "--memory.offload", "checkpoints")),
     Variant("MLP in tiles of 2,048 rows", ("--memory.mlp_tile", "2048")),

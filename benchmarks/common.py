@@ -198,8 +198,9 @@ def executed_flops(shape: Shape, levels: Several[str], tiled: bool, tokens: floa
     total = 4 * 2.0 * tokens * shape.vocab_size * D  # the head's logits are computed twice
     for level in levels:
         again = mlp * 2 / 3 * (tiled or level != "none")  # gate and up, not down
-        again += output * (level not in AUTOGRAD) + project * (level in ("block", "keep_attention"))
-        total += 2 * tokens * (3 * (project + output + mlp) + again) + squares * q * (7 + 2 * (level == "block"))
+        again += output * (level not in AUTOGRAD) + project * (level in ("pair", "block", "keep_attention"))
+        again += (project + output + mlp) / 2 * (level == "pair")
+        total += 2 * tokens * (3 * (project + output + mlp) + again) + squares * q * (7 + 2 * (level == "block") + 3 * (level == "pair"))
     return total
 
 

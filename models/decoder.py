@@ -20,6 +20,7 @@ from models.noise import embedding_noise
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import inverse_frequencies, rotary_table
 from ulysses.memory.offload import Offloader
+from ulysses.memory.pairs import in_pairs, run_pair
 from ulysses.memory.recompute import AUTOGRAD, check_level
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.attention import UlyssesAttention
@@ -54,6 +55,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DecoderLayer(config, kernel) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._runs: list[Sequence[Any]] = in_pairs(list(self.layers), ["none"] * len(self.layers))
 
     def forward(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
         hidden = self.embed_tokens(batch.tokens)
@@ -70,8 +72,12 @@ class Decoder(nn.Module):
         if self._frequencies is None or self._frequencies.device != device:  # moved once: a copy makes the host wait
             self._frequencies = inverse_frequencies(self.config, device)
         rope = rotary_table(batch.positions, self._frequencies)
-        for layer in self.layers:
-            hidden = layer(hidden, rope, batch.attention_plan)
+        for layers in self._runs:
+            if len(layers) > 1 and torch.is_grad_enabled():
+                hidden = run_pair(layers, hidden, rope, batch.attention_plan, layers[0].offloader)
+                continue
+            for layer in layers:
+                hidden = layer(hidden, rope, batch.attention_plan)
         return hidden
 
     def set_memory(
@@ -110,6 +116,7 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             layer.recompute, layer.tiling = level, tiling
             layer.offloader = offloader if away else None
+        self._runs = in_pairs(list(self.layers), levels)
 
 
 class CausalLM(nn.Module):

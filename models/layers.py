@@ -97,7 +97,8 @@ class DecoderLayer(nn.Module):
     """Run one layer on this rank's tokens; the unit that ZeRO-3 gathers as a whole.
 
     forward(hidden [S, D], (cos, sin) each [S, E/2], plan) -> hidden [S, D]; `plan` is the batch's attention plan.
-    `recompute`, `tiling` and `offloader` say what its graph keeps; `Decoder.set_memory` sets them.
+    `recompute`, `tiling` and `offloader` say what its graph keeps; `Decoder.set_memory` sets them. `puts_off`: nothing is
+    computed before backward (ulysses/memory/pairs.py).
     """
 
     def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
@@ -109,6 +110,7 @@ class DecoderLayer(nn.Module):
         self.recompute: str = "none"
         self.tiling = TilingOptions()
         self.offloader: Offloader | None = None
+        self.puts_off = False
 
     def forward(self, hidden: Tensor, rope: half_blocks.Rope, plan: Any) -> Tensor:
         backward = torch.is_grad_enabled()
@@ -125,6 +127,7 @@ class DecoderLayer(nn.Module):
                 tile_rows=tile_rows,
                 head_chunks=self.tiling.head_chunks,
                 offloader=self.offloader,
+                put_off=self.puts_off,
             )
         middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
         whole = tile_rows >= middle.shape[0] and not (backward and self.recompute == "mlp")

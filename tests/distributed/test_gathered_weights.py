@@ -108,10 +108,11 @@ def test_whole_weights_after_an_evaluation(gathered_layers: int) -> None:
         assert len(found) > 2 * 9 * LAYERS and all(found), found
 
 
-def gathers(adapters: bool, gathered_layers: int) -> dict[str, dict[str, int]]:
+def gathers(adapters: bool, gathered_layers: int, levels: tuple[str, ...] = LEVELS[1:]) -> dict[str, dict[str, int]]:
     """How often each parameter is gathered in a step, by level; the ranks disagree about the number of tiles."""
     engine = engine_of(adapters, gathered_layers)
     decoder: Any = engine.module.model
+    decoder.set_memory(levels[0])
 
     def evaluate() -> None:
         with engine.inference():
@@ -130,7 +131,7 @@ def gathers(adapters: bool, gathered_layers: int) -> dict[str, dict[str, int]]:
 
         p.all_gather_coalesced = counted  # type: ignore[attr-defined]
     found = {}
-    for level in LEVELS:
+    for level in levels:
         for rows in (0, 4 + 3 * dist.get_rank()):
             decoder.set_memory(level, TilingOptions(mlp_rows=rows))
             evaluate()
@@ -147,11 +148,18 @@ def test_weights_are_gathered_once_per_direction() -> None:
     A pass without a backward half before each step changes nothing of that.
     """
     for found in run_distributed(gathers, 2, False, 0, with_zero=True, cpu=True):
-        assert len(found) == 2 * len(LEVELS)
+        assert len(found) == 2 * len(LEVELS[1:])
         for case, calls in found.items():
             last = ("lm_head", "model.norm", f"model.layers.{LAYERS - 1}.")
             assert len(calls) == 3 + 9 * LAYERS
             assert all(count == 2 or (count == 1 and name.startswith(last)) for name, count in calls.items()), (case, calls)
+
+
+def test_pairs_gather_three_times() -> None:
+    for found in run_distributed(gathers, 2, False, 0, ("pair",), with_zero=True, cpu=True):
+        for case, calls in found.items():
+            layers = {int(name.split("layers.")[1].split(".")[0]): count for name, count in calls.items() if "layers." in name}
+            assert layers == dict.fromkeys(range(LAYERS), 3), case
 
 
 @pytest.mark.parametrize("adapters", [False, True])

@@ -38,7 +38,7 @@ TOPOLOGIES = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "pt": {"z_loss": 1e-3}, "rm": {"center_coefficient": 0.1}, "kto": {"beta": 0.3, "desirable_weight": 1.5},
 }  # fmt: skip
-LEVELS = ("none", "block", "keep_attention", "keep_exchange")
+LEVELS = ("none", "pair", "block", "keep_attention", "keep_exchange")
 SAMPLED = [
     ("sft", "6/2 2x2", "none", "reference"),
     ("sft", "14/2 2x2", "block", "auto"),
@@ -47,6 +47,7 @@ SAMPLED = [
     ("sft", "3/1 1x2 dp 2", "block", "reference"),
     ("sft", "6/2 2x2 dim 64", "keep_attention", "auto"),
     ("sft", "4/2 1x3", "none", "auto"),
+    ("sft", "14/2 2x2", "pair", "auto"),
     ("sft", "6/2 3x1", "keep_exchange", "auto"),
     ("dpo", "6/2 2x2", "keep_exchange", "auto"),
     ("dpo", "14/2 2x2", "keep_attention", "reference"),
@@ -54,12 +55,12 @@ SAMPLED = [
     ("dpo", "3/1 1x4", "block", "auto"),
     ("dpo", "3/1 1x2 dp 2", "keep_exchange", "auto"),
     ("dpo", "6/2 2x2 dim 64", "none", "reference"),
-    ("dpo", "6/2 3x1", "none", "auto"),
+    ("dpo", "6/2 3x1", "pair", "auto"),
     ("pt", "3/1 1x4", "none", "auto"),
     ("pt", "6/2 2x2 dim 64", "block", "reference"),
     ("rm", "14/2 2x2", "keep_exchange", "reference"),
     ("rm", "3/1 1x2 dp 2", "keep_attention", "auto"),
-    ("kto", "6/2 2x2", "block", "auto"),
+    ("kto", "6/2 2x2", "pair", "auto"),
     ("kto", "3/1 1x4", "keep_attention", "reference"),
 ]
 
@@ -78,7 +79,7 @@ def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: 
     check(*case_of(stage, topology, level, kernel, packing_seed=1))
 
 
-@pytest.mark.parametrize("level", ["block", "keep_attention"])
+@pytest.mark.parametrize("level", ["pair", "block", "keep_attention"])
 def test_heads_in_groups(level: str) -> None:
     check(*case_of("dpo", "4/2 1x3", level, head_chunks=2))
 

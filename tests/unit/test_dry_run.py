@@ -33,7 +33,7 @@ def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "7 steps" in text and "8,030,261,248 parameters" in text
     table = [line.split() for line in text.splitlines() if line.startswith("  ") and len(line.split()) >= 5]
     levels = {words[0]: (float(words[1]), float(words[4])) for words in table if words[0] != "recompute" and words[0] != "group"}
-    assert list(levels) == ["none", "mlp", "keep_exchange", "keep_attention", "block"]
+    assert list(levels) == ["none", "mlp", "keep_exchange", "keep_attention", "block", "pair"]
     assert [x for x, _ in levels.values()] == sorted((x for x, _ in levels.values()), reverse=True)
     assert [s for _, s in levels.values()] == sorted(s for _, s in levels.values())
     assert re.search(r"longest sequence at sequence_parallel_size 8: [\d,]{9,} tokens", text)

@@ -13,6 +13,7 @@ from models import CausalLM, LayerMemory, ModelConfig, half_blocks, init_weights
 from models.rope import inverse_frequencies, rotary_table
 from ulysses.memory.case import Machine, Model, Options, Work
 from ulysses.memory.offload import Group, HostPool, Offloader
+from ulysses.memory.pairs import in_pairs
 from ulysses.memory.peak import kept_per_layer
 from ulysses.memory.plan import FILL, choose_level, predict
 from ulysses.memory.recompute import AUTOGRAD, LEVELS, kept_bytes, kept_tensors
@@ -83,7 +84,7 @@ def test_levels_may_differ_by_layer_and_are_checked() -> None:
     assert_same(gradients(build(recompute=["block", "none", "keep_exchange"], tiling=TILED))[1], expected)
     with pytest.raises(ValueError, match="lists 2 layers but the model has 3"):
         build(recompute=["block", "none"])
-    with pytest.raises(ValueError, match="'full' but must be one of block, keep_attention"):
+    with pytest.raises(ValueError, match="'full' but must be one of pair, block, keep_attention"):
         build(recompute="full")
 
 
@@ -200,10 +201,10 @@ def held_bytes(level: str, rank: int = 0, tiling: TilingOptions | None = None) -
 
 def test_each_level_keeps_what_it_says() -> None:
     shape = {"width": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 6}
-    for level in LEVELS:
+    for level in LEVELS[1:]:  # of "pair" no layer keeps anything by itself
         assert held_bytes(level) == 26 * kept_bytes(level, **shape, element_size=4, exchanged=False)
     llama = {"width": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    assert [round(kept_bytes(level, **llama) / 1024) for level in LEVELS] == [8, 16, 36, 44, 100]
+    assert [round(kept_bytes(level, **llama) / 1024) for level in LEVELS] == [4, 8, 16, 36, 44, 100]
 
 
 def test_no_level_keeps_more_tensors_than_are_planned_for() -> None:
@@ -218,7 +219,7 @@ def test_no_level_keeps_more_tensors_than_are_planned_for() -> None:
 def test_the_plan_counts_what_adapters_keep() -> None:
     """Ordinary autograd keeps the adapters' inputs too; beside them their own r numbers and the norms' scales, not planned."""
     adapted = Model(24, 40, 4, 2, 6, 67, 3, 10_000, 500)
-    for level in LEVELS:
+    for level in LEVELS[1:]:
         for tiling, adapters, norms in ((TilingOptions(), 7, 2), (TILED, 4, 1)):
             options = Options(element_size=4, tiling=tiling)
             if level == "mlp":
@@ -253,6 +254,48 @@ def test_heads_in_chunks(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for whole in AUTOGRAD:
         with pytest.raises(ValueError, match=f'recompute "{whole}" keeps all heads'):
             build(recompute=whole, tiling=chunked)
+
+
+def test_pairs_keep_one_input_and_run_the_first_layer_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers: a pair, and one that is left over and has the level "block"."""
+    calls: Counter[str] = Counter()
+    for name in ("varlen_forward", "varlen_backward"):
+        monkeypatch.setattr(attention_module, name, partial(_counted, calls, name, getattr(attention_module, name)))
+    monkeypatch.setattr(half_blocks, "_gate_up", partial(_counted, calls, "mlp", half_blocks._gate_up))
+    model = build(recompute="pair")
+    loss = model(batch()).logps.sum()
+    assert calls == {"varlen_forward": 3, "mlp": 3}
+    (alone,) = layer_nodes(loss)
+    pair = next(f for f, _ in alone.next_functions if "Accumulate" not in type(f).__name__)
+    assert type(pair).__name__ == "_PairBackward" and len(pair.group._kept) == len(alone.group._kept) == 1
+    calls.clear()
+    loss.backward(retain_graph=True)
+    assert calls == {"varlen_forward": 3 + 1, "varlen_backward": 3, "mlp": 3 + 1}
+    with pytest.raises(RuntimeError, match="run forward again"):
+        loss.backward()
+    assert not any(layer.puts_off for layer in model.model.layers)
+    calls.clear()
+    gradients(build(recompute="pair", tiling=TilingOptions(head_chunks=2)))
+    # without a graph all heads run at once: two layers forward, the first once more; with one, two groups each
+    assert calls["varlen_forward"] == 2 + 1 + 2 * (1 + 3) and calls["varlen_backward"] == 2 * 3
+
+
+def test_neighbours_of_level_pair_go_two_by_two() -> None:
+    layers = [nn.Identity() for _ in range(6)]
+    levels = ["pair", "pair", "block", "pair", "pair", "pair"]
+    assert [[layers.index(x) for x in run] for run in in_pairs(layers, levels)] == [[0, 1], [2], [3, 4], [5]]
+    assert [len(run) for run in in_pairs(layers, ["none"] * 6)] == [1] * 6
+
+
+def test_a_pair_that_fails_is_whole_afterwards() -> None:
+    """An error inside backward must not leave a layer that puts off its forward pass."""
+    model = build(recompute="pair")
+    loss = model(batch()).logps.sum()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(half_blocks, "_gate_up", lambda *_: 1 / 0)
+        loss.backward()
+    model.zero_grad()
+    assert_same(gradients(model)[1], gradients(build())[1])
 
 
 def test_watched_modules_see_every_use_and_compute_the_same() -> None:
@@ -333,7 +376,7 @@ def test_tiled_runs_a_module_without_rows_and_gives_unused_parameters_zeros() ->
     torch.testing.assert_close(linear.bias.grad, torch.full((3,), 5.0))
 
 
-@pytest.mark.parametrize("level", ["block", "keep_attention", "keep_exchange"])
+@pytest.mark.parametrize("level", ["pair", "block", "keep_attention", "keep_exchange"])
 @pytest.mark.parametrize("budget", [None, 3 * 1024, 0])
 def test_offload_returns_every_byte(level: str, budget: int | None) -> None:
     expected = gradients(build())[1]

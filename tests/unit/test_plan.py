@@ -93,7 +93,7 @@ def test_what_lies_outside_the_allocator() -> None:
 
 def test_lower_levels_keep_less_and_take_longer() -> None:
     found = [predict(llama(), node(), Work(1 << 18, 8), Options(level)) for level in reversed(LEVELS)]
-    assert [f.kept for f in found] == sorted((f.kept for f in found), reverse=True) and len({f.kept for f in found}) == 5
+    assert [f.kept for f in found] == sorted((f.kept for f in found), reverse=True) and len({f.kept for f in found}) == len(LEVELS)
     assert [f.seconds for f in found] == sorted(f.seconds for f in found)
 
 
@@ -113,7 +113,10 @@ def test_executed_flops_of_full_training_and_adapters() -> None:
         kept = predict(full, node(), Work(1 << 20), options._replace(level=level)).kept
         assert kept == 32 * (36 * 1024 + 4 * 32) * (1 << 20)  # on one rank there is no second out
     attention = [passes(full, work, Options(), level).attention for level in LEVELS]
-    assert attention == [4.5, 3.5, 3.5, 3.5, 3.5]
+    assert attention == [5, 4.5, 3.5, 3.5, 3.5, 3.5]
+    layer = N - down  # of a pair's first layer once more: everything; 2 FLOPs per weight, half of the layers
+    assert passes(full, work, Options(), "pair").matrices == passes(full, work, Options(), "block").matrices + layer + down
+    assert passes(full, work, Options(), "pair").exchanges == passes(full, work, Options(), "block").exchanges + 0.5
     assert attention_flops(full, Work(8192, 4, documents=2)) == 4 * (2 * 4096**2 / 2) * 4096 / 4
 
 
@@ -234,17 +237,32 @@ def test_no_mixture_of_levels_beats_the_choice() -> None:
 
 
 def test_offload_auto_takes_the_fewest_layers() -> None:
-    machine, work = node(host_gib=550), Work(3 << 20, 8)
-    assert choose_level(llama(), machine, work, Options()) is None
-    found = {c.level: c for c in choices(llama(), machine, work, Options(), levels=FASTEST_FIRST, offload="auto")}
+    machine, work, levels = node(host_gib=550), Work(3 << 20, 8), FASTEST_FIRST[:-1]  # without pairs
+    assert choose_level(llama(), machine, work, Options(), levels=levels) is None
+    found = {c.level: c for c in choices(llama(), machine, work, Options(), levels=levels, offload="auto")}
     block = found["block"]
     assert 0 < block.offloaded_layers < 32 and block.prediction.fits(machine)
     fewer = Options("block", offloaded_layers=block.offloaded_layers - 1)
     assert predict(llama(), machine, work, fewer).gpu_bytes > FILL * H200
-    choice = choose_level(llama(), machine, work, Options(), offload="auto")
+    choice = choose_level(llama(), machine, work, Options(), offload="auto", levels=levels)
     assert choice is not None and choice.prediction.seconds <= block.prediction.seconds
     assert choice.prediction.host_bytes <= host_budget(machine) == 0.9 * 550 * GIB / 8
-    assert choose_level(llama(), node(host_gib=100), work, Options(), offload="auto") is None  # the host is too small
+    assert choose_level(llama(), node(host_gib=100), work, Options(), offload="auto", levels=levels) is None  # the host is too small
+
+
+def test_pairs_hold_half_and_are_the_last_resort() -> None:
+    one, odd = (predict(llama(n), node(), Work(1 << 20, 8), Options("pair")) for n in (32, 31))
+    block = predict(llama(), node(), Work(1 << 20, 8), Options("block"))
+    unit = 8192 * (1 << 17)
+    assert block.kept == 32 * unit and one.kept == (16 + 1) * unit  # the second layer's input of the pair at work
+    assert odd.kept == one.kept  # 15 pairs and one alone
+    away = predict(llama(), node(), Work(1 << 20, 8), Options("pair", offloaded_layers=32))
+    assert away.kept == (2 + 1) * unit and 16 * unit <= away.offloaded <= 16 * unit + 32 * CHUNK_BYTES
+    longest = [longest_sequence(llama(), node(), 8, Options(), levels=levels) for levels in (FASTEST_FIRST[:-1], FASTEST_FIRST)]
+    assert longest[1] > 1.4 * longest[0]
+    for tokens, wanted in ((longest[0], "block"), (longest[1], "pair")):
+        choice = choose_level(llama(), node(), Work(tokens, 8), Options())
+        assert choice is not None and choice.level == wanted
 
 
 def test_layers_leave_for_the_host_only_where_that_is_worth_it() -> None:

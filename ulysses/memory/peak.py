@@ -48,7 +48,11 @@ def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
     upper = options.upper_layers * per_layer.get(options.upper, 0.0)
     away = offloaded_layers(model, options)
     below = model.layers - options.upper_layers
-    lower = per_layer.get(options.level, 0.0) * (below - away + min(away, WORKING_GROUPS))
+    pair = options.level == "pair"
+    here = below - away + min(away, WORKING_GROUPS * (1 + pair))
+    if pair:  # one that is left over keeps its own input, the pair at work its second layer's too
+        here += below % 2 + 2
+    lower = per_layer.get(options.level, 0.0) * here
     kept = model.decoders * (lower + upper)
     offloaded = model.decoders * pinned_per_layer(model, work.sp, S, options) * away if away else 0.0
     moments = {level: _layer_moment(model, world, work, options, level) for level in levels}
@@ -139,7 +143,7 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options, level:
     if level in ("keep_exchange", *AUTOGRAD):
         attention -= q + 2 * held
     attention /= chunks
-    attention += 2 * D + (q if level == "block" else 0)  # two gradients of the residual, the output that was computed again
+    attention += 2 * D + (q if level in ("block", "pair") else 0)  # two gradients of the residual, the output that was computed again
     if chunks > 1:  # of all groups: the input's gradient; with adapters the output's, q, k, v and their gradients
         attention += D if model.is_full else 3 * q + 4 * k
     return fixed + max(mlp, size * S * attention) + 4 * model.head_dim * S

@@ -22,7 +22,7 @@ from ulysses.memory.tiling import head_chunk_counts
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 WORTH = 0.02  # share of a step's time that moving more layers to the host, or keeping gathered weights, must save
 HOST_FILL = 0.9  # share of a node's free memory that training may take
-FASTEST_FIRST = ("none", "mlp", "keep_exchange", "keep_attention", "block")
+FASTEST_FIRST = ("none", "mlp", "keep_exchange", "keep_attention", "block", "pair")
 
 
 class Prediction(NamedTuple):
@@ -296,14 +296,16 @@ def recommend(
 ) -> tuple[int, str, Choice] | None:
     """Return degree, offload and levels of the fastest step of `batches` micro-batches like `work`; None: none fits.
 
-    Offload is considered where a degree does not fit without it. Groups without a micro-batch of their own wait.
+    Offload is taken where a degree does not fit without it, or is slower by more than WORTH. Groups without a micro-batch of
+    their own wait.
     """
     found: list[tuple[float, int, str, Choice]] = []
     for sp in (d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0):
         here = work._replace(sp=sp, micro_batches=-(-batches // (machine.gpus // sp)))
+        best = float("inf")
         for offload in offloads:
             choice = choose_level(model, machine, here, options, levels=levels, offload=offload)
-            if choice is not None:
-                found.append((choice.prediction.seconds, sp, offload, choice))
-                break
+            if choice is not None and choice.prediction.seconds < (1 - WORTH) * best:
+                best = choice.prediction.seconds
+                found.append((best, sp, offload, choice))
     return min(found, key=lambda f: f[0])[1:] if found else None

@@ -3,6 +3,7 @@
  hidden -project-> q k v -exchange-> q' k' v' -attend-> out' lse -exchange-> out -output-> middle -feed_forward-> hidden
 
     level            kept beside the layer's input          repeated in backward
+    pair             nothing; two layers share one input    as block, and the first layer's forward pass (pairs.py)
     block            nothing                                all but feed_forward's first run
     keep_attention   out', lse                              project, both exchanges, output
     keep_exchange    q', k', v', out', lse, out             output (and project, unless it is plain)
@@ -35,7 +36,7 @@ from ulysses.parallel.all_to_all import (
     exchange_qkv_forward,
 )
 
-RecomputeLevel = Literal["block", "keep_attention", "keep_exchange", "mlp", "none"]
+RecomputeLevel = Literal["pair", "block", "keep_attention", "keep_exchange", "mlp", "none"]
 LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
 AUTOGRAD = ("mlp", "none")  # levels whose attention is ordinary autograd: not offloaded, not cut into groups of heads
 
@@ -57,13 +58,17 @@ def run_layer(
     tile_rows: int,
     head_chunks: int = 1,
     offloader: Offloader | None = None,
+    put_off: bool = False,
 ) -> Tensor:
     """Run a layer so that its graph keeps what `level` (none of AUTOGRAD) says, on the host if an offloader is given.
 
     hidden [S, D] -> [S, D]. Gradients are those of ordinary autograd. `head_chunks` > 1 exchanges and attends that many
     groups of heads one after the other, in a fraction of the memory. All ranks use the same settings for a layer.
+    Where nothing but the input is kept, `put_off` leaves everything to backward: what is returned has a graph but no values.
     """
-    settings = _Settings(level, tile_rows, head_chunks, offloader)
+    level = "block" if level == "pair" else level
+    assert not put_off or level == "block"
+    settings = _Settings(level, tile_rows, head_chunks, None if put_off else offloader, put_off)
     first, second, third = layer.stage_parameters()
     return _Layer.apply(layer, attention, plan, settings, rope, hidden, *first, *second, *third)
 
@@ -73,6 +78,7 @@ class _Settings(NamedTuple):
     tile_rows: int
     head_chunks: int
     offloader: Offloader | None
+    put_off: bool
 
 
 class _Layer(torch.autograd.Function):
@@ -88,6 +94,10 @@ class _Layer(torch.autograd.Function):
         *parameters: nn.Parameter,
     ) -> Tensor:
         group = Group(settings.offloader)
+        ctx.layer, ctx.attention, ctx.plan, ctx.settings, ctx.rope = layer, attention, plan, settings, rope
+        if settings.put_off:
+            ctx.kept, ctx.group, ctx.random = [group.keep(hidden)], group, [None] * 3
+            return hidden.new_empty(()).expand_as(hidden)
         dropout = layer.draws()
         random = [RandomState() if dropout else None]
         count = settings.head_chunks
@@ -108,7 +118,6 @@ class _Layer(torch.autograd.Function):
         random.append(RandomState() if dropout else None)
         result = layer.feed_forward_tiles(middle, settings.tile_rows)
         group.close()
-        ctx.layer, ctx.attention, ctx.plan, ctx.settings, ctx.rope = layer, attention, plan, settings, rope
         ctx.kept, ctx.group, ctx.random = kept, group, random
         return result
 
@@ -311,6 +320,8 @@ def kept_bytes(
     check_level(level)
     out, shards = heads * head_dim, (heads + 2 * kv_heads) * head_dim
     kept = width
+    if level == "pair":
+        return width * element_size // 2
     if level != "block":
         kept += out
     if level in ("keep_exchange", *AUTOGRAD):
@@ -322,5 +333,5 @@ def kept_bytes(
 
 def kept_tensors(level: str, head_chunks: int = 1) -> int:
     """Count the tensors that one layer keeps at a level that may leave for the host: `_Layer`'s, with q, k and v as three."""
-    each_chunk = {"block": 0, "keep_attention": 2, "keep_exchange": 5}[level]
+    each_chunk = {"pair": 0, "block": 0, "keep_attention": 2, "keep_exchange": 5}[level]
     return 1 + each_chunk * head_chunks + (level == "keep_exchange")

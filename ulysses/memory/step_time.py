@@ -55,7 +55,8 @@ def step_seconds(model: Model, machine: Machine, work: Work, options: Options) -
     attention += work.forwards * forward * model.layers
     exchanges += work.forwards * sent * model.layers
     once = options.gathered_layers * options.element_size * model.layer_parameters  # gathered once for both passes
-    gathered = (2 + work.forwards) * weights - once + options.element_size * model.trained
+    again = counts.get("pair", 0) / model.layers * weights
+    gathered = (2 + work.forwards) * weights + again - once + options.element_size * model.trained
     kernels = c.attention * (c.narrow_heads if model.head_dim <= NARROW else 1.0)
     gpu = matrices / (c.matrices * speed) + attention / (kernels * speed) + touched / (c.memory * machine.hbm)
     if work.sp > 1:
@@ -78,7 +79,11 @@ def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
     D, F, q, k = model.width, model.intermediate, model.query_width, model.kv_width
     project, output, gate_up, down = D * (q + 2 * k), D * q, 2 * D * F, D * F
     level = runs_as(level, work.local, options)
+    pair = level == "pair"  # the forward pass of every second layer once more
+    if pair:
+        level = "block"
     again = {"none": 0, "mlp": 0, "keep_exchange": output, "keep_attention": project + output, "block": project + output}[level]
+    again += (project + output + gate_up + down) / 2 * pair
     groups = level == "block" and options.tiling.head_chunks > 1
     again += project * (groups and model.is_full)
     if level != "none":
@@ -88,8 +93,9 @@ def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
     elementwise = options.element_size * (9 * F + 20 * D + 12 * (q + 2 * k))
     if level != "none":
         elementwise += options.element_size * (3 * F + 8 * D + (6 * (q + 2 * k) if repeats else 0))
+    elementwise += options.element_size * (3 * F + 10 * D + 6 * (q + 2 * k)) / 2 * pair
     third = (q + 2 * k) / (2 * q + 2 * k) if groups else 0.0  # q, k, v once more
-    return Passes(matrices, 3.5 + (level == "block"), 2.0 + repeats + third, float(elementwise))
+    return Passes(matrices, 3.5 + (level == "block") + pair / 2, 2.0 + repeats + third + pair / 2, float(elementwise))
 
 
 def attention_flops(model: Model, work: Work) -> float:

@@ -140,8 +140,8 @@ class OptimizerConfig(Section):
 
 
 class MemoryConfig(Section):
-    recompute: Literal["auto", "block", "keep_attention", "keep_exchange", "mlp", "none"] = "auto"
-    """What the backward pass recomputes: blocks, blocks without the attention kernel, without kernel and exchanges, MLPs, or nothing."""
+    recompute: Literal["auto", "pair", "block", "keep_attention", "keep_exchange", "mlp", "none"] = "auto"
+    """What backward recomputes: pairs of blocks, blocks, all but the attention kernel, all but kernel and exchanges, MLPs, or nothing."""
     offload: Literal["auto", "none", "checkpoints"] = "none"
     """Layer checkpoints in pinned host memory."""
     offload_optimizer: bool = False

@@ -47,12 +47,12 @@ def check_memory(config: Config) -> None:
     if memory.head_chunks not in ("auto", 1) and memory.recompute in AUTOGRAD:
         raise ConfigError(
             f'memory.head_chunks is {memory.head_chunks} but memory.recompute "{memory.recompute}" keeps all heads at once; set '
-            'memory.head_chunks to 1, or memory.recompute to "auto", "block", "keep_attention" or "keep_exchange"'
+            'memory.head_chunks to 1, or memory.recompute to "auto", "pair", "block", "keep_attention" or "keep_exchange"'
         )
     if memory.offload == "checkpoints" and memory.recompute in AUTOGRAD:
         raise ConfigError(
             f'memory.offload is "checkpoints" but memory.recompute "{memory.recompute}" makes no checkpoints; set memory.recompute to '
-            '"auto", "block", "keep_attention" or "keep_exchange", or memory.offload to "none"'
+            '"auto", "pair", "block", "keep_attention" or "keep_exchange", or memory.offload to "none"'
         )
 
 
