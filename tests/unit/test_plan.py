@@ -263,6 +263,9 @@ def test_pairs_hold_half_and_are_the_last_resort() -> None:
     for tokens, wanted in ((longest[0], "block"), (longest[1], "pair")):
         choice = choose_level(llama(), node(), Work(tokens, 8), Options())
         assert choice is not None and choice.level == wanted
+    long, groups = Work(41 << 16, 8), Options(head_chunks=(1, 2, 4))  # pairs below whole layers would be predicted faster
+    choice = choose_level(llama(), node(), long, groups)
+    assert choice is not None and "pair" not in choice.levels and choice.head_chunks > 1
 
 
 def test_layers_leave_for_the_host_only_where_that_is_worth_it() -> None:

@@ -219,9 +219,13 @@ def choose_level(
 ) -> Choice | None:
     """Return the fastest predicted choice that fits, the simpler and higher one where two are alike; None: none fits.
 
-    With several `levels` the layers may get two of them. Of offload "auto"'s choices the one with the fewest layers on
-    the host that is as fast as the fastest but for WORTH.
+    With several `levels` the layers may get two of them; pairs are taken where nothing else fits. Of offload "auto"'s choices
+    the one with the fewest layers on the host that is as fast as the fastest but for WORTH.
     """
+    if levels[-1] == "pair" and len(levels) > 1:
+        found = choose_level(model, machine, work, options, levels=levels[:-1], offload=offload)
+        if found is not None:
+            return found
     fitting = [c for c in choices(model, machine, work, options, levels=levels, offload=offload) if c.prediction.fits(machine)]
     if not any(c.options.level == levels[0] and not c.offloaded_layers for c in fitting) and len(levels) > 1:
         mixed = mixtures(model, machine, work, options, levels=levels, offload=offload)
