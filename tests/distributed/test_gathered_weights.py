@@ -112,7 +112,7 @@ def gathers(adapters: bool, gathered_layers: int, levels: tuple[str, ...] = LEVE
     """How often each parameter is gathered in a step, by level; the ranks disagree about the number of tiles."""
     engine = engine_of(adapters, gathered_layers)
     decoder: Any = engine.module.model
-    decoder.set_memory(levels[0])
+    decoder.set_memory(levels[-1])
 
     def evaluate() -> None:
         with engine.inference():

@@ -55,11 +55,13 @@ SAMPLED = [
     ("dpo", "3/1 1x4", "block", "auto"),
     ("dpo", "3/1 1x2 dp 2", "keep_exchange", "auto"),
     ("dpo", "6/2 2x2 dim 64", "none", "reference"),
+    ("dpo", "6/2 3x1", "none", "auto"),
     ("dpo", "6/2 3x1", "pair", "auto"),
     ("pt", "3/1 1x4", "none", "auto"),
     ("pt", "6/2 2x2 dim 64", "block", "reference"),
     ("rm", "14/2 2x2", "keep_exchange", "reference"),
     ("rm", "3/1 1x2 dp 2", "keep_attention", "auto"),
+    ("kto", "6/2 2x2", "block", "auto"),
     ("kto", "6/2 2x2", "pair", "auto"),
     ("kto", "3/1 1x4", "keep_attention", "reference"),
 ]

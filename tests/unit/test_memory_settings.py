@@ -130,7 +130,7 @@ def test_heads_go_in_groups_only_where_that_decides() -> None:
         assert chosen(config(sp=8), 8, 139.8, tokens).head_chunks == 1
     longest = 41 << 16  # 2.69M tokens: attention's working set is what no longer fits
     assert chosen(config(sp=8, head_chunks=1, recompute="block"), 8, 139.8, longest).line.endswith("may run out")
-    choice = chosen(config(sp=8, recompute="block"), 8, 139.8, longest)
+    choice = chosen(config(sp=8), 8, 139.8, longest)
     assert choice.head_chunks > 1 and choice.line.endswith(f"attention in {choice.head_chunks} groups of heads")
     assert "none" not in chosen(config(sp=8, head_chunks=2), 8, 139.8, 1 << 15).recompute
 

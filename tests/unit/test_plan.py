@@ -244,7 +244,7 @@ def test_offload_auto_takes_the_fewest_layers() -> None:
     assert 0 < block.offloaded_layers < 32 and block.prediction.fits(machine)
     fewer = Options("block", offloaded_layers=block.offloaded_layers - 1)
     assert predict(llama(), machine, work, fewer).gpu_bytes > FILL * H200
-    choice = choose_level(llama(), machine, work, Options(), offload="auto", levels=levels)
+    choice = choose_level(llama(), machine, work, Options(), offload="auto")
     assert choice is not None and choice.prediction.seconds <= block.prediction.seconds
     assert choice.prediction.host_bytes <= host_budget(machine) == 0.9 * 550 * GIB / 8
     assert choose_level(llama(), node(host_gib=100), work, Options(), offload="auto", levels=levels) is None  # the host is too small
