@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from models.arch import ModelConfig as Shape
 from ulysses.gradients.policy import StepContext
-from ulysses.memory.case import GIB
+from ulysses.memory.case import GIB, Options, Work
 from ulysses.memory.plan import level_name
-from ulysses.memory.recompute import AUTOGRAD
+from ulysses.memory.step_time import attention_flops, passes
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
@@ -36,6 +36,7 @@ from ulysses.training.memory import (
     adapter_parameters,
     check_memory,
     choose_memory,
+    plain_model,
     planner_work,
     this_machine,
     tiling,
@@ -171,8 +172,8 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
     )
     rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
     levels = choice.recompute if choice else ("none",) * shape.num_hidden_layers
-    tiled = tiling(bench.config).rows(batch.tokens.numel(), "none") < batch.tokens.numel()
-    executed = groups * executed_flops(shape, levels, tiled, tokens, squares) / seconds / mesh.world_size
+    work = Work(tokens, mesh.sequence_parallel_size, documents=documents)
+    executed = groups * executed_flops(shape, levels, work, Options(tiling=tiling(bench.config))) / seconds / mesh.world_size
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     attention, dtype = bench.config.model.attention, DTYPES[bench.config.model.dtype]
     kernel = resolve_kernel(attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents).name
@@ -191,17 +192,12 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
     }  # fmt: skip
 
 
-def executed_flops(shape: Shape, levels: Several[str], tiled: bool, tokens: float, squares: float) -> float:
-    """Count what a step really computes: matrices run again, attention's backward 2.5 times its causal forward."""
-    D, q, k = shape.hidden_size, shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    project, output, mlp = D * (q + 2 * k), D * q, 3 * D * shape.intermediate_size
-    total = 4 * 2.0 * tokens * shape.vocab_size * D  # the head's logits are computed twice
-    for level in levels:
-        again = mlp * 2 / 3 * (tiled or level != "none")  # gate and up, not down
-        again += output * (level not in AUTOGRAD) + project * (level in ("pair", "block", "keep_attention"))
-        again += (project + output + mlp) / 2 * (level == "pair")
-        total += 2 * tokens * (3 * (project + output + mlp) + again) + squares * q * (7 + 2 * (level == "block") + 3 * (level == "pair"))
-    return total
+def executed_flops(shape: Shape, levels: Several[str], work: Work, options: Options) -> float:
+    """Count what a data-parallel group's step really computes, as the planner counts it; the head's logits are computed twice."""
+    model = plain_model(shape)
+    attention = attention_flops(model, work) * work.sp
+    layers = [passes(model, work, options, level) for level in levels]
+    return sum(p.matrices * work.tokens + p.attention * attention for p in layers) + 8.0 * work.tokens * model.vocabulary_parameters
 
 
 def wait(device: torch.device) -> None:
