@@ -55,7 +55,6 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList([DecoderLayer(config, kernel) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._runs: list[Sequence[Any]] = in_pairs(list(self.layers), ["none"] * len(self.layers))
 
     def forward(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
         hidden = self.embed_tokens(batch.tokens)
@@ -72,9 +71,10 @@ class Decoder(nn.Module):
         if self._frequencies is None or self._frequencies.device != device:  # moved once: a copy makes the host wait
             self._frequencies = inverse_frequencies(self.config, device)
         rope = rotary_table(batch.positions, self._frequencies)
-        for layers in self._runs:
+        every: list[Any] = list(self.layers)
+        for layers in in_pairs(every, [layer.recompute for layer in every]):
             if len(layers) > 1 and torch.is_grad_enabled():
-                hidden = run_pair(layers, hidden, rope, batch.attention_plan, layers[0].offloader)
+                hidden = run_pair(layers, hidden, rope, batch.attention_plan)
                 continue
             for layer in layers:
                 hidden = layer(hidden, rope, batch.attention_plan)
@@ -116,7 +116,6 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             layer.recompute, layer.tiling = level, tiling
             layer.offloader = offloader if away else None
-        self._runs = in_pairs(list(self.layers), levels)
 
 
 class CausalLM(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ulysses.memory.offload import Group, Offloader
+from ulysses.memory.offload import Group
 from ulysses.memory.replay import RandomState, replay
 
 
@@ -31,17 +31,15 @@ def in_pairs(layers: Sequence[nn.Module], levels: Sequence[str]) -> list[Sequenc
     return found
 
 
-def run_pair(layers: Sequence[Any], hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any, offloader: Offloader | None) -> Tensor:
-    """Run layers one after the other, hidden [S, D] -> [S, D], with a graph that keeps `hidden`, on the host if an offloader is given."""
-    return _Pair.apply(layers, rope, plan, offloader, hidden)
+def run_pair(layers: Sequence[Any], hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor:
+    """Run layers one after the other, hidden [S, D] -> [S, D]; the graph keeps `hidden`, on the host if the first has an offloader."""
+    return _Pair.apply(layers, rope, plan, hidden)
 
 
 class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, layers: Sequence[Any], rope: tuple[Tensor, Tensor], plan: Any, offloader: Offloader | None, hidden: Tensor
-    ) -> Tensor:
-        group = Group(offloader)
+    def forward(ctx: Any, layers: Sequence[Any], rope: tuple[Tensor, Tensor], plan: Any, hidden: Tensor) -> Tensor:
+        group = Group(layers[0].offloader)
         kept, random = group.keep(hidden), []
         out = hidden.detach()  # ZeRO-3 counts inputs that need a gradient, and there is no graph here
         for layer in layers:
@@ -73,4 +71,4 @@ class _Pair(torch.autograd.Function):
             torch.autograd.backward(out, grad)
             grad = leaf.grad
             del out, leaf
-        return None, None, None, None, grad
+        return None, None, None, grad
