@@ -142,6 +142,14 @@ def test_what_auto_takes_for_any_head_dim_is_right(head_dim):
         kernels.prove_kernel(name, torch.device("cuda"), torch.bfloat16, 7, 1, head_dim)
 
 
+def test_all_kernels_that_a_setting_may_take_are_named(monkeypatch):
+    monkeypatch.setattr(kernels, "_missing", lambda name, device: "absent" if name.startswith("flash") else None)
+    case = torch.device("cuda"), torch.bfloat16, 64
+    assert kernels.kernels_of("auto", *case, deterministic=False) == ["torch", "cudnn"]
+    assert kernels.kernels_of("cudnn", *case, deterministic=False) == ["cudnn"]
+    assert kernels.kernels_of("auto", *case, deterministic=True) == ["reference"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["torch", "reference"])
 def test_right_kernels_prove_themselves(name, dtype):

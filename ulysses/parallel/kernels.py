@@ -236,6 +236,12 @@ def varlen_backward(
     return dq, dk, dv
 
 
+def kernels_of(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool) -> list[str]:
+    """Name what `resolve_kernel` may take, whatever the pack: "auto" has another one for a single long document."""
+    found = (resolve_kernel(name, device, dtype, head_dim, deterministic=deterministic, documents=n).name for n in (None, 1))
+    return list(dict.fromkeys(found))
+
+
 def prove_kernel(name: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     """Compare a kernel's values and gradients on a small pack with plain attention in float64.
 

@@ -19,7 +19,7 @@ from models.hf_format import copy_side_files
 from ulysses.gradients.policy import GradientPolicyChain
 from ulysses.gradients.presets import explain_thresholds
 from ulysses.gradients.table import GradientTable
-from ulysses.parallel.kernels import prove_kernel
+from ulysses.parallel.kernels import kernels_of, prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, weights_of
@@ -133,7 +133,9 @@ class TrainingRun:
         """Refuse to start, before anything is written, if attention is wrong on this device."""
         shape = self.plan.shape
         local = head_layout(shape.num_attention_heads, shape.num_key_value_heads, self.mesh.head_parallel_size)
-        prove_kernel(self.plan.kernel, self.device, DTYPES[self.config.model.dtype], local.query, local.key, shape.head_dim)
+        name, dtype = self.config.model.attention, DTYPES[self.config.model.dtype]
+        for kernel in kernels_of(name, self.device, dtype, shape.head_dim, deterministic=self.config.run.deterministic):
+            prove_kernel(kernel, self.device, dtype, local.query, local.key, shape.head_dim)
 
     def _policies(self) -> GradientPolicyChain:
         chain = self.config.gradients.chain(self.config.scopes)
