@@ -58,8 +58,7 @@ def derive(
     Raises:
         ValueError: for a raw key that the engine owns, naming ours, or that means nothing here.
     """
-    raw = without_auto(raw or {})
-    check_raw(raw)
+    raw = check_raw(raw or {})
     pin = torch.cuda.is_available()
     zero: dict[str, Any] = {
         "stage": 3,
@@ -95,8 +94,10 @@ def derive(
     return merge(config, raw)
 
 
-def check_raw(raw: dict[str, Any]) -> None:
-    """Refuse raw DeepSpeed keys that the engine derives itself, that it does not pass on or that DeepSpeed does not know.
+def check_raw(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the raw DeepSpeed keys without those set to "auto".
+
+    Refuses what the engine derives itself, what it does not pass on and what DeepSpeed does not know.
 
     Raises:
         ValueError: naming the key and, where there is one, the setting to use instead.
@@ -121,6 +122,7 @@ def check_raw(raw: dict[str, Any]) -> None:
             first = error.errors()[0]
             place = ".".join(map(str, ("zero_optimization", *first["loc"])))
             raise ValueError(f"deepspeed.{place}: {first['msg']}") from None
+    return raw
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
