@@ -282,3 +282,19 @@ def test_heads_that_do_not_fit_are_refused():
         head_layout(14, 3, 2)
     with pytest.raises(ValueError, match=r"splits heads 4 ways, which does not divide 14 .*num_heads=14"):
         head_layout(14, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("width", "start"), [(8, 0), (8, 1), (12, 3), (1, 0), (64, 2)])
+def test_copies_between_layouts_take_any_stride_and_start(dtype, width, start):
+    """Whole 16-byte elements or not: every value arrives, and nothing beside the target changes."""
+    values = torch.arange(start + 5 * 3 * 2 * width).remainder(251).to(dtype)[start:].view(5, 3, 2 * width)  # exact in bfloat16
+    for source in (values[..., :width], values[..., width:], values[:, :1, :width].expand(5, 3, width), values[..., ::2]):
+        source = source.transpose(0, 1)
+        target = torch.full((3, 7, width + 8), -1.0, dtype=dtype)
+        all_to_all.copy(target[:, 1:6, 8:], source)
+        assert torch.equal(target[:, 1:6, 8:], source)
+        assert (target[..., :8] == -1).all() and (target[:, 0] == -1).all() and (target[:, 6] == -1).all()
+        assert all_to_all.dense(source).is_contiguous() and torch.equal(all_to_all.dense(source), source)
+    whole = torch.ones(2, 3, dtype=dtype)
+    assert all_to_all.dense(whole) is whole
