@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import logprobs_triton
+
 IGNORE_INDEX = -100
 CUDA_TILE_BYTES = 1 << 30  # float32 logits of one tile; large tiles amortise rewriting the weight gradient
 CPU_TILE_BYTES = 64 << 20
@@ -134,6 +136,10 @@ class _LinearLogProbs(torch.autograd.Function):
         projection = _operand(weight)
         for part in _tiles(M, rows):
             logits = _tile_logits(hidden[part], projection, bias, temperature, work)
+            if entropy is None and mean is None and logprobs_triton.usable(logits):
+                logprobs_triton.log_softmax_at(logits, safe[part], lse[part], logps[part])
+                del logits
+                continue
             if mean is not None:
                 mean[part] = logits.mean(-1)
             top, at = logits.max(-1)
@@ -171,13 +177,13 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
         fused = projection.dtype == lse.dtype or _has_wide_addmm(projection)
         for part in _tiles(hidden.shape[0], ctx.rows):
-            logp = _tile_logits(hidden[part], projection, bias, ctx.temperature, lse.dtype).sub_(lse[part, None])
+            logits = _tile_logits(hidden[part], projection, bias, ctx.temperature, lse.dtype)
             scale = None if row_scale is None else row_scale[part]
             if scale is not None:
-                tile = _one_hot_difference(logp, safe[part], projection.dtype)
+                tile = _one_hot_difference(logits, lse[part], safe[part], projection.dtype)
             else:
                 tile = _logit_gradient(
-                    logp,
+                    logits.sub_(lse[part, None]),
                     safe[part],
                     *(None if g is None else g[part] for g in (g_logp, g_entropy, g_lse, g_mean)),
                     entropy=None if entropy is None else entropy[part],
@@ -186,7 +192,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias += tile.sum(0)
                 tile = tile.to(projection.dtype)
-            del logp
+            del logits
             if grad_hidden is not None:
                 product = _matmul(tile, projection, lse.dtype)
                 grad_hidden[part] = product if scale is None else product.mul_(scale[:, None])
@@ -208,13 +214,16 @@ def _tiles(total: int, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, total))
 
 
-def _one_hot_difference(logp: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn log p into p - onehot(target), in `dtype`, in one pass over the tile.
+def _one_hot_difference(logits: Tensor, lse: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn logits [R, V] into p - onehot(target), in `dtype`; the logits' memory may be used.
 
     The row's upstream gradient is applied to the small operands instead of here. The target's entry is written as
     expm1(log p): rounding p first would lose 1 - p for confident rows.
     """
-    at_target = logp.gather(1, targets[:, None]).expm1_()
+    at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
+    if logprobs_triton.usable(logits):
+        return logprobs_triton.one_hot_difference(logits, targets, lse, at_target, dtype)
+    logp = logits.sub_(lse[:, None])
     tile = logp.exp_() if dtype == logp.dtype else torch.exp(logp, out=torch.empty_like(logp, dtype=dtype))
     return tile.scatter_(1, targets[:, None], at_target.to(dtype))
 

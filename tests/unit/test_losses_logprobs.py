@@ -296,3 +296,33 @@ def test_bad_arguments_are_refused(change, message):
     } | change
     with pytest.raises(ValueError, match=message):
         linear_logprobs(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("targets"), **arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("vocabulary", "scale"), [(V, 1.0), (4096, 30.0), (9001, 1.0), (128256, 1.0)])
+def test_gpu_tiles_equal_float64(dtype, vocabulary, scale):
+    """Where only log-probabilities are asked for, tiles go through the kernels of logprobs_triton.py."""
+    hidden, weight, targets = (x.detach().to("cuda") for x in inputs(m=300, v=vocabulary))
+    hidden, weight = ((x * factor).to(dtype).requires_grad_() for x, factor in ((hidden, scale), (weight, 1.0)))
+    upstream = torch.randn(300, generator=torch.Generator().manual_seed(1)).to("cuda")
+    ours = linear_logprobs(hidden, weight, targets, lse=True, tile_rows=128)
+    theirs = naive(hidden.detach().double(), weight.detach().double(), targets)
+    for mine, exact in zip(ours[:1] + ours[2:3], theirs[:1] + theirs[2:3]):
+        assert (mine.double() - exact).norm() < 1e-6 * exact.norm()
+    grads = torch.autograd.grad((ours.logps * upstream).sum(), (hidden, weight))
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = torch.autograd.grad((naive(*wide, targets).logps * upstream.double()).sum(), wide)
+    for mine, want in zip(grads, exact):
+        assert (mine.double() - want).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * want.norm()
+
+
+@pytest.mark.gpu
+def test_gpu_tiles_take_masked_words():
+    """A bias of -inf rules words out; a kernel's first block may hold nothing else."""
+    hidden, weight, _ = (x.detach().float().to("cuda") for x in inputs(v=9001))
+    bias = torch.zeros(9001, device="cuda")
+    bias[:8500] = -torch.inf
+    targets = torch.full((M,), 9000, device="cuda")
+    exact = torch.log_softmax(hidden.double() @ weight.double().t() + bias, -1)[:, 9000]
+    torch.testing.assert_close(linear_logprobs(hidden, weight, targets, bias=bias).logps.double(), exact, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,69 @@
+# ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
+"""Triton kernels of logprobs.py: a tile of float32 logits is read once per direction, and never written.
+
+Shapes: R rows of the tile, V vocabulary. Row offsets are 64-bit; no atomics, so every result is the same on every run.
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_BLOCK = 4096
+_WARPS = 8
+
+if triton is not None:
+
+    @triton.jit
+    def _log_softmax_at_kernel(logits, at_target, lse, logps, width, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        values = logits + row.to(tl.int64) * width
+        top = -float("inf")
+        total = 0.0
+        for start in range(0, width, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(values + column, mask=column < width, other=-float("inf"))
+            higher = tl.maximum(top, tl.max(x, axis=0))
+            shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but masked words so far
+            total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
+            top = higher
+        rest = tl.log(total)
+        tl.store(lse + row, top + rest)
+        tl.store(logps + row, tl.load(at_target + row) - top - rest)
+
+    @triton.jit
+    def _one_hot_difference_kernel(logits, targets, lse, at_target, out, width, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        mask = column < width
+        at = row.to(tl.int64) * width + column
+        p = tl.exp(tl.load(logits + at, mask=mask, other=0.0) - tl.load(lse + row))
+        p = tl.where(column == tl.load(targets + row), tl.load(at_target + row), p)
+        tl.store(out + at, p.to(out.dtype.element_ty), mask=mask)
+
+
+def usable(logits: Tensor) -> bool:
+    """Say whether the kernels take these logits: float32 on a GPU."""
+    return triton is not None and logits.is_cuda and logits.dtype == torch.float32 and logits.numel() > 0
+
+
+def log_softmax_at(logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor) -> None:
+    """Write the log-sum-exp of every row of [R, V] into lse [R] and its targets' log-probabilities into logps [R]."""
+    rows, width = logits.shape
+    at_target = logits.gather(1, targets[:, None])  # this notices a target beyond the vocabulary, a kernel would read on
+    with torch.cuda.device(logits.device):
+        _log_softmax_at_kernel[(rows,)](logits, at_target, lse, logps, width, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+def one_hot_difference(logits: Tensor, targets: Tensor, lse: Tensor, at_target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return exp(logits - lse) [R, V] in `dtype`, with at_target [R] at the targets."""
+    rows, width = logits.shape
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    with torch.cuda.device(logits.device):
+        grid = (rows, triton.cdiv(width, _BLOCK))
+        _one_hot_difference_kernel[grid](logits, targets, lse, at_target, out, width, BLOCK=_BLOCK, num_warps=_WARPS)
+    return out
