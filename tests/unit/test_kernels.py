@@ -233,6 +233,33 @@ def test_flash_kernels_are_told_to_be_deterministic(monkeypatch):
         assert told == {"flash2": deterministic, "flash4": deterministic}
 
 
+def test_flash4_backward_takes_the_larger_tiles_for_its_own_calls_alone(monkeypatch):
+    asked = []
+
+    class Flash:
+        @staticmethod
+        def _tile_size_bwd_sm90(head_dim, head_dim_v, causal, local, sparse_block_size_q=None):
+            asked.append((head_dim, causal, local))
+
+        @classmethod
+        def _flash_attn_bwd(cls, q, k, *_, **options):
+            cls._tile_size_bwd_sm90(q.shape[-1], k.shape[-1], True, False, sparse_block_size_q=None)
+            if options["deterministic"] is None:
+                raise RuntimeError("no such kernel")
+
+    table = Flash._tile_size_bwd_sm90
+    monkeypatch.setattr(kernels, "_flash4", lambda: Flash)
+    packed = segments(([6], [6]), "cpu")
+    for head_dim, deterministic in ((128, False), (128, True), (64, False)):
+        q, k = torch.ones(6, 4, head_dim), torch.ones(6, 2, head_dim)
+        varlen_backward("flash4", q, q, k, k, q, torch.ones(4, 6), packed, Options(True, 0.5, deterministic=deterministic))
+        assert Flash._tile_size_bwd_sm90 is table
+    assert asked == [(128, False, False), (128, True, False), (64, True, False)]
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        varlen_backward("flash4", q, q, k, k, q, torch.ones(4, 6), packed, Options(True, 0.5, deterministic=None))
+    assert Flash._tile_size_bwd_sm90 is table
+
+
 def test_reference_gradients_by_finite_differences():
     q, k, v = (torch.randn(7, h, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
     packed = segments(([1, 4, 2], [1, 4, 2]), "cpu")
