@@ -180,7 +180,8 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
     chunks, away = (choice.head_chunks, choice.offloaded_layers) if choice else (1, 0)
     return {
         "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
-        "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "adapters": adapters, "gpus": mesh.world_size,
+        "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size, "adapters": adapters,
+        "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
         "kernel": kernel, "head_chunks": chunks, "recompute": level_name(levels), "offload": away, "gathered": bench.gathered_layers,
         "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",

@@ -4,9 +4,10 @@
     grep -h predicted_seconds LOGS >> benchmarks/measured.jsonl            new runs join the old
 
 Rows are what benchmarks/throughput.py prints as JSON lines; benchmarks/measured.jsonl holds those of this repository, other
-files are appended to it. Rows that an older, slower engine left are to be deleted. Rows 1, 3, 5 ... are fitted, rows 2, 4,
-6 ... only predicted. The last lines are the constants for ulysses/memory/calibration.py. A constant that the rows say nothing
-about stays where it started (`PRIOR`), and so do those of what lies outside the allocator: what the driver sees (device_gib)
+files are appended to it; fit mode's (max_length.py) have no time. Rows that an older, slower engine left are to be deleted.
+Rows 1, 3, 5 ... are fitted, rows 2, 4, 6 ... only predicted. The last lines are the constants for
+ulysses/memory/calibration.py. A constant that the rows say nothing about stays where it started (`PRIOR`), and so do those of
+what lies outside the allocator (device_gib - reserved_gib in a process that built one engine): what the driver sees beyond
 includes memory that the allocator has ready and gives back when it is short, which decides nothing.
 """
 
@@ -38,15 +39,15 @@ Row = dict[str, Any]
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
-    """Return the rows of JSON-lines files that a step was measured in."""
+    """Return the rows of JSON-lines files that a step's time or memory was measured in."""
     lines = [line for path in paths for line in path.read_text().splitlines() if line.startswith("{")]
-    return [row for row in map(json.loads, lines) if row.get("seconds") and row.get("gpu") in PEAK_FLOPS]
+    return [row for row in map(json.loads, lines) if (row.get("seconds") or row.get("peak_gib")) and row.get("gpu") in PEAK_FLOPS]
 
 
 def case_of(row: Row) -> tuple[Model, Machine, Work, Options]:
     """Return what the planner is asked about a row; keys that are absent mean the plain case."""
     shape = architecture(row["arch"])
-    changes = {"num_hidden_layers": row["layers"]}
+    changes = {"num_hidden_layers": row["layers"], "vocab_size": row.get("vocab_size", shape.vocab_size)}
     if "heads" in row:  # "query/kv", of the same size as the shape's own
         changes |= zip(("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/")))
         changes["head_dim"] = shape.head_dim
@@ -84,7 +85,7 @@ def beside(row: Row) -> Row:
 
 
 def seconds(row: Row, p: Prediction) -> tuple[float, float | None]:
-    return p.seconds, row["seconds"]
+    return p.seconds, row.get("seconds")
 
 
 def allocated(row: Row, p: Prediction) -> tuple[float, float | None]:
@@ -125,11 +126,10 @@ def calibrate(rows: list[Row]) -> Calibration:
 
 
 def errors(row: Row, constants: Calibration) -> tuple[float, float]:
-    """Return predicted / measured - 1 of memory (0 if it was not measured) and time."""
+    """Return predicted / measured - 1 of memory and time, 0 of what was not measured."""
     p = predicted(row, constants)
     (here, there), (fast, slow) = allocated(row, p), seconds(row, p)
-    assert slow is not None
-    return here / there - 1 if there else 0.0, fast / slow - 1
+    return here / there - 1 if there else 0.0, fast / slow - 1 if slow else 0.0
 
 
 def main() -> None:
@@ -144,7 +144,7 @@ def main() -> None:
         worst[kind] = [max(worst[kind][0], abs(memory)), max(worst[kind][1], abs(time))]
         print(
             f"{kind:<9}{row['arch']:<14}{row['layers']:>6}{row['gpus']:>5}{row['sp']:>4}{row['tokens']:>9} {row['recompute']:<28}"
-            f"{row.get('peak_gib') or 0:>7.1f}{memory:>+8.1%}{row['seconds']:>9.3f}{time:>+8.1%}"
+            f"{row.get('peak_gib') or 0:>7.1f}{memory:>+8.1%}{row.get('seconds') or 0:>9.3f}{time:>+8.1%}"
         )
     for kind, (memory, time) in worst.items():
         print(f"largest errors, {kind}: memory {memory:.1%} (limit {MEMORY_LIMIT:.0%}), time {time:.1%} (limit {TIME_LIMIT:.0%})")

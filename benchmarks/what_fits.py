@@ -30,9 +30,10 @@ bytes per trained parameter move to the host, and the update is slow). `-` means
 GPU of that size; an H200 reports 139.8. A pair (DPO, RM) holds two sequences: half the length on each side.
 
 Where it was measured (1 to 4 H200, layers of Llama-3-8B, Qwen2.5-7B and Qwen2.5-0.5B, up to 1,048,576 tokens, full
-fine-tuning) the planner is within 5% for memory (`python benchmarks/plan_accuracy.py`). Other cards, adapters, offload,
-layers in pairs and lengths beyond that are extrapolated; a length says nothing about the time a step takes. The model's own
-`max_position_embeddings` may be shorter.
+fine-tuning) the planner is within 5% for memory (`python benchmarks/plan_accuracy.py`). Other cards, adapters, offload and
+lengths beyond that are extrapolated; CUDA and NCCL are counted as on H200s, 1.2 GiB and with several GPUs 3.2 GiB, of which
+smaller cards may need less. A length says nothing about the time a step takes, and the model's own `max_position_embeddings`
+may be shorter.
 
 Made by `python benchmarks/what_fits.py > docs/what-fits.md`. Your own case:
 `python train.py --config FILE.toml --dry-run --gpus 8 --gpu-memory 80 --host-memory 1024`.

@@ -126,8 +126,10 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget() -> None
 
 
 def test_heads_go_in_groups_only_where_that_decides() -> None:
-    for tokens in (1 << 17, 1 << 20, 1 << 21):
+    for tokens in (1 << 17, 1 << 20):
         assert chosen(config(sp=8), 8, 139.8, tokens).head_chunks == 1
+    alone, free = (chosen(config(sp=8, **given), 8, 139.8, 1 << 21) for given in ({"head_chunks": 1}, {}))
+    assert free.head_chunks == 2 and free.recompute.count("keep_attention") > alone.recompute.count("keep_attention") > 0
     longest = 41 << 16  # 2.69M tokens: attention's working set is what no longer fits
     assert chosen(config(sp=8, head_chunks=1, recompute="block"), 8, 139.8, longest).line.endswith("may run out")
     choice = chosen(config(sp=8), 8, 139.8, longest)

@@ -250,7 +250,7 @@ def test_offload_auto_takes_the_fewest_layers() -> None:
     assert choose_level(llama(), node(host_gib=100), work, Options(), offload="auto", levels=levels) is None  # the host is too small
 
 
-def test_pairs_hold_half_and_are_the_last_resort() -> None:
+def test_pairs_hold_half_and_reach_further() -> None:
     one, odd = (predict(llama(n), node(), Work(1 << 20, 8), Options("pair")) for n in (32, 31))
     block = predict(llama(), node(), Work(1 << 20, 8), Options("block"))
     unit = 8192 * (1 << 17)
@@ -263,9 +263,15 @@ def test_pairs_hold_half_and_are_the_last_resort() -> None:
     for tokens, wanted in ((longest[0], "block"), (longest[1], "pair")):
         choice = choose_level(llama(), node(), Work(tokens, 8), Options())
         assert choice is not None and choice.level == wanted
-    long, groups = Work(41 << 16, 8), Options(head_chunks=(1, 2, 4))  # pairs below whole layers would be predicted faster
+
+
+def test_layers_that_keep_more_go_with_groups_of_heads() -> None:
+    long, groups = Work(41 << 16, 8), Options(head_chunks=(1, 2, 4))
+    whole = choose_level(llama(), node(), long, Options())
     choice = choose_level(llama(), node(), long, groups)
-    assert choice is not None and "pair" not in choice.levels and choice.head_chunks > 1
+    assert whole is not None and choice is not None and choice.prediction.fits(node())
+    assert choice.head_chunks > 1 and len(set(choice.levels)) == 2 and choice.prediction.seconds < whole.prediction.seconds
+    assert "none" not in choice.levels and "mlp" not in choice.levels  # these keep all heads
 
 
 def test_layers_leave_for_the_host_only_where_that_is_worth_it() -> None:

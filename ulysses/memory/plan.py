@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from ulysses.memory.case import Machine, Model, Options, Work, shards
@@ -20,7 +21,7 @@ from ulysses.memory.step_time import step_seconds
 from ulysses.memory.tiling import head_chunk_counts
 
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
-WORTH = 0.02  # share of a step's time that moving more layers to the host, or keeping gathered weights, must save
+WORTH = 0.02  # share of a step's time that layers on the host, more groups of heads or kept gathered weights must save
 HOST_FILL = 0.9  # share of a node's free memory that training may take
 FASTEST_FIRST = ("none", "mlp", "keep_exchange", "keep_attention", "block", "pair")
 
@@ -146,14 +147,19 @@ def choices(
     offload: "none", "checkpoints" (all layers that the host holds) or "auto" (the fewest that fit). Of
     `options.head_chunks` each takes the fewest that fit, more of them rather than one more layer offloaded.
     """
-    allowed = head_chunk_counts(model.heads, model.kv_heads, shards(model, work.sp).head_ranks)  # not the same at every degree
-    chunks = tuple(count for count in options.head_chunks if count in allowed)
     for level in levels:
         if level in AUTOGRAD and offload == "checkpoints":
             continue
-        counts = (options.tiling.head_chunks,) if level in AUTOGRAD else chunks or (options.tiling.head_chunks,)
+        counts = _chunk_counts(model, work, options, level)
         found = [_in_chunks(model, machine, work, options._replace(level=level), count, offload) for count in counts]
         yield min(found, key=partial(_reluctance, machine))
+
+
+def _chunk_counts(model: Model, work: Work, options: Options, *levels: str) -> tuple[int, ...]:
+    """Return the numbers of groups of heads that may be chosen for layers of such levels, the fewest first."""
+    allowed = head_chunk_counts(model.heads, model.kv_heads, shards(model, work.sp).head_ranks)  # not the same at every degree
+    counts = tuple(count for count in options.head_chunks if count in allowed)
+    return counts if counts and not any(level in AUTOGRAD for level in levels) else (options.tiling.head_chunks,)
 
 
 def _reluctance(machine: Machine, choice: Choice) -> tuple[bool, int, float]:
@@ -183,7 +189,7 @@ def _fewest(model: Model, machine: Machine, work: Work, options: Options, most: 
 def mixtures(
     model: Model, machine: Machine, work: Work, options: Options, *, levels: tuple[str, ...], offload: str
 ) -> Iterator[Choice]:
-    """Yield, for each two levels and several numbers of offloaded layers, as many layers of the faster one as fit."""
+    """Yield, for each two levels, groups of heads and several numbers of offloaded layers, as many layers of the faster one as fit."""
     ordered = [level for level in FASTEST_FIRST if level in levels]
     for place, level in enumerate(ordered):
         if level == "none":
@@ -192,8 +198,8 @@ def mixtures(
         most = 0 if offload == "none" or level in AUTOGRAD else most_offloaded(model, machine, work, alone)
         counts = [most] if offload == "checkpoints" else range(0, most + 1, max(1, model.layers // 16))
         for upper in ordered[:place]:
-            for away in counts:
-                here = alone._replace(upper=upper, offloaded_layers=away)
+            for chunks, away in product(_chunk_counts(model, work, options, level, upper), counts):
+                here = alone._replace(upper=upper, offloaded_layers=away, tiling=replace(options.tiling, head_chunks=chunks))
                 count = _most_upper(model, machine, work, here)
                 if count:
                     yield _choice(model, machine, work, here._replace(upper_layers=count))
@@ -219,23 +225,20 @@ def choose_level(
 ) -> Choice | None:
     """Return the fastest predicted choice that fits, the simpler and higher one where two are alike; None: none fits.
 
-    With several `levels` the layers may get two of them; pairs are taken where nothing else fits. Of offload "auto"'s choices
-    the one with the fewest layers on the host that is as fast as the fastest but for WORTH.
+    With several `levels` the layers may get two of them. Layers go to the host, and heads in groups, only where that saves
+    more than WORTH.
     """
-    if levels[-1] == "pair" and len(levels) > 1:
-        found = choose_level(model, machine, work, options, levels=levels[:-1], offload=offload)
-        if found is not None:
-            return found
     fitting = [c for c in choices(model, machine, work, options, levels=levels, offload=offload) if c.prediction.fits(machine)]
     if not any(c.options.level == levels[0] and not c.offloaded_layers for c in fitting) and len(levels) > 1:
         mixed = mixtures(model, machine, work, options, levels=levels, offload=offload)
         fitting += [c for c in mixed if c.prediction.fits(machine)]
-    if offload == "auto":
-        limit = (1 + WORTH) * min((c.prediction.seconds for c in fitting), default=0.0)
-        fitting = [c for c in fitting if c.prediction.seconds <= limit]
-        fewest = min((c.offloaded_layers for c in fitting), default=0)
-        fitting = [c for c in fitting if c.offloaded_layers == fewest]
-    return min(fitting, key=lambda c: round(c.prediction.seconds, 4), default=None)
+    limit = (1 + WORTH) * min((c.prediction.seconds for c in fitting), default=0.0)
+    return min((c for c in fitting if c.prediction.seconds <= limit), key=_plainness, default=None)
+
+
+def _plainness(choice: Choice) -> tuple[int, int, float]:
+    """Order choices that are about as fast: few layers on the host first, then few groups of heads, then the fastest."""
+    return choice.offloaded_layers, choice.head_chunks, round(choice.prediction.seconds, 4)
 
 
 def keep_gathered(model: Model, machine: Machine, work: Work, choice: Choice) -> Choice:
