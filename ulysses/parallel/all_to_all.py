@@ -279,9 +279,9 @@ def _exchange_near(send: Tensor, plan: AttentionPlan) -> Tensor:
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy between strided tensors of one dtype; `source` may be broadcast. Without a graph.
 
-    torch moves strided tensors element by element; seen as elements of 16 bytes, bfloat16 heads move three times as fast.
+    torch moves strided tensors element by element; seen as elements of 16 bytes, bfloat16 heads move 2.4 times as fast.
     """
-    if all(x.shape[-1] * x.element_size() % _WIDE == 0 and _is_wide(x) for x in (target, source)):
+    if _is_wide(target) and _is_wide(source):
         target, source = target.view(torch.complex128), source.view(torch.complex128)
     target.copy_(source)
 
@@ -296,6 +296,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def _is_wide(x: Tensor) -> bool:
-    """Say whether every row of the last axis starts at a whole element of 16 bytes."""
-    steps = (*x.stride()[:-1], x.storage_offset())
-    return x.stride(-1) == 1 and all(step * x.element_size() % _WIDE == 0 for step in steps)
+    """Say whether the rows of the last axis are whole elements of 16 bytes, on a device that has such."""
+    sizes = (x.shape[-1], *x.stride()[:-1], x.storage_offset())
+    whole = all(size * x.element_size() % _WIDE == 0 for size in sizes)
+    return whole and x.stride(-1) == 1 and x.device.type in ("cpu", "cuda")
