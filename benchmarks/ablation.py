@@ -2,12 +2,12 @@
 
     torchrun --nproc_per_node 4 benchmarks/ablation.py --seq 32768 --layers 8
 
-Every variant is an engine of its own, made by train.py's settings; two switch off what has no setting. `ratio` is the time
+Every variant is an engine of its own, made by train.py's settings; some switch off what has no setting. `ratio` is the time
 of a step beside the full one's. Prints a JSON line per variant and a table.
 """
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from common import Bench, build, leave, measure, parser, planned, remember, say, settings, table
 
+from losses import logprobs_triton
 from models import fused_triton
-from ulysses.parallel.kernels import available_kernels
+from ulysses.parallel import all_to_all
+from ulysses.parallel import kernels as attention_kernels
 from ulysses.training.build import read_shape
 from ulysses.training.command_line import ConfigError
 from ulysses.zero.construct import initialize_distributed
@@ -26,11 +28,11 @@ COLUMNS = ("variant", "kernel", "recompute", "offload", "seconds", "ratio", "tok
 
 
 class Variant(NamedTuple):
-    """Name a change by settings, by a switch for the whole measurement, or by modules to be called one by one."""
+    """Name a change by settings, by what stands in for a module's own (module, name, value), or by modules to be called one by one."""
 
     name: str
     settings: tuple[str, ...] = ()
-    triton: bool = True
+    instead: tuple[tuple[Any, str, Any], ...] = ()
     fused: bool = True
 
 
@@ -44,7 +46,10 @@ VARIANTS = (
     Variant("recompute block, heads in 2 groups", ("--memory.recompute", "block", "--memory.head_chunks", "2")),
     Variant("recompute block, activations on the host", ("--memory.recompute", "block", "--memory.offload", "checkpoints")),
     Variant("MLP in tiles of 2,048 rows", ("--memory.mlp_tile", "2048")),
-    Variant("Triton kernels off", triton=False),
+    Variant("Triton kernels of the layers off", instead=((fused_triton, "triton", None),)),
+    Variant("Triton kernels of the logits off", instead=((logprobs_triton, "triton", None),)),
+    Variant("exchanges packed element by element", instead=((all_to_all, "_is_wide", lambda _: False),)),
+    Variant("flash4's own backward tiles", instead=((attention_kernels, "_larger_tiles", lambda *_: nullcontext()),)),
     Variant("layer halves not fused", fused=False),
     Variant("next layer not gathered ahead", (ZERO + "stage3_prefetch_bucket_size", "0")),
     Variant("gathering up to 500M ahead", (ZERO + "stage3_prefetch_bucket_size", "500000000")),
@@ -61,7 +66,8 @@ def main() -> None:
     p.add_argument("--only", default="", help="variants whose name holds this text, and the full one")
     a, rest = p.parse_known_args()
     device = initialize_distributed()
-    kernels = [Variant(f"kernel {name}", ("--model.attention", name)) for name in available_kernels(device) if name != "reference"]
+    names = attention_kernels.available_kernels(device)
+    kernels = [Variant(f"kernel {name}", ("--model.attention", name)) for name in names if name != "reference"]
     rows: list[dict[str, Any]] = []
     for variant in (*VARIANTS, *kernels):
         if variant.name == "full" or a.only in variant.name:
@@ -89,9 +95,10 @@ def run(a: Any, rest: list[str], variant: Variant, device: torch.device) -> dict
         return {"refused": str(error)}
     if not variant.fused:
         watch(bench)
-    switch: AbstractContextManager[Any] = nullcontext() if variant.triton else mock.patch.object(fused_triton, "triton", None)
     try:
-        with switch:
+        with ExitStack() as stack:
+            for module, name, value in variant.instead:
+                stack.enter_context(mock.patch.object(module, name, value))
             return measure(bench, a.seq, steps=a.steps, choice=remember(bench, a.seq))
     finally:
         bench.engine.destroy()
