@@ -21,6 +21,7 @@ from ulysses.parallel import all_to_all
 from ulysses.parallel import kernels as attention_kernels
 from ulysses.training.build import read_shape
 from ulysses.training.command_line import ConfigError
+from ulysses.training.memory import check_head_chunks
 from ulysses.zero.construct import initialize_distributed
 
 ZERO = "--deepspeed.zero_optimization."
@@ -90,6 +91,7 @@ def run(a: Any, rest: list[str], variant: Variant, device: torch.device) -> dict
     config = settings(a.arch, a.layers, [*given, *variant.settings])
     shape, _ = read_shape(config)
     try:
+        check_head_chunks(config, shape)
         bench = build(config, device, gathered_layers=planned(config, shape, device, a.seq).gathered_layers)
     except ConfigError as error:
         return {"refused": str(error)}
