@@ -157,7 +157,7 @@ class MemoryConfig(Section):
     gathered_layers: int | Literal["auto"] = "auto"
     """Last layers whose gathered weights stay on the GPU from the forward to the backward pass; "auto" takes what is left over."""
     head_chunks: int | Literal["auto"] = "auto"
-    """Groups of heads attended to one after the other, for less memory; 1 is all at once, "auto" takes more only to fit."""
+    """Groups of heads attended to one after the other, for less memory; 1 is all at once, "auto" takes more where that makes room."""
 
 
 class PtConfig(Section):
