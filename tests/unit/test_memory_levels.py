@@ -9,54 +9,17 @@ import torch
 from torch import nn
 
 import ulysses.parallel.attention as attention_module
-from models import CausalLM, LayerMemory, ModelConfig, half_blocks, init_weights
+from models import half_blocks
 from models.rope import inverse_frequencies, rotary_table
+from tests.memory_case import CONFIG, TILED, assert_same, batch, build, gradients
 from ulysses.memory.case import Machine, Model, Options, Work
-from ulysses.memory.offload import Group, HostPool, Offloader
 from ulysses.memory.pairs import in_pairs
 from ulysses.memory.peak import kept_per_layer
 from ulysses.memory.plan import FILL, choose_level, predict
 from ulysses.memory.recompute import AUTOGRAD, LEVELS, kept_bytes, kept_tensors
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled, tiles
-from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.config import LoraConfig as Adapters
 from ulysses.training.lora import add_adapters
-
-CONFIG = ModelConfig.from_hf({
-    "model_type": "qwen2", "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
-})  # fmt: skip
-TILED = TilingOptions(mlp_rows=7)
-
-
-def batch() -> ShardedBatch:
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 67, (length,), generator=generator) for length in (9, 1, 16)]
-    return pack_shard([Sequence(row, torch.ones(len(row))) for row in rows], ParallelMesh())
-
-
-def build(dtype: torch.dtype = torch.float32, **memory: Any) -> CausalLM:
-    model = CausalLM(CONFIG, memory=LayerMemory(**memory)).to(dtype)
-    init_weights(model, seed=4)
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    return model
-
-
-def gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    logps = model(batch()).logps
-    (logps * torch.linspace(0, 1, len(logps))).sum().backward()
-    return logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    assert a.keys() == b.keys()
-    whole = sum(float(g.double().norm()) ** 2 for g in b.values()) ** 0.5
-    for name in a:
-        error, size = float((a[name] - b[name]).norm()), float(b[name].norm())
-        assert error <= tolerance * max(size, 1e-3 * whole), (name, error, size)
 
 
 @pytest.mark.parametrize("tiling", [None, TILED], ids=["whole", "tiled"])
@@ -374,51 +337,3 @@ def test_tiled_runs_a_module_without_rows_and_gives_unused_parameters_zeros() ->
         tiled(run, gradients, x, parameters).sum().backward()
         assert x.grad.shape == x.shape and unused.grad is not None and not unused.grad.any()
     torch.testing.assert_close(linear.bias.grad, torch.full((3,), 5.0))
-
-
-@pytest.mark.parametrize("level", ["pair", "block", "keep_attention", "keep_exchange"])
-@pytest.mark.parametrize("budget", [None, 3 * 1024, 0])
-def test_offload_returns_every_byte(level: str, budget: int | None) -> None:
-    expected = gradients(build())[1]
-    offloader = Offloader("cpu", budget, chunk_bytes=1024, copy=True)
-    model = build(recompute=level, tiling=TILED, offloader=offloader, offload=[True, False, True])
-    for _ in range(2):
-        model.zero_grad()
-        assert_same(gradients(model)[1], expected)
-        assert budget is None or offloader.pool.allocated <= budget
-        assert len(offloader.pool._free) * 1024 == offloader.pool.allocated
-    held = offloader.pool.allocated
-    dropped = model(batch()).logps.sum()
-    del dropped
-    assert offloader.pool.allocated == held == len(offloader.pool._free) * 1024
-
-
-def test_on_cpu_offload_moves_nothing() -> None:
-    offloader = Offloader("cpu")
-    assert_same(gradients(build(recompute="block", offloader=offloader))[1], gradients(build())[1])
-    assert offloader.pool.allocated == 0
-
-
-def test_groups_leave_one_behind_and_come_back_one_ahead() -> None:
-    offloader = Offloader("cpu", chunk_bytes=64, copy=True)
-    groups, tensors, kept = [], [], []
-    for i in range(4):
-        groups.append(Group(offloader))
-        tensors.append(torch.randn(30) + i)
-        kept.append(groups[i].keep(tensors[i].clone()))
-        assert groups[i].keep(kept[i].tensor) is kept[i]  # the same tensor again is stored once
-        groups[i].close()
-    assert [k.away for k in kept] == [True, True, True, False]
-    assert torch.equal(groups[3].get(kept[3]), tensors[3])
-    assert [k.away for k in kept] == [True, True, False, False]
-    assert torch.equal(groups[1].get(kept[1]), tensors[1])  # out of order is only slower
-    assert [k.away for k in kept] == [False, False, False, False]
-    assert torch.equal(groups[2].get(kept[2]), tensors[2]) and torch.equal(groups[0].get(kept[0]), tensors[0])
-
-
-def test_host_pool_keeps_its_budget() -> None:
-    pool = HostPool(100, chunk_bytes=40, pin=False)
-    chunks = pool.take(70)
-    assert chunks is not None and len(chunks) == 2 and pool.take(1) is None
-    pool.give(chunks)
-    assert pool.take(80) is not None and pool.allocated == 80

@@ -1,0 +1,46 @@
+"""What the tests of recompute levels and of offload share: a small model, a pack, its gradients."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from models import CausalLM, LayerMemory, ModelConfig, init_weights
+from ulysses.memory.tiling import TilingOptions
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+
+CONFIG = ModelConfig.from_hf({
+    "model_type": "qwen2", "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+})  # fmt: skip
+TILED = TilingOptions(mlp_rows=7)
+
+
+def batch() -> ShardedBatch:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, 67, (length,), generator=generator) for length in (9, 1, 16)]
+    return pack_shard([Sequence(row, torch.ones(len(row))) for row in rows], ParallelMesh())
+
+
+def build(dtype: torch.dtype = torch.float32, **memory: Any) -> CausalLM:
+    model = CausalLM(CONFIG, memory=LayerMemory(**memory)).to(dtype)
+    init_weights(model, seed=4)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    logps = model(batch()).logps
+    (logps * torch.linspace(0, 1, len(logps))).sum().backward()
+    return logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    whole = sum(float(g.double().norm()) ** 2 for g in b.values()) ** 0.5
+    for name in a:
+        error, size = float((a[name] - b[name]).norm()), float(b[name].norm())
+        assert error <= tolerance * max(size, 1e-3 * whole), (name, error, size)
