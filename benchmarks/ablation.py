@@ -7,7 +7,7 @@ of a step beside the full one's. Prints a JSON line per variant and a table.
 """
 
 import gc
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -50,7 +50,7 @@ VARIANTS = (
     Variant("Triton kernels of the layers off", instead=((fused_triton, "triton", None),)),
     Variant("Triton kernels of the logits off", instead=((logprobs_triton, "triton", None),)),
     Variant("exchanges packed element by element", instead=((all_to_all, "_is_wide", lambda _: False),)),
-    Variant("flash4's own backward tiles", instead=((attention_kernels, "_larger_tiles", lambda *_: nullcontext()),)),
+    Variant("flash4's own backward tiles", instead=((attention_kernels, "_with_larger_tiles", lambda flash4: flash4._flash_attn_bwd),)),
     Variant("layer halves not fused", fused=False),
     Variant("next layer not gathered ahead", (ZERO + "stage3_prefetch_bucket_size", "0")),
     Variant("gathering up to 500M ahead", (ZERO + "stage3_prefetch_bucket_size", "500000000")),

@@ -1,5 +1,7 @@
 """Every kernel of this machine against plain float64 attention: values, gradients, packing, refusals."""
 
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -233,31 +235,31 @@ def test_flash_kernels_are_told_to_be_deterministic(monkeypatch):
         assert told == {"flash2": deterministic, "flash4": deterministic}
 
 
-def test_flash4_backward_takes_the_larger_tiles_for_its_own_calls_alone(monkeypatch):
-    asked = []
+def test_flash4_backward_reads_a_table_of_ours_and_its_module_stays_as_it_is(monkeypatch):
+    flash4 = ModuleType("flash4")
+    exec(  # a module with its own globals, as flash4's functions have
+        """
+asked = []
 
-    class Flash:
-        @staticmethod
-        def _tile_size_bwd_sm90(head_dim, head_dim_v, causal, local, sparse_block_size_q=None):
-            asked.append((head_dim, causal, local))
+def _tile_size_bwd_sm90(head_dim, head_dim_v, causal, local, sparse_block_size_q=None):
+    return 64 if causal or local else 80
 
-        @classmethod
-        def _flash_attn_bwd(cls, q, k, *_, **options):
-            cls._tile_size_bwd_sm90(q.shape[-1], k.shape[-1], True, False, sparse_block_size_q=None)
-            if options["deterministic"] is None:
-                raise RuntimeError("no such kernel")
-
-    table = Flash._tile_size_bwd_sm90
-    monkeypatch.setattr(kernels, "_flash4", lambda: Flash)
+def _flash_attn_bwd(q, k, v, out, dout, lse, scale, causal=False, *, window_size_left=None, deterministic=False, **rest):
+    local = window_size_left is not None
+    asked.append(_tile_size_bwd_sm90(q.shape[-1], v.shape[-1], causal and not local, local, sparse_block_size_q=None))
+""",
+        flash4.__dict__,
+    )
+    before = dict(vars(flash4))
+    monkeypatch.setattr(kernels, "_flash4", lambda: flash4)
     packed = segments(([6], [6]), "cpu")
-    for head_dim, deterministic in ((128, False), (128, True), (64, False)):
+    cases = [(128, Options(True, 0.5)), (128, Options(True, 0.5, deterministic=True)), (128, Options(True, 0.5, (3, 0))),
+             (128, Options(False, 0.5)), (64, Options(True, 0.5))]  # fmt: skip
+    for head_dim, options in cases:
         q, k = torch.ones(6, 4, head_dim), torch.ones(6, 2, head_dim)
-        varlen_backward("flash4", q, q, k, k, q, torch.ones(4, 6), packed, Options(True, 0.5, deterministic=deterministic))
-        assert Flash._tile_size_bwd_sm90 is table
-    assert asked == [(128, False, False), (128, True, False), (64, True, False)]
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        varlen_backward("flash4", q, q, k, k, q, torch.ones(4, 6), packed, Options(True, 0.5, deterministic=None))
-    assert Flash._tile_size_bwd_sm90 is table
+        varlen_backward("flash4", q, q, k, k, q, torch.ones(4, 6), packed, options)
+    assert flash4.asked == [80, 64, 64, 80, 64]
+    assert dict(vars(flash4)) == before
 
 
 def test_reference_gradients_by_finite_differences():
