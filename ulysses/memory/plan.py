@@ -225,20 +225,16 @@ def choose_level(
 ) -> Choice | None:
     """Return the fastest predicted choice that fits, the simpler and higher one where two are alike; None: none fits.
 
-    With several `levels` the layers may get two of them. Layers go to the host, and heads in groups, only where that saves
-    more than WORTH.
+    With several `levels` the layers may get two of them. Heads go in groups, and with offload "auto" layers to the host, only
+    where that saves more than WORTH.
     """
     fitting = [c for c in choices(model, machine, work, options, levels=levels, offload=offload) if c.prediction.fits(machine)]
     if not any(c.options.level == levels[0] and not c.offloaded_layers for c in fitting) and len(levels) > 1:
         mixed = mixtures(model, machine, work, options, levels=levels, offload=offload)
         fitting += [c for c in mixed if c.prediction.fits(machine)]
     limit = (1 + WORTH) * min((c.prediction.seconds for c in fitting), default=0.0)
-    return min((c for c in fitting if c.prediction.seconds <= limit), key=_plainness, default=None)
-
-
-def _plainness(choice: Choice) -> tuple[int, int, float]:
-    """Order choices that are about as fast: few layers on the host first, then few groups of heads, then the fastest."""
-    return choice.offloaded_layers, choice.head_chunks, round(choice.prediction.seconds, 4)
+    fast = (c for c in fitting if c.prediction.seconds <= limit)
+    return min(fast, key=lambda c: (c.offloaded_layers * (offload == "auto"), c.head_chunks, round(c.prediction.seconds, 4)), default=None)
 
 
 def keep_gathered(model: Model, machine: Machine, work: Work, choice: Choice) -> Choice:
