@@ -1,5 +1,5 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""Triton kernels of logprobs.py: a tile of float32 logits is read once per direction, and never written.
+"""Triton kernels of logprobs.py: a tile of float32 logits is read once per direction.
 
 Shapes: R rows of the tile, V vocabulary. Row offsets are 64-bit; no atomics, so every result is the same on every run.
 """
@@ -60,7 +60,7 @@ def log_softmax_at(logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor) 
 
 
 def one_hot_difference(logits: Tensor, targets: Tensor, lse: Tensor, at_target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return exp(logits - lse) [R, V] in `dtype`, with at_target [R] at the targets."""
+    """Return exp(logits - lse) [R, V] in `dtype`, with at_target [R] at the targets; float32 in the logits' own memory."""
     rows, width = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     with torch.cuda.device(logits.device):

@@ -69,7 +69,7 @@ def _trade_axes(input: Tensor, group: dist.ProcessGroup | None, scatter: int, ga
     send = dense(input.unflatten(scatter, (ranks, -1)).movedim(scatter, 0))
     received = torch.empty_like(send)
     dist.all_to_all_single(received, send, group=group)
-    return received.movedim(0, gather).flatten(gather, gather + 1)
+    return dense(received.movedim(0, gather)).flatten(gather, gather + 1)
 
 
 # --- q, k, v: token shards -> head shards ------------------------------------------------------------------------
@@ -121,12 +121,12 @@ def _split_heads(got: "_Regions", heads: HeadLayout, plan: AttentionPlan) -> tup
     if plan.row_parallel_size == 1:
         keys = _to_rows(got.near[:, :, heads.query :], plan)
     else:
-        query = query.contiguous()  # a view would keep the keys' receive buffer alive beside their packed copy
+        query = dense(query)  # a view would keep the keys' receive buffer alive beside their packed copy
         keys = got.flat.new_empty(plan.total, 2 * heads.key, got.near.shape[-1])
         for part, pieces in zip(got.key_parts, plan.pieces):
             rows = _to_rows(part, plan).split([b - a for a, b in pieces])
             for (a, b), values in zip(pieces, rows):
-                keys[a:b] = values
+                copy(keys[a:b], values)
     return query, keys[:, : heads.key], keys[:, heads.key :]
 
 
@@ -134,14 +134,14 @@ def _to_rows(values: Tensor, plan: AttentionPlan) -> Tensor:
     """Put what U ranks hold of a row set [U, S, ...] into packed order [U * S, ...]; a copy only in a dense batch."""
     if plan.batch == 1:
         return values.flatten(0, 1)
-    return values.unflatten(1, (plan.batch, -1)).transpose(0, 1).flatten(0, 2)
+    return dense(values.unflatten(1, (plan.batch, -1)).transpose(0, 1)).flatten(0, 2)
 
 
 def _to_ranks(rows: Tensor, plan: AttentionPlan) -> Tensor:
     """Undo `_to_rows`."""
     if plan.batch == 1:
         return rows.unflatten(0, (plan.head_parallel_size, -1))
-    return rows.unflatten(0, (plan.batch, plan.head_parallel_size, -1)).transpose(0, 1).flatten(1, 2)
+    return dense(rows.unflatten(0, (plan.batch, plan.head_parallel_size, -1)).transpose(0, 1)).flatten(1, 2)
 
 
 def exchange_qkv_backward(
