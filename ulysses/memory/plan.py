@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 from ulysses.memory.case import Machine, Model, Options, Work, shards
@@ -191,15 +190,13 @@ def mixtures(
 ) -> Iterator[Choice]:
     """Yield, for each two levels, groups of heads and several numbers of offloaded layers, as many layers of the faster one as fit."""
     ordered = [level for level in FASTEST_FIRST if level in levels]
-    for place, level in enumerate(ordered):
-        if level == "none":
-            continue
-        alone = options._replace(level=level, upper_layers=0, offloaded_layers=0)
-        most = 0 if offload == "none" or level in AUTOGRAD else most_offloaded(model, machine, work, alone)
-        counts = [most] if offload == "checkpoints" else range(0, most + 1, max(1, model.layers // 16))
-        for upper in ordered[:place]:
-            for chunks, away in product(_chunk_counts(model, work, options, level, upper), counts):
-                here = alone._replace(upper=upper, offloaded_layers=away, tiling=replace(options.tiling, head_chunks=chunks))
+    for level, upper in ((level, upper) for place, level in enumerate(ordered) for upper in ordered[:place]):
+        for chunks in _chunk_counts(model, work, options, level, upper):
+            tiling = replace(options.tiling, head_chunks=chunks)
+            alone = options._replace(level=level, upper=upper, upper_layers=0, offloaded_layers=0, tiling=tiling)
+            most = 0 if offload == "none" or level in AUTOGRAD else most_offloaded(model, machine, work, alone)
+            for away in [most] if offload == "checkpoints" else range(0, most + 1, max(1, model.layers // 16)):
+                here = alone._replace(offloaded_layers=away)
                 count = _most_upper(model, machine, work, here)
                 if count:
                     yield _choice(model, machine, work, here._replace(upper_layers=count))
