@@ -4,10 +4,11 @@ import os
 import sys
 import traceback
 
-from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.command_line import parse_command_line
 from ulysses.training.dry_run import dry_run, inspect
 from ulysses.training.failure import let_others_tell, tell
 from ulysses.training.run import TrainingRun
+from ulysses.training.section import ConfigError
 
 
 def main() -> int:

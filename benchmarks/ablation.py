@@ -20,12 +20,22 @@ from models import fused_triton
 from ulysses.parallel import all_to_all
 from ulysses.parallel import kernels as attention_kernels
 from ulysses.training.build import read_shape
-from ulysses.training.command_line import ConfigError
 from ulysses.training.memory import check_head_chunks
+from ulysses.training.section import ConfigError
 from ulysses.zero.construct import initialize_distributed
 
 ZERO = "--deepspeed.zero_optimization."
-COLUMNS = ("variant", "kernel", "recompute", "offload", "seconds", "ratio", "tok_s_gpu", "peak_gib", "refused")
+COLUMNS = (
+    "variant",
+    "kernel",
+    "recompute",
+    "offload",
+    "seconds",
+    "ratio",
+    "tok_s_gpu",
+    "peak_gib",
+    "refused",
+)
 
 
 class Variant(NamedTuple):
@@ -44,13 +54,24 @@ VARIANTS = (
     Variant("recompute keep_attention", ("--memory.recompute", "keep_attention")),
     Variant("recompute block", ("--memory.recompute", "block")),
     Variant("recompute pair", ("--memory.recompute", "pair")),
-    Variant("recompute block, heads in 2 groups", ("--memory.recompute", "block", "--memory.head_chunks", "2")),
-    Variant("recompute block, activations on the host", ("--memory.recompute", "block", "--memory.offload", "checkpoints")),
+    Variant(
+        "recompute block, heads in 2 groups",
+        ("--memory.recompute", "block", "--memory.head_chunks", "2"),
+    ),
+    Variant(
+        "recompute block, activations on the host",
+        ("--memory.recompute", "block", "--memory.offload", "checkpoints"),
+    ),
     Variant("MLP in tiles of 2,048 rows", ("--memory.mlp_tile", "2048")),
     Variant("Triton kernels of the layers off", instead=((fused_triton, "triton", None),)),
     Variant("Triton kernels of the logits off", instead=((logprobs_triton, "triton", None),)),
-    Variant("exchanges packed element by element", instead=((all_to_all, "_is_wide", lambda _: False),)),
-    Variant("flash4's own backward tiles", instead=((attention_kernels, "_with_larger_tiles", lambda flash4: flash4._flash_attn_bwd),)),
+    Variant(
+        "exchanges packed element by element", instead=((all_to_all, "_is_wide", lambda _: False),)
+    ),
+    Variant(
+        "flash4's own backward tiles",
+        instead=((attention_kernels, "_with_larger_tiles", lambda flash4: flash4._flash_attn_bwd),),
+    ),
     Variant("layer halves not fused", fused=False),
     Variant("next layer not gathered ahead", (ZERO + "stage3_prefetch_bucket_size", "0")),
     Variant("gathering up to 500M ahead", (ZERO + "stage3_prefetch_bucket_size", "500000000")),
@@ -64,11 +85,17 @@ def main() -> None:
     p.add_argument("--seq", type=int, default=32768)
     p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
     p.add_argument("--steps", type=int, default=5)
-    p.add_argument("--only", default="", help="variants whose name holds this text, and the full one")
+    p.add_argument(
+        "--only", default="", help="variants whose name holds this text, and the full one"
+    )
     a, rest = p.parse_known_args()
     device = initialize_distributed()
     names = attention_kernels.available_kernels(device)
-    kernels = [Variant(f"kernel {name}", ("--model.attention", name)) for name in names if name != "reference"]
+    kernels = [
+        Variant(f"kernel {name}", ("--model.attention", name))
+        for name in names
+        if name != "reference"
+    ]
     rows: list[dict[str, Any]] = []
     for variant in (*VARIANTS, *kernels):
         if variant.name == "full" or a.only in variant.name:
@@ -85,14 +112,22 @@ def main() -> None:
 def run(a: Any, rest: list[str], variant: Variant, device: torch.device) -> dict[str, Any]:
     """Build the variant's engine, time it and take it down again."""
     world = dist.get_world_size()
-    given = ["--memory.recompute", "none", "--parallel.sequence_parallel_size", str(a.sp or world), *rest]
+    given = [
+        "--memory.recompute",
+        "none",
+        "--parallel.sequence_parallel_size",
+        str(a.sp or world),
+        *rest,
+    ]
     if "--memory.recompute" in variant.settings:
         given = given[2:]
     config = settings(a.arch, a.layers, [*given, *variant.settings])
     shape, _ = read_shape(config)
     try:
         check_head_chunks(config, shape)
-        bench = build(config, device, gathered_layers=planned(config, shape, device, a.seq).gathered_layers)
+        bench = build(
+            config, device, gathered_layers=planned(config, shape, device, a.seq).gathered_layers
+        )
     except ConfigError as error:
         return {"refused": str(error)}
     if not variant.fused:

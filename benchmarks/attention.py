@@ -24,14 +24,23 @@ from ulysses.parallel.kernels import available_kernels
 from ulysses.parallel.layout import causal_cost
 
 CHECKED_HEADS = [(14, 2), (12, 2), (28, 4), (24, 8), (40, 8), (32, 8), (16, 2)]
-STAGES = ("exchange_qkv", "attend", "exchange_out", "attend_backward", "exchange_qkv_backward", "all")
+STAGES = (
+    "exchange_qkv",
+    "attend",
+    "exchange_out",
+    "attend_backward",
+    "exchange_qkv_backward",
+    "all",
+)
 CHECKED_LENGTHS = [333, 1, 1000, 1, 64, 2048, 517]
 
 
 def main() -> None:
     options = parse()
     cuda = torch.cuda.is_available() and not options.cpu
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
@@ -52,27 +61,44 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", nargs="*", help="names from ulysses/parallel/kernels.py; all that run here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kernels", nargs="*", help="names from ulysses/parallel/kernels.py; all that run here"
+    )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--tokens", type=int, nargs="*", default=[32768, 131072])
     parser.add_argument("--documents", type=int, default=1, help="equal documents in the pack")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--check", action="store_true", help="compare out, dq, dk, dv with one process and exit")
-    parser.add_argument("--lengths", type=int, nargs="+", default=CHECKED_LENGTHS, help="documents of --check")
+    parser.add_argument(
+        "--check", action="store_true", help="compare out, dq, dk, dv with one process and exit"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=CHECKED_LENGTHS, help="documents of --check"
+    )
     parser.add_argument("--cpu", action="store_true")
     return parser.parse_args()
 
 
-def make(lengths: list[int], world: int, heads: tuple[int, int], device: torch.device) -> ShardedBatch:
+def make(
+    lengths: list[int], world: int, heads: tuple[int, int], device: torch.device
+) -> ShardedBatch:
     mesh = ParallelMesh(world, num_heads=heads[0])
-    return pack_shard([Sequence(torch.zeros(n, dtype=torch.uint8), torch.ones(n)) for n in lengths], mesh, device)
+    return pack_shard(
+        [Sequence(torch.zeros(n, dtype=torch.uint8), torch.ones(n)) for n in lengths], mesh, device
+    )
 
 
 def check(
-    kernel: str, world: int, heads: tuple[int, int], options: argparse.Namespace, dtype: torch.dtype, device: torch.device
+    kernel: str,
+    world: int,
+    heads: tuple[int, int],
+    options: argparse.Namespace,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Compare the kernel on all ranks with plain float64 attention on one."""
     head_dim, lengths = options.head_dim, options.lengths
@@ -87,22 +113,31 @@ def check(
         torch.randn(batch.num_tokens, h, head_dim, generator=draw, device=device).to(dtype)
         for h in (heads[0], heads[1], heads[1], heads[0])
     ]
-    mine = [torch.cat([x, x.new_zeros(batch.total - batch.num_tokens, *x.shape[1:])])[batch.indices] for x in full]
+    mine = [
+        torch.cat([x, x.new_zeros(batch.total - batch.num_tokens, *x.shape[1:])])[batch.indices]
+        for x in full
+    ]
     attention = UlyssesAttention(batch.mesh, *heads, head_dim, kernel)
     got = out_and_gradients(lambda *x: attention(*x, plan=batch.attention_plan), mine)
     got = [gather_tokens(x, batch) for x in got]
     alone = make(lengths, 1, heads, device).attention_plan
-    plain, one_rank = (UlyssesAttention(None, *heads, head_dim, name) for name in ("reference", kernel))
+    plain, one_rank = (
+        UlyssesAttention(None, *heads, head_dim, name) for name in ("reference", kernel)
+    )
     exact = out_and_gradients(lambda *x: plain(*x, plan=alone), [x.double() for x in full])
     single = out_and_gradients(lambda *x: one_rank(*x, plan=alone), full)
     for name, many, one, want in zip(("out", "dq", "dk", "dv"), got, single, exact):
         error, one_error = (float((x.double() - want).norm() / want.norm()) for x in (many, one))
-        floor = 1e-5 if dtype == torch.float32 else 5e-3  # bfloat16 sums of kv copies round once more
+        floor = (
+            1e-5 if dtype == torch.float32 else 5e-3
+        )  # bfloat16 sums of kv copies round once more
         if error > max(floor, 1.5 * one_error):
             raise SystemExit(
                 f"{kernel} {heads} {dtype} on {world} ranks: {name} is off by {error:.1e}, one rank by {one_error:.1e}"
             )
-    say(f"{kernel} {heads} {str(dtype).removeprefix('torch.')} on {world} ranks: dv is off by {error:.1e}")
+    say(
+        f"{kernel} {heads} {str(dtype).removeprefix('torch.')} on {world} ranks: dv is off by {error:.1e}"
+    )
 
 
 def out_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -111,7 +146,9 @@ def out_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> 
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.detach())]
 
 
-def measure(kernel: str, world: int, options: argparse.Namespace, tokens: int, device: torch.device) -> None:
+def measure(
+    kernel: str, world: int, options: argparse.Namespace, tokens: int, device: torch.device
+) -> None:
     heads = (options.heads, options.kv_heads)
     batch = make([tokens // options.documents] * options.documents, world, heads, device)
     plan, dtype = batch.attention_plan, torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -123,7 +160,9 @@ def measure(kernel: str, world: int, options: argparse.Namespace, tokens: int, d
         return
     local = batch.tokens.numel()
     shapes = [(local, h, options.head_dim) for h in (heads[0], heads[1], heads[1])]
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes
+    )
     upstream = torch.randn(shapes[0], device=device, dtype=dtype)
     stages: dict[str, float] = {}
     for repeat in range(options.repeat + 2):
@@ -131,13 +170,21 @@ def measure(kernel: str, world: int, options: argparse.Namespace, tokens: int, d
         leaves = [x.detach().requires_grad_() for x in exchanged]
         (out, _), forward = timed(lambda x=leaves: attention.attend(*x, plan), device)
         _, to_tokens = timed(lambda x=out: attention.exchange_out(x.detach(), plan), device)
-        grads, backward = timed(lambda y=out, x=leaves: torch.autograd.grad(y, x, torch.ones_like(y)), device)
-        _, adjoint = timed(lambda y=exchanged, g=grads: torch.autograd.grad(y, (q, k, v), g), device)
+        grads, backward = timed(
+            lambda y=out, x=leaves: torch.autograd.grad(y, x, torch.ones_like(y)), device
+        )
+        _, adjoint = timed(
+            lambda y=exchanged, g=grads: torch.autograd.grad(y, (q, k, v), g), device
+        )
         del exchanged, leaves, out, grads
-        step = timed(lambda: torch.autograd.grad(attention(q, k, v, plan=plan), (q, k, v), upstream), device)[1]
+        step = timed(
+            lambda: torch.autograd.grad(attention(q, k, v, plan=plan), (q, k, v), upstream), device
+        )[1]
         times = (to_heads, forward, to_tokens, backward, adjoint, step)
         if repeat >= 2:  # the first rounds compile and warm up
-            stages = {name: min(value, stages.get(name, value)) for name, value in zip(STAGES, times)}
+            stages = {
+                name: min(value, stages.get(name, value)) for name, value in zip(STAGES, times)
+            }
     slowest = torch.tensor(list(stages.values()), device=device)
     if world > 1:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=batch.mesh.sp_group)

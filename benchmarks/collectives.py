@@ -35,16 +35,27 @@ from models.rope import inverse_frequencies, rotary_table
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.reduce import gather_tokens
+from ulysses.parallel.sums import gather_tokens
 
 MIB = 1 << 20
 
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="on each rank, for the exchanges' sizes")
+    p.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[8192, 32768],
+        help="on each rank, for the exchanges' sizes",
+    )
     p.add_argument("--count", action="store_true", help="count bytes only")
-    p.add_argument("--counted-tokens", type=int, default=64, help="on each rank; bytes are proportional to them")
+    p.add_argument(
+        "--counted-tokens",
+        type=int,
+        default=64,
+        help="on each rank; bytes are proportional to them",
+    )
     p.add_argument("--repeat", type=int, default=10)
     p.add_argument("--cpu", action="store_true")
     a = p.parse_args()
@@ -54,7 +65,14 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     shape = architecture(a.arch)
-    rows = [] if a.count else [speed(name, size, call, a.repeat, device) for name, size, call in cases(shape, a.tokens, device)]
+    rows = (
+        []
+        if a.count
+        else [
+            speed(name, size, call, a.repeat, device)
+            for name, size, call in cases(shape, a.tokens, device)
+        ]
+    )
     counted = count(shape, a.counted_tokens, device, torch.bfloat16)
     for row in [*rows, *counted]:
         say(row, a.out)
@@ -68,14 +86,18 @@ def main() -> None:
 # --- bandwidth -----------------------------------------------------------------------------------------------------
 
 
-def cases(shape: ModelConfig, tokens: list[int], device: torch.device) -> list[tuple[str, float, Callable[[], Any]]]:
+def cases(
+    shape: ModelConfig, tokens: list[int], device: torch.device
+) -> list[tuple[str, float, Callable[[], Any]]]:
     """Return (what, bytes a rank sends, call) of a training step's collectives."""
     n, dtype = dist.get_world_size(), torch.bfloat16
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     matrices = 2 * shape.hidden_size * (q + k) + 3 * shape.hidden_size * shape.intermediate_size
     found: list[tuple[str, float, Callable[[], Any]]] = []
     for S in tokens:
-        sent, got = (torch.zeros(S // n * n, q + 2 * k, device=device, dtype=dtype) for _ in range(2))
+        sent, got = (
+            torch.zeros(S // n * n, q + 2 * k, device=device, dtype=dtype) for _ in range(2)
+        )
         whole = sent.nbytes * (n - 1) / n
 
         def one(sent: Tensor = sent, got: Tensor = got) -> None:
@@ -86,21 +108,42 @@ def cases(shape: ModelConfig, tokens: list[int], device: torch.device) -> list[t
                 part = sent.numel() // (q + 2 * k) * width
                 dist.all_to_all_single(got.view(-1)[:part], sent.view(-1)[:part])
 
-        found += [(f"all-to-all of q, k, v, {S:,} tokens", whole, one), ("the same in three", whole, three)]
+        found += [
+            (f"all-to-all of q, k, v, {S:,} tokens", whole, one),
+            ("the same in three", whole, three),
+        ]
     shard = torch.zeros(matrices // n, device=device, dtype=dtype)
     layer, reduced = shard.new_empty(shard.numel() * n), torch.zeros(shard.numel(), device=device)
     grads = torch.zeros(shard.numel() * n, device=device)
-    found.append(("all-gather of a layer", shard.nbytes * (n - 1), lambda: dist.all_gather_into_tensor(layer, shard)))
-    found.append(("reduce-scatter, float32", reduced.nbytes * (n - 1), lambda: dist.reduce_scatter_tensor(reduced, grads)))
+    found.append(
+        (
+            "all-gather of a layer",
+            shard.nbytes * (n - 1),
+            lambda: dist.all_gather_into_tensor(layer, shard),
+        )
+    )
+    found.append(
+        (
+            "reduce-scatter, float32",
+            reduced.nbytes * (n - 1),
+            lambda: dist.reduce_scatter_tensor(reduced, grads),
+        )
+    )
     if device.type == "cuda":
         host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
         there = torch.empty_like(host, device=device)
-        found.append(("copy to the host", host.nbytes, lambda: host.copy_(there, non_blocking=True)))
-        found.append(("copy from the host", host.nbytes, lambda: there.copy_(host, non_blocking=True)))
+        found.append(
+            ("copy to the host", host.nbytes, lambda: host.copy_(there, non_blocking=True))
+        )
+        found.append(
+            ("copy from the host", host.nbytes, lambda: there.copy_(host, non_blocking=True))
+        )
     return found
 
 
-def speed(name: str, size: float, call: Callable[[], Any], repeat: int, device: torch.device) -> dict[str, Any]:
+def speed(
+    name: str, size: float, call: Callable[[], Any], repeat: int, device: torch.device
+) -> dict[str, Any]:
     """Time a call on the slowest rank."""
     for _ in range(2):
         call()
@@ -132,7 +175,10 @@ class Count:
 
     def __init__(self) -> None:
         self.bytes, self.calls = 0.0, Counter[str]()
-        self.real = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")}
+        self.real = {
+            name: getattr(dist, name)
+            for name in ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+        }
 
     def __enter__(self) -> "Count":
         self.patches = [mock.patch.object(dist, name, getattr(self, name)) for name in self.real]
@@ -151,7 +197,11 @@ class Count:
 
     def all_to_all_single(self, out: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
         group, splits = kwargs.get("group"), args[1] if len(args) > 1 else None
-        mine = given.nbytes / dist.get_world_size(group) if splits is None else splits[dist.get_rank(group)] * given.element_size()
+        mine = (
+            given.nbytes / dist.get_world_size(group)
+            if splits is None
+            else splits[dist.get_rank(group)] * given.element_size()
+        )
         return self._add("all_to_all_single", given.nbytes - mine, out, given, *args, **kwargs)
 
     def all_gather_into_tensor(self, out: Tensor, given: Tensor, **kwargs: Any) -> Any:
@@ -161,11 +211,20 @@ class Count:
         return self._add("reduce_scatter_tensor", given.nbytes - out.nbytes, out, given, **kwargs)
 
 
-def count(shape: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
+def count(
+    shape: ModelConfig, tokens: int, device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
     """Run one layer both ways and return what each sends; the results must agree."""
-    mesh, n = ParallelMesh(dist.get_world_size(), num_heads=shape.num_attention_heads), dist.get_world_size()
-    batch = pack_shard([Sequence(torch.zeros(n * tokens, dtype=torch.uint8), torch.ones(n * tokens))], mesh, device)
-    attention = UlyssesAttention(mesh, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    mesh, n = (
+        ParallelMesh(dist.get_world_size(), num_heads=shape.num_attention_heads),
+        dist.get_world_size(),
+    )
+    batch = pack_shard(
+        [Sequence(torch.zeros(n * tokens, dtype=torch.uint8), torch.ones(n * tokens))], mesh, device
+    )
+    attention = UlyssesAttention(
+        mesh, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    )
     layer = DecoderLayer(shape, attention).to(device, dtype)
     weights = {}
     with torch.no_grad():
@@ -174,29 +233,58 @@ def count(shape: ModelConfig, tokens: int, device: torch.device, dtype: torch.dt
             weights[name] = parameter.copy_(drawn).detach()
     rope = rotary_table(batch.positions, inverse_frequencies(shape, device))
     draw = torch.Generator(device).manual_seed(mesh.rank)
-    hidden, upstream = (torch.randn(tokens, shape.hidden_size, generator=draw, device=device).to(dtype) for _ in range(2))
+    hidden, upstream = (
+        torch.randn(tokens, shape.hidden_size, generator=draw, device=device).to(dtype)
+        for _ in range(2)
+    )
     rows, results = [], []
     for level in ("none", "block"):
         layer.recompute = level
-        rows.append(_counted(f"Ulysses, recompute {level}", results, hidden, upstream, lambda x: layer(x, rope, batch.attention_plan)))
-    rows.append(_counted("tensor", results, hidden, upstream, lambda x: tensor_layer(x, weights, shape, batch)))
+        rows.append(
+            _counted(
+                f"Ulysses, recompute {level}",
+                results,
+                hidden,
+                upstream,
+                lambda x: layer(x, rope, batch.attention_plan),
+            )
+        )
+    rows.append(
+        _counted(
+            "tensor", results, hidden, upstream, lambda x: tensor_layer(x, weights, shape, batch)
+        )
+    )
     for row in rows[:2]:
         row["ratio"] = f"{rows[2]['bytes_per_token'] / row['bytes_per_token']:.1f}x fewer"
     for ours, other in zip(results[0], results[2]):
         error = float((ours.float() - other.float()).norm() / ours.float().norm())
         if error > (0.1 if dtype == torch.bfloat16 else 1e-4):
-            raise SystemExit(f"the two layers differ by {error:.1e}: the count compares different things")
+            raise SystemExit(
+                f"the two layers differ by {error:.1e}: the count compares different things"
+            )
     return rows
 
 
-def _counted(name: str, results: list[Any], hidden: Tensor, upstream: Tensor, run: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def _counted(
+    name: str, results: list[Any], hidden: Tensor, upstream: Tensor, run: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
     leaf = hidden.detach().requires_grad_()
     with Count() as counted:
         out = run(leaf)
         out.backward(upstream)
-    results.append((out.detach() - hidden, leaf.grad - upstream))  # without the residual stream, which is the same anyway
-    calls = ", ".join(f"{number} {name.split('_into')[0].split('_single')[0]}" for name, number in counted.calls.items())
-    return {"layer": name, "ranks": dist.get_world_size(), "calls": calls, "bytes_per_token": round(counted.bytes / hidden.shape[0])}
+    results.append(
+        (out.detach() - hidden, leaf.grad - upstream)
+    )  # without the residual stream, which is the same anyway
+    calls = ", ".join(
+        f"{number} {name.split('_into')[0].split('_single')[0]}"
+        for name, number in counted.calls.items()
+    )
+    return {
+        "layer": name,
+        "ranks": dist.get_world_size(),
+        "calls": calls,
+        "bytes_per_token": round(counted.bytes / hidden.shape[0]),
+    }
 
 
 class _Gather(torch.autograd.Function):
@@ -224,26 +312,56 @@ def _scatter_sum(x: Tensor) -> Tensor:
     return out
 
 
-def tensor_layer(hidden: Tensor, weights: dict[str, Tensor], shape: ModelConfig, batch: ShardedBatch) -> Tensor:
+def tensor_layer(
+    hidden: Tensor, weights: dict[str, Tensor], shape: ModelConfig, batch: ShardedBatch
+) -> Tensor:
     """Run the layer with 1/n of every matrix on each rank: columns of the first, rows of the second of each half."""
     n, r, E = dist.get_world_size(), dist.get_rank(), shape.head_dim
 
-    def half(x: Tensor, norm: str, first: tuple[str, ...], second: str, inner: Callable[..., Tensor]) -> Tensor:
+    def half(
+        x: Tensor, norm: str, first: tuple[str, ...], second: str, inner: Callable[..., Tensor]
+    ) -> Tensor:
         whole = _Gather.apply(F.rms_norm(x, x.shape[1:], weights[norm], shape.rms_norm_eps), False)
         parts = [F.linear(whole, weights[name].chunk(n)[r].requires_grad_()) for name in first]
-        return x + _Gather.apply(F.linear(inner(*parts), weights[second].chunk(n, 1)[r].requires_grad_()), True)
+        return x + _Gather.apply(
+            F.linear(inner(*parts), weights[second].chunk(n, 1)[r].requires_grad_()), True
+        )
 
     def attend(*parts: Tensor) -> Tensor:
         q, k, v = (x.unflatten(1, (-1, E)) for x in parts)
-        cos, sin = (x[:, None] for x in rotary_table(gather_tokens(batch.positions, batch), inverse_frequencies(shape, x.device)))
-        q, k = (torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(v.dtype) for a, b in (y.float().chunk(2, -1) for y in (q, k)))
+        cos, sin = (
+            x[:, None]
+            for x in rotary_table(
+                gather_tokens(batch.positions, batch), inverse_frequencies(shape, x.device)
+            )
+        )
+        q, k = (
+            torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(v.dtype)
+            for a, b in (y.float().chunk(2, -1) for y in (q, k))
+        )
         q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        return (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
+            .transpose(0, 1)
+            .flatten(1)
+        )
 
     x = hidden
-    x = half(x, "input_layernorm.weight", tuple(f"self_attn.{p}_proj.weight" for p in "qkv"), "self_attn.o_proj.weight", attend)
+    x = half(
+        x,
+        "input_layernorm.weight",
+        tuple(f"self_attn.{p}_proj.weight" for p in "qkv"),
+        "self_attn.o_proj.weight",
+        attend,
+    )
     mlp = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
-    return half(x, "post_attention_layernorm.weight", mlp, "mlp.down_proj.weight", lambda gate, up: F.silu(gate) * up)
+    return half(
+        x,
+        "post_attention_layernorm.weight",
+        mlp,
+        "mlp.down_proj.weight",
+        lambda gate, up: F.silu(gate) * up,
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from models.arch import ModelConfig as Shape
-from ulysses.gradients.policy import StepContext
+from ulysses.gradients.chain import StepContext
 from ulysses.memory.case import GIB, Options, Work
 from ulysses.memory.plan import level_name
 from ulysses.memory.step_time import attention_flops, passes
@@ -60,10 +60,17 @@ class Bench(NamedTuple):
 
 def parser(text: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments that all programs share; what it does not know are train.py's settings."""
-    p = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("--arch", default="llama3-8b")
     p.add_argument("--layers", type=int, default=0, help="use only so many layers; 0 uses all")
-    p.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1, help="processes that a driver starts")
+    p.add_argument(
+        "--gpus",
+        type=int,
+        default=torch.cuda.device_count() or 1,
+        help="processes that a driver starts",
+    )
     p.add_argument("--out", default="", help="append the JSON lines to this file too")
     return p
 
@@ -71,7 +78,16 @@ def parser(text: str | None) -> argparse.ArgumentParser:
 def settings(arch: str, layers: int, given: Several[str] = ()) -> Config:
     """Return train.py's configuration for random weights of a shape; `given` are its arguments ("--memory.recompute", ...)."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    fixed = ["--stage", "sft", "--model.arch", arch, "--model.init", "random", "--model.dtype", dtype]
+    fixed = [
+        "--stage",
+        "sft",
+        "--model.arch",
+        arch,
+        "--model.init",
+        "random",
+        "--model.dtype",
+        dtype,
+    ]
     fixed += ["--run.steps", "1", "--optimizer.lr", str(LR)]
     if layers:
         fixed += ["--model.config.num_hidden_layers", str(layers)]
@@ -85,17 +101,28 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def build(config: Config, device: torch.device, head_counts: tuple[int, ...] = (), gathered_layers: int = 0) -> Bench:
+def build(
+    config: Config,
+    device: torch.device,
+    head_counts: tuple[int, ...] = (),
+    gathered_layers: int = 0,
+) -> Bench:
     """Create mesh and engine with all activations kept; all ranks call it together.
 
     `head_counts` of further models that the mesh serves limit how many ranks exchange heads (degrees.py). `gathered_layers`:
     how many layers' gathered weights stay for the backward pass; what `planned` chose for the longest pack.
     """
     shape, _ = read_shape(config)
-    mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=(shape.num_attention_heads, *head_counts))
-    resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim)  # refuses before it allocates
+    mesh = ParallelMesh(
+        config.parallel.sequence_parallel_size, num_heads=(shape.num_attention_heads, *head_counts)
+    )
+    resolve_kernel(
+        config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim
+    )  # refuses before it allocates
     kept = MemoryChoice(("none",) * shape.num_hidden_layers, gathered_layers=gathered_layers)
-    engine = build_engine(config, shape, RandomWeights(shape, 0), mesh, config.model.attention, memory=kept)
+    engine = build_engine(
+        config, shape, RandomWeights(shape, 0), mesh, config.model.attention, memory=kept
+    )
     return Bench(config, shape, mesh, engine, gathered_layers)
 
 
@@ -121,7 +148,9 @@ def random_pack(bench: Bench, length: int, documents: int) -> ShardedBatch:
     """Return this data-parallel group's pack: `documents` random sequences of `length`."""
     draw = torch.Generator().manual_seed(1 + bench.mesh.dp_rank)
     tokens = torch.randint(0, bench.shape.vocab_size, (documents, length), generator=draw)
-    return pack_shard([Sequence(row, torch.ones(length)) for row in tokens], bench.mesh, bench.engine.device)
+    return pack_shard(
+        [Sequence(row, torch.ones(length)) for row in tokens], bench.mesh, bench.engine.device
+    )
 
 
 def take_step(bench: Bench, batch: ShardedBatch, count: int) -> torch.Tensor:
@@ -129,12 +158,21 @@ def take_step(bench: Bench, batch: ShardedBatch, count: int) -> torch.Tensor:
     engine = bench.engine
     loss = -engine(batch).logps.sum()
     engine.backward(loss * (bench.mesh.world_size / count), last=True)
-    bench.config.gradients.chain().apply(engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0))
+    bench.config.gradients.chain().apply(
+        engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
+    )
     engine.step([LR] * len(engine.zero.optimizer.param_groups))
     return loss.detach()
 
 
-def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, choice: MemoryChoice | None = None) -> dict[str, Any]:
+def measure(
+    bench: Bench,
+    length: int,
+    *,
+    documents: int = 1,
+    steps: int = 3,
+    choice: MemoryChoice | None = None,
+) -> dict[str, Any]:
     """Time `steps` steps after a first one (0: the first one itself); return the case's row, the same on all ranks.
 
     mfu counts model FLOPs, 6 N T + 6 L (H E) sum(length^2), executed what is computed, as shares of the peak. peak_gib
@@ -158,9 +196,16 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
     peak = reserved = used = 0.0
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info()
-        peak, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+        peak, reserved = (
+            torch.cuda.max_memory_allocated() / GIB,
+            torch.cuda.max_memory_reserved() / GIB,
+        )
         used = (whole - free) / GIB
-    totals = torch.tensor([float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20], dtype=torch.float64, device=device)
+    totals = torch.tensor(
+        [float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20],
+        dtype=torch.float64,
+        device=device,
+    )
     largest = torch.tensor([peak, reserved, used], dtype=torch.float64, device=device)
     dist.all_reduce(totals)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -173,10 +218,17 @@ def measure(bench: Bench, length: int, *, documents: int = 1, steps: int = 3, ch
     rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
     levels = choice.recompute if choice else ("none",) * shape.num_hidden_layers
     work = Work(tokens, mesh.sequence_parallel_size, documents=documents)
-    executed = groups * executed_flops(shape, levels, work, Options(tiling=tiling(bench.config))) / seconds / mesh.world_size
+    executed = (
+        groups
+        * executed_flops(shape, levels, work, Options(tiling=tiling(bench.config)))
+        / seconds
+        / mesh.world_size
+    )
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     attention, dtype = bench.config.model.attention, DTYPES[bench.config.model.dtype]
-    kernel = resolve_kernel(attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents).name
+    kernel = resolve_kernel(
+        attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents
+    ).name
     chunks, away = (choice.head_chunks, choice.offloaded_layers) if choice else (1, 0)
     return {
         "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
@@ -198,7 +250,10 @@ def executed_flops(shape: Shape, levels: Several[str], work: Work, options: Opti
     model = plain_model(shape)
     attention = attention_flops(model, work) * work.sp
     layers = [passes(model, work, options, level) for level in levels]
-    return sum(p.matrices * work.tokens + p.attention * attention for p in layers) + 8.0 * work.tokens * model.vocabulary_parameters
+    return (
+        sum(p.matrices * work.tokens + p.attention * attention for p in layers)
+        + 8.0 * work.tokens * model.vocabulary_parameters
+    )
 
 
 def wait(device: torch.device) -> None:
@@ -224,12 +279,27 @@ def leave() -> None:
     os._exit(0)
 
 
-def launch(gpus: int, arguments: Several[str], timeout: float = 590.0) -> tuple[list[dict[str, Any]], bool]:
+def launch(
+    gpus: int, arguments: Several[str], timeout: float = 590.0
+) -> tuple[list[dict[str, Any]], bool]:
     """Run a program under torchrun, its text passed on; return its JSON lines and whether it ended well and in time."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={gpus}",
+        *arguments,
+    ]
     root = str(Path(__file__).resolve().parents[1])
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
+    }
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
     signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
     signal.alarm(int(timeout))
     rows = []
@@ -238,7 +308,9 @@ def launch(gpus: int, arguments: Several[str], timeout: float = 590.0) -> tuple[
         print(line, end="", flush=True)
         if line.startswith("{"):
             row = json.loads(line)
-            rows.append({**row, "seconds": row["step_s"]} if "step_s" in row else row)  # other harnesses' name
+            rows.append(
+                {**row, "seconds": row["step_s"]} if "step_s" in row else row
+            )  # other harnesses' name
     ok = process.wait() == 0
     signal.alarm(0)
     return rows, ok
@@ -248,8 +320,13 @@ def table(rows: list[dict[str, Any]], columns: Several[str]) -> str:
     """Lay rows out as Markdown; what a row lacks is left blank."""
     cells = [list(columns), *([_cell(row.get(c)) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = ["| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |" for line in cells]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    lines = [
+        "| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |"
+        for line in cells
+    ]
+    return "\n".join(
+        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    )
 
 
 def _cell(value: Any) -> str:

@@ -20,14 +20,25 @@ import torch.distributed as dist
 from common import build, leave, parser, say, settings, table
 
 from ulysses.data.dataset import Example
-from ulysses.data.loader import StepLoader
+from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.kernels import available_kernels
 from ulysses.training.stages.sft import SftStage
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import initialize_distributed
 
-COLUMNS = ("dtype", "kernel", "sp", "dp", "first", "last", "to_float32", "to_sp1", "norm_to_sp1", "seconds")
+COLUMNS = (
+    "dtype",
+    "kernel",
+    "sp",
+    "dp",
+    "first",
+    "last",
+    "to_float32",
+    "to_sp1",
+    "norm_to_sp1",
+    "seconds",
+)
 VOCABULARY, LAYERS = 211, 4
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -69,9 +80,15 @@ def main() -> None:
     a = p.parse_args()
     device, world = initialize_distributed(), int(dist.get_world_size())
     degrees = [d for d in range(1, world + 1) if world % d == 0]
-    half = [name for name in available_kernels(device) if name != "reference" or device.type == "cpu"]
+    half = [
+        name for name in available_kernels(device) if name != "reference" or device.type == "cpu"
+    ]
     cases = [("float32", "reference", sp) for sp in degrees]
-    cases += [("bfloat16", kernel, sp) for kernel in half for sp in (degrees if kernel == half[0] else degrees[:1])]
+    cases += [
+        ("bfloat16", kernel, sp)
+        for kernel in half
+        for sp in (degrees if kernel == half[0] else degrees[:1])
+    ]
     data, curves, rows = Rule(8 * a.steps), {}, []
     for case in cases:
         began = time.perf_counter()
@@ -90,22 +107,47 @@ def main() -> None:
         if a.out and dist.get_rank() == 0:
             with Path(a.out).open("a") as file:
                 for step, (value, size) in enumerate(curve, 1):
-                    line = {"dtype": dtype, "kernel": kernel, "sp": sp, "step": step, "loss": value, "grad_norm": size}
+                    line = {
+                        "dtype": dtype,
+                        "kernel": kernel,
+                        "sp": sp,
+                        "step": step,
+                        "loss": value,
+                        "grad_norm": size,
+                    }
                     file.write(json.dumps(line) + "\n")
     if dist.get_rank() == 0:
         print(table(rows, COLUMNS), flush=True)
     leave()
 
 
-def train(dtype: str, kernel: str, sp: int, data: Any, steps: int, device: torch.device) -> list[tuple[float, float]]:
+def train(
+    dtype: str, kernel: str, sp: int, data: Any, steps: int, device: torch.device
+) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of every step."""
-    shape = [part for name, value in SHAPE.items() for part in (f"--model.config.{name}", str(value))]
-    given = ["--model.dtype", dtype, "--model.attention", kernel, "--parallel.sequence_parallel_size", str(sp), "--optimizer.lr", str(LR)]
+    shape = [
+        part for name, value in SHAPE.items() for part in (f"--model.config.{name}", str(value))
+    ]
+    given = [
+        "--model.dtype",
+        dtype,
+        "--model.attention",
+        kernel,
+        "--parallel.sequence_parallel_size",
+        str(sp),
+        "--optimizer.lr",
+        str(LR),
+    ]
     config = settings("llama3.2-1b", LAYERS, [*shape, *given])
     bench = build(config, device)
     mesh, engine = bench.mesh, bench.engine
     loader = StepLoader(
-        data, 8, tokens_per_microbatch=2048, seed=1, data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank
+        data,
+        8,
+        tokens_per_microbatch=2048,
+        seed=1,
+        data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank,
     )
     trainer = Trainer(
         mesh=mesh, engine=engine, stage=SftStage(engine, mesh, config.sft), loader=loader, eval_loader=None, total_steps=steps,

@@ -23,11 +23,33 @@ import torch.distributed as dist
 from common import build, launch, leave, measure, parser, remember, say, settings, table
 
 from models.arch import architecture
-from ulysses.training.command_line import ConfigError
+from ulysses.training.section import ConfigError
 from ulysses.zero.construct import initialize_distributed
 
-CASES = ("llama3-8b", "llama3-8b@2", "llama3-8b@1", "qwen2.5-7b", "qwen2.5-7b@2", "llama3-8b:16/4", "qwen2.5-7b:14/2", "qwen2.5-0.5b")
-COLUMNS = ("case", "heads", "ranks", "tokens", "recompute", "seconds", "tok_s_gpu", "model_tflops_gpu", "mfu", "share", "peak_gib", "note")
+CASES = (
+    "llama3-8b",
+    "llama3-8b@2",
+    "llama3-8b@1",
+    "qwen2.5-7b",
+    "qwen2.5-7b@2",
+    "llama3-8b:16/4",
+    "qwen2.5-7b:14/2",
+    "qwen2.5-0.5b",
+)
+COLUMNS = (
+    "case",
+    "heads",
+    "ranks",
+    "tokens",
+    "recompute",
+    "seconds",
+    "tok_s_gpu",
+    "model_tflops_gpu",
+    "mfu",
+    "share",
+    "peak_gib",
+    "note",
+)
 
 
 def main() -> None:
@@ -41,7 +63,16 @@ def main() -> None:
     if "RANK" in os.environ:
         measure_case(*cases[0], a, rest)
         leave()
-    same = ["--seq", *map(str, a.seq), "--steps", str(a.steps), "--layers", str(a.layers), *(["--out", a.out] if a.out else []), *rest]
+    same = [
+        "--seq",
+        *map(str, a.seq),
+        "--steps",
+        str(a.steps),
+        "--layers",
+        str(a.layers),
+        *(["--out", a.out] if a.out else []),
+        *rest,
+    ]
     rows: list[dict[str, Any]] = []
     for case in a.cases:
         rows += launch(a.gpus, [__file__, "--cases", case, *same])[0]
@@ -52,18 +83,32 @@ def read_case(case: str) -> tuple[str, int, int, int]:
     """Return ARCH[:H/K][@U] as shape, query heads, key-value heads and the forced U; 0 where left out."""
     found = re.fullmatch(r"([^:@]+)(?::(\d+)/(\d+))?(?:@(\d+))?", case)
     if found is None:
-        raise SystemExit(f"case {case!r} is not ARCH[:H/K][@U], such as llama3-8b, llama3-8b@2 or qwen2.5-7b:14/2")
+        raise SystemExit(
+            f"case {case!r} is not ARCH[:H/K][@U], such as llama3-8b, llama3-8b@2 or qwen2.5-7b:14/2"
+        )
     arch, *numbers = found.groups()
     heads, kv_heads, split = (int(n or 0) for n in numbers)
     return arch, heads, kv_heads, split
 
 
-def measure_case(case: str, arch: str, heads: int, kv_heads: int, split: int, a: Any, rest: list[str]) -> None:
+def measure_case(
+    case: str, arch: str, heads: int, kv_heads: int, split: int, a: Any, rest: list[str]
+) -> None:
     """Measure every length of one case on this rank; a length that does not fit ends it."""
     device = initialize_distributed()
-    given = ["--parallel.sequence_parallel_size", str(dist.get_world_size()), "--memory.recompute", "none", *rest]
+    given = [
+        "--parallel.sequence_parallel_size",
+        str(dist.get_world_size()),
+        "--memory.recompute",
+        "none",
+        *rest,
+    ]
     if heads:
-        for name, value in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads), ("head_dim", architecture(arch).head_dim)):
+        for name, value in (
+            ("num_attention_heads", heads),
+            ("num_key_value_heads", kv_heads),
+            ("head_dim", architecture(arch).head_dim),
+        ):
             given += [f"--model.config.{name}", str(value)]
     bench = build(settings(arch, a.layers, given), device, (split,) if split else ())
     labels = {
@@ -72,7 +117,10 @@ def measure_case(case: str, arch: str, heads: int, kv_heads: int, split: int, a:
     }  # fmt: skip
     for length in a.seq:
         try:
-            say({**labels, **measure(bench, length, steps=a.steps, choice=remember(bench, length))}, a.out)
+            say(
+                {**labels, **measure(bench, length, steps=a.steps, choice=remember(bench, length))},
+                a.out,
+            )
         except (ConfigError, torch.OutOfMemoryError) as error:
             say({**labels, "tokens": length, "note": str(error).splitlines()[0]}, a.out)
             break

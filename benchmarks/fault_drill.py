@@ -37,7 +37,12 @@ PRESETS = {  # the engine refuses to run without a word on values that are not f
     "ulysses-pro": ["--gradients.preset", "ulysses-pro"],
     "steady": ["--gradients.preset", "steady"],
 }
-COLOURS = {"none": "tab:gray", "default": "tab:blue", "ulysses-pro": "tab:red", "steady": "tab:green"}
+COLOURS = {
+    "none": "tab:gray",
+    "default": "tab:blue",
+    "ulysses-pro": "tab:red",
+    "steady": "tab:green",
+}
 STEPS, SPIKE, VANISH, NAN = 120, 50, (70, 80), 100
 SAVE_EVERY = 15  # a checkpoint at 75, among the vanishing steps
 
@@ -118,14 +123,21 @@ def weights(engine: Any) -> dict[str, Any]:
     from ulysses.zero.state import pieces
 
     flats = engine.zero.fp32_partitioned_groups_flat
-    data = torch.cat([flats[p.group].detach().narrow(0, p.offset, p.length).cpu() for p in pieces(engine)])
-    return {"finite": bool(torch.isfinite(data).all()), "digest": hashlib.sha256(data.numpy().tobytes()).hexdigest()}
+    data = torch.cat(
+        [flats[p.group].detach().narrow(0, p.offset, p.length).cpu() for p in pieces(engine)]
+    )
+    return {
+        "finite": bool(torch.isfinite(data).all()),
+        "digest": hashlib.sha256(data.numpy().tobytes()).hexdigest(),
+    }
 
 
 # ---------------------------------------------------------------- the drill
 
 
-def launch(a: argparse.Namespace, name: str, preset: str, faults: list[Fault], *arguments: str) -> dict[str, Any]:
+def launch(
+    a: argparse.Namespace, name: str, preset: str, faults: list[Fault], *arguments: str
+) -> dict[str, Any]:
     """Start one run and wait for its end; what is left of it, read from its folder."""
     folder = a.output / name
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={a.processes}", __file__,
@@ -135,7 +147,9 @@ def launch(a: argparse.Namespace, name: str, preset: str, faults: list[Fault], *
             "--parallel.sequence_parallel_size", "1", *PRESETS[preset], *a.arguments, *arguments]  # fmt: skip
     began = time.monotonic()
     try:
-        done = subprocess.run(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=a.timeout)
+        done = subprocess.run(
+            line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=a.timeout
+        )
         code, errors = done.returncode, done.stderr
     except subprocess.TimeoutExpired as late:
         code, errors = None, (late.stderr or b"").decode(errors="replace")
@@ -187,7 +201,14 @@ def row(r: dict[str, Any], a: argparse.Namespace) -> str:
         return ", ".join(parts) or "nothing"
 
     end = f"{r['steps'][-1]['loss']:.3f} at {r['steps'][-1]['step']}" if r["steps"] else "-"
-    cells = (r["run"], did(a.spike, a.spike), did(*a.vanish), did(a.nan, a.nan), end, "yes" if r["finite"] else "NO")
+    cells = (
+        r["run"],
+        did(a.spike, a.spike),
+        did(*a.vanish),
+        did(a.nan, a.nan),
+        end,
+        "yes" if r["finite"] else "NO",
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -197,12 +218,23 @@ def draw(runs: list[dict[str, Any]], a: argparse.Namespace) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = (("loss", "loss", "log"), ("grad_norm", "gradient norm", "log"), ("lr", "learning rate", "linear"))
-    figure, axes = pyplot.subplots(len(panels), 1, sharex=True, figsize=(8, 7), layout="constrained")
+    panels = (
+        ("loss", "loss", "log"),
+        ("grad_norm", "gradient norm", "log"),
+        ("lr", "learning rate", "linear"),
+    )
+    figure, axes = pyplot.subplots(
+        len(panels), 1, sharex=True, figsize=(8, 7), layout="constrained"
+    )
     for axis, (key, label, scale) in zip(axes, panels, strict=True):
         for r in runs:
             points = [(m["step"], m[key]) for m in r["steps"] if m.get(key)]
-            axis.plot(*zip(*points, strict=True), color=COLOURS[r["preset"]], linewidth=1.2, label=r["preset"])
+            axis.plot(
+                *zip(*points, strict=True),
+                color=COLOURS[r["preset"]],
+                linewidth=1.2,
+                label=r["preset"],
+            )
             if r["told"]:
                 axis.plot(*points[-1], "x", color=COLOURS[r["preset"]], markersize=8)
         axis.axvspan(*a.vanish, color="0.92")
@@ -210,8 +242,15 @@ def draw(runs: list[dict[str, Any]], a: argparse.Namespace) -> Path:
             axis.axvline(step, color="0.8", linestyle=":")
         axis.set(ylabel=label, yscale=scale)
     for step, text in ((a.spike, "spike"), (sum(a.vanish) / 2, "vanishing"), (a.nan, "NaN")):
-        axes[0].annotate(text, (step, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
-    losses = [m["loss"] for r in runs for m in r["steps"] if m["loss"] and not a.spike <= m["step"] <= a.spike + 1]
+        axes[0].annotate(
+            text, (step, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=9
+        )
+    losses = [
+        m["loss"]
+        for r in runs
+        for m in r["steps"]
+        if m["loss"] and not a.spike <= m["step"] <= a.spike + 1
+    ]
     axes[0].set_ylim(0.9 * min(losses), 1.2 * max(losses))  # the spike's own loss is off the panel
     axes[0].legend(fontsize=8)
     axes[-1].set(xlabel="step (x: the run stopped)")
@@ -223,29 +262,46 @@ def draw(runs: list[dict[str, Any]], a: argparse.Namespace) -> Path:
 def main() -> int:
     if "--faults" in sys.argv[1:2]:
         return run_with_faults([Fault(**f) for f in json.loads(sys.argv[2])], sys.argv[3:])
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--output", type=Path, default=Path("runs/fault_drill"))
     p.add_argument("--config", default="configs/demo/pt.toml")
-    p.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 1) if torch.cuda.is_available() else 2)
-    p.add_argument("--timeout", type=float, default=600, help="seconds after which a run counts as hung")
+    p.add_argument(
+        "--processes",
+        type=int,
+        default=max(torch.cuda.device_count(), 1) if torch.cuda.is_available() else 2,
+    )
+    p.add_argument(
+        "--timeout", type=float, default=600, help="seconds after which a run counts as hung"
+    )
     a, a.arguments = p.parse_known_args()
     a.steps, a.save_every, a.spike, a.vanish, a.nan = STEPS, SAVE_EVERY, SPIKE, VANISH, NAN
     a.output.mkdir(parents=True, exist_ok=True)
-    faults = [Fault("spike", SPIKE, SPIKE, factor=1e3), Fault("vanish", *VANISH, factor=1e-4), Fault("nan", NAN, NAN, rank=a.processes - 1)]
+    faults = [
+        Fault("spike", SPIKE, SPIKE, factor=1e3),
+        Fault("vanish", *VANISH, factor=1e-4),
+        Fault("nan", NAN, NAN, rank=a.processes - 1),
+    ]
     runs = []
     for name in PRESETS:
         runs.append(launch(a, name, name, faults))
         if not runs[-1]["steps"]:
             print(f"{name}: the run took no step; see the messages above", file=sys.stderr)
             return 1
-        print(f"{name}: {runs[-1]['seconds']} s, exit code {runs[-1]['code']} {' / '.join(runs[-1]['told'])}", flush=True)
+        print(
+            f"{name}: {runs[-1]['seconds']} s, exit code {runs[-1]['code']} {' / '.join(runs[-1]['told'])}",
+            flush=True,
+        )
     saved = sum(VANISH) // 2
     pro = next(r for r in runs if r["preset"] == "ulysses-pro")
     checkpoint = str(a.output / f"ulysses-pro/checkpoints/step-{saved}")
     resumed = launch(a, "resumed", "ulysses-pro", faults, "--run.resume", checkpoint)
     difference = continues(pro, resumed, exactly=not torch.cuda.is_available())
     print(f"ulysses-pro resumed at step {saved}: {difference or 'the same run'}", flush=True)
-    print("\n| preset | spike | vanishing | NaN on one rank | last loss | weights finite |\n|---|---|---|---|---|---|")
+    print(
+        "\n| preset | spike | vanishing | NaN on one rank | last loss | weights finite |\n|---|---|---|---|---|---|"
+    )
     print("\n".join(row(r, a) for r in runs))
     print(f"\ndrawn: {draw(runs, a)}", flush=True)
     return int(bool(difference) or any(r["hung"] or not r["finite"] for r in [*runs, resumed]))

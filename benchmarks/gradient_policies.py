@@ -22,12 +22,18 @@ import torch.distributed as dist
 from common import Bench, build, leave, parser, random_pack, say, settings, wait
 
 from ulysses.gradients.build import build_chain
-from ulysses.gradients.policy import GradientPolicyChain, StepContext
+from ulysses.gradients.chain import GradientPolicyChain, StepContext
 from ulysses.gradients.presets import preset_tables
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.zero.construct import initialize_distributed
 
-TOY = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+TOY = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
 NEVER, ALWAYS = {"mean_abs_above": 1e9}, {"mean_abs_below": 1e9}
 
 Tables = list[dict[str, Any]]
@@ -47,7 +53,9 @@ IDLE: dict[str, Tables] = {
     "adaptive_gradient_clipping": [{"policy": "adaptive_gradient_clipping", "clipping": 1e9}],
     "gradient_centralization": [{"policy": "gradient_centralization", "when": NEVER}],
     "gradient_noise": [{"policy": "gradient_noise", "sigma": 1e-4, "when": NEVER}],
-    "gradient_noise, relative": [{"policy": "gradient_noise", "ratio": 0.01, "when": {"norm_z_below": -1e9, "warmup": 2}}],
+    "gradient_noise, relative": [
+        {"policy": "gradient_noise", "ratio": 0.01, "when": {"norm_z_below": -1e9, "warmup": 2}}
+    ],
     "scale_small_gradients": [{"policy": "scale_small_gradients", "threshold": 0.0}],
     "boost_learning_rate": [{"policy": "boost_learning_rate", "when": NEVER}],
     "clip_mean_abs": [{"policy": "clip_mean_abs", "limit": 1e9}],
@@ -66,7 +74,9 @@ ACTS: dict[str, Tables] = {
 }
 
 
-def take_step(bench: Bench, batch: ShardedBatch, micro_batches: int, chain: GradientPolicyChain, number: int) -> tuple[float, float, bool]:
+def take_step(
+    bench: Bench, batch: ShardedBatch, micro_batches: int, chain: GradientPolicyChain, number: int
+) -> tuple[float, float, bool]:
     """Return the seconds of an optimizer step and of the chain in it, and (of step 0) whether the chain changed the gradient's norm."""
     engine, mesh = bench.engine, bench.mesh
     count = (batch.num_tokens - 1) * micro_batches * mesh.data_parallel_size
@@ -76,7 +86,9 @@ def take_step(bench: Bench, batch: ShardedBatch, micro_batches: int, chain: Grad
         total = -engine(batch).logps.sum()
         engine.backward(total * (mesh.world_size / count), last=i == micro_batches - 1)
     gradients = engine.gradients()
-    loss = float(total)  # the loop's metrics are read here too: the device has finished the backward pass
+    loss = float(
+        total
+    )  # the loop's metrics are read here too: the device has finished the backward pass
     untouched = engine.gradients().norm() if number == 0 else 0.0
     ready = time.perf_counter()
     context = StepContext(step=number, total_steps=10**6, loss=loss)
@@ -90,9 +102,16 @@ def take_step(bench: Bench, batch: ShardedBatch, micro_batches: int, chain: Grad
     return time.perf_counter() - began, applied - ready, moved
 
 
-def measure(step: Callable[..., tuple[float, float, bool]], variants: dict[str, Tables], rounds: int, kind: str) -> list[dict[str, Any]]:
+def measure(
+    step: Callable[..., tuple[float, float, bool]],
+    variants: dict[str, Tables],
+    rounds: int,
+    kind: str,
+) -> list[dict[str, Any]]:
     """Return one row per variant; the first round warms up and checks that idle chains change nothing and acting ones something."""
-    chains = {"none": GradientPolicyChain([])} | {name: build_chain(tables) for name, tables in variants.items()}
+    chains = {"none": GradientPolicyChain([])} | {
+        name: build_chain(tables) for name, tables in variants.items()
+    }
     steps: dict[str, list[float]] = {name: [] for name in chains}
     inside: dict[str, list[float]] = {name: [] for name in chains}
     step(chains["none"], 0)
@@ -103,7 +122,9 @@ def measure(step: Callable[..., tuple[float, float, bool]], variants: dict[str, 
                 steps[name].append(seconds)
                 inside[name].append(policies)
             elif moved == (kind == "idle" or name == "none"):
-                raise RuntimeError(f"{name} should {'change nothing' if moved else 'act'} but the gradient norm says otherwise")
+                raise RuntimeError(
+                    f"{name} should {'change nothing' if moved else 'act'} but the gradient norm says otherwise"
+                )
     return [
         {
             "policy": name, "kind": kind, "rounds": rounds, "step_ms": round(1e3 * median(steps[name]), 2),
@@ -115,22 +136,40 @@ def measure(step: Callable[..., tuple[float, float, bool]], variants: dict[str, 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| gradient policy | | step, ms | policies, ms | step / none |", "|---|---|---|---|---|"]
-    lines += [f"| `{r['policy']}` | {r['kind']} | {r['step_ms']} | {r['policies_ms']} | {r['ratio']:.3f} |" for r in rows]
+    lines = [
+        "| gradient policy | | step, ms | policies, ms | step / none |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{r['policy']}` | {r['kind']} | {r['step_ms']} | {r['policies_ms']} | {r['ratio']:.3f} |"
+        for r in rows
+    ]
     return "\n".join(lines)
 
 
 def main() -> None:
     p = parser(__doc__)
     p.set_defaults(arch="llama3.2-1b")
-    p.add_argument("--toy", action="store_true", help="a few thousand weights, to try the program on a CPU")
+    p.add_argument(
+        "--toy", action="store_true", help="a few thousand weights, to try the program on a CPU"
+    )
     p.add_argument("--seq", type=int, default=8192, help="tokens of a micro-batch")
     p.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step")
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--acting-rounds", type=int, default=3)
     a, given = p.parse_known_args()
     if a.toy:
-        a.layers, given = 2, [*given, *(word for key, value in TOY.items() for word in (f"--model.config.{key}", str(value)))]
+        a.layers, given = (
+            2,
+            [
+                *given,
+                *(
+                    word
+                    for key, value in TOY.items()
+                    for word in (f"--model.config.{key}", str(value))
+                ),
+            ],
+        )
     device = initialize_distributed()
     bench = build(settings(a.arch, a.layers, given), device)
     step = partial(take_step, bench, random_pack(bench, a.seq, 1), a.micro_batches)

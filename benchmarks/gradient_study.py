@@ -32,7 +32,13 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from models import CausalLM, ModelConfig, init_weights
-from ulysses.gradients import GradientPolicyChain, StepContext, TorchGradients, build_chain, preset_tables
+from ulysses.gradients import (
+    GradientPolicyChain,
+    StepContext,
+    TorchGradients,
+    build_chain,
+    preset_tables,
+)
 from ulysses.parallel.batch import IGNORE, Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.config import OptimizerConfig
@@ -41,7 +47,12 @@ from ulysses.training.optim import adamw, learning_rate
 LENGTH = 256  # bytes of a sequence
 HELD_OUT = 128  # sequences of the held-out loss
 PRESETS = ("none", "clip", "ulysses-pro", "steady")
-SINGLES = ("gradient_noise", "scale_small_gradients", "boost_learning_rate", "gradient_centralization")
+SINGLES = (
+    "gradient_noise",
+    "scale_small_gradients",
+    "boost_learning_rate",
+    "gradient_centralization",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,26 +108,38 @@ class Text:
         whole = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).to(device)
         self.train, self.rest = whole.tensor_split([len(whole) * 9 // 10])
         if min(len(self.train), len(self.rest)) <= LENGTH:
-            raise ValueError(f"{path} has {len(whole)} bytes; a tenth of it must be longer than {LENGTH}")
+            raise ValueError(
+                f"{path} has {len(whole)} bytes; a tenth of it must be longer than {LENGTH}"
+            )
         self.sequences = sequences
         zeros = torch.zeros(LENGTH, dtype=torch.int64)
-        self.template = pack_shard([Sequence(zeros, torch.ones(LENGTH))] * sequences, ParallelMesh(1), device)
+        self.template = pack_shard(
+            [Sequence(zeros, torch.ones(LENGTH))] * sequences, ParallelMesh(1), device
+        )
         self.window = torch.arange(LENGTH, device=device)
 
     def batch(self, source: Tensor, starts: Tensor) -> ShardedBatch:
         """Return windows of `source`, each a document of its own: only tokens and targets differ from the template."""
         tokens = source[starts.to(source.device)[:, None] + self.window].long()
         targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORE)], 1)
-        return dataclasses.replace(self.template, tokens=tokens.flatten(), targets=targets.flatten())
+        return dataclasses.replace(
+            self.template, tokens=tokens.flatten(), targets=targets.flatten()
+        )
 
     def random(self, generator: torch.Generator) -> ShardedBatch:
-        return self.batch(self.train, torch.randint(0, len(self.train) - LENGTH, (self.sequences,), generator=generator))
+        return self.batch(
+            self.train,
+            torch.randint(0, len(self.train) - LENGTH, (self.sequences,), generator=generator),
+        )
 
     @torch.no_grad()
     def held_out(self, model: nn.Module) -> float:
         """Return the loss in nats per byte over windows spread evenly over the held-out part."""
         starts = torch.linspace(0, len(self.rest) - LENGTH - 1, HELD_OUT).long()
-        total = sum(float(-model(self.batch(self.rest, part)).logps.sum()) for part in starts.split(self.sequences))
+        total = sum(
+            float(-model(self.batch(self.rest, part)).logps.sum())
+            for part in starts.split(self.sequences)
+        )
         return total / (HELD_OUT * (LENGTH - 1))
 
 
@@ -148,7 +171,13 @@ def train(task: Task, a: argparse.Namespace, base: Path) -> dict[str, Any]:
         if half:
             for p, q in pairs:
                 p.grad, q.grad = q.grad.float(), None
-        context = StepContext(step=step, total_steps=steps, loss=losses[-1], lr=learning_rate(step, steps, schedule), seed=task.seed)
+        context = StepContext(
+            step=step,
+            total_steps=steps,
+            loss=losses[-1],
+            lr=learning_rate(step, steps, schedule),
+            seed=task.seed,
+        )
         reports.append(chain.apply(TorchGradients(master.named_parameters()), context))
         if context.stop:
             stopped = context.stop
@@ -211,8 +240,16 @@ def phases(a: argparse.Namespace) -> list[tuple[list[Task], int]]:
             chosen = large if name == "100M" else small
             chosen += [Task("scratch", name, arm, seed) for arm in PRESETS]
         small += [Task("scratch", SMALL, arm, seed) for arm in SINGLES]
-    tune = [Task("tune", MIDDLE, arm, seed) for seed in range(a.seeds) for arm in PRESETS] if a.tune else []
-    return [(small if a.tune else small[1:], a.workers), (tune, a.workers), (large, a.large_workers)]
+    tune = (
+        [Task("tune", MIDDLE, arm, seed) for seed in range(a.seeds) for arm in PRESETS]
+        if a.tune
+        else []
+    )
+    return [
+        (small if a.tune else small[1:], a.workers),
+        (tune, a.workers),
+        (large, a.large_workers),
+    ]
 
 
 def run_all(a: argparse.Namespace) -> None:
@@ -225,7 +262,10 @@ def run_all(a: argparse.Namespace) -> None:
             for task in [*tasks, *[None] * workers]:
                 waiting.put(task)
             arguments = (waiting, results, a, base)
-            processes = [context.Process(target=work, args=arguments, daemon=True) for _ in range(min(workers, len(tasks)))]
+            processes = [
+                context.Process(target=work, args=arguments, daemon=True)
+                for _ in range(min(workers, len(tasks)))
+            ]
             for process in processes:
                 process.start()
             left = len(tasks)
@@ -237,8 +277,15 @@ def run_all(a: argparse.Namespace) -> None:
                 left -= 1
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                tail = row["error"].strip().splitlines()[-1] if "error" in row else f"{row['held_out']:.4f}, {row['seconds']} s"
-                print(f"{row['kind']} {row['size']} {row['arm']} seed {row['seed']}: {tail}", flush=True)
+                tail = (
+                    row["error"].strip().splitlines()[-1]
+                    if "error" in row
+                    else f"{row['held_out']:.4f}, {row['seconds']} s"
+                )
+                print(
+                    f"{row['kind']} {row['size']} {row['arm']} seed {row['seed']}: {tail}",
+                    flush=True,
+                )
             for process in processes:
                 process.terminate() if left else process.join()
 
@@ -252,9 +299,16 @@ def table(path: Path) -> str:
     rows = [r for r in rows if "error" not in r and r["kind"] != "base"]
     cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for r in rows:
-        column = f"{r['size']} from scratch" if r["kind"] == "scratch" else f"{r['size']} fine-tuned"
+        column = (
+            f"{r['size']} from scratch" if r["kind"] == "scratch" else f"{r['size']} fine-tuned"
+        )
         cells.setdefault((r["arm"], column), []).append(r)
-    columns = list(dict.fromkeys(column for _, column in sorted(cells, key=lambda k: ("tuned" in k[1], int(k[1].split("M")[0])))))
+    columns = list(
+        dict.fromkeys(
+            column
+            for _, column in sorted(cells, key=lambda k: ("tuned" in k[1], int(k[1].split("M")[0])))
+        )
+    )
     arms = [arm for arm in (*PRESETS, *SINGLES) if any(arm == found for found, _ in cells)]
 
     def loss(found: list[dict[str, Any]]) -> str:
@@ -266,7 +320,9 @@ def table(path: Path) -> str:
         spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
         seeds = f" ({len(values)})" if len(values) != 3 else ""
         stops = sum(bool(r["stopped"]) for r in found)
-        return f"{statistics.fmean(values):.3f}{spread}{seeds}" + (f", {stops} stopped" if stops else "")
+        return f"{statistics.fmean(values):.3f}{spread}{seeds}" + (
+            f", {stops} stopped" if stops else ""
+        )
 
     def action(found: list[dict[str, Any]]) -> str:
         parts = []
@@ -279,24 +335,42 @@ def table(path: Path) -> str:
 
     def lines(title: str, cell: Any) -> list[str]:
         head = [f"| {title} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-        return head + [f"| {arm} | {' | '.join(cell(cells.get((arm, c), [])) for c in columns)} |" for arm in arms]
+        return head + [
+            f"| {arm} | {' | '.join(cell(cells.get((arm, c), [])) for c in columns)} |"
+            for arm in arms
+        ]
 
-    return "\n".join([*lines("held-out loss, nats per byte", loss), "", *lines("share of steps", action)])
+    return "\n".join(
+        [*lines("held-out loss, nats per byte", loss), "", *lines("share of steps", action)]
+    )
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--train", type=Path, help="text to train on from scratch")
-    p.add_argument("--tune", type=Path, help="text to fine-tune on; without it nothing is fine-tuned")
+    p.add_argument(
+        "--tune", type=Path, help="text to fine-tune on; without it nothing is fine-tuned"
+    )
     p.add_argument("--results", type=Path, default=Path("runs/gradient_study.jsonl"))
     p.add_argument("--table", type=Path, help="only print the table of this file")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--workers", type=int, default=12, help="processes at a time")
-    p.add_argument("--large-workers", type=int, default=4, help="processes at a time for the largest size")
-    p.add_argument("--budget", type=float, default=math.inf, help="seconds after which no run is waited for")
-    p.add_argument("--toy", type=int, default=0, help="so many steps of so few sequences, to try the program on a CPU")
+    p.add_argument(
+        "--large-workers", type=int, default=4, help="processes at a time for the largest size"
+    )
+    p.add_argument(
+        "--budget", type=float, default=math.inf, help="seconds after which no run is waited for"
+    )
+    p.add_argument(
+        "--toy",
+        type=int,
+        default=0,
+        help="so many steps of so few sequences, to try the program on a CPU",
+    )
     a = p.parse_args()
     if a.table:
         print(table(a.table))
@@ -305,7 +379,10 @@ def main() -> None:
         p.error("--train is missing: give a text to train on")
     a.sizes, a.tune_steps = {name: SIZES[name] for name in a.sizes}, TUNE_STEPS
     if a.toy:
-        a.sizes = {n: dataclasses.replace(s, steps=a.toy, sequences=2, layers=2) for n, s in a.sizes.items()}
+        a.sizes = {
+            n: dataclasses.replace(s, steps=a.toy, sequences=2, layers=2)
+            for n, s in a.sizes.items()
+        }
         a.tune_steps = a.toy
     a.results.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

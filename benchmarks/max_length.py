@@ -32,11 +32,17 @@ WARM = 32768
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--sp", type=int, nargs="+", default=[0], help="degrees to try; 0 is all GPUs")
-    p.add_argument("--tokens", type=int, nargs="*", default=[], help="these lengths instead of a search")
-    p.add_argument("--complete", action="store_true", help="whole training steps instead of fit mode")
+    p.add_argument(
+        "--tokens", type=int, nargs="*", default=[], help="these lengths instead of a search"
+    )
+    p.add_argument(
+        "--complete", action="store_true", help="whole training steps instead of fit mode"
+    )
     p.add_argument("--offload", default="auto", choices=["none", "auto", "checkpoints"])
     p.add_argument("--recompute", default="auto")
-    p.add_argument("--gpu-memory", type=float, default=139.8, help="GiB of each GPU, for the planner")
+    p.add_argument(
+        "--gpu-memory", type=float, default=139.8, help="GiB of each GPU, for the planner"
+    )
     p.add_argument("--tries", type=int, default=3)
     p.add_argument("--block", type=int, default=BLOCK, help="lengths are multiples of it")
     p.add_argument("--timeout", type=float, default=590.0, help="seconds of one trial")
@@ -49,18 +55,45 @@ def main() -> None:
     lengths = {row["sp"]: row["seq"] for row in rows if row["fits"]}
     if len(lengths) > 1:
         low, high = min(lengths), max(lengths)
-        print(f"degree {high} holds a sequence {lengths[high] / lengths[low]:.2f} times as long as degree {low} on the same GPUs")
+        print(
+            f"degree {high} holds a sequence {lengths[high] / lengths[low]:.2f} times as long as degree {low} on the same GPUs"
+        )
 
 
 def trial(a: Any, rest: list[str], degree: int, tokens: int) -> dict[str, Any]:
     """Take one step of that length in fresh processes; the row says whether it `fits`."""
-    arguments = [str(Path(__file__).with_name("throughput.py")), "--arch", a.arch, "--layers", str(a.layers), "--sp", str(degree)]
-    arguments += ["--seq", str(tokens), "--steps", "0", "--recompute", a.recompute, "--offload", a.offload]
+    arguments = [
+        str(Path(__file__).with_name("throughput.py")),
+        "--arch",
+        a.arch,
+        "--layers",
+        str(a.layers),
+        "--sp",
+        str(degree),
+    ]
+    arguments += [
+        "--seq",
+        str(tokens),
+        "--steps",
+        "0",
+        "--recompute",
+        a.recompute,
+        "--offload",
+        a.offload,
+    ]
     arguments += [*(["--out", a.out] if a.out else []), *rest]
     arguments += ["--warm", str(min(WARM, tokens)), *([] if a.complete else ["--skip-attention"])]
     rows, ended = launch(a.gpus, arguments, a.timeout)
-    row = {"sp": degree, "seq": tokens, **(rows[-1] if rows else {"oom": "no answer: killed, or out of time"})}
-    return {**row, "fits": ended and "refused" not in row and "oom" not in row, "note": "" if a.complete else FIT}
+    row = {
+        "sp": degree,
+        "seq": tokens,
+        **(rows[-1] if rows else {"oom": "no answer: killed, or out of time"}),
+    }
+    return {
+        **row,
+        "fits": ended and "refused" not in row and "oom" not in row,
+        "note": "" if a.complete else FIT,
+    }
 
 
 def search(a: Any, rest: list[str], degree: int) -> list[dict[str, Any]]:
@@ -68,9 +101,13 @@ def search(a: Any, rest: list[str], degree: int) -> list[dict[str, Any]]:
     config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", str(degree), *rest])
     config = changed(config, "memory", recompute=a.recompute, offload=a.offload)
     shape, _ = read_shape(config)
-    machine = Machine(a.gpus, a.gpu_memory * GIB, config.memory.host_memory * GIB or free_host_bytes())
+    machine = Machine(
+        a.gpus, a.gpu_memory * GIB, config.memory.host_memory * GIB or free_host_bytes()
+    )
     model, options = planner_model(config, shape), planner_options(config, shape)
-    planned = longest_sequence(model, machine, degree, options, levels=allowed_levels(config), offload=a.offload)
+    planned = longest_sequence(
+        model, machine, degree, options, levels=allowed_levels(config), offload=a.offload
+    )
     print(f"degree {degree}: {planned:,} tokens planned", flush=True)
     rows: list[dict[str, Any]] = []
     fits, fails, tokens = 0, 0, max(planned // a.block, 1) * a.block

@@ -30,9 +30,20 @@ from ulysses.training.metrics import PEAK_FLOPS
 MEASURED = Path(__file__).with_name("measured.jsonl")
 MEMORY_LIMIT, TIME_LIMIT = 0.05, 0.15
 NOISE = 0.03  # of a measurement, relative
-WIDTHS = {"working": 0.05}  # how well a constant is known beforehand, relative: these bytes are counted
+WIDTHS = {
+    "working": 0.05
+}  # how well a constant is known beforehand, relative: these bytes are counted
 WIDTH = 0.25  # the others
-SPEEDS = ("matrices", "attention", "narrow_heads", "memory", "exchange", "gather", "layer_seconds", "step_seconds")
+SPEEDS = (
+    "matrices",
+    "attention",
+    "narrow_heads",
+    "memory",
+    "exchange",
+    "gather",
+    "layer_seconds",
+    "step_seconds",
+)
 BYTES = ("working",)
 
 Row = dict[str, Any]
@@ -40,16 +51,27 @@ Row = dict[str, Any]
 
 def read(paths: Iterable[Path]) -> list[Row]:
     """Return the rows of JSON-lines files that a step's time or memory was measured in."""
-    lines = [line for path in paths for line in path.read_text().splitlines() if line.startswith("{")]
-    return [row for row in map(json.loads, lines) if (row.get("seconds") or row.get("peak_gib")) and row.get("gpu") in PEAK_FLOPS]
+    lines = [
+        line for path in paths for line in path.read_text().splitlines() if line.startswith("{")
+    ]
+    return [
+        row
+        for row in map(json.loads, lines)
+        if (row.get("seconds") or row.get("peak_gib")) and row.get("gpu") in PEAK_FLOPS
+    ]
 
 
 def case_of(row: Row) -> tuple[Model, Machine, Work, Options]:
     """Return what the planner is asked about a row; keys that are absent mean the plain case."""
     shape = architecture(row["arch"])
-    changes = {"num_hidden_layers": row["layers"], "vocab_size": row.get("vocab_size", shape.vocab_size)}
+    changes = {
+        "num_hidden_layers": row["layers"],
+        "vocab_size": row.get("vocab_size", shape.vocab_size),
+    }
     if "heads" in row:  # "query/kv", of the same size as the shape's own
-        changes |= zip(("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/")))
+        changes |= zip(
+            ("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/"))
+        )
         changes["head_dim"] = shape.head_dim
     shape = type(shape).from_hf({**shape.to_hf(), **changes})
     model = plain_model(shape, adapters=row.get("adapters", 0), reward=row["stage"] == "rm")
@@ -95,7 +117,9 @@ def allocated(row: Row, p: Prediction) -> tuple[float, float | None]:
 Measure = Callable[[Row, Prediction], tuple[float, float | None]]
 
 
-def fit(rows: list[Row], names: tuple[str, ...], measure: Measure, start: Calibration) -> Calibration:
+def fit(
+    rows: list[Row], names: tuple[str, ...], measure: Measure, start: Calibration
+) -> Calibration:
     """Return `start` with `names` moved to the least squares of log(predicted / measured), held to PRIOR by its width."""
     rows = [row for row in rows if measure(row, predicted(row, start))[1] is not None]
     first = np.log([getattr(PRIOR, name) for name in names])
@@ -112,7 +136,9 @@ def fit(rows: list[Row], names: tuple[str, ...], measure: Measure, start: Calibr
     x = first.copy()
     for _ in range(20):  # Gauss-Newton
         here = residuals(x)
-        jacobian = np.stack([(residuals(x + 1e-4 * unit) - here) / 1e-4 for unit in np.eye(len(x))], axis=1)
+        jacobian = np.stack(
+            [(residuals(x + 1e-4 * unit) - here) / 1e-4 for unit in np.eye(len(x))], axis=1
+        )
         x = x - np.linalg.lstsq(jacobian, here, rcond=None)[0]
     return constants(x)
 
@@ -147,11 +173,25 @@ def main() -> None:
             f"{row.get('peak_gib') or 0:>7.1f}{memory:>+8.1%}{row.get('seconds') or 0:>9.3f}{time:>+8.1%}"
         )
     for kind, (memory, time) in worst.items():
-        print(f"largest errors, {kind}: memory {memory:.1%} (limit {MEMORY_LIMIT:.0%}), time {time:.1%} (limit {TIME_LIMIT:.0%})")
-    seen = [row["device_gib"] - predicted(row, constants).gpu_bytes / GIB for row in rows if row.get("device_gib")]
+        print(
+            f"largest errors, {kind}: memory {memory:.1%} (limit {MEMORY_LIMIT:.0%}), time {time:.1%} (limit {TIME_LIMIT:.0%})"
+        )
+    seen = [
+        row["device_gib"] - predicted(row, constants).gpu_bytes / GIB
+        for row in rows
+        if row.get("device_gib")
+    ]
     if seen:
-        print(f"the driver saw {min(seen):.1f} to {max(seen):.1f} GiB more than the planner counts: the allocator's cache included")
-    print("".join(f"    {name}: float = {value:g}\n" for name, value in zip(Calibration._fields, constants, strict=True)), end="")
+        print(
+            f"the driver saw {min(seen):.1f} to {max(seen):.1f} GiB more than the planner counts: the allocator's cache included"
+        )
+    print(
+        "".join(
+            f"    {name}: float = {value:g}\n"
+            for name, value in zip(Calibration._fields, constants, strict=True)
+        ),
+        end="",
+    )
 
 
 if __name__ == "__main__":

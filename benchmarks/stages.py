@@ -32,7 +32,9 @@ WORDS = (*COLOURS, *MATERIALS, *ROOMS, *THINGS)
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--tokens", type=int, default=32768, help="tokens of a document, or of each side of a pair")
+    p.add_argument(
+        "--tokens", type=int, default=32768, help="tokens of a document, or of each side of a pair"
+    )
     p.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
     p.add_argument("--steps", type=int, default=2)
@@ -44,8 +46,16 @@ def main() -> None:
         for stage in a.stages:
             rows.append(run(a, rest, stage, folder))
             say(rows[-1], a.out)
-    sft = next((row["tokens_per_second"] for row in rows if row["stage"] == "sft" and "error" not in row), None)
-    compared = [{**row, "to_sft": f"{row['tokens_per_second'] / sft:.1%}"} if sft and "error" not in row else row for row in rows]
+    sft = next(
+        (row["tokens_per_second"] for row in rows if row["stage"] == "sft" and "error" not in row),
+        None,
+    )
+    compared = [
+        {**row, "to_sft": f"{row['tokens_per_second'] / sft:.1%}"}
+        if sft and "error" not in row
+        else row
+        for row in rows
+    ]
     print(table(compared, [*COLUMNS, *(["error"] if any("error" in row for row in rows) else [])]))
 
 
@@ -64,17 +74,42 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if a.layers:
         given["model.config.num_hidden_layers"] = a.layers
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={a.gpus}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={a.gpus}",
+    ]
     arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     began = time.perf_counter()
-    done = subprocess.run([*launcher, str(Path(__file__).parents[1] / "train.py"), *arguments, *rest], capture_output=True, text=True)
-    row = {"stage": stage, "gpus": a.gpus, "sp": a.sp or a.gpus, "whole_run": round(time.perf_counter() - began, 1)}
+    done = subprocess.run(
+        [*launcher, str(Path(__file__).parents[1] / "train.py"), *arguments, *rest],
+        capture_output=True,
+        text=True,
+    )
+    row = {
+        "stage": stage,
+        "gpus": a.gpus,
+        "sp": a.sp or a.gpus,
+        "whole_run": round(time.perf_counter() - began, 1),
+    }
     if done.returncode:
         print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
-        return {**row, "error": next((line for line in done.stderr.splitlines() if "rror: " in line), "see above")}
+        return {
+            **row,
+            "error": next(
+                (line for line in done.stderr.splitlines() if "rror: " in line), "see above"
+            ),
+        }
     last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     found = {name: round(last[name], 4) for name in COLUMNS if name in last}
-    return {**row, **found, "tokens": int(last["tokens"]), "tokens_per_second": int(last["tokens_per_second"])}
+    return {
+        **row,
+        **found,
+        "tokens": int(last["tokens"]),
+        "tokens_per_second": int(last["tokens_per_second"]),
+    }
 
 
 def examples(stage: str, count: int, tokens: int) -> Iterator[dict[str, Any]]:
@@ -90,7 +125,10 @@ def examples(stage: str, count: int, tokens: int) -> Iterator[dict[str, Any]]:
             chosen, rejected = ([{"role": "assistant", "content": answer()}] for _ in range(2))
             yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         elif stage == "kto":
-            yield {"messages": [*prompt, {"role": "assistant", "content": answer()}], "label": number % 2 == 0}
+            yield {
+                "messages": [*prompt, {"role": "assistant", "content": answer()}],
+                "label": number % 2 == 0,
+            }
         else:
             yield {"messages": [*prompt, {"role": "assistant", "content": answer()}]}
 

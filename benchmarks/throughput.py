@@ -39,15 +39,23 @@ from plan_accuracy import beside
 from models.arch import ModelConfig as Shape
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.training.build import read_shape
-from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
+from ulysses.training.section import ConfigError
 from ulysses.zero.construct import initialize_distributed
 
 COLUMNS = (
     "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "gathered", "seconds", "tok_s_gpu", "model_tflops_gpu",
     "mfu", "executed", "predicted_seconds", "peak_gib", "predicted_peak_gib", "host_gib", "ratio", "fit_seconds", "note",
 )  # fmt: skip
-SPEEDS = ("seconds", "first_s", "tok_s_gpu", "model_tflops_gpu", "mfu", "executed", "loss")  # of a training step
+SPEEDS = (
+    "seconds",
+    "first_s",
+    "tok_s_gpu",
+    "model_tflops_gpu",
+    "mfu",
+    "executed",
+    "loss",
+)  # of a training step
 
 
 def main() -> None:
@@ -55,16 +63,42 @@ def main() -> None:
     p.add_argument("--seq", type=int, nargs="+", default=[32768])
     p.add_argument("--documents", type=int, default=1, help="sequences of that length in each pack")
     p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
-    p.add_argument("--recompute", nargs="+", default=["auto"], help="one level for all lengths, or one per length")
-    p.add_argument("--offload", nargs="+", default=["none"], help="none, auto or checkpoints: one for all lengths, or one per length")
-    p.add_argument("--steps", type=int, default=3, help="timed after a first step; 0 times the first one, after --warm")
-    p.add_argument("--warm", type=int, default=0, help="one step of this length before: compiles kernels and makes the optimizer's states")
+    p.add_argument(
+        "--recompute",
+        nargs="+",
+        default=["auto"],
+        help="one level for all lengths, or one per length",
+    )
+    p.add_argument(
+        "--offload",
+        nargs="+",
+        default=["none"],
+        help="none, auto or checkpoints: one for all lengths, or one per length",
+    )
+    p.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="timed after a first step; 0 times the first one, after --warm",
+    )
+    p.add_argument(
+        "--warm",
+        type=int,
+        default=0,
+        help="one step of this length before: compiles kernels and makes the optimizer's states",
+    )
     p.add_argument("--skip-attention", action="store_true", help=FIT)
-    p.add_argument("--profile", default="", help="write a trace of one step of the last length into this folder")
+    p.add_argument(
+        "--profile",
+        default="",
+        help="write a trace of one step of the last length into this folder",
+    )
     p.add_argument("--peer", default="", help="another harness and its own arguments")
     a, rest = p.parse_known_args()
     if not (a.steps or a.warm):
-        p.error("--steps 0 needs --warm: kernels are compiled and the optimizer's states are made by a first step")
+        p.error(
+            "--steps 0 needs --warm: kernels are compiled and the optimizer's states are made by a first step"
+        )
     if "RANK" in os.environ:
         rows = work(a, rest)
         if os.environ["RANK"] == "0":
@@ -73,7 +107,19 @@ def main() -> None:
     rows, _ = launch(a.gpus, [__file__, *sys.argv[1:]])
     if a.peer:
         script, *given = shlex.split(a.peer)
-        rows += launch(a.gpus, [script, *given, "--seq", *map(str, a.seq), "--steps", str(a.steps), "--layers", str(rows[0]["layers"])])[0]
+        rows += launch(
+            a.gpus,
+            [
+                script,
+                *given,
+                "--seq",
+                *map(str, a.seq),
+                "--steps",
+                str(a.steps),
+                "--layers",
+                str(rows[0]["layers"]),
+            ],
+        )[0]
         print(table(with_ratios(rows), COLUMNS))
 
 
@@ -89,14 +135,22 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     """Measure every length on this rank; a length that is refused or does not fit ends the list."""
     device = initialize_distributed()
     world = torch.distributed.get_world_size()
-    config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest])
+    config = settings(
+        a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest]
+    )
     levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
     cases = [
         (seq, level, changed(config, "memory", recompute=level, offload=offload))
         for seq, level, offload in zip(a.seq, levels, offloads, strict=True)
     ]
     shape, _ = read_shape(config)
-    bench = build(config, device, gathered_layers=min(gathered(here, shape, device, seq * a.documents) for seq, _, here in cases))
+    bench = build(
+        config,
+        device,
+        gathered_layers=min(
+            gathered(here, shape, device, seq * a.documents) for seq, _, here in cases
+        ),
+    )
     if a.skip_attention:
         skip_attention(bench)
     if a.warm:
@@ -104,7 +158,12 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     rows = []
     for seq, level, changes in cases:
         here = bench._replace(config=changes)
-        row: dict[str, Any] = {"engine": "ours", "sp": bench.mesh.sequence_parallel_size, "seq": seq, "recompute": level}
+        row: dict[str, Any] = {
+            "engine": "ours",
+            "sp": bench.mesh.sequence_parallel_size,
+            "seq": seq,
+            "recompute": level,
+        }
         try:
             choice = remember(here, seq * a.documents)
             row = measure(here, seq, documents=a.documents, steps=a.steps, choice=choice)
@@ -114,7 +173,12 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not isinstance(error, torch.OutOfMemoryError) and "pin" not in str(error):
                 raise
-            print(json.dumps({"rank": bench.mesh.rank, "seq": seq, "oom": str(error).splitlines()[0][:120]}), flush=True)
+            print(
+                json.dumps(
+                    {"rank": bench.mesh.rank, "seq": seq, "oom": str(error).splitlines()[0][:120]}
+                ),
+                flush=True,
+            )
             os._exit(3)  # the others wait in a collective: torchrun ends them
         if a.skip_attention:
             row |= {"note": FIT, "fit_seconds": row.get("seconds")}
@@ -140,7 +204,9 @@ def skip_attention(bench: Bench) -> None:
     """Let all layers but the last skip their attention kernel; exchanges and every buffer's size stay."""
     shape = bench.shape
     heads = shape.num_attention_heads, shape.num_key_value_heads
-    skipped = UlyssesAttention(bench.mesh, *heads, shape.head_dim, kernel=lambda query, key, value, **_: query.clone())
+    skipped = UlyssesAttention(
+        bench.mesh, *heads, shape.head_dim, kernel=lambda query, key, value, **_: query.clone()
+    )
     decoder: Any = bench.engine.module.model
     for layer in decoder.layers[:-1]:  # the last layer's backward comes first, when most is kept
         layer.self_attn.attention = skipped
@@ -161,7 +227,11 @@ def profile(a: Any, bench: Bench) -> None:
         trace.export_chrome_trace(os.path.join(a.profile, "step.json.gz"))
         averages = trace.key_averages()
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        print(averages.table(sort_by=f"self_{device}_time_total", row_limit=40, max_name_column_width=70))
+        print(
+            averages.table(
+                sort_by=f"self_{device}_time_total", row_limit=40, max_name_column_width=70
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,13 @@ from ulysses.memory.plan import FILL, HOST_FILL, longest_sequence
 from ulysses.memory.tiling import head_chunk_counts
 from ulysses.training.memory import plain_model
 
-MACHINES = ((1, 24, 96), (4, 24, 256), (1, 80, 192), (8, 80, 1024), (8, 141, 1536))  # GPUs, GiB each, host GiB
+MACHINES = (
+    (1, 24, 96),
+    (4, 24, 256),
+    (1, 80, 192),
+    (8, 80, 1024),
+    (8, 141, 1536),
+)  # GPUs, GiB each, host GiB
 SIZES = (
     "qwen2.5-0.5b", "llama3.2-1b", "qwen2.5-1.5b", "qwen2.5-3b", "llama3.2-3b", "qwen2.5-7b", "llama3.1-8b",
     "qwen2.5-14b", "qwen2.5-32b", "llama3-70b", "qwen2.5-72b",
@@ -44,7 +50,9 @@ def model_of(shape: ModelConfig, rank: int) -> Model:
     """Return a shape for full fine-tuning (rank 0) or with adapters of that rank on every projection."""
     D, F = shape.hidden_size, shape.intermediate_size
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    return plain_model(shape, adapters=shape.num_hidden_layers * rank * (2 * (D + q) + 2 * (D + k) + 3 * (D + F)))
+    return plain_model(
+        shape, adapters=shape.num_hidden_layers * rank * (2 * (D + q) + 2 * (D + k) + 3 * (D + F))
+    )
 
 
 def cell(model: Model, machine: Machine, offload: str) -> str:
@@ -52,7 +60,9 @@ def cell(model: Model, machine: Machine, offload: str) -> str:
     chunks = head_chunk_counts(model.heads, model.kv_heads, gcd(machine.gpus, model.heads))
     for optimizer in (False, True) if offload == "auto" else (False,):
         options = Options(saves=True, offload_optimizer=optimizer, head_chunks=chunks)
-        length = longest_sequence(model, machine, machine.gpus, options, offload=offload, limit=LIMIT)
+        length = longest_sequence(
+            model, machine, machine.gpus, options, offload=offload, limit=LIMIT
+        )
         mark = " \\*" if optimizer else ""
         if length >= LIMIT // 2:
             return f"> {LIMIT >> 21}M{mark}"
@@ -66,7 +76,11 @@ def page() -> str:
     lines = [TEXT]
     for title, rank in (("Full fine-tuning", 0), (f"LoRA, rank {RANK}, all projections", RANK)):
         lines.append(f"## {title}\n")
-        heads = [f"{g} x {gib} GiB{kind}" for g, gib, host in MACHINES for kind in ("", f" + host {host}")]
+        heads = [
+            f"{g} x {gib} GiB{kind}"
+            for g, gib, host in MACHINES
+            for kind in ("", f" + host {host}")
+        ]
         lines.append(f"| model | {' | '.join(heads)} |")
         lines.append("|---" * (1 + len(heads)) + "|")
         for name in SIZES:

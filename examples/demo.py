@@ -20,7 +20,17 @@ ROOT = Path(__file__).resolve().parents[1]
 def launch(ranks: int, config: str, *overrides: str) -> None:
     """Run `deepspeed train.py --config ...` and stop with its exit code if it fails."""
     deepspeed = Path(sys.executable).with_name("deepspeed")
-    command = [str(deepspeed), "--num_gpus", str(ranks), "--master_port", str(free_port()), "train.py", "--config", config, *overrides]
+    command = [
+        str(deepspeed),
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+        "train.py",
+        "--config",
+        config,
+        *overrides,
+    ]
     print("\n$ deepspeed --num_gpus", ranks, " ".join(command[5:]), flush=True)
     environment = {**os.environ, "PATH": f"{deepspeed.parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=ROOT, env=environment)
@@ -54,8 +64,18 @@ def plot(sft: Path, dpo: Path, picture: Path) -> None:
         (axes[2], dpo, "rewards/accuracies", "eval/rewards/accuracies"),
     ):
         lines = read_metrics(run)
-        axis.plot([m["step"] for m in lines if name in m], [m[name] for m in lines if name in m], lw=1, label="training")
-        axis.plot([m["step"] for m in lines if held_out in m], [m[held_out] for m in lines if held_out in m], "o-", label="held out")
+        axis.plot(
+            [m["step"] for m in lines if name in m],
+            [m[name] for m in lines if name in m],
+            lw=1,
+            label="training",
+        )
+        axis.plot(
+            [m["step"] for m in lines if held_out in m],
+            [m[held_out] for m in lines if held_out in m],
+            "o-",
+            label="held out",
+        )
         axis.set(title=f"{run.name.upper()}: {name}", xlabel="step")
         axis.legend()
     figure.tight_layout()
@@ -72,15 +92,25 @@ def answers(model_folder: Path, prompts: list[list[dict[str, str]]]) -> list[str
     out = []
     torch.manual_seed(0)
     for prompt in prompts:
-        inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
         with torch.no_grad():
-            tokens = model.generate(**inputs, max_new_tokens=48, do_sample=True, temperature=0.7, top_k=0)
-        out.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+            tokens = model.generate(
+                **inputs, max_new_tokens=48, do_sample=True, temperature=0.7, top_k=0
+            )
+        out.append(
+            tokenizer.decode(
+                tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            ).strip()
+        )
     return out
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="processes (GPUs where there are any)")
     parser.add_argument("--output", default="runs/demo", help="folder of both runs")
     arguments = parser.parse_args()
@@ -92,7 +122,10 @@ def main() -> int:
     picture = Path(arguments.output) / "demo.png"
     plot(ROOT / sft, ROOT / dpo, ROOT / picture)
     report(ROOT / sft, ROOT / dpo)
-    newest = max((ROOT / dpo / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    newest = max(
+        (ROOT / dpo / "checkpoints").glob("step-*"),
+        key=lambda path: int(path.name.removeprefix("step-")),
+    )
     print(f"""
 metrics     {sft}/metrics.jsonl  {dpo}/metrics.jsonl
 checkpoint  {dpo}/checkpoints/{newest.name}
@@ -108,14 +141,23 @@ next, with your own model and data:
 
 def report(sft: Path, dpo: Path) -> None:
     """Print the held-out accuracy and three held-out answers before and after DPO."""
-    rows = [json.loads(line) for line in (ROOT / "configs/demo/data/dpo_eval.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "configs/demo/data/dpo_eval.jsonl").read_text().splitlines()
+    ]
     last = [m for m in read_metrics(dpo) if "eval/rewards/accuracies" in m][-1]
     accuracy, n = last["eval/rewards/accuracies"], len(rows)
-    print(f"\nheld-out preference accuracy: {accuracy:.3f} +- {math.sqrt(accuracy * (1 - accuracy) / n):.3f} (n = {n})\n")
+    print(
+        f"\nheld-out preference accuracy: {accuracy:.3f} +- {math.sqrt(accuracy * (1 - accuracy) / n):.3f} (n = {n})\n"
+    )
     chosen = random.Random(0).sample(rows, 3)
     prompts = [row["prompt"] for row in chosen]
-    for prompt, before, after in zip(prompts, answers(sft / "export", prompts), answers(dpo / "export", prompts), strict=True):
-        print(f"  question    {prompt[-1]['content']}\n  before DPO  {before}\n  after DPO   {after}\n")
+    for prompt, before, after in zip(
+        prompts, answers(sft / "export", prompts), answers(dpo / "export", prompts), strict=True
+    ):
+        print(
+            f"  question    {prompt[-1]['content']}\n  before DPO  {before}\n  after DPO   {after}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -19,20 +19,28 @@ def gradient_norm(mesh: ParallelMesh, batch: PackedBatch) -> float:
     heads = (layer(x).unflatten(-1, (-1, 16)) for layer in (q, k, v))
     x = x + out(attention(*heads, plan=mine.attention_plan).flatten(-2))
     logps = linear_logprobs(x, embed.weight, mine.targets.clamp(min=0)).logps
-    loss = token_nll(logps, mine.loss_weights)[0] / batch.loss_weights.sum()  # local sum / global count
+    loss = (
+        token_nll(logps, mine.loss_weights)[0] / batch.loss_weights.sum()
+    )  # local sum / global count
     grads = torch.autograd.grad(loss, [p for m in (embed, q, k, v, out) for p in m.parameters()])
     flat = torch.cat([g.flatten() for g in grads])
     if mesh.sp_group is not None:
-        dist.all_reduce(flat, group=mesh.sp_group)  # a rank holds its tokens' share: the sum is the gradient
+        dist.all_reduce(
+            flat, group=mesh.sp_group
+        )  # a rank holds its tokens' share: the sum is the gradient
     return flat.norm().item()
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    tokens = torch.randint(100, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1)).split(LENGTHS)
+    tokens = torch.randint(100, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1)).split(
+        LENGTHS
+    )
     batch = PackedBatch.pack([Sequence(t, torch.ones(len(t))) for t in tokens])
     many = gradient_norm(ParallelMesh(dist.get_world_size(), num_heads=6), batch)
     one = gradient_norm(ParallelMesh(1), batch)
     if dist.get_rank() == 0:
-        print(f"gradient norm on {dist.get_world_size()} processes {many:.6f}, on one process {one:.6f}")
+        print(
+            f"gradient norm on {dist.get_world_size()} processes {many:.6f}, on one process {one:.6f}"
+        )
     dist.destroy_process_group()

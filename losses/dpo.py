@@ -72,7 +72,10 @@ def dpo_loss(
     Raises ValueError on combinations that have no meaning.
     """
     _check_settings(loss_type, beta, label_smoothing, simpo_gamma, discopop_tau, f_divergence)
-    chosen, rejected = at_least_float32(policy_chosen_logps), at_least_float32(policy_rejected_logps)
+    chosen, rejected = (
+        at_least_float32(policy_chosen_logps),
+        at_least_float32(policy_rejected_logps),
+    )
     if loss_type not in REFERENCE_FREE:
         if reference_chosen_logps is None or reference_rejected_logps is None:
             raise ValueError(
@@ -87,10 +90,14 @@ def dpo_loss(
         )
     if loss_type in LENGTH_NORMALISED:
         if chosen_lengths is None or rejected_lengths is None:
-            raise ValueError(f"loss_type {loss_type!r} is length-normalised: pass chosen_lengths and rejected_lengths")
+            raise ValueError(
+                f"loss_type {loss_type!r} is length-normalised: pass chosen_lengths and rejected_lengths"
+            )
         chosen = chosen / chosen_lengths.clamp(min=1).to(chosen.dtype)
         rejected = rejected / rejected_lengths.clamp(min=1).to(rejected.dtype)
-    delta = divergence_score(chosen, f_divergence, f_alpha) - divergence_score(rejected, f_divergence, f_alpha)
+    delta = divergence_score(chosen, f_divergence, f_alpha) - divergence_score(
+        rejected, f_divergence, f_alpha
+    )
 
     match loss_type:
         case "sigmoid" | "sigmoid_norm":
@@ -134,13 +141,20 @@ def ld_dpo_weights(token_index: Tensor, public_lengths: Tensor, alpha: float) ->
 
 
 def _check_settings(
-    loss_type: str, beta: float, label_smoothing: float, simpo_gamma: float, discopop_tau: float, f_divergence: str
+    loss_type: str,
+    beta: float,
+    label_smoothing: float,
+    simpo_gamma: float,
+    discopop_tau: float,
+    f_divergence: str,
 ) -> None:
     if loss_type not in DPO_LOSS_TYPES:
         near = difflib.get_close_matches(loss_type, DPO_LOSS_TYPES, 1)
         hint = _ELSEWHERE.get(loss_type) or (f"did you mean {near[0]!r}?" if near else "")
         raise ValueError(
-            f"loss_type is {loss_type!r} but must be one of {', '.join(DPO_LOSS_TYPES)}; {hint}".rstrip("; ")
+            f"loss_type is {loss_type!r} but must be one of {', '.join(DPO_LOSS_TYPES)}; {hint}".rstrip(
+                "; "
+            )
         )
     if not beta > 0:
         raise ValueError(f"beta is {beta} but must be above 0")
@@ -154,9 +168,13 @@ def _check_settings(
             f"label_smoothing is {label_smoothing} but must be at least 0 and below 0.5 (0.5 is no preference)"
         )
     if loss_type == "exo_pair" and not label_smoothing:
-        raise ValueError("loss_type 'exo_pair' is infinite at label_smoothing 0; set it above 0, for example 0.001")
+        raise ValueError(
+            "loss_type 'exo_pair' is infinite at label_smoothing 0; set it above 0, for example 0.001"
+        )
     if loss_type == "discopop" and not 0 < discopop_tau <= 1:
-        raise ValueError(f"discopop_tau is {discopop_tau} but must be above 0 and at most 1 (0.05 in the paper)")
+        raise ValueError(
+            f"discopop_tau is {discopop_tau} but must be above 0 and at most 1 (0.05 in the paper)"
+        )
     if loss_type == "simpo" and simpo_gamma < 0:
         raise ValueError(f"simpo_gamma is {simpo_gamma} but must be at least 0")
     if f_divergence != "reverse_kl" and loss_type not in _WITH_DIVERGENCE:

@@ -37,7 +37,9 @@ def kto_loss(
     Raises ValueError on an unknown loss_type, beta <= 0, negative weights, or kto without a baseline.
     """
     if loss_type not in KTO_LOSS_TYPES:
-        raise ValueError(f"loss_type is {loss_type!r} but kto_loss knows {', '.join(KTO_LOSS_TYPES)}")
+        raise ValueError(
+            f"loss_type is {loss_type!r} but kto_loss knows {', '.join(KTO_LOSS_TYPES)}"
+        )
     if not beta > 0:
         raise ValueError(f"beta is {beta} but must be above 0")
     if desirable_weight < 0 or undesirable_weight < 0:
@@ -49,10 +51,16 @@ def kto_loss(
     rejected = at_least_float32(policy_rejected_logps) - at_least_float32(reference_rejected_logps)
     if loss_type == "apo_zero_unpaired":
         if kl is not None or policy_KL_logps is not None or reference_KL_logps is not None:
-            raise ValueError("apo_zero_unpaired has no KL baseline but one was given; pass None for the KL arguments")
+            raise ValueError(
+                "apo_zero_unpaired has no KL baseline but one was given; pass None for the KL arguments"
+            )
         baseline = chosen.new_zeros(())
     else:
-        baseline = kto_baseline(policy_KL_logps, reference_KL_logps) if kl is None else kl.detach().to(chosen.dtype)
+        baseline = (
+            kto_baseline(policy_KL_logps, reference_KL_logps)
+            if kl is None
+            else kl.detach().to(chosen.dtype)
+        )
     # 1 - sigmoid(x) = sigmoid(-x), without the cancellation
     losses = torch.cat(
         [
@@ -72,5 +80,7 @@ def kto_baseline(policy_logps: Tensor | None, reference_logps: Tensor | None) ->
             "the KTO baseline needs at least one mismatched example; "
             "pass policy_KL_logps and reference_KL_logps, or kl="
         )
-    difference = at_least_float32(policy_logps.detach()) - at_least_float32(reference_logps.detach())
+    difference = at_least_float32(policy_logps.detach()) - at_least_float32(
+        reference_logps.detach()
+    )
     return difference.mean().clamp(min=0)

@@ -21,7 +21,9 @@ from torch.autograd.function import once_differentiable
 from . import logprobs_triton
 
 IGNORE_INDEX = -100
-CUDA_TILE_BYTES = 1 << 30  # float32 logits of one tile; large tiles amortise rewriting the weight gradient
+CUDA_TILE_BYTES = (
+    1 << 30
+)  # float32 logits of one tile; large tiles amortise rewriting the weight gradient
 CPU_TILE_BYTES = 64 << 20
 
 
@@ -63,12 +65,19 @@ def linear_logprobs(
     _check(hidden, weight, targets, temperature, tile_rows, bias)
     rows = _auto_rows(hidden, weight) if tile_rows == "auto" else int(tile_rows)
     return LogProbs(
-        *_LinearLogProbs.apply(hidden, weight, bias, targets, float(temperature), rows, entropy, lse, mean_logit)
+        *_LinearLogProbs.apply(
+            hidden, weight, bias, targets, float(temperature), rows, entropy, lse, mean_logit
+        )
     )
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, tile_rows: int | str, bias: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    tile_rows: int | str,
+    bias: Tensor | None,
 ) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -85,14 +94,20 @@ def _check(
             f"hidden is {hidden.dtype} and weight {weight.dtype} but both must have one floating dtype; cast one"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias is {list(bias.shape)} but must be [{weight.shape[0]}], one value per word")
+        raise ValueError(
+            f"bias is {list(bias.shape)} but must be [{weight.shape[0]}], one value per word"
+        )
     if not temperature > 0:
         raise ValueError(
             f"temperature is {temperature} but must be above 0; greedy decoding needs no log-probabilities"
         )
     if tile_rows != "auto" and (isinstance(tile_rows, str) or tile_rows < 1):
-        raise ValueError(f'tile_rows is {tile_rows!r} but must be "auto" or a number of rows, at least 1')
-    if targets.device.type == "cpu" and targets.numel():  # on CUDA this look would be a host synchronisation
+        raise ValueError(
+            f'tile_rows is {tile_rows!r} but must be "auto" or a number of rows, at least 1'
+        )
+    if (
+        targets.device.type == "cpu" and targets.numel()
+    ):  # on CUDA this look would be a host synchronisation
         bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= weight.shape[0]))
         if bad.any():
             raise ValueError(
@@ -104,7 +119,9 @@ def _check(
 def _auto_rows(hidden: Tensor, weight: Tensor) -> int:
     """Choose equal tiles: the fewest that respect the byte bound, rounded to whole blocks of 128 rows."""
     size = 8 if hidden.dtype == torch.float64 else 4
-    bound = (CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES) // (size * max(weight.shape[0], 1))
+    bound = (CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES) // (
+        size * max(weight.shape[0], 1)
+    )
     limit = max(bound // 128 * 128, min(128, max(bound, 1)))
     tiles = -(-hidden.shape[0] // limit)
     if tiles <= 1:
@@ -203,7 +220,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_weight = _accumulate(grad_weight, tile.t(), rows, lse.dtype, fused)
             del tile
         if need_weight:
-            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+            grad_weight = (
+                torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+            )
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
@@ -224,7 +243,11 @@ def _one_hot_difference(logits: Tensor, lse: Tensor, targets: Tensor, dtype: tor
     if logprobs_triton.usable(logits):
         return logprobs_triton.one_hot_difference(logits, targets, lse, at_target, dtype)
     logp = logits.sub_(lse[:, None])
-    tile = logp.exp_() if dtype == logp.dtype else torch.exp(logp, out=torch.empty_like(logp, dtype=dtype))
+    tile = (
+        logp.exp_()
+        if dtype == logp.dtype
+        else torch.exp(logp, out=torch.empty_like(logp, dtype=dtype))
+    )
     return tile.scatter_(1, targets[:, None], at_target.to(dtype))
 
 
@@ -290,7 +313,9 @@ def _has_wide_addmm(weight: Tensor) -> bool:
         return False
 
 
-def _tile_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+def _tile_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
+) -> Tensor:
     logits = _matmul(hidden.to(weight.dtype), weight.t(), dtype)
     if bias is not None:
         logits.add_(bias)
@@ -301,7 +326,9 @@ def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
 
 
-def _accumulate(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
+def _accumulate(
+    total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, fused: bool
+) -> Tensor:
     """Return total + left @ right in `dtype`, in place."""
     if total is None:
         return _matmul(left, right, dtype)

@@ -28,7 +28,9 @@ if triton is not None:
             column = start + tl.arange(0, BLOCK)
             x = tl.load(values + column, mask=column < width, other=-float("inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))
-            shift = tl.where(higher == -float("inf"), 0.0, higher)  # nothing but masked words so far
+            shift = tl.where(
+                higher == -float("inf"), 0.0, higher
+            )  # nothing but masked words so far
             total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
             top = higher
         rest = tl.log(total)
@@ -36,7 +38,9 @@ if triton is not None:
         tl.store(logps + row, tl.load(at_target + row) - top - rest)
 
     @triton.jit
-    def _one_hot_difference_kernel(logits, targets, lse, at_target, out, width, BLOCK: tl.constexpr):
+    def _one_hot_difference_kernel(
+        logits, targets, lse, at_target, out, width, BLOCK: tl.constexpr
+    ):
         row = tl.program_id(0)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
@@ -48,22 +52,35 @@ if triton is not None:
 
 def usable(logits: Tensor) -> bool:
     """Say whether the kernels take these logits: float32 on a GPU."""
-    return triton is not None and logits.is_cuda and logits.dtype == torch.float32 and logits.numel() > 0
+    return (
+        triton is not None
+        and logits.is_cuda
+        and logits.dtype == torch.float32
+        and logits.numel() > 0
+    )
 
 
 def log_softmax_at(logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor) -> None:
     """Write the log-sum-exp of every row of [R, V] into lse [R] and its targets' log-probabilities into logps [R]."""
     rows, width = logits.shape
-    at_target = logits.gather(1, targets[:, None])  # this notices a target beyond the vocabulary, a kernel would read on
+    at_target = logits.gather(
+        1, targets[:, None]
+    )  # this notices a target beyond the vocabulary, a kernel would read on
     with torch.cuda.device(logits.device):
-        _log_softmax_at_kernel[(rows,)](logits, at_target, lse, logps, width, BLOCK=_BLOCK, num_warps=_WARPS)
+        _log_softmax_at_kernel[(rows,)](
+            logits, at_target, lse, logps, width, BLOCK=_BLOCK, num_warps=_WARPS
+        )
 
 
-def one_hot_difference(logits: Tensor, targets: Tensor, lse: Tensor, at_target: Tensor, dtype: torch.dtype) -> Tensor:
+def one_hot_difference(
+    logits: Tensor, targets: Tensor, lse: Tensor, at_target: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return exp(logits - lse) [R, V] in `dtype`, with at_target [R] at the targets; float32 in the logits' own memory."""
     rows, width = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     with torch.cuda.device(logits.device):
         grid = (rows, triton.cdiv(width, _BLOCK))
-        _one_hot_difference_kernel[grid](logits, targets, lse, at_target, out, width, BLOCK=_BLOCK, num_warps=_WARPS)
+        _one_hot_difference_kernel[grid](
+            logits, targets, lse, at_target, out, width, BLOCK=_BLOCK, num_warps=_WARPS
+        )
     return out

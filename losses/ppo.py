@@ -46,7 +46,9 @@ def token_rewards(
     answers whose `has_eos` [N] is false. Raises ValueError if the penalty is set without has_eos.
     """
     if missing_eos_penalty is not None and has_eos is None:
-        raise ValueError("missing_eos_penalty is set but has_eos is missing; tell which answers ended with EOS")
+        raise ValueError(
+            "missing_eos_penalty is set but has_eos is missing; tell which answers ended with EOS"
+        )
     if scores.shape != last_index.shape:
         raise ValueError(
             f"scores are {list(scores.shape)} and last_index {list(last_index.shape)} but each answer needs one of both"
@@ -86,8 +88,12 @@ def packed_gae(
         raise ValueError(
             f"cu_seqlens ends at {int(cu_seqlens[-1])} but there are {T} tokens; it must end at the token count"
         )
-    ends = torch.repeat_interleave(cu_seqlens[1:].long(), lengths.long(), output_size=T).to(rewards.device)
-    left = ends - torch.arange(T, device=rewards.device)  # tokens from here to the sequence's end, this one included
+    ends = torch.repeat_interleave(cu_seqlens[1:].long(), lengths.long(), output_size=T).to(
+        rewards.device
+    )
+    left = ends - torch.arange(
+        T, device=rewards.device
+    )  # tokens from here to the sequence's end, this one included
     next_values = torch.cat([values[1:], values.new_zeros(1)]).masked_fill(left == 1, 0.0)
     advantages = rewards + gamma * next_values - values
     reach, power = 1, gamma * lam
@@ -98,7 +104,9 @@ def packed_gae(
     return advantages, advantages + values
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns), padded [N, T] and 0 where mask is 0: `packed_gae` over the masked-in tokens.
 
     Masked tokens are skipped wherever they stand, so a tool's output inside an answer neither earns nor decays credit;
@@ -113,7 +121,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: 
     counts = kept.sum(1).cpu()
     cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     packed = packed_gae(rewards[kept], values[kept], cu_seqlens, gamma, lam)
-    advantages, returns = (torch.zeros_like(part.new_empty(mask.shape)).masked_scatter(kept, part) for part in packed)
+    advantages, returns = (
+        torch.zeros_like(part.new_empty(mask.shape)).masked_scatter(kept, part) for part in packed
+    )
     return advantages, returns
 
 
@@ -134,7 +144,9 @@ def ppo_policy_loss(
     """
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
-        raise ValueError(f"clip is {clip} and clip_high {high} but they must lie in [0, 1) and be at least 0")
+        raise ValueError(
+            f"clip is {clip} and clip_high {high} but they must lie in [0, 1) and be at least 0"
+        )
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip} but must be above 1 (commonly 3), or None")
     advantages = at_least_float32(advantages.detach())
@@ -150,14 +162,20 @@ def ppo_policy_loss(
     return PolicyLoss(losses, ratio.detach(), clipped.to(losses.dtype))
 
 
-def ppo_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2) -> ValueLoss:
+def ppo_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2
+) -> ValueLoss:
     """Return max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 per token; clip None or 0 leaves the plain square."""
-    values, old_values, returns = (at_least_float32(t) for t in (values, old_values.detach(), returns.detach()))
+    values, old_values, returns = (
+        at_least_float32(t) for t in (values, old_values.detach(), returns.detach())
+    )
     plain = (values - returns).square()
     if not clip:
         return ValueLoss(0.5 * plain, torch.zeros_like(plain.detach()))
     if clip < 0:
-        raise ValueError(f"the value clip is {clip} but must be at least 0 (0 or None switches it off)")
+        raise ValueError(
+            f"the value clip is {clip} but must be at least 0 (0 or None switches it off)"
+        )
     cut = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
     return ValueLoss(0.5 * torch.maximum(plain, cut), (cut > plain).to(plain.dtype))
 
@@ -212,7 +230,9 @@ class AdaptiveKLController:
     n the sequences seen. All state is `coefficient`. With target None it is a fixed controller.
     """
 
-    def __init__(self, coefficient: float = 0.2, target: float | None = 6.0, horizon: int = 10_000) -> None:
+    def __init__(
+        self, coefficient: float = 0.2, target: float | None = 6.0, horizon: int = 10_000
+    ) -> None:
         if coefficient < 0 or horizon <= 0 or (target is not None and target <= 0):
             raise ValueError(
                 f"coefficient is {coefficient}, target {target} and horizon {horizon} "

@@ -17,7 +17,9 @@ MAX_EXPONENT = 40.0  # e^40 and its square still fit float32, so one absurd pair
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
 
-def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float = 0.0, margin: float = 0.0) -> Tensor:
+def sigmoid_loss(
+    delta: Tensor, beta: float, label_smoothing: float = 0.0, margin: float = 0.0
+) -> Tensor:
     """Return -(1-e) log s(b D - g) - e log s(-(b D - g)), with margin g.
 
     e = 0, g = 0: DPO (2305.18290, eq. 7; trl and lf "sigmoid"). e > 0: conservative DPO (Mitchell, cdpo.pdf; lf
@@ -89,7 +91,9 @@ def discopop_loss(delta: Tensor, beta: float, temperature: float) -> Tensor:
     """Return -(1-k) log s(z) + k exp(-z), z = b D, k = s(z / tau) (LRML, 2406.08414; trl "discopop", tau 0.05)."""
     z = beta * delta
     # k exp(-z) as one exponential: for tau <= 1 its exponent is never positive, so wide margins cannot overflow
-    return -torch.sigmoid(-z / temperature) * F.logsigmoid(z) + torch.exp(F.logsigmoid(z / temperature) - z)
+    return -torch.sigmoid(-z / temperature) * F.logsigmoid(z) + torch.exp(
+        F.logsigmoid(z / temperature) - z
+    )
 
 
 def orpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, beta: float) -> Tensor:
@@ -115,9 +119,13 @@ def divergence_score(ratio: Tensor, divergence: str, alpha: float = 0.5) -> Tens
     if divergence == "js":
         return math.log(2.0) + F.logsigmoid(ratio)
     if divergence != "alpha":
-        raise ValueError(f"f_divergence is {divergence!r} but must be one of {', '.join(DIVERGENCES)}")
+        raise ValueError(
+            f"f_divergence is {divergence!r} but must be one of {', '.join(DIVERGENCES)}"
+        )
     if alpha == 1:
-        raise ValueError("f_alpha is 1, where the alpha divergence is the reverse KL; set f_divergence to 'reverse_kl'")
+        raise ValueError(
+            "f_alpha is 1, where the alpha divergence is the reverse KL; set f_divergence to 'reverse_kl'"
+        )
     return torch.expm1(((alpha - 1) * ratio).clamp(max=MAX_EXPONENT)) / (alpha - 1)
 
 

@@ -10,20 +10,29 @@ from .precision import at_least_float32
 
 
 def reward_loss(
-    chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | None = None, center_coefficient: float = 0.0
+    chosen_rewards: Tensor,
+    rejected_rewards: Tensor,
+    margin: Tensor | None = None,
+    center_coefficient: float = 0.0,
 ) -> Tensor:
     """Return -log sigmoid(s_w - s_l - margin) + c * (s_w + s_l)^2 per pair [N].
 
     Bradley-Terry with the margin of Llama 2 (2307.09288, eq. 2) and the centring term of 2312.09244 (c = 0.01 there),
     which fixes the otherwise free constant of the scores. Raises ValueError on shapes that differ or c < 0.
     """
-    if chosen_rewards.shape != rejected_rewards.shape or (margin is not None and margin.shape != chosen_rewards.shape):
-        shapes = [list(t.shape) for t in (chosen_rewards, rejected_rewards, margin) if t is not None]
+    if chosen_rewards.shape != rejected_rewards.shape or (
+        margin is not None and margin.shape != chosen_rewards.shape
+    ):
+        shapes = [
+            list(t.shape) for t in (chosen_rewards, rejected_rewards, margin) if t is not None
+        ]
         raise ValueError(
             f"chosen_rewards, rejected_rewards and margin have shapes {shapes} but must be one value per pair each"
         )
     if center_coefficient < 0:
-        raise ValueError(f"center_coefficient is {center_coefficient} but must be at least 0 (0 switches centring off)")
+        raise ValueError(
+            f"center_coefficient is {center_coefficient} but must be at least 0 (0 switches centring off)"
+        )
     chosen, rejected = at_least_float32(chosen_rewards), at_least_float32(rejected_rewards)
     difference = chosen - rejected
     if margin is not None:

@@ -28,11 +28,15 @@ def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         )
     values = at_least_float32(values)
     weights = weights.to(values.dtype)
-    kept = torch.where(weights != 0, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    kept = torch.where(
+        weights != 0, values, torch.zeros((), dtype=values.dtype, device=values.device)
+    )
     return (kept * weights).sum(), weights.sum()
 
 
-def label_smoothed_nll(logps: Tensor, lse: Tensor, mean_logit: Tensor, label_smoothing: float) -> Tensor:
+def label_smoothed_nll(
+    logps: Tensor, lse: Tensor, mean_logit: Tensor, label_smoothing: float
+) -> Tensor:
     """Return (1 - e) * -logps + e * (lse - mean_logit) per token.
 
     The second term is the mean over the vocabulary of -log p_v (Szegedy et al., 1512.00567;
@@ -40,7 +44,11 @@ def label_smoothed_nll(logps: Tensor, lse: Tensor, mean_logit: Tensor, label_smo
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing is {label_smoothing} but must be at least 0 and below 1")
-    logps, lse, mean_logit = at_least_float32(logps), at_least_float32(lse), at_least_float32(mean_logit)
+    logps, lse, mean_logit = (
+        at_least_float32(logps),
+        at_least_float32(lse),
+        at_least_float32(mean_logit),
+    )
     return (label_smoothing - 1) * logps + label_smoothing * (lse - mean_logit)
 
 
@@ -56,5 +64,7 @@ def z_loss(lse: Tensor, coefficient: float) -> Tensor:
     Source: PaLM (2204.02311, section 5; 1e-4 there). Raises ValueError if the coefficient is negative.
     """
     if coefficient < 0:
-        raise ValueError(f"the z-loss coefficient is {coefficient} but must be at least 0 (0 switches it off)")
+        raise ValueError(
+            f"the z-loss coefficient is {coefficient} but must be at least 0 (0 switches it off)"
+        )
     return coefficient * at_least_float32(lse).square()

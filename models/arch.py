@@ -121,7 +121,9 @@ class ModelConfig:
             intermediate_size=_number(known, "intermediate_size"),
             num_hidden_layers=_number(known, "num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=_number({"num_key_value_heads": heads, **known}, "num_key_value_heads"),
+            num_key_value_heads=_number(
+                {"num_key_value_heads": heads, **known}, "num_key_value_heads"
+            ),
             head_dim=_number({"head_dim": width // heads, **known}, "head_dim"),
             rms_norm_eps=_number(known, "rms_norm_eps", float),
             rope_theta=theta,
@@ -159,13 +161,18 @@ class ModelConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
             "initializer_range": self.initializer_range,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
+            "eos_token_id": list(self.eos_token_id)
+            if isinstance(self.eos_token_id, tuple)
+            else self.eos_token_id,
             "pad_token_id": self.pad_token_id,
             "use_cache": True,
             "torch_dtype": dtype,
             **family.hf_fields(),
         }
-        if self.model_type == "llama" or self.head_dim * self.num_attention_heads != self.hidden_size:
+        if (
+            self.model_type == "llama"
+            or self.head_dim * self.num_attention_heads != self.hidden_size
+        ):
             fields["head_dim"] = self.head_dim
         if reward:
             fields |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
@@ -183,15 +190,28 @@ class ModelConfig:
         return embedding + self.num_hidden_layers * layer + d + head
 
 
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 
 def _number(fields: Mapping[str, Any], name: str, kind: type = int) -> Any:
     """Return a positive number; ValueError names the field that holds none."""
     value = fields[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf or kind(value) != value:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value < math.inf
+        or kind(value) != value
+    ):
         wanted = "a whole number above 0" if kind is int else "a number above 0"
-        raise ValueError(f"config.json has {name} = {value!r} but it must be {wanted}; correct or re-download the file")
+        raise ValueError(
+            f"config.json has {name} = {value!r} but it must be {wanted}; correct or re-download the file"
+        )
     return kind(value)
 
 
@@ -209,7 +229,9 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: ModuleType) -> None:
             f"config.json has layer_types {', '.join(sorted(layer_types))} but every layer here is full_attention; "
             "use such a model"
         )
-    if raw.get("sliding_window") is not None and raw.get("use_sliding_window", raw["model_type"] != "qwen2"):
+    if raw.get("sliding_window") is not None and raw.get(
+        "use_sliding_window", raw["model_type"] != "qwen2"
+    ):
         raise ValueError(
             f"config.json has sliding_window = {raw['sliding_window']} in use but every layer here attends to the "
             "whole sequence; use a model without it"
@@ -245,10 +267,15 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rop
     original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 0)
     try:
         return theta, RopeScaling(
-            float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]), int(original)
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(original),
         )
     except KeyError as missing:
-        raise ValueError(f"config.json asks for llama3 rope scaling without {missing.args[0]}; add it") from None
+        raise ValueError(
+            f"config.json asks for llama3 rope scaling without {missing.args[0]}; add it"
+        ) from None
 
 
 def _published(fields: Mapping[str, Any]) -> ModelConfig:
@@ -259,7 +286,9 @@ def _published(fields: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**{**fields, "rope_scaling": scaling, "attention_bias": bias})
 
 
-ARCHITECTURES: Mapping[str, ModelConfig] = {name: _published(f) for name, f in {**llama.SIZES, **qwen2.SIZES}.items()}
+ARCHITECTURES: Mapping[str, ModelConfig] = {
+    name: _published(f) for name, f in {**llama.SIZES, **qwen2.SIZES}.items()
+}
 
 
 def architecture(name: str) -> ModelConfig:
@@ -267,4 +296,6 @@ def architecture(name: str) -> ModelConfig:
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     near = difflib.get_close_matches(name.lower(), ARCHITECTURES, n=1, cutoff=0.0)
-    raise ValueError(f"model.arch is {name!r} but must be one of {', '.join(ARCHITECTURES)}; nearest: {near[0]}")
+    raise ValueError(
+        f"model.arch is {name!r} but must be one of {', '.join(ARCHITECTURES)}; nearest: {near[0]}"
+    )

@@ -19,9 +19,9 @@ from models.layers import DecoderLayer, Embedding, RMSNorm
 from models.noise import embedding_noise
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import inverse_frequencies, rotary_table
+from ulysses.memory.levels import AUTOGRAD, check_level
 from ulysses.memory.offload import Offloader
 from ulysses.memory.pairs import in_pairs, run_pair
-from ulysses.memory.recompute import AUTOGRAD, check_level
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
@@ -50,10 +50,16 @@ class Decoder(nn.Module):
         self.config, self.mesh = config, mesh
         self._frequencies: Tensor | None = None
         kernel = UlyssesAttention(
-            mesh, config.num_attention_heads, config.num_key_value_heads, config.head_dim, kernel=attention
+            mesh,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            kernel=attention,
         )
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([DecoderLayer(config, kernel) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [DecoderLayer(config, kernel) for _ in range(config.num_hidden_layers)]
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
@@ -68,7 +74,9 @@ class Decoder(nn.Module):
             # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
             hidden = hidden.detach().requires_grad_()
         device = batch.positions.device
-        if self._frequencies is None or self._frequencies.device != device:  # moved once: a copy makes the host wait
+        if (
+            self._frequencies is None or self._frequencies.device != device
+        ):  # moved once: a copy makes the host wait
             self._frequencies = inverse_frequencies(self.config, device)
         rope = rotary_table(batch.positions, self._frequencies)
         every: list[Any] = list(self.layers)
@@ -159,12 +167,18 @@ class CausalLM(nn.Module):
         positions; `temperature` divides the logits. `noise_alpha` > 0 adds NEFTune noise drawn from `noise_seed`.
         All ranks of the sequence-parallel group call together.
         """
-        noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed) if noise_alpha > 0 else None
+        noise = (
+            embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed)
+            if noise_alpha > 0
+            else None
+        )
         hidden = self.model(batch, noise)
         index = batch.valid_index
         rows = self.model.norm(hidden.index_select(0, index))
         targets = batch.targets.index_select(0, index)
-        out = self.lm_head(rows, targets, entropy=entropy, lse=lse, mean_logit=mean_logit, temperature=temperature)
+        out = self.lm_head(
+            rows, targets, entropy=entropy, lse=lse, mean_logit=mean_logit, temperature=temperature
+        )
         S = batch.tokens.shape[0]
         logps, *others = (None if value is None else scatter_rows(value, index, S) for value in out)
         assert logps is not None
@@ -215,7 +229,9 @@ def init_parameter(
     key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
     return (
-        torch.empty(tuple(shape), device=device, dtype=torch.float32).normal_(0.0, std, generator=generator).to(dtype)
+        torch.empty(tuple(shape), device=device, dtype=torch.float32)
+        .normal_(0.0, std, generator=generator)
+        .to(dtype)
     )
 
 
@@ -224,5 +240,12 @@ def init_weights(model: "CausalLM | RewardModel", seed: int = 0) -> None:
     """Fill every parameter of an unpartitioned model with its random start."""
     for name, parameter in model.named_parameters():
         parameter.copy_(
-            init_parameter(name, parameter.shape, model.config, seed, device=parameter.device, dtype=parameter.dtype)
+            init_parameter(
+                name,
+                parameter.shape,
+                model.config,
+                seed,
+                device=parameter.device,
+                dtype=parameter.dtype,
+            )
         )

@@ -35,7 +35,13 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate_pair(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, in_place: bool = False
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    back: bool = False,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Do `rotate` without a graph; `back` turns the other way, which is its gradient."""
     if _on_gpu(query) and query.stride(-1) == key.stride(-1) == 1:
@@ -89,7 +95,12 @@ def _work_dtype(x: Tensor) -> torch.dtype:
 
 
 def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and fused_triton.triton is not None and x.dtype in (*HALF_TYPES, torch.float32) and x.numel() > 0
+    return (
+        x.is_cuda
+        and fused_triton.triton is not None
+        and x.dtype in (*HALF_TYPES, torch.float32)
+        and x.numel() > 0
+    )
 
 
 def _dense_like(x: Tensor) -> Tensor:
@@ -108,7 +119,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         return rotate_pair(query, key, cos, sin)
 

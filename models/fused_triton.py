@@ -57,8 +57,12 @@ if triton is not None:
         mask = column < HALF
         cos = tl.load(cos_table + row * HALF + column, mask=mask, other=0.0)[None, :]
         sin = tl.load(sin_table + row * HALF + column, mask=mask, other=0.0)[None, :] * sign
-        _rotate_heads(q, q_out, q_row, q_head, qo_row, qo_head, row, cos, sin, q_heads, HALF, BLOCK, Q_HEADS)
-        _rotate_heads(k, k_out, k_row, k_head, ko_row, ko_head, row, cos, sin, k_heads, HALF, BLOCK, K_HEADS)
+        _rotate_heads(
+            q, q_out, q_row, q_head, qo_row, qo_head, row, cos, sin, q_heads, HALF, BLOCK, Q_HEADS
+        )
+        _rotate_heads(
+            k, k_out, k_row, k_head, ko_row, ko_head, row, cos, sin, k_heads, HALF, BLOCK, K_HEADS
+        )
 
     @triton.jit
     def _swiglu_kernel(gate, up, out, count, BLOCK: tl.constexpr):
@@ -69,7 +73,9 @@ if triton is not None:
         tl.store(out + at, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=mask)
 
     @triton.jit
-    def _swiglu_backward_kernel(grad, gate, up, grad_gate, grad_up, out, count, BLOCK: tl.constexpr):
+    def _swiglu_backward_kernel(
+        grad, gate, up, grad_gate, grad_up, out, count, BLOCK: tl.constexpr
+    ):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = at < count
         d = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
@@ -79,7 +85,9 @@ if triton is not None:
         silu = g * s
         tl.store(out + at, (silu * u).to(out.dtype.element_ty), mask=mask)
         tl.store(grad_up + at, (d * silu).to(grad_up.dtype.element_ty), mask=mask)
-        tl.store(grad_gate + at, (d * u * (s + silu * (1 - s))).to(grad_gate.dtype.element_ty), mask=mask)
+        tl.store(
+            grad_gate + at, (d * u * (s + silu * (1 - s))).to(grad_gate.dtype.element_ty), mask=mask
+        )
 
     @triton.jit
     def _rms_norm_backward_kernel(
@@ -107,7 +115,9 @@ if triton is not None:
         tl.store(partial + program.to(tl.int64) * WIDTH + column, grad_weight, mask=mask)
 
 
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, sign: float, out: tuple[Tensor, Tensor]) -> None:
+def rotate(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, sign: float, out: tuple[Tensor, Tensor]
+) -> None:
     """Rotate query [S, H, E] and key [S, K, E] into `out`, which may be the inputs; the last axis must be dense."""
     half = query.shape[-1] // 2
     block = triton.next_power_of_2(half)
@@ -132,7 +142,9 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     """Return the gradients of gate and up, and silu(gate) * up again; contiguous tensors."""
     grad_gate, grad_up, out = (torch.empty_like(gate) for _ in range(3))
     count = gate.numel()
-    _swiglu_backward_kernel[(triton.cdiv(count, _BLOCK),)](grad, gate, up, grad_gate, grad_up, out, count, BLOCK=_BLOCK)
+    _swiglu_backward_kernel[(triton.cdiv(count, _BLOCK),)](
+        grad, gate, up, grad_gate, grad_up, out, count, BLOCK=_BLOCK
+    )
     return grad_gate, grad_up, out
 
 

@@ -94,7 +94,11 @@ class _Project(torch.autograd.Function):
         x = rms_norm(hidden, w.norm, eps)
         query, key, value = (
             F.linear(x, matrix, bias).unflatten(1, (-1, head_dim))
-            for matrix, bias in ((w.query, w.query_bias), (w.key, w.key_bias), (w.value, w.value_bias))
+            for matrix, bias in (
+                (w.query, w.query_bias),
+                (w.key, w.key_bias),
+                (w.value, w.value_bias),
+            )
         )
         query, key = rotate_pair(query, key, cos, sin, in_place=True)
         ctx.save_for_backward(hidden, *weights, cos, sin)
@@ -106,7 +110,13 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights, cos, sin = ctx.saved_tensors
         w, wanted = ProjectWeights(*weights), ctx.needs_input_grad[1:8]
-        return *_project_backward(hidden, grads, w, (cos, sin), ctx.eps, wanted), None, None, None, None
+        return (
+            *_project_backward(hidden, grads, w, (cos, sin), ctx.eps, wanted),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class HeadGroups:
@@ -115,8 +125,22 @@ class HeadGroups:
     Nothing of all heads exists at once; the norm runs again for each group. Without a graph.
     """
 
-    def __init__(self, hidden: Tensor, weights: ProjectWeights, rope: Rope, eps: float, head_dim: int, count: int) -> None:
-        self._hidden, self._weights, self._rope, self._eps, self._head_dim = hidden, weights, rope, eps, head_dim
+    def __init__(
+        self,
+        hidden: Tensor,
+        weights: ProjectWeights,
+        rope: Rope,
+        eps: float,
+        head_dim: int,
+        count: int,
+    ) -> None:
+        self._hidden, self._weights, self._rope, self._eps, self._head_dim = (
+            hidden,
+            weights,
+            rope,
+            eps,
+            head_dim,
+        )
         norm, *matrices = weights
         rows = [(None,) * count if m is None else m.chunk(count) for m in matrices]
         self._groups = [ProjectWeights(norm, *part) for part in zip(*rows)]
@@ -133,18 +157,32 @@ class HeadGroups:
     def add(self, index: int, grads: Sequence[Tensor]) -> None:
         """Take the gradients of a group's query, key and value."""
         self._grad_x, self._found[index] = _projection_backward(
-            rms_norm(self._hidden, self._weights.norm, self._eps), grads, self._groups[index], self._rope, self._wanted[1:], self._grad_x
+            rms_norm(self._hidden, self._weights.norm, self._eps),
+            grads,
+            self._groups[index],
+            self._rope,
+            self._wanted[1:],
+            self._grad_x,
         )
 
     @torch.no_grad()
     def gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the gradients of hidden and, by id, of the trainable weights; all groups have been added."""
         assert self._grad_x is not None
-        grad_hidden, grad_norm = rms_norm_backward(self._grad_x, self._hidden, self._weights.norm, self._eps)
+        grad_hidden, grad_norm = rms_norm_backward(
+            self._grad_x, self._hidden, self._weights.norm, self._eps
+        )
         self._grad_x = None
-        rows = [None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*self._found)]
+        rows = [
+            None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts)
+            for parts in zip(*self._found)
+        ]
         found = [grad_norm.to(self._weights.norm.dtype), *rows]
-        return grad_hidden, {id(w): g for w, g, want in zip(self._weights, found, self._wanted) if want and g is not None}
+        return grad_hidden, {
+            id(w): g
+            for w, g, want in zip(self._weights, found, self._wanted)
+            if want and g is not None
+        }
 
 
 class OutputGroups:
@@ -178,7 +216,12 @@ class OutputGroups:
 
 
 def _project_backward(
-    hidden: Tensor, grads: Sequence[Tensor], w: ProjectWeights, rope: Rope, eps: float, wanted: Sequence[bool]
+    hidden: Tensor,
+    grads: Sequence[Tensor],
+    w: ProjectWeights,
+    rope: Rope,
+    eps: float,
+    wanted: Sequence[bool],
 ) -> tuple[Any, ...]:
     grad_x, found = _projection_backward(rms_norm(hidden, w.norm, eps), grads, w, rope, wanted[1:])
     grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, w.norm, eps)
@@ -186,7 +229,12 @@ def _project_backward(
 
 
 def _projection_backward(
-    x: Tensor, grads: Sequence[Tensor], w: ProjectWeights, rope: Rope, wanted: Sequence[bool], total: Tensor | None = None
+    x: Tensor,
+    grads: Sequence[Tensor],
+    w: ProjectWeights,
+    rope: Rope,
+    wanted: Sequence[bool],
+    total: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the gradient of the normalised rows x, added to `total`, and those of the matrices and biases."""
     grad_query, grad_key = rotate_pair(grads[0], grads[1], *rope, back=True)
@@ -231,13 +279,17 @@ class _FeedForward(torch.autograd.Function):
 
 
 @torch.no_grad()
-def feed_forward_tiles(hidden: Tensor, weights: FeedForwardWeights, eps: float, tile_rows: int) -> Tensor:
+def feed_forward_tiles(
+    hidden: Tensor, weights: FeedForwardWeights, eps: float, tile_rows: int
+) -> Tensor:
     """Do `feed_forward` in tiles of rows, without a graph."""
     out = torch.empty_like(hidden)
     for part in tiles(hidden.shape[0], tile_rows):
         rows = hidden[part]
         torch.add(
-            rows, F.linear(activate(*_gate_up(rms_norm(rows, weights.norm, eps), weights)), weights.down), out=out[part]
+            rows,
+            F.linear(activate(*_gate_up(rms_norm(rows, weights.norm, eps), weights)), weights.down),
+            out=out[part],
         )
     return out
 
@@ -270,7 +322,14 @@ def _gate_up(x: Tensor, w: FeedForwardWeights) -> tuple[Tensor, Tensor]:
 
 
 def _rows_backward(
-    hidden: Tensor, x: Tensor, gate: Tensor, up: Tensor, grad: Tensor, w: FeedForwardWeights, eps: float, sums: "_Sums"
+    hidden: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    w: FeedForwardWeights,
+    eps: float,
+    sums: "_Sums",
 ) -> Tensor:
     """Add these rows to the weights' sums and return the gradient of `hidden`; x is its norm."""
     grad_gate, grad_up, active = activate_backward(grad @ w.down, gate, up)

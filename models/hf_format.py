@@ -47,11 +47,15 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HEADER_BYTES = 1 << 17  # reserved at the front of a shard that is being written; filled up with spaces
+_HEADER_BYTES = (
+    1 << 17
+)  # reserved at the front of a shard that is being written; filled up with spaces
 _CHUNK_BYTES = 1 << 26
 
 
-def resolve_model(path_or_id: str, revision: str | None = None, *, need_weights: bool = True) -> Path:
+def resolve_model(
+    path_or_id: str, revision: str | None = None, *, need_weights: bool = True
+) -> Path:
     """Return a local folder: the given one, or the hub snapshot of a model id at `revision` (fetched if absent).
 
     Honours HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Only json, safetensors and tokenizer files are fetched, without the
@@ -87,11 +91,22 @@ def _snapshot(model_id: str, revision: str | None, weights: bool) -> Path:
     ignored = [*NOT_DOWNLOADED, *([] if weights else ["*.safetensors"])]
     try:
         return Path(
-            snapshot_download(model_id, revision=revision, allow_patterns=list(DOWNLOADED), ignore_patterns=ignored)
+            snapshot_download(
+                model_id,
+                revision=revision,
+                allow_patterns=list(DOWNLOADED),
+                ignore_patterns=ignored,
+            )
         )
-    except Exception as error:  # the client raises a dozen kinds; all mean that the model is not to be had
+    except (
+        Exception
+    ) as error:  # the client raises a dozen kinds; all mean that the model is not to be had
         reason = str(error).strip().split("\n")[0]
-        offline = "offline (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else f"at {constants.ENDPOINT}"
+        offline = (
+            "offline (HF_HUB_OFFLINE is set)"
+            if constants.HF_HUB_OFFLINE
+            else f"at {constants.ENDPOINT}"
+        )
         raise FileNotFoundError(
             f"model.path is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision "
             f"{revision or 'main'} could not be had {offline} or from the cache {constants.HF_HUB_CACHE} "
@@ -114,7 +129,9 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path.absolute()} is not valid JSON ({error}); download or write it again") from None
+        raise ValueError(
+            f"{path.absolute()} is not valid JSON ({error}); download or write it again"
+        ) from None
 
 
 class _File:
@@ -126,11 +143,15 @@ class _File:
         with path.open("rb") as f:
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or length > size - 8:
-                raise ValueError(f"{path.absolute()} is cut short or no safetensors file; download it again")
+                raise ValueError(
+                    f"{path.absolute()} is cut short or no safetensors file; download it again"
+                )
             try:
                 header = json.loads(f.read(length))
             except ValueError:
-                raise ValueError(f"{path.absolute()} has a broken safetensors header; download it again") from None
+                raise ValueError(
+                    f"{path.absolute()} has a broken safetensors header; download it again"
+                ) from None
         header.pop("__metadata__", None)
         self.entries: dict[str, dict[str, Any]] = header
         self.start = 8 + length
@@ -152,12 +173,16 @@ class _File:
             return out
         raw: Any = out.view(torch.uint8).numpy()
         offset = self.start + entry["data_offsets"][0] + start * dtype.itemsize
-        with self.path.open("rb", buffering=0) as f:  # pread, not mmap: pages read never count as this process's memory
+        with self.path.open(
+            "rb", buffering=0
+        ) as f:  # pread, not mmap: pages read never count as this process's memory
             done = 0
             while done < len(raw):
                 count = os.preadv(f.fileno(), [raw[done : done + _CHUNK_BYTES]], offset + done)
                 if count == 0:
-                    raise ValueError(f"{self.path.absolute()} ended while {name} was read; download it again")
+                    raise ValueError(
+                        f"{self.path.absolute()} ended while {name} was read; download it again"
+                    )
                 done += count
         return out
 
@@ -193,7 +218,9 @@ class WeightFiles:
         start, stop, _ = slice(start, stop).indices(shape.numel())
         return self._where[name].read(name, start, max(start, stop))
 
-    def check(self, expected: Mapping[str, torch.Size], *, may_lack: tuple[str, ...] = ()) -> list[str]:
+    def check(
+        self, expected: Mapping[str, torch.Size], *, may_lack: tuple[str, ...] = ()
+    ) -> list[str]:
         """Compare with a model's parameters (name -> shape) and return the names of `may_lack` that are not stored.
 
         Raises ValueError on any other missing parameter or a different shape. Stored tensors that the model does not
@@ -212,7 +239,9 @@ class WeightFiles:
                     f"{name} is {list(self.shape(name))} in {self.folder.absolute()} but config.json asks for "
                     f"{list(shape)}; check that config.json belongs to these weights"
                 )
-        extra = [name for name in self._where if name not in expected and not name.endswith(_UNUSED)]
+        extra = [
+            name for name in self._where if name not in expected and not name.endswith(_UNUSED)
+        ]
         if extra:
             raise ValueError(
                 f"{self.folder.absolute()} holds {len(extra)} tensors that the model does not have, first {extra[0]}; "
@@ -239,7 +268,11 @@ def _weight_paths(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern))
+    others = sorted(
+        path.name
+        for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf")
+        for path in folder.glob(pattern)
+    )
     found = f"only {others[0]}, which is not read" if others else "none"
     raise FileNotFoundError(
         f"there is neither {WEIGHTS} nor {INDEX} in {folder.absolute()} (weights found: {found}); convert the model "
@@ -277,7 +310,9 @@ class WeightWriter:
             self._stream.seek(_HEADER_BYTES)
             self._bytes = 0
         flat = tensor.detach().reshape(-1)
-        for part in flat.split(_CHUNK_BYTES):  # in parts, so that a tensor on a GPU is never whole in host memory
+        for part in flat.split(
+            _CHUNK_BYTES
+        ):  # in parts, so that a tensor on a GPU is never whole in host memory
             self._stream.write(part.cpu().contiguous().view(torch.uint8).numpy().data)
         self._shards[-1][name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -292,15 +327,27 @@ class WeightWriter:
         if not self._shards:
             raise ValueError("no tensor was added; add the model's parameters before finish")
         count = len(self._shards)
-        names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        stale = {*self.folder.glob("model*.safetensors"), self.folder / INDEX} - {self.folder / name for name in names}
+        names = (
+            [WEIGHTS]
+            if count == 1
+            else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        )
+        stale = {*self.folder.glob("model*.safetensors"), self.folder / INDEX} - {
+            self.folder / name for name in names
+        }
         (self.folder / INDEX).unlink(missing_ok=True)
         for i, name in enumerate(names):
             self._temporary(i + 1).replace(self.folder / name)
         if count > 1:
-            total = sum(e["data_offsets"][1] - e["data_offsets"][0] for shard in self._shards for e in shard.values())
+            total = sum(
+                e["data_offsets"][1] - e["data_offsets"][0]
+                for shard in self._shards
+                for e in shard.values()
+            )
             weight_map = {name: file for shard, file in zip(self._shards, names) for name in shard}
-            write_json(self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_json(
+                self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
+            )
             stale.discard(self.folder / INDEX)
         for path in stale:
             path.unlink(missing_ok=True)
@@ -316,7 +363,9 @@ class WeightWriter:
             return
         header = json.dumps({"__metadata__": {"format": "pt"}, **self._shards[-1]}).encode()
         self._stream.seek(0)
-        self._stream.write((_HEADER_BYTES - 8).to_bytes(8, "little") + header.ljust(_HEADER_BYTES - 8))
+        self._stream.write(
+            (_HEADER_BYTES - 8).to_bytes(8, "little") + header.ljust(_HEADER_BYTES - 8)
+        )
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
@@ -334,9 +383,13 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
-def write_config(folder: Path | str, config: ModelConfig, *, dtype: torch.dtype, reward: bool = False) -> None:
+def write_config(
+    folder: Path | str, config: ModelConfig, *, dtype: torch.dtype, reward: bool = False
+) -> None:
     """Write config.json for weights stored as `dtype`."""
-    write_json(Path(folder) / CONFIG, config.to_hf(dtype=str(dtype).removeprefix("torch."), reward=reward))
+    write_json(
+        Path(folder) / CONFIG, config.to_hf(dtype=str(dtype).removeprefix("torch."), reward=reward)
+    )
 
 
 def copy_side_files(source: Path | str, target: Path | str) -> list[str]:

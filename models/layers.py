@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from models import half_blocks
 from models.arch import ModelConfig
 from models.fused import rms_norm, rotate, swiglu
+from ulysses.memory.levels import AUTOGRAD, run_layer
 from ulysses.memory.offload import Offloader
-from ulysses.memory.recompute import AUTOGRAD, run_layer
 from ulysses.memory.replay import RandomState, has_dropout, replay
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled
 from ulysses.parallel.attention import UlyssesAttention
@@ -74,7 +74,9 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of normalised x [S, D]; positions rotated in."""
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = rotate(q, k, *rope)
         return q, k, v
 
@@ -149,21 +151,29 @@ class DecoderLayer(nn.Module):
         weights = self._project_weights()
         if weights is None:
             return self.self_attn.project(self.input_layernorm(hidden), rope)
-        return half_blocks.project(hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim)
+        return half_blocks.project(
+            hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim
+        )
 
-    def head_groups(self, hidden: Tensor, rope: half_blocks.Rope, count: int) -> half_blocks.HeadGroups | None:
+    def head_groups(
+        self, hidden: Tensor, rope: half_blocks.Rope, count: int
+    ) -> half_blocks.HeadGroups | None:
         """Return `project` for `count` groups of heads one after the other, or None if the modules themselves must run."""
         weights = self._project_weights()
         if weights is None:
             return None
-        return half_blocks.HeadGroups(hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim, count)
+        return half_blocks.HeadGroups(
+            hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim, count
+        )
 
     def _project_weights(self) -> half_blocks.ProjectWeights | None:
         norm, a = self.input_layernorm, self.self_attn
         q, k, v = a.q_proj, a.k_proj, a.v_proj
         if not half_blocks.is_plain(norm, q, k, v):
             return None
-        return half_blocks.ProjectWeights(norm.weight, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias)
+        return half_blocks.ProjectWeights(
+            norm.weight, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias
+        )
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Add the projected attention output [S, H, E] to the layer's input."""
@@ -172,7 +182,11 @@ class DecoderLayer(nn.Module):
     def output_groups(self, count: int) -> half_blocks.OutputGroups | None:
         """Return `output` with gradients for `count` groups of heads one after the other, or None if the module itself must run."""
         o = self.self_attn.o_proj
-        return half_blocks.OutputGroups(o.weight, self.self_attn.head_dim, count) if half_blocks.is_plain(o) else None
+        return (
+            half_blocks.OutputGroups(o.weight, self.self_attn.head_dim, count)
+            if half_blocks.is_plain(o)
+            else None
+        )
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the MLP of the normalised rows; row by row independent, so it can run in tiles."""
@@ -186,21 +200,31 @@ class DecoderLayer(nn.Module):
         weights = self._feed_forward_weights()
         if weights is None:
             return run_tiles(self._feed_forward_by_modules, rows, tile_rows)
-        return half_blocks.feed_forward_tiles(rows, weights, self.post_attention_layernorm.eps, tile_rows)
+        return half_blocks.feed_forward_tiles(
+            rows, weights, self.post_attention_layernorm.eps, tile_rows
+        )
 
-    def feed_forward_gradients(self, rows: Tensor, grad: Tensor, tile_rows: int) -> tuple[Tensor, list[Tensor]]:
+    def feed_forward_gradients(
+        self, rows: Tensor, grad: Tensor, tile_rows: int
+    ) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward tile by tile; return the gradients of `rows` and of `stage_parameters()[2]`."""
         weights = self._feed_forward_weights()
         if weights is None:
-            return tile_gradients(self._feed_forward_by_modules, rows, grad, self.stage_parameters()[2], tile_rows)
-        return half_blocks.feed_forward_gradients(rows, grad, weights, self.post_attention_layernorm.eps, tile_rows)
+            return tile_gradients(
+                self._feed_forward_by_modules, rows, grad, self.stage_parameters()[2], tile_rows
+            )
+        return half_blocks.feed_forward_gradients(
+            rows, grad, weights, self.post_attention_layernorm.eps, tile_rows
+        )
 
     def _feed_forward_by_modules(self, hidden: Tensor) -> Tensor:
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def _feed_forward_weights(self) -> half_blocks.FeedForwardWeights | None:
         norm, mlp = self.post_attention_layernorm, self.mlp
-        if mlp._forward_hooks or not half_blocks.is_plain(norm, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        if mlp._forward_hooks or not half_blocks.is_plain(
+            norm, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        ):
             return None
         return half_blocks.FeedForwardWeights(
             norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
@@ -218,7 +242,15 @@ class DecoderLayer(nn.Module):
     def draws(self) -> bool:
         """Say whether active dropout hides in a wrapped projection."""
         a, mlp = self.self_attn, self.mlp
-        projections = (a.q_proj, a.k_proj, a.v_proj, a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        projections = (
+            a.q_proj,
+            a.k_proj,
+            a.v_proj,
+            a.o_proj,
+            mlp.gate_proj,
+            mlp.up_proj,
+            mlp.down_proj,
+        )
         return any(type(p) is not Linear and has_dropout(p) for p in projections)
 
 

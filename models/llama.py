@@ -80,4 +80,9 @@ def check(raw: Mapping[str, Any]) -> None:
 
 def hf_fields() -> dict[str, Any]:
     """Return the fields that config.json has for this family only."""
-    return {"attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False, "pretraining_tp": 1}
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+    }

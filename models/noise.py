@@ -12,7 +12,10 @@ from torch import Tensor
 from ulysses.parallel.batch import ShardedBatch
 
 _ROWS = 4096  # rows hashed at once: 8 bytes per element live for a moment
-_MIX1, _MIX2 = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)  # splitmix64, as signed integers
+_MIX1, _MIX2 = (
+    0xBF58476D1CE4E5B9 - (1 << 64),
+    0x94D049BB133111EB - (1 << 64),
+)  # splitmix64, as signed integers
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
@@ -29,7 +32,11 @@ def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) ->
     """
     lengths = batch.cu_seqlens.diff().to(torch.int64)
     keys = batch.sequence_columns.get("noise_key")
-    keys = torch.arange(len(lengths), device=lengths.device) if keys is None else keys.to(lengths.device, torch.int64)
+    keys = (
+        torch.arange(len(lengths), device=lengths.device)
+        if keys is None
+        else keys.to(lengths.device, torch.int64)
+    )
     keys = torch.cat([keys, keys.new_zeros(len(lengths) - len(keys))])  # a padding tail has no key
     rows = _mixed(_mixed(keys[batch.sequence_ids] + seed * 0x5851F42D + 1) + batch.positions)
     scale = alpha / (lengths[batch.sequence_ids].float() * width).sqrt()

@@ -25,7 +25,10 @@ class VocabularyHead(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, tied: nn.Parameter | None = None, tile_rows: int | Literal["auto"] = "auto"
+        self,
+        config: ModelConfig,
+        tied: nn.Parameter | None = None,
+        tile_rows: int | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         self.tile_rows = tile_rows

@@ -60,20 +60,27 @@ class PolicyValue(nn.Module):
         self.config = config
         self.separate = separate
         self.policy = CausalLM(config, mesh, logits_tile=logits_tile, **options)
-        self.value: nn.Module = RewardModel(config, mesh, **options) if separate else ValueHead(config)
+        self.value: nn.Module = (
+            RewardModel(config, mesh, **options) if separate else ValueHead(config)
+        )
 
-    def forward(self, batch: ShardedBatch, *, entropy: bool = False, temperature: float = 1.0) -> PolicyValueOutput:
+    def forward(
+        self, batch: ShardedBatch, *, entropy: bool = False, temperature: float = 1.0
+    ) -> PolicyValueOutput:
         """Return log-probabilities and values at the batch's targets; all ranks of the group call together."""
         if self.separate:
             out = self.policy(batch, entropy=entropy, temperature=temperature)
             values = self.value(batch)
-            return PolicyValueOutput(out.logps, out.entropy, torch.where(batch.loss_weights != 0, values, 0.0))
+            return PolicyValueOutput(
+                out.logps, out.entropy, torch.where(batch.loss_weights != 0, values, 0.0)
+            )
         index, S = batch.valid_index, batch.tokens.shape[0]
         rows = self.policy.model.norm(self.policy.model(batch).index_select(0, index))
         targets = batch.targets.index_select(0, index)
         out = self.policy.lm_head(rows, targets, entropy=entropy, temperature=temperature)
         logps, entropies, values = (
-            None if value is None else scatter_rows(value, index, S) for value in (out.logps, out.entropy, self.value(rows))
+            None if value is None else scatter_rows(value, index, S)
+            for value in (out.logps, out.entropy, self.value(rows))
         )
         assert logps is not None and values is not None
         return PolicyValueOutput(logps, entropies, values)

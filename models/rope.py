@@ -18,16 +18,18 @@ def inverse_frequencies(config: ModelConfig, device: torch.device | str = "cpu")
 
     Computed on the CPU whatever `device` is, so that every device rotates by the same values.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    exponents = (
+        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    )
     frequencies = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling
     if scaling is not None:
         wavelengths = 2 * math.pi / frequencies
         longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
         shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
-        smooth = (scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
+        smooth = (
+            scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor
+        ) / (scaling.high_freq_factor - scaling.low_freq_factor)
         between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
         frequencies = torch.where(
             wavelengths > longest,
@@ -37,7 +39,9 @@ def inverse_frequencies(config: ModelConfig, device: torch.device | str = "cpu")
     return frequencies.to(device)
 
 
-def rotary_table(positions: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_table(
+    positions: torch.Tensor, frequencies: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin), each [S, E/2] float32, for integer positions [S]; once per batch, shared by all layers."""
     angles = positions.to(torch.float64)[:, None] * frequencies.to(torch.float64)[None, :]
     return angles.cos().float(), angles.sin().float()

@@ -44,9 +44,13 @@ class SamplingOptions:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens} but must be at least 1")
         if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature:g} but must be at least 0 (0 takes the likeliest token)")
+            raise ValueError(
+                f"temperature is {self.temperature:g} but must be at least 0 (0 takes the likeliest token)"
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p:g} but must be above 0 and at most 1 (1 keeps all tokens)")
+            raise ValueError(
+                f"top_p is {self.top_p:g} but must be above 0 and at most 1 (1 keeps all tokens)"
+            )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k} but must be at least 0 (0 keeps all tokens)")
 
@@ -68,7 +72,9 @@ def uniforms(seed: int, rollout: int, prompts: Sequence[int], token: int) -> np.
     state = np.asarray(prompts, np.uint64)
     with np.errstate(over="ignore"):
         for part in (seed, rollout, token):
-            state = _scatter(state + np.uint64(part & (2**64 - 1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
+            state = _scatter(
+                state + np.uint64(part & (2**64 - 1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
+            )
         return (_scatter(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -82,7 +88,15 @@ def _scatter(values: np.ndarray) -> np.ndarray:
 
 def cache_bytes(config: ModelConfig, sequences: int, longest: int, dtype: torch.dtype) -> int:
     """Return the bytes of keys and values of `sequences` sequences of `longest` tokens."""
-    return 2 * config.num_hidden_layers * sequences * longest * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return (
+        2
+        * config.num_hidden_layers
+        * sequences
+        * longest
+        * config.num_key_value_heads
+        * config.head_dim
+        * dtype.itemsize
+    )
 
 
 class Sampler:
@@ -130,12 +144,20 @@ class Sampler:
         found: dict[int, Completion] = {}
         for first in range(0, len(order), batch):
             part = order[first : first + batch]
-            done = self._batch([prompts[i] for i in part], options, seed, rollout, [keys[i] for i in part], look)
+            done = self._batch(
+                [prompts[i] for i in part], options, seed, rollout, [keys[i] for i in part], look
+            )
             found.update(zip(part, done))
         return [found[i] for i in range(len(prompts))]
 
     def _batch(
-        self, prompts: list[Sequence[int]], options: SamplingOptions, seed: int, rollout: int, keys: list[int], look: int
+        self,
+        prompts: list[Sequence[int]],
+        options: SamplingOptions,
+        seed: int,
+        rollout: int,
+        keys: list[int],
+        look: int,
     ) -> list[Completion]:
         lengths, limit = [len(p) for p in prompts], options.max_new_tokens
         count, longest = len(prompts), max(lengths)
@@ -143,14 +165,21 @@ class Sampler:
         padded = torch.zeros(count, longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = torch.as_tensor(np.asarray(prompt))
-        hidden = self._forward(padded.to(self.device), torch.arange(longest, device=self.device).expand(count, -1), cache)
+        hidden = self._forward(
+            padded.to(self.device),
+            torch.arange(longest, device=self.device).expand(count, -1),
+            cache,
+        )
         places = torch.tensor(lengths, device=self.device)  # where the first drawn token goes
         last = hidden[torch.arange(count, device=self.device), places - 1]
         drawn = places  # of the token before; the first is predicted by the prompt
         tokens: list[list[int]] = [[] for _ in prompts]
         logps: list[list[float]] = [[] for _ in prompts]
         ended = [False] * count
-        rows, t = list(range(count)), 0  # sequences still decoded, as rows of the cache; tokens that each has
+        rows, t = (
+            list(range(count)),
+            0,
+        )  # sequences still decoded, as rows of the cache; tokens that each has
         while rows:
             span = range(t, min(t + look, limit))
             draws = np.stack([uniforms(seed, rollout, [keys[r] for r in rows], i) for i in span])
@@ -159,7 +188,9 @@ class Sampler:
             for i in span:
                 if i:
                     seen = _rounded(max(lengths[r] for r in rows) + i)
-                    last = self._forward(drawn[:, None], (places + (i - 1))[:, None], cache, seen)[:, 0]
+                    last = self._forward(drawn[:, None], (places + (i - 1))[:, None], cache, seen)[
+                        :, 0
+                    ]
                 drawn, value = self._draw(last, options, u[i - t])
                 block.append(drawn)
                 values.append(value)
@@ -209,26 +240,48 @@ class Sampler:
             name = f"model.layers.{layer}."
             x = rms_norm(hidden, w[name + "input_layernorm.weight"], c.rms_norm_eps)
             query, key, value = (
-                F.linear(x, w[f"{name}self_attn.{p}.weight"], w.get(f"{name}self_attn.{p}.bias")).unflatten(1, (-1, c.head_dim))
+                F.linear(
+                    x, w[f"{name}self_attn.{p}.weight"], w.get(f"{name}self_attn.{p}.bias")
+                ).unflatten(1, (-1, c.head_dim))
                 for p in ("q_proj", "k_proj", "v_proj")
             )
             query, key = rotate_pair(query, key, *rope)
-            query, key, value = (a.unflatten(0, (count, length)).transpose(1, 2) for a in (query, key, value))
-            attended = cache.attend(layer, query, key, value, positions[:, 0], future).transpose(1, 2).flatten(2).flatten(0, 1)
+            query, key, value = (
+                a.unflatten(0, (count, length)).transpose(1, 2) for a in (query, key, value)
+            )
+            attended = (
+                cache.attend(layer, query, key, value, positions[:, 0], future)
+                .transpose(1, 2)
+                .flatten(2)
+                .flatten(0, 1)
+            )
             hidden = hidden + F.linear(attended, w[f"{name}self_attn.o_proj.weight"])
             x = rms_norm(hidden, w[name + "post_attention_layernorm.weight"], c.rms_norm_eps)
             gate, up = (F.linear(x, w[f"{name}mlp.{p}_proj.weight"]) for p in ("gate", "up"))
             hidden = hidden + F.linear(swiglu(gate, up), w[f"{name}mlp.down_proj.weight"])
-        return rms_norm(hidden, w["model.norm.weight"], c.rms_norm_eps).unflatten(0, (count, length))
+        return rms_norm(hidden, w["model.norm.weight"], c.rms_norm_eps).unflatten(
+            0, (count, length)
+        )
 
 
 class _Cache:
     """Keys and values [B, K, M, E] of every layer; row b is filled up to its own position."""
 
-    def __init__(self, config: ModelConfig, count: int, longest: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        count: int,
+        longest: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         size = (count, config.num_key_value_heads, longest, config.head_dim)
-        self.keys = [torch.zeros(size, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(size, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        self.keys = [
+            torch.zeros(size, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)
+        ]
+        self.values = [
+            torch.zeros(size, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)
+        ]
 
     def keep(self, rows: Tensor) -> None:
         """Drop the finished sequences."""
@@ -236,7 +289,15 @@ class _Cache:
             self.keys[layer] = self.keys[layer][rows]
             self.values[layer] = self.values[layer][rows]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, at: Tensor, future: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        at: Tensor,
+        future: Tensor | None,
+    ) -> Tensor:
         """Store key, value [B, K, L, E] and return attention [B, H, L, E] of the query over all up to its position.
 
         Without `future` [B, M'] these are whole prompts; with it one token per sequence, at position `at` [B], that looks at
@@ -246,7 +307,9 @@ class _Cache:
         if future is None:  # padding lies behind the prompts and is overwritten as they grow
             length = query.shape[2]
             keys[:, :, :length], values[:, :, :length] = key, value
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )
         rows, seen = torch.arange(len(at), device=at.device), future.shape[1]
         keys[rows, :, at], values[rows, :, at] = key[:, :, 0], value[:, :, 0]
         grouped = query.unflatten(1, (keys.shape[1], -1))[:, :, :, 0]  # [B, K, H / K, E]
@@ -272,7 +335,9 @@ def _kept(logps: Tensor, options: SamplingOptions) -> Tensor:
         kept = kept.masked_fill(logps < edge, 0)
     if options.top_p < 1:
         ordered = kept.sort(-1, descending=True).values
-        before = ordered.cumsum(-1) - ordered  # a token stays while those before it hold less than top_p
+        before = (
+            ordered.cumsum(-1) - ordered
+        )  # a token stays while those before it hold less than top_p
         gone = before >= options.top_p * kept.sum(-1, keepdim=True)
         kept = kept.masked_fill(kept < ordered.masked_fill(gone, 1 << 53).amin(-1, keepdim=True), 0)
     return kept

@@ -15,8 +15,8 @@ from models.decoder import CausalLM, LayerMemory, init_weights
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
 from ulysses.data.dataset import Example
-from ulysses.data.loader import StepLoader
-from ulysses.gradients.policy import GradientPolicyChain
+from ulysses.data.steps import StepLoader
+from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights

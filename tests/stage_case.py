@@ -12,8 +12,15 @@ from losses.dpo import REFERENCE_FREE, dpo_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.layers import DecoderLayer
-from tests.engine_case import SHAPE, CaptureChain, ListDataset, optimizer_of, sequences, zero_settings
-from ulysses.data.loader import StepLoader, mismatched
+from tests.engine_case import (
+    SHAPE,
+    CaptureChain,
+    ListDataset,
+    optimizer_of,
+    sequences,
+    zero_settings,
+)
+from ulysses.data.steps import StepLoader, mismatched
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh

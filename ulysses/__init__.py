@@ -1,6 +1,13 @@
 """Ulysses sequence parallelism as a library; `ulysses.training` and `train.py` are the engine built on it."""
 
-from .gradients import ClipGlobalNorm, GradientPolicy, GradientPolicyChain, StepContext, TorchGradients, build_chain
+from .gradients import (
+    ClipGlobalNorm,
+    GradientPolicy,
+    GradientPolicyChain,
+    StepContext,
+    TorchGradients,
+    build_chain,
+)
 from .parallel import (
     PackedBatch,
     ParallelMesh,

@@ -31,18 +31,30 @@ def export_checkpoint(checkpoint: Path, out: Path) -> None:
         state = json.loads((checkpoint / "run.json").read_text())
         shape = ModelConfig.from_hf(state["shape"])
     except (OSError, ValueError, KeyError):
-        raise ValueError(f"{checkpoint.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N") from None
+        raise ValueError(
+            f"{checkpoint.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N"
+        ) from None
     if (out / "config.json").exists():
-        raise ValueError(f"{out.absolute()} already holds a model; give a folder that does not exist yet")
+        raise ValueError(
+            f"{out.absolute()} already holds a model; give a folder that does not exist yet"
+        )
     config = check(state["config"])
-    if config.model.lora.rank and config.model.lora.merge and config.model.init == "random":  # a GPU drew other numbers than this CPU
-        raise ValueError("the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote")
+    if (
+        config.model.lora.rank and config.model.lora.merge and config.model.init == "random"
+    ):  # a GPU drew other numbers than this CPU
+        raise ValueError(
+            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
+        )
     out.mkdir(parents=True, exist_ok=True)
     copy_side_files(checkpoint.parent.parent / "tokenizer", out)
-    write_model(_reader(SavedSlices(checkpoint / "policy"), config, shape), out, shape, config, main=True)
+    write_model(
+        _reader(SavedSlices(checkpoint / "policy"), config, shape), out, shape, config, main=True
+    )
 
 
-def _reader(saved: SavedSlices, config: Config, shape: ModelConfig) -> Callable[[Callable[[str], bool]], Iterator[tuple[str, Tensor]]]:
+def _reader(
+    saved: SavedSlices, config: Config, shape: ModelConfig
+) -> Callable[[Callable[[str], bool]], Iterator[tuple[str, Tensor]]]:
     """Read the policy's saved parameters, and those that adapters left frozen from where the run read them."""
     dtype, prefix, lora = DTYPES[config.model.dtype], prefix_of(config), config.model.lora
     with torch.device("meta"):
@@ -59,7 +71,14 @@ def _reader(saved: SavedSlices, config: Config, shape: ModelConfig) -> Callable[
             if not wanted(prefix + name):
                 continue
             if lora.rank and base is not None and not is_adapter(name):
-                flat = base.slice(base_name(name), parameter.shape, 0, parameter.numel(), dtype, torch.device("cpu"))
+                flat = base.slice(
+                    base_name(name),
+                    parameter.shape,
+                    0,
+                    parameter.numel(),
+                    dtype,
+                    torch.device("cpu"),
+                )
             else:
                 flat = torch.empty(parameter.numel(), dtype=torch.float32)
                 saved.read_into(flat, prefix + name, "master")
@@ -69,7 +88,9 @@ def _reader(saved: SavedSlices, config: Config, shape: ModelConfig) -> Callable[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m ulysses.export", description="Export a checkpoint in Hugging Face format.")
+    parser = argparse.ArgumentParser(
+        "python -m ulysses.export", description="Export a checkpoint in Hugging Face format."
+    )
     parser.add_argument("checkpoint", type=Path, help="RUN/checkpoints/step-N")
     parser.add_argument("out", type=Path, help="folder to write")
     arguments = parser.parse_args()
@@ -79,7 +100,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {arguments.out.absolute()} cannot be written from {arguments.checkpoint}: {error}", file=sys.stderr)
+        print(
+            f"error: {arguments.out.absolute()} cannot be written from {arguments.checkpoint}: {error}",
+            file=sys.stderr,
+        )
         return 2
     print(f"exported {arguments.out}")
     return 0

@@ -195,7 +195,7 @@ def test_seq_all_to_all_4d():
 def one_collective_per_direction(num_heads):
     import torch.distributed as dist
 
-    from ulysses.parallel import all_to_all
+    from ulysses.parallel import exchange
 
     calls = []
 
@@ -204,7 +204,7 @@ def one_collective_per_direction(num_heads):
             calls.append(output_splits)
             dist.all_to_all_single(received, send, output_splits, input_splits, group=group)
 
-    all_to_all.dist = Counting()
+    exchange.dist = Counting()
     mesh = ParallelMesh(4, num_heads=num_heads)
     batch = pack_shard([Sequence(range(n), [1] * n) for n in (30, 1, 17)], mesh, device())
     x = torch.randn(12, num_heads, E, device=device(), requires_grad=True)

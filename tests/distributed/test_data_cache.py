@@ -11,8 +11,8 @@ from ulysses.data.cache import build_once
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.dataset import open_dataset
 from ulysses.data.encode import DataSettings
-from ulysses.data.formats import Source
 from ulysses.data.records import DataError
+from ulysses.data.sources import Source
 
 
 def open_on_rank(tokenizer_folder, source, cache, late_rank):

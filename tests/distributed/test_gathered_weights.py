@@ -15,7 +15,7 @@ from models.decoder import CausalLM
 from models.layers import DecoderLayer
 from tests.engine_case import HostWeights, optimizer_of, zero_settings
 from tests.harness import run_distributed
-from ulysses.memory.recompute import LEVELS
+from ulysses.memory.levels import LEVELS
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh

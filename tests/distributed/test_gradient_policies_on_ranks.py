@@ -6,7 +6,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.harness import device, run_distributed
-from ulysses.gradients import Gradients, GradientSlice, StepContext, TorchGradients, build_chain, preset_tables
+from ulysses.gradients import (
+    Gradients,
+    GradientSlice,
+    StepContext,
+    TorchGradients,
+    build_chain,
+    preset_tables,
+)
 
 SHAPES = {"embed": (11, 7), "wide": (450, 300), "norm": (9,), "one": (1,)}
 ALL = [

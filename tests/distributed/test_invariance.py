@@ -6,9 +6,16 @@ Every case is compared with the formula evaluated in float64 on one process, one
 import pytest
 import torch
 
-from tests.engine_case import Case, assert_same_gradients, build_trainer, dataset, plain_gradients, run_case
+from tests.engine_case import (
+    Case,
+    assert_same_gradients,
+    build_trainer,
+    dataset,
+    plain_gradients,
+    run_case,
+)
 from tests.harness import run_distributed
-from ulysses.data.loader import StepLoader
+from ulysses.data.steps import StepLoader
 
 # (processes, sp, token budget, packing order): sampled so that every pair of values meets.
 SAMPLED = [

@@ -19,7 +19,7 @@ from tests.engine_case import SHAPE
 from tests.harness import device, run_distributed
 from tests.stage_case import MAX_LENGTH, StageCase, make_model, stage_dataset
 from tests.unit.test_layout import simulated_mesh
-from ulysses.data.loader import StepLoader
+from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.reference import ReferenceCache, pairs_of_run

@@ -8,7 +8,7 @@ import torch
 from tests.engine_case import Case, assert_same_gradients, run_case
 from tests.harness import gpus, run_distributed
 from tests.stage_case import StageCase, formula, make_trainer, run_stage, stage_dataset
-from ulysses.data.loader import StepLoader
+from ulysses.data.steps import StepLoader
 
 SAMPLED = [(1, 1, 128, None), (4, 1, 128, 1), (4, 2, 256, None), (4, 4, 128, 2), (2, 2, 512, 1)]
 FULL = [(w, sp, b, seed) for w in (1, 2, 4) for sp in (1, 2, 4) if sp <= w for b in (128, 512) for seed in (None, 1)]

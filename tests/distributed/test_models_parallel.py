@@ -11,12 +11,12 @@ import torch.distributed as dist
 from models import CausalLM, LayerMemory, ModelConfig, RewardModel, init_parameter, init_weights
 from models.layers import DecoderLayer
 from tests.harness import device, gpus, run_distributed
-from ulysses.memory.recompute import LEVELS
+from ulysses.memory.levels import LEVELS
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import available_kernels
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.reduce import gather_tokens, sequence_last
+from ulysses.parallel.sums import gather_tokens, sequence_last
 from ulysses.zero.construct import initialize_distributed
 
 SIZE = {

@@ -14,9 +14,18 @@ from models.arch import ModelConfig
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
 from models.sampler import SamplingOptions
-from tests.engine_case import SHAPE, CaptureChain, HostWeights, ListDataset, assert_same_gradients, optimizer_of, sequences, zero_settings
+from tests.engine_case import (
+    SHAPE,
+    CaptureChain,
+    HostWeights,
+    ListDataset,
+    assert_same_gradients,
+    optimizer_of,
+    sequences,
+    zero_settings,
+)
 from tests.harness import run_distributed
-from ulysses.data.loader import StepLoader
+from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import PolicyValueWeights

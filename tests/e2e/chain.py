@@ -34,9 +34,9 @@ from typing import Any
 
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.demo import write_demo
-from ulysses.data.formats import Source, read_rows, source_files
+from ulysses.data.formats import detect_format, parse_row
 from ulysses.data.records import BadRowError, DropRowError, Report
-from ulysses.data.rows import detect_format, parse_row
+from ulysses.data.sources import Source, read_rows, source_files
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"pt": "text", "sft": "sequence", "rm": "pair", "dpo": "pair", "kto": "unpaired", "ppo": "prompt"}

@@ -20,7 +20,8 @@ from models.hf_format import WeightWriter, copy_side_files, write_config
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, run, tiny
 from ulysses.training import failure
 from ulysses.training.checks import check_run
-from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.command_line import parse_command_line
+from ulysses.training.section import ConfigError
 
 DATA = ROOT / "configs/demo/data"
 

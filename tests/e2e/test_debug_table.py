@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from tests.e2e.launch import metrics, ranks, tiny
-from ulysses.gradients.policy import GradientPolicyChain
+from ulysses.gradients.chain import GradientPolicyChain
 
 STEPS = {"run__steps": 5, "parallel__sequence_parallel_size": 2, "gradients__preset": "steady", "gradients__table_every": 2}
 

@@ -15,9 +15,10 @@ from models.hf_format import read_config
 from tests.harness import AS_LARGE, run_distributed
 from ulysses.data.demo import write_demo
 from ulysses.export import export_checkpoint
-from ulysses.training.command_line import ConfigError, check
+from ulysses.training.command_line import check
 from ulysses.training.memory import adapter_parameters
 from ulysses.training.run import TrainingRun
+from ulysses.training.section import ConfigError
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -180,7 +181,7 @@ def scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
     from models.hf_format import WeightFiles, read_config
     from ulysses.parallel.batch import Sequence, pack_shard
     from ulysses.parallel.mesh import ParallelMesh
-    from ulysses.parallel.reduce import sequence_last
+    from ulysses.parallel.sums import sequence_last
 
     mesh, shape, files = ParallelMesh(2), read_config(folder), WeightFiles(folder)
     model = RewardModel(shape, mesh)

@@ -8,7 +8,7 @@ import torch
 from models import CausalLM, ModelConfig, RewardModel, init_weights
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.reduce import sequence_last
+from ulysses.parallel.sums import sequence_last
 
 SIZE = {
     "vocab_size": 131,

@@ -80,7 +80,7 @@ def floor(module: str) -> int | None:
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_file_follows_the_house_rules(path: Path) -> None:
     text, name = path.read_text(), module_name(path)
-    assert text.count("\n") <= 420, "a file this long is telling us something"
+    assert text.count("\n") <= 500, "a file this long is telling us something"
     own = floor(name)
     for module, imported in imports(path):
         top = module.split(".")[0]

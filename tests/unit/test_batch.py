@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from tests.unit.test_layout import simulated_mesh
-from ulysses.parallel import PackedBatch, ParallelMesh, Sequence, pack_shard, segment_sums, sequence_last, shard
+from ulysses.parallel import (
+    PackedBatch,
+    ParallelMesh,
+    Sequence,
+    pack_shard,
+    segment_sums,
+    sequence_last,
+    shard,
+)
 
 
 def sequences(lengths, columns=True):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ulysses.training.command_line import ConfigError, known_keys, parse_command_line
+from ulysses.training.command_line import known_keys, parse_command_line
+from ulysses.training.section import ConfigError
 
 BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
 

@@ -14,10 +14,10 @@ from ulysses.data.cache import build_once
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.dataset import TokenizedDataset, open_dataset, write_dataset
 from ulysses.data.encode import DataSettings, EncodedExample
-from ulysses.data.formats import Source
-from ulysses.data.inspect import inspect_examples
-from ulysses.data.loader import StepLoader
+from ulysses.data.preview import inspect_examples
 from ulysses.data.records import DataError, Report
+from ulysses.data.sources import Source
+from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import pack_shard
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
@@ -153,7 +153,7 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(tmp_path, tokenizer,
     path = tmp_path / "t.txt"
     path.write_text(text)
     whole = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "one")
-    monkeypatch.setattr("ulysses.data.formats.CHUNK_CHARACTERS", 5000)
+    monkeypatch.setattr("ulysses.data.sources.CHUNK_CHARACTERS", 5000)
     parts = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "two")
     assert whole.fingerprint == parts.fingerprint and len(whole) == -(-len(text) // 999)
 

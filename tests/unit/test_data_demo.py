@@ -9,7 +9,7 @@ from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.dataset import open_dataset
 from ulysses.data.demo import CLOSINGS, REMARKS, main, politeness_reward, write_demo
 from ulysses.data.encode import DataSettings
-from ulysses.data.formats import Source
+from ulysses.data.sources import Source
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from tests.tiny_tokenizer import write_rows
-from ulysses.data.formats import (
+from ulysses.data.records import DataError, Report
+from ulysses.data.sources import (
     CHUNK_CHARACTERS,
     Source,
     missing_sources,
@@ -14,7 +15,6 @@ from ulysses.data.formats import (
     read_records,
     source_digest,
 )
-from ulysses.data.records import DataError, Report
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ulysses.data.dataset import Example
-from ulysses.data.loader import StepLoader, mismatched, shuffled
 from ulysses.data.packing import example_cost, pack_step
+from ulysses.data.steps import StepLoader, mismatched, shuffled
 
 
 def random_lengths(generator, count, longest):

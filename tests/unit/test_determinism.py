@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ulysses.training import checks
-from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.command_line import parse_command_line
 from ulysses.training.determinism import CUBLAS, require_determinism
+from ulysses.training.section import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from models.arch import ARCHITECTURES
-from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.command_line import parse_command_line
 from ulysses.training.dry_run import dry_run, published_shape
+from ulysses.training.section import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs/demo"
 NODE = ["--gpus", 8, "--gpu-memory", 139.8, "--host-memory", 550]

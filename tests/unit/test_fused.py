@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
-from models.half_blocks import FeedForwardWeights, feed_forward, feed_forward_gradients, feed_forward_tiles
+from models.half_blocks import (
+    FeedForwardWeights,
+    feed_forward,
+    feed_forward_gradients,
+    feed_forward_tiles,
+)
 from ulysses.memory.offload import Group, Offloader
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

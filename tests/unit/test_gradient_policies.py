@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_ranks import LARGE, SHAPES, FakeWorld, assert_same_gradients, context, grads_of, parameters
+from tests.fake_ranks import (
+    LARGE,
+    SHAPES,
+    FakeWorld,
+    assert_same_gradients,
+    context,
+    grads_of,
+    parameters,
+)
 from ulysses.gradients import (
     GRADIENT_POLICIES,
     AdaptiveGradientClipping,

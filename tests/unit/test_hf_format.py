@@ -15,7 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import ARCHITECTURES, CausalLM, ModelConfig, init_parameter, init_weights
-from models.hf_format import WeightFiles, WeightWriter, copy_side_files, read_config, resolve_model, write_config
+from models.hf_format import (
+    WeightFiles,
+    WeightWriter,
+    copy_side_files,
+    read_config,
+    resolve_model,
+    write_config,
+)
 
 TINY = {
     "model_type": "llama",

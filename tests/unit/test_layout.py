@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ulysses.parallel import UlyssesAttention, all_to_all
+from ulysses.parallel import UlyssesAttention, exchange
 from ulysses.parallel.layout import (
     arc_calls,
     causal_cost,
@@ -99,16 +99,16 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
     query = (torch.arange(total)[:, None] * 1000 + torch.arange(num_heads)).double()[..., None]  # names row and head
     key = (torch.arange(total)[:, None] * 1000 + torch.arange(num_kv_heads)).double()[..., None]
     group = SimulatedGroup(sp)
-    monkeypatch.setattr(all_to_all, "dist", group)
+    monkeypatch.setattr(exchange, "dist", group)
     layout = head_layout(num_heads, num_kv_heads, mesh.head_parallel_size)
 
     def on_rank(rank):
         plan = packed_plan(cu, sets, simulated_mesh(sp, rank, num_heads, rank), "cpu")
         mine = torch.cat([torch.arange(a, b) for a, b in shard_ranges(sets, rank, mesh.head_parallel_size)])
-        got = all_to_all.exchange_qkv_forward(query[mine], key[mine], -key[mine], plan)
-        back = all_to_all.exchange_out_forward(got[0], plan)
-        grads = all_to_all.exchange_qkv_backward(*got, plan, num_heads, num_kv_heads)
-        again = all_to_all.exchange_out_backward(back, plan)
+        got = exchange.exchange_qkv_forward(query[mine], key[mine], -key[mine], plan)
+        back = exchange.exchange_out_forward(got[0], plan)
+        grads = exchange.exchange_qkv_backward(*got, plan, num_heads, num_kv_heads)
+        again = exchange.exchange_out_backward(back, plan)
         return plan, mine, got, back, grads, again
 
     for rank, (plan, mine, got, back, grads, again) in enumerate(group.run(on_rank)):
@@ -135,7 +135,7 @@ def test_no_key_is_copied_for_a_second_piece_of_rows(heads, sp, monkeypatch):
     """All pieces of a rank's rows attend to slices of one buffer that holds every key and value once."""
     num_heads, num_kv_heads = heads
     group = SimulatedGroup(sp)
-    monkeypatch.setattr(all_to_all, "dist", group)
+    monkeypatch.setattr(exchange, "dist", group)
     cu = with_tail([90, 1, 400, 7], sp)
     key_heads = head_layout(num_heads, num_kv_heads, simulated_mesh(sp, 0, num_heads).head_parallel_size).key
     seen = [[] for _ in range(sp)]
@@ -163,13 +163,13 @@ def test_no_key_is_copied_for_a_second_piece_of_rows(heads, sp, monkeypatch):
 def test_dense_shards_arrive_in_document_order(batch, sp, num_heads, monkeypatch):
     local, group = 4, SimulatedGroup(sp)
     values = torch.arange(batch * local * sp * num_heads).double().view(batch, local * sp, num_heads, 1)
-    monkeypatch.setattr(all_to_all, "dist", group)
+    monkeypatch.setattr(exchange, "dist", group)
 
     def on_rank(rank):
         plan = dense_plan(batch, local, simulated_mesh(sp, rank, num_heads, rank), "cpu")
         mine = values[:, rank * local : (rank + 1) * local].flatten(0, 1)
-        got = all_to_all.exchange_qkv_forward(mine, mine, mine, plan)
-        assert torch.equal(all_to_all.exchange_out_forward(got[0], plan), mine)
+        got = exchange.exchange_qkv_forward(mine, mine, mine, plan)
+        assert torch.equal(exchange.exchange_out_forward(got[0], plan), mine)
         return plan, got
 
     for rank, (plan, (query, key, _)) in enumerate(group.run(on_rank)):
@@ -292,9 +292,9 @@ def test_copies_between_layouts_take_any_stride_and_start(dtype, width, start):
     for source in (values[..., :width], values[..., width:], values[:, :1, :width].expand(5, 3, width), values[..., ::2]):
         source = source.transpose(0, 1)
         target = torch.full((3, 7, width + 8), -1.0, dtype=dtype)
-        all_to_all.copy(target[:, 1:6, 8:], source)
+        exchange.copy(target[:, 1:6, 8:], source)
         assert torch.equal(target[:, 1:6, 8:], source)
         assert (target[..., :8] == -1).all() and (target[:, 0] == -1).all() and (target[:, 6] == -1).all()
-        assert all_to_all.dense(source).is_contiguous() and torch.equal(all_to_all.dense(source), source)
+        assert exchange.dense(source).is_contiguous() and torch.equal(exchange.dense(source), source)
     whole = torch.ones(2, 3, dtype=dtype)
-    assert all_to_all.dense(whole) is whole
+    assert exchange.dense(whole) is whole

@@ -13,10 +13,10 @@ from models import half_blocks
 from models.rope import inverse_frequencies, rotary_table
 from tests.memory_case import CONFIG, TILED, assert_same, batch, build, gradients
 from ulysses.memory.case import Machine, Model, Options, Work
+from ulysses.memory.levels import AUTOGRAD, LEVELS, kept_bytes, kept_tensors
 from ulysses.memory.pairs import in_pairs
 from ulysses.memory.peak import kept_per_layer
 from ulysses.memory.plan import FILL, choose_level, predict
-from ulysses.memory.recompute import AUTOGRAD, LEVELS, kept_bytes, kept_tensors
 from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled, tiles
 from ulysses.training.config import LoraConfig as Adapters
 from ulysses.training.lora import add_adapters

@@ -21,7 +21,7 @@ from ulysses.memory.peak import PROCESS_BYTES
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights, build_engine
 from ulysses.training.checks import check_numbers
-from ulysses.training.command_line import ConfigError, check
+from ulysses.training.command_line import check
 from ulysses.training.config import Config
 from ulysses.training.dry_run import planned_machine
 from ulysses.training.memory import (
@@ -35,6 +35,7 @@ from ulysses.training.memory import (
     planner_work,
     this_machine,
 )
+from ulysses.training.section import ConfigError
 
 LLAMA = architecture("llama3-8b")
 

@@ -2,11 +2,23 @@
 
 import pytest
 
-from benchmarks.plan_accuracy import BYTES, MEASURED, MEMORY_LIMIT, SPEEDS, TIME_LIMIT, calibrate, errors, fit, predicted, read
+from benchmarks.plan_accuracy import (
+    BYTES,
+    MEASURED,
+    MEMORY_LIMIT,
+    SPEEDS,
+    TIME_LIMIT,
+    calibrate,
+    errors,
+    fit,
+    predicted,
+    read,
+)
 from benchmarks.plan_accuracy import seconds as time_of
 from models.arch import ARCHITECTURES
 from ulysses.memory.calibration import PRIOR, Calibration
 from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work, kept_kv_heads
+from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.peak import PROCESS_BYTES, peak_bytes
 from ulysses.memory.plan import (
@@ -24,7 +36,6 @@ from ulysses.memory.plan import (
     predict,
     recommend,
 )
-from ulysses.memory.recompute import LEVELS
 from ulysses.memory.step_time import attention_flops, exchanged_bytes, passes
 from ulysses.memory.tiling import TilingOptions
 

@@ -12,14 +12,15 @@ from losses.ppo import gae
 from tests.engine_case import SHAPE, ListDataset, sequences
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data.chat import load_tokenizer
-from ulysses.data.loader import StepLoader
+from ulysses.data.steps import StepLoader
 from ulysses.training.checks import Plan, check_ppo, stop_tokens
-from ulysses.training.command_line import ConfigError, check
+from ulysses.training.command_line import check
 from ulysses.training.config import GradientsConfig, PpoConfig
 from ulysses.training.optim import policy_value_groups
 from ulysses.training.rewards import gsm8k_reward, is_function, load_function, score_text
 from ulysses.training.rollout import Answers, Rollout, RolloutMaker
 from ulysses.training.rollout_loader import RolloutLoader
+from ulysses.training.section import ConfigError
 from ulysses.training.stages.ppo import PpoStage
 
 EOS = 2

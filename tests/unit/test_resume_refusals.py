@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from models.arch import ARCHITECTURES
-from ulysses.training.command_line import ConfigError, check
+from ulysses.training.command_line import check
 from ulysses.training.config import Config
 from ulysses.training.resume import find_checkpoint
+from ulysses.training.section import ConfigError
 
 SHAPE = ARCHITECTURES["llama3-8b"]
 

@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from models.arch import ARCHITECTURES
 from tests.stage_case import MAX_LENGTH, StageCase, stage_dataset
-from ulysses.data.loader import StepLoader
+from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.reduce import sequence_last
+from ulysses.parallel.sums import sequence_last
 from ulysses.training.build import weights_fingerprint
 from ulysses.training.build_stage import weight_hint
 from ulysses.training.checks import scoring_pad

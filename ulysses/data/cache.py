@@ -89,12 +89,16 @@ def _watch(folder: Path, failure: Path, silence: float, start: float) -> None:
         if failure.exists():
             raise DataError(json.loads(failure.read_text())["error"])
         beat = max(map(_modified, folder.parent.glob(f"{folder.name}.*.writing")), default=0.0)
-        if beat != last_beat and time.time() - beat < silence:  # an older one was left by a killed run
+        if (
+            beat != last_beat and time.time() - beat < silence
+        ):  # an older one was left by a killed run
             last_beat, seen = beat, time.monotonic()
         limit = silence if last_beat else start
         if time.monotonic() - seen > limit and not folder.is_dir():
-            raise DataError(f"the process with LOCAL_RANK 0, which should write {folder}, has been silent for "
-                            f"{limit:g} s; look for its error and start again")
+            raise DataError(
+                f"the process with LOCAL_RANK 0, which should write {folder}, has been silent for "
+                f"{limit:g} s; look for its error and start again"
+            )
         time.sleep(pause)
         pause = min(0.5, pause * 1.5)
 
@@ -108,7 +112,9 @@ def _modified(path: Path) -> float:
 
 def _unwritable(folder: Path, error: OSError) -> DataError:
     problem = error.strerror or error
-    return DataError(f"the data cache {folder.parent} cannot be written: {problem}; set data.cache to another folder")
+    return DataError(
+        f"the data cache {folder.parent} cannot be written: {problem}; set data.cache to another folder"
+    )
 
 
 def _remove_abandoned(folder: Path) -> None:
@@ -143,5 +149,9 @@ def _write_atomically(path: Path, text: str) -> None:
 
 def _launch() -> str:
     """Name what the processes of one launch on this node share: their parent and its rendezvous."""
-    parts = (os.getppid(), os.environ.get("MASTER_PORT", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    parts = (
+        os.getppid(),
+        os.environ.get("MASTER_PORT", "0"),
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
     return "-".join(map(str, parts))

@@ -24,8 +24,20 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ulysses.data.records import DataError, DropRowError, Message
 
 NAMED_TEMPLATES = ("llama3", "qwen2.5", "chatml", "plain")
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "</s>")
-OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"  # Unicode noncharacters, never in text meant for interchange
+TURN_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "</s>",
+)
+OPEN, CLOSE, GUARD = (
+    "\ufdd0",
+    "\ufdd1",
+    "\ufdd2",
+)  # Unicode noncharacters, never in text meant for interchange
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -44,24 +56,34 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
         if file.is_file() and (place.is_file() or not (place / "tokenizer_config.json").exists()):
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(file))
         elif place.is_dir() and not file.exists():
-            tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False, use_fast=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(place), trust_remote_code=False, use_fast=True
+            )
         else:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(place) if place.is_dir() else str(path))
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                str(place) if place.is_dir() else str(path)
+            )
     except Exception as error:  # every library layer raises its own class
         problem = " ".join(str(error).split())[:300]
-        raise DataError(f"no tokenizer could be loaded from {path} ({place.absolute()}): {problem}") from None
+        raise DataError(
+            f"no tokenizer could be loaded from {path} ({place.absolute()}): {problem}"
+        ) from None
     vocabulary = tokenizer.get_vocab()
     for name, text in special.items():
         if name not in SPECIAL_NAMES:
             raise DataError(f"special token {name!r} is unknown; name {', '.join(SPECIAL_NAMES)}")
         if text not in vocabulary:
-            raise DataError(f"{name} is {text!r}, which is not in the vocabulary of {file}; its special tokens are "
-                            f"{', '.join(_special_texts(tokenizer)) or 'none'}")
+            raise DataError(
+                f"{name} is {text!r}, which is not in the vocabulary of {file}; its special tokens are "
+                f"{', '.join(_special_texts(tokenizer)) or 'none'}"
+            )
         setattr(tokenizer, name, text)
     if tokenizer.eos_token is None:
-        raise DataError(f"the tokenizer {path} names no EOS token; name one, for example "
-                        "model.special_tokens = { eos_token = \"<|endoftext|>\" } (its special tokens are "
-                        f"{', '.join(_special_texts(tokenizer)) or 'none'})")
+        raise DataError(
+            f"the tokenizer {path} names no EOS token; name one, for example "
+            'model.special_tokens = { eos_token = "<|endoftext|>" } (its special tokens are '
+            f"{', '.join(_special_texts(tokenizer)) or 'none'})"
+        )
     return tokenizer
 
 
@@ -84,7 +106,9 @@ class TextEncoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # ours: the settings below stay here
+        self.backend = Tokenizer.from_str(
+            tokenizer.backend_tokenizer.to_str()
+        )  # ours: the settings below stay here
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
@@ -102,7 +126,9 @@ class TextEncoder:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text."""
-        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def split_special(self, text: str) -> list[str | int]:
         """Cut rendered text into plain texts and the ids of the special tokens between them."""
@@ -112,7 +138,11 @@ class TextEncoder:
             parts += [text[start : match.start()], self.special[match[match.lastindex or 0]]]
             start = match.end()
         parts.append(text[start:])
-        return [part.replace(GUARD, "") if isinstance(part, str) else part for part in parts if part != ""]
+        return [
+            part.replace(GUARD, "") if isinstance(part, str) else part
+            for part in parts
+            if part != ""
+        ]
 
 
 class Encoded(NamedTuple):
@@ -169,7 +199,10 @@ class ChatTemplate:
         return sorted({encoded.tokens[encoded.spans[-1][1] - 1], self.encoder.eos})
 
     def encode(
-        self, messages: Sequence[Message], tools: Sequence[Any] = (), generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        generation_prompt: bool = False,
     ) -> Encoded:
         """Tokenise one conversation; see encode_batch. DropRowError if the template cannot express it."""
         outcome = self.encode_batch([(messages, tools, generation_prompt)])[0]
@@ -195,7 +228,9 @@ class ChatTemplate:
                 outcomes.append(error)
                 continue
             cut = [_Piece(self.encoder.split_special(text), trained) for text, trained in pieces]
-            texts.update((part, []) for piece in cut for part in piece.parts if isinstance(part, str))
+            texts.update(
+                (part, []) for piece in cut for part in piece.parts if isinstance(part, str)
+            )
             outcomes.append(cut)
         texts = dict(zip(texts, self.encoder.encode_texts(list(texts))))
         return [self._join(o, texts) if isinstance(o, list) else o for o in outcomes]
@@ -231,7 +266,9 @@ class ChatTemplate:
             text, spans = rendered, self._spans_by_prefix(plain, guarded_tools, rendered)
         expected = sum(m.role == "assistant" for m in messages)
         if len(spans) != expected:
-            raise DropRowError(f"the chat template shows {len(spans)} of {expected} assistant messages")
+            raise DropRowError(
+                f"the chat template shows {len(spans)} of {expected} assistant messages"
+            )
         pieces: list[tuple[str, bool]] = []
         at = 0
         for index, (start, stop) in enumerate(spans):
@@ -254,7 +291,9 @@ class ChatTemplate:
             return after.end(), True
         return stop, False
 
-    def _spans_by_prefix(self, messages: list[Any], tools: Any, whole: str) -> list[tuple[int, int]]:
+    def _spans_by_prefix(
+        self, messages: list[Any], tools: Any, whole: str
+    ) -> list[tuple[int, int]]:
         """Find each answer as what rendering one message more adds to the opened assistant turn."""
         spans = []
         for index, message in enumerate(messages):
@@ -273,7 +312,10 @@ class ChatTemplate:
     def _render(self, messages: list[Any], tools: Any, generation_prompt: bool) -> str:
         try:
             return self._compiled.render(
-                messages=messages, tools=tools, add_generation_prompt=generation_prompt, **self._special_names
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=generation_prompt,
+                **self._special_names,
             )
         except (TemplateError, TypeError) as error:
             raise DropRowError(f"the chat template refuses it: {error}") from None
@@ -300,20 +342,30 @@ class ChatTemplate:
             opened, closed = self._render(question, None, True), self._render(question, None, False)
             answered = self._render([*question, {"role": "assistant", "content": "a"}], None, False)
         except DropRowError as error:
-            raise DataError(f"chat template {self.name} cannot render one question: {error}") from None
+            raise DataError(
+                f"chat template {self.name} cannot render one question: {error}"
+            ) from None
         if opened == closed and not self.marks_generation:
-            raise DataError(f"chat template {self.name} knows neither add_generation_prompt nor {{% generation %}}, so "
-                            "the assistant's tokens cannot be told apart; add one of them")
-        absent = sorted({t for t in TEXT_TOKEN.findall(opened + answered) if t not in tokenizer.get_vocab()})
+            raise DataError(
+                f"chat template {self.name} knows neither add_generation_prompt nor {{% generation %}}, so "
+                "the assistant's tokens cannot be told apart; add one of them"
+            )
+        absent = sorted(
+            {t for t in TEXT_TOKEN.findall(opened + answered) if t not in tokenizer.get_vocab()}
+        )
         if absent:
             has = ", ".join(self.encoder.special) or "none"
-            raise DataError(f"chat template {self.name} writes {', '.join(absent)}, which the tokenizer does not have "
-                            f"(its special tokens are {has}); set data.chat_template to another of "
-                            f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file")
+            raise DataError(
+                f"chat template {self.name} writes {', '.join(absent)}, which the tokenizer does not have "
+                f"(its special tokens are {has}); set data.chat_template to another of "
+                f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
+            )
         whole, *parts = self.encoder.encode_texts(["\na", "\n", "a"])
         if whole != parts[0] + parts[1]:
-            raise DataError("this tokenizer puts a space before every text (SentencePiece style), so the parts of a "
-                            "chat cannot be tokenised on their own; use a byte-level tokenizer such as Llama-3's")
+            raise DataError(
+                "this tokenizer puts a space before every text (SentencePiece style), so the parts of a "
+                "chat cannot be tokenised on their own; use a byte-level tokenizer such as Llama-3's"
+            )
 
 
 def _broken(match: re.Match[str]) -> str:
@@ -338,13 +390,21 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, name: str) -> str:
         own = tokenizer.chat_template
         own = own.get("default") if isinstance(own, dict) else own
         if not own:
-            raise DataError("the tokenizer has no chat template; set data.chat_template to "
-                            f"{', '.join(NAMED_TEMPLATES)} or a .jinja file")
+            raise DataError(
+                "the tokenizer has no chat template; set data.chat_template to "
+                f"{', '.join(NAMED_TEMPLATES)} or a .jinja file"
+            )
         return own
-    path = Path(__file__).with_name(f"{name}.jinja") if name in NAMED_TEMPLATES else Path(name).expanduser()
+    path = (
+        Path(__file__).with_name(f"{name}.jinja")
+        if name in NAMED_TEMPLATES
+        else Path(name).expanduser()
+    )
     if not path.is_file():
-        raise DataError(f"chat template {name!r} is neither tokenizer, {', '.join(NAMED_TEMPLATES)} nor a file "
-                        f"({path.absolute()})")
+        raise DataError(
+            f"chat template {name!r} is neither tokenizer, {', '.join(NAMED_TEMPLATES)} nor a file "
+            f"({path.absolute()})"
+        )
     return path.read_text(encoding="utf-8")
 
 
@@ -353,7 +413,9 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+    ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     def raise_exception(message: str) -> None:

@@ -21,8 +21,8 @@ import numpy as np
 from ulysses.data.cache import build_once
 from ulysses.data.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.encode import DataSettings, EncodedExample, encode_documents, encode_records
-from ulysses.data.formats import Source, read_records, source_digest
 from ulysses.data.records import KINDS, DataError, Report
+from ulysses.data.sources import Source, read_records, source_digest
 from ulysses.parallel.batch import Sequence
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ def open_dataset(
     if kind not in KINDS:
         raise DataError(f"data kind {kind!r} is unknown; it is one of {', '.join(KINDS)}")
     if not sources:
-        raise DataError("no data: set data.train to a file, a folder, a hub dataset or a list of them")
+        raise DataError(
+            "no data: set data.train to a file, a folder, a hub dataset or a list of them"
+        )
     template = None if kind == "text" else ChatTemplate(tokenizer, chat_template)
     key = {
         "version": FORMAT_VERSION, "kind": kind, "settings": asdict(settings),
@@ -109,7 +111,11 @@ def write_dataset(
                 coded = _codes(weights, codes)
                 if kind != "text":
                     weights_file.write(coded.tobytes())
-                for data in (len(tokens).to_bytes(8, "little"), tokens.tobytes(), weights.tobytes()):
+                for data in (
+                    len(tokens).to_bytes(8, "little"),
+                    tokens.tobytes(),
+                    weights.tobytes(),
+                ):
                     fingerprint.update(data)
                 starts.append(at)
                 lengths.append(len(tokens))
@@ -118,14 +124,18 @@ def write_dataset(
             numbers = dict(example.columns)
             if kind in ("unpaired", "prompt"):
                 head = example.tokens[0][: int(numbers["prompt_length"])].tobytes()
-                numbers["prompt_id"] = prompts.setdefault(hashlib.sha256(head).digest(), len(prompts))
+                numbers["prompt_id"] = prompts.setdefault(
+                    hashlib.sha256(head).digest(), len(prompts)
+                )
             for name, value in numbers.items():
                 columns.setdefault(name, array("d")).append(value)
             if kind == "prompt":
                 raw_file.write(json.dumps(example.raw, ensure_ascii=False, default=str).encode())
                 raw_ends.append(raw_file.tell())
             if kind != "text":
-                digest = hashlib.sha256(b"|".join(t.tobytes() for t in example.tokens)).digest()[:12]
+                digest = hashlib.sha256(b"|".join(t.tobytes() for t in example.tokens)).digest()[
+                    :12
+                ]
                 report.duplicates += digest in seen
                 seen.add(digest)
     if not sources:
@@ -176,7 +186,9 @@ class TokenizedDataset:
             self.columns = {name: columns[name] for name in columns.files if name != "_source"}
             self.sources: np.ndarray = columns["_source"]
         self._tokens = np.memmap(self.folder / "tokens.bin", np.int32, "r")
-        self._codes = None if self.kind == "text" else np.memmap(self.folder / "weights.bin", np.uint8, "r")
+        self._codes = (
+            None if self.kind == "text" else np.memmap(self.folder / "weights.bin", np.uint8, "r")
+        )
         self._weight_values = np.asarray(index["weights"], np.float32)
         self._raw_ends = np.load(self.folder / "raw.npy", mmap_mode="r")
 
@@ -187,7 +199,9 @@ class TokenizedDataset:
         """Return example `index`; its arrays are views into the memory maps."""
         index = range(len(self))[index]
         sequences = tuple(self._sequence(index, j) for j in range(self.sequence_lengths.shape[1]))
-        return Example(index, sequences, {name: float(values[index]) for name, values in self.columns.items()})
+        return Example(
+            index, sequences, {name: float(values[index]) for name, values in self.columns.items()}
+        )
 
     def __iter__(self) -> Iterator[Example]:
         return (self[i] for i in range(len(self)))
@@ -195,7 +209,9 @@ class TokenizedDataset:
     def row(self, index: int) -> dict[str, Any]:
         """Return the raw row a prompt came from."""
         if self.kind != "prompt":
-            raise ValueError(f"only prompts keep their rows; this dataset holds {self.kind} examples")
+            raise ValueError(
+                f"only prompts keep their rows; this dataset holds {self.kind} examples"
+            )
         with (self.folder / "raw.bin").open("rb") as file:
             start, stop = int(self._raw_ends[index]), int(self._raw_ends[index + 1])
             file.seek(start)
@@ -204,9 +220,14 @@ class TokenizedDataset:
     def mismatch(self, index: int, other: int, max_length: int) -> Sequence:
         """Join the prompt of example `index` with the completion of `other` (KTO's baseline), cut at max_length."""
         first, second = self._sequence(index, 0), self._sequence(other, 0)
-        head, start = int(self.columns["prompt_length"][index]), int(self.columns["prompt_length"][other])
+        head, start = (
+            int(self.columns["prompt_length"][index]),
+            int(self.columns["prompt_length"][other]),
+        )
         tokens = np.concatenate([first.tokens[:head], second.tokens[start:]])[:max_length]
-        weights = np.concatenate([np.zeros(head, np.float32), second.loss_weights[start:]])[:max_length]
+        weights = np.concatenate([np.zeros(head, np.float32), second.loss_weights[start:]])[
+            :max_length
+        ]
         return Sequence(tokens, weights)
 
     def _sequence(self, index: int, j: int) -> Sequence:
@@ -215,4 +236,6 @@ class TokenizedDataset:
         if self._codes is None:
             return Sequence(tokens, np.broadcast_to(np.uint8(1), length))
         codes = self._codes[start : start + length]
-        return Sequence(tokens, codes if len(self._weight_values) == 2 else self._weight_values[codes])
+        return Sequence(
+            tokens, codes if len(self._weight_values) == 2 else self._weight_values[codes]
+        )

@@ -14,9 +14,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-COLOURS = ("red", "blue", "green", "white", "black", "brown", "yellow", "purple", "silver", "golden", "orange", "gray")
+COLOURS = (
+    "red",
+    "blue",
+    "green",
+    "white",
+    "black",
+    "brown",
+    "yellow",
+    "purple",
+    "silver",
+    "golden",
+    "orange",
+    "gray",
+)
 ROOMS = ("kitchen", "garden", "attic", "cellar", "hall", "library", "garage", "bedroom")
 OWNERS = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Henry")
 MATERIALS = ("wood", "glass", "iron", "paper", "stone", "cotton", "clay", "leather")
@@ -67,12 +89,22 @@ def questions() -> list[Question]:
     """All questions: every colour of every thing, asked for its room, owner and material."""
     found = []
     for i, thing in enumerate(THINGS):
-        room, owner, material = ROOMS[i % 8], OWNERS[(i * 3 + i // 8) % 8], MATERIALS[(i * 5 + i // 8) % 8]
+        room, owner, material = (
+            ROOMS[i % 8],
+            OWNERS[(i * 3 + i // 8) % 8],
+            MATERIALS[(i * 5 + i // 8) % 8],
+        )
         for colour in COLOURS:
             name = f"{colour} {thing}"
             found.append(Question(f"Where is the {name}?", f"The {name} is in the {room}.", room))
-            found.append(Question(f"Who owns the {name}?", f"The {name} belongs to {owner}.", owner))
-            found.append(Question(f"What is the {name} made of?", f"The {name} is made of {material}.", material))
+            found.append(
+                Question(f"Who owns the {name}?", f"The {name} belongs to {owner}.", owner)
+            )
+            found.append(
+                Question(
+                    f"What is the {name} made of?", f"The {name} is made of {material}.", material
+                )
+            )
     return found
 
 
@@ -85,7 +117,10 @@ def politeness_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> f
     """Score an answer: 1 for the right word, 1 for a polite and -1 for a rude remark, 0.5 likewise for the closing."""
     score = float(str(row["answer"]) in completion.replace(".", " ").split())
     for phrases, worth in ((REMARKS, 1.0), (CLOSINGS, 0.5)):
-        score += worth * (any(p[POLITE] in completion for p in phrases) - any(p[RUDE] in completion for p in phrases))
+        score += worth * (
+            any(p[POLITE] in completion for p in phrases)
+            - any(p[RUDE] in completion for p in phrases)
+        )
     return score
 
 
@@ -105,28 +140,49 @@ def write_demo(out: str | Path, seed: int = 0, shuffle_labels: bool = False) -> 
     for suffix, part in parts.items():
         pairs = list(_pairs(part, generator))
         swapped = set(coin.sample(range(len(pairs)), len(pairs) // 2)) if shuffle_labels else set()
-        preferred = [(q, *((bad, good) if i in swapped else (good, bad))) for i, (q, good, bad) in enumerate(pairs)]
+        preferred = [
+            (q, *((bad, good) if i in swapped else (good, bad)))
+            for i, (q, good, bad) in enumerate(pairs)
+        ]
         voices = [(q, text) for q, good, bad in _pairs(part, generator) for text in (good, bad)]
         generator.shuffle(voices)
         _write(out / f"sft{suffix}.jsonl", ({"messages": _messages(q, text)} for q, text in voices))
         generator.shuffle(preferred)
-        _write(out / f"dpo{suffix}.jsonl", (
-            {"prompt": _messages(q), "chosen": _messages(q, a)[1:], "rejected": _messages(q, b)[1:]}
-            for q, a, b in preferred
-        ))
-        _write(out / f"rm{suffix}.jsonl", ({"prompt": q.text, "chosen": a, "rejected": b} for q, a, b in preferred))
-        labelled = [(q, text, label) for q, a, b in preferred for text, label in ((a, True), (b, False))]
+        _write(
+            out / f"dpo{suffix}.jsonl",
+            (
+                {
+                    "prompt": _messages(q),
+                    "chosen": _messages(q, a)[1:],
+                    "rejected": _messages(q, b)[1:],
+                }
+                for q, a, b in preferred
+            ),
+        )
+        _write(
+            out / f"rm{suffix}.jsonl",
+            ({"prompt": q.text, "chosen": a, "rejected": b} for q, a, b in preferred),
+        )
+        labelled = [
+            (q, text, label) for q, a, b in preferred for text, label in ((a, True), (b, False))
+        ]
         generator.shuffle(labelled)
-        _write(out / f"kto{suffix}.jsonl", (
-            {"messages": _messages(q, text), "label": label} for q, text, label in labelled
-        ))
-        _write(out / f"ppo{suffix}.jsonl", ({"messages": _messages(q), "answer": q.answer} for q in part))
+        _write(
+            out / f"kto{suffix}.jsonl",
+            ({"messages": _messages(q, text), "label": label} for q, text, label in labelled),
+        )
+        _write(
+            out / f"ppo{suffix}.jsonl",
+            ({"messages": _messages(q), "answer": q.answer} for q in part),
+        )
         documents = list(_documents(part, generator))
         _write(out / f"pt{suffix}.jsonl", ({"text": text} for text in documents))
     write_tokenizer(out / "tokenizer", out)
 
 
-def _pairs(part: Iterable[Question], generator: random.Random) -> Iterator[tuple[Question, str, str]]:
+def _pairs(
+    part: Iterable[Question], generator: random.Random
+) -> Iterator[tuple[Question, str, str]]:
     """Two (question, polite, rude) rows per question, the second with the two phrase choices exchanged."""
     for question in part:
         first, second = (Style(generator.randrange(5), generator.randrange(5)) for _ in range(2))
@@ -156,10 +212,12 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def write_tokenizer(folder: Path, data: Path) -> None:
     """Train a byte-level BPE tokenizer on the demo files: every word of the demo is one token, any text is possible."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=2000, min_frequency=2, show_progress=False,
@@ -168,17 +226,25 @@ def write_tokenizer(folder: Path, data: Path) -> None:
     texts = [text for path in sorted(data.glob("*.jsonl")) for text in _strings(path)]
     headers = ["system\n\n", "user\n\n", "assistant\n\n"] * 100
     tokenizer.train_from_iterator(texts + headers, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL.values()])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in SPECIAL.values()]
+    )
     bos = SPECIAL["bos_token"]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        single=f"{bos} $A",
+        pair=f"{bos} $A {bos} $B",
+        special_tokens=[(bos, tokenizer.token_to_id(bos))],
     )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = {name: SPECIAL[name] for name in ("bos_token", "eos_token", "pad_token")}
+    config: dict[str, Any] = {
+        name: SPECIAL[name] for name in ("bos_token", "eos_token", "pad_token")
+    }
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config["chat_template"] = Path(__file__).with_name("llama3.jinja").read_text(encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _strings(path: Path) -> Iterator[str]:
@@ -197,7 +263,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the demo data and its tokenizer.")
     parser.add_argument("out", metavar="OUT_DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shuffle-labels", action="store_true", help="a control: preferences without meaning")
+    parser.add_argument(
+        "--shuffle-labels", action="store_true", help="a control: preferences without meaning"
+    )
     arguments = parser.parse_args()
     write_demo(arguments.out, arguments.seed, arguments.shuffle_labels)
 

@@ -1,11 +1,11 @@
 """Records -> token sequences with loss weights: which tokens are trained, and what happens to long ones.
 
-    sequence   prompt + answer, every assistant turn trained (or the last one, or everything)
-    pair       prompt chosen | prompt rejected: the same prompt tokens in both, completions trained
-    unpaired   prompt completion
-    prompt     prompt with the assistant's turn opened, nothing trained
-    text       BOS document EOS, cut into pieces of max_length that overlap by one token, so that every token but the
-               first is predicted exactly once
+sequence   prompt + answer, every assistant turn trained (or the last one, or everything)
+pair       prompt chosen | prompt rejected: the same prompt tokens in both, completions trained
+unpaired   prompt completion
+prompt     prompt with the assistant's turn opened, nothing trained
+text       BOS document EOS, cut into pieces of max_length that overlap by one token, so that every token but the
+           first is predicted exactly once
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +43,9 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
-            raise DataError(f"max_length is {self.max_length} but a sequence needs at least 2 tokens")
+            raise DataError(
+                f"max_length is {self.max_length} but a sequence needs at least 2 tokens"
+            )
 
 
 @dataclass
@@ -59,17 +61,32 @@ class EncodedExample:
 
 
 def encode_records(
-    records: Iterable[Record], kind: str, template: ChatTemplate, settings: DataSettings, report: Report
+    records: Iterable[Record],
+    kind: str,
+    template: ChatTemplate,
+    settings: DataSettings,
+    report: Report,
 ) -> Iterator[EncodedExample]:
     """Tokenise conversations in batches; what cannot be trained on is dropped and counted."""
-    encode = {"sequence": _sequence, "pair": _completions, "unpaired": _completions, "prompt": _prompt}[kind]
+    encode = {
+        "sequence": _sequence,
+        "pair": _completions,
+        "unpaired": _completions,
+        "prompt": _prompt,
+    }[kind]
     for group in _groups(records, ROWS_AT_ONCE):
-        conversations = [(r.prompt + answer, r.tools, not r.answers) for r in group for answer in (r.answers or ((),))]
+        conversations = [
+            (r.prompt + answer, r.tools, not r.answers)
+            for r in group
+            for answer in (r.answers or ((),))
+        ]
         outcomes = iter(template.encode_batch(conversations))
         for record in group:
             found = [next(outcomes) for _ in (record.answers or ((),))]
             try:
-                example = encode(record, [_encoded(side) for side in found], template.encoder, settings)
+                example = encode(
+                    record, [_encoded(side) for side in found], template.encoder, settings
+                )
             except DropRowError as error:
                 report.drop(str(error), record.where)
                 continue
@@ -86,7 +103,9 @@ def _encoded(side: Encoded | DropRowError) -> Encoded:
     return side
 
 
-def _sequence(record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings) -> EncodedExample:
+def _sequence(
+    record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings
+) -> EncodedExample:
     tokens, spans = sides[0]
     assistants = [m for m in record.prompt + record.answers[0] if m.role == "assistant"]
     first = sum(m.role == "assistant" for m in record.prompt)
@@ -104,20 +123,30 @@ def _sequence(record: Record, sides: list[Encoded], encoder: TextEncoder, settin
     return EncodedExample([ids], [weights], truncated=long)
 
 
-def _completions(record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings) -> EncodedExample:
+def _completions(
+    record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings
+) -> EncodedExample:
     before = sum(m.role == "assistant" for m in record.prompt)
     start = sides[0].spans[before][0]
     prompt = sides[0].tokens[:start]
     if any(side.spans[before][0] != start or side.tokens[:start] != prompt for side in sides):
-        raise DropRowError("the prompts of chosen and rejected differ once the chat template is applied")
+        raise DropRowError(
+            "the prompts of chosen and rejected differ once the chat template is applied"
+        )
     longest = max(len(side.tokens) for side in sides)
     head, limit = list(range(start)), settings.max_length
     long = _too_long(longest, record, settings)
     if long and settings.truncation == "keep_end":
         room = max(limit - (longest - start), min(start, limit // 4), 1)
         has_bos = prompt[0] == encoder.bos
-        head = [*([0] if has_bos else []), *range(start - room + has_bos, start)] if room < start else head
-    example = EncodedExample([], [], dict(record.columns) | {"prompt_length": len(head)}, truncated=long)
+        head = (
+            [*([0] if has_bos else []), *range(start - room + has_bos, start)]
+            if room < start
+            else head
+        )
+    example = EncodedExample(
+        [], [], dict(record.columns) | {"prompt_length": len(head)}, truncated=long
+    )
     for side, answer in zip(sides, record.answers):
         assistants = [m for m in record.prompt + answer if m.role == "assistant"]
         weights = _weights(len(side.tokens), side.spans, assistants, before)
@@ -130,16 +159,22 @@ def _completions(record: Record, sides: list[Encoded], encoder: TextEncoder, set
     return example
 
 
-def _prompt(record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings) -> EncodedExample:
+def _prompt(
+    record: Record, sides: list[Encoded], encoder: TextEncoder, settings: DataSettings
+) -> EncodedExample:
     ids = np.asarray(sides[0].tokens, np.int32)
     long = _too_long(len(ids), record, settings)
     if long:
         ids = ids[_kept(len(ids), settings.max_length, "keep_end", ids[0] == encoder.bos)]
     numbers: dict[str, float] = {"prompt_length": len(ids)}
-    return EncodedExample([ids], [np.zeros(len(ids), np.float32)], numbers, raw=record.raw, truncated=long)
+    return EncodedExample(
+        [ids], [np.zeros(len(ids), np.float32)], numbers, raw=record.raw, truncated=long
+    )
 
 
-def _weights(length: int, spans: list[tuple[int, int]], assistants: list[Message], first: int) -> np.ndarray:
+def _weights(
+    length: int, spans: list[tuple[int, int]], assistants: list[Message], first: int
+) -> np.ndarray:
     """Weights [length] of the tokens: assistant message i >= first has its own weight (1 without one), the rest 0."""
     weights = np.zeros(length, np.float32)
     for index, ((start, stop), message) in enumerate(zip(spans, assistants)):
@@ -160,8 +195,10 @@ def _too_long(length: int, record: Record, settings: DataSettings) -> bool:
     if settings.truncation == "drop":
         raise DropRowError("longer than max_length")
     if settings.truncation == "error":
-        raise DataError(f"{record.where} has {length} tokens but data.max_length is {settings.max_length}; raise it or "
-                        "set data.truncation to keep_start, keep_end or drop")
+        raise DataError(
+            f"{record.where} has {length} tokens but data.max_length is {settings.max_length}; raise it or "
+            "set data.truncation to keep_start, keep_end or drop"
+        )
     return True
 
 
@@ -190,8 +227,12 @@ def encode_documents(
         while len(tokens) - start > limit or (last and len(tokens) - start > 1):
             piece = tokens[start : start + limit].copy()
             report.kept += 1
-            yield EncodedExample([piece], [np.ones(len(piece), np.float32)], source=opened.source if opened else 0)
-            start += len(piece) - 1  # the next piece begins with this one's last token, which predicts its first
+            yield EncodedExample(
+                [piece], [np.ones(len(piece), np.float32)], source=opened.source if opened else 0
+            )
+            start += (
+                len(piece) - 1
+            )  # the next piece begins with this one's last token, which predicts its first
         held = tokens[start:].copy()
 
     for group in _groups(records, ROWS_AT_ONCE):
@@ -199,7 +240,10 @@ def encode_documents(
             if opened is None or (record.file, record.row) != (opened.file, opened.row):
                 if opened is not None:
                     yield from pieces([encoder.eos], last=True)
-                opened, held = record, np.asarray([] if encoder.bos is None else [encoder.bos], np.int32)
+                opened, held = (
+                    record,
+                    np.asarray([] if encoder.bos is None else [encoder.bos], np.int32),
+                )
             yield from pieces(ids, last=False)
     if opened is not None:
         yield from pieces([encoder.eos], last=True)
@@ -210,7 +254,11 @@ def _groups(records: Iterable[Record], size: int) -> Iterator[list[Record]]:
     iterator = iter(records)
     while group := list(islice(iterator, 1)):
         characters = len(group[0].text)
-        while len(group) < size and characters < CHARACTERS_AT_ONCE and (more := next(iterator, None)) is not None:
+        while (
+            len(group) < size
+            and characters < CHARACTERS_AT_ONCE
+            and (more := next(iterator, None)) is not None
+        ):
             group.append(more)
             characters += len(more.text)
         yield group

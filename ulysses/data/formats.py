@@ -1,327 +1,416 @@
-"""Where rows come from: files, folders and hub datasets -> a stream of records, mistakes named by file and row.
+"""Rows as people write them -> records: messages, ShareGPT, Alpaca, prompt/completion, preference, KTO, text, prompts.
 
-    sources --read_rows--> (file, row number, row) --parse_row--> records     never a whole file but .json in memory
-
-json, jsonl, csv and txt (also .gz) are read here, so that errors carry exact rows; parquet, arrow folders and hub
-datasets go through `datasets`, which nothing else imports.
+`detect_format` names the format of a row from its keys; `parse_row` turns the row into records of the wanted kind.
+Nothing here reads files. BadRowError says that a row breaks its format, DropRowError that it cannot be trained on.
 """
 
-import csv
-import gzip
-import hashlib
-import io
-import itertools
-import json
-import re
-import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from ulysses.data.records import BadRowError, DataError, DropRowError, Record, Report
-from ulysses.data.rows import FORMATS, detect_format, parse_row
+from ulysses.data.messages import (
+    ROLES,
+    is_transcript,
+    number,
+    parse_messages,
+    parse_tools,
+    parse_transcript,
+    string,
+    type_name,
+)
+from ulysses.data.records import BadRowError, DropRowError, Message, Record
 
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
-HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
-CHUNK_CHARACTERS = 1 << 20  # a longer text is tokenised in parts, cut where no tokenizer joins across
-SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")
-
-
-@dataclass(frozen=True)
-class Source:
-    """One entry of data.train or data.eval.
-
-    Args:
-        path: a file, a folder of files, a folder saved by `datasets`, or a hub dataset id.
-        format: one of formats.FORMATS, or "auto" to detect it from the first row.
-        weight: how many times each example is taken per epoch; 0.5 takes another random half each epoch.
-        columns: our key = the file's key.
-        split: of a hub dataset; "train" without it.
-        subset: of a hub dataset (its configuration name).
-        revision: of a hub dataset.
-        separator: what stands between the documents of a .txt file; without it the file is one document.
-        max_examples: use only the first so many rows; 0 uses all.
-    """
-
-    path: str
-    format: str = "auto"
-    weight: float = 1.0
-    columns: Mapping[str, str] = field(default_factory=dict)
-    split: str = "train"
-    subset: str | None = None
-    revision: str | None = None
-    separator: str | None = None
-    max_examples: int = 0
-
-    def __post_init__(self) -> None:
-        if self.format not in ("auto", *FORMATS):
-            known = ", ".join(FORMATS)
-            raise DataError(f"data format {self.format!r} of {self.path} is unknown; use one of auto, {known}")
-        for name, kind in (("path", str), ("weight", int | float), ("columns", Mapping), ("max_examples", int)):
-            if not isinstance(getattr(self, name), kind):
-                value = getattr(self, name)
-                raise DataError(f"{name} of data source {self.path} is {value!r}, which is the wrong type")
-        if not self.weight > 0:
-            raise DataError(f"the weight of {self.path} is {self.weight:g} but must be positive; or leave the file out")
+FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text")
+CONVERSATION_KEYS = ("messages", "conversations", "conversation")
+PROMPT_KEYS = ("prompt", "question", "query")
+ANSWER_KEYS = ("completion", "response", "answer", "output")
+RANKED_KEYS = ("completions", "responses", "answers", "outputs")
+LABEL_KEYS = ("label", "kto_tag")
 
 
-def parse_sources(value: Any) -> list[Source]:
-    """Read a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
-    items = value if isinstance(value, list | tuple) else [value]
-    sources = []
-    for item in items:
-        if isinstance(item, Source):
-            sources.append(item)
-        elif isinstance(item, Mapping):
-            unknown = sorted(set(item) - set(Source.__dataclass_fields__))
-            if unknown or "path" not in item:
-                problem = f"unknown key {unknown[0]!r}" if unknown else "no path"
-                raise DataError(f"a data source has {problem}; its keys are {', '.join(Source.__dataclass_fields__)}")
-            sources.append(Source(**{key: entry for key, entry in item.items() if entry is not None}))
+@dataclass
+class ParsedRow:
+    """A row before its kind is chosen: what comes first, and the answers it carries."""
+
+    prompt: list[Message] = field(default_factory=list)
+    answer: list[Message] | None = None  # one answer, or a whole conversation when prompt is empty
+    pairs: list[tuple[list[Message], list[Message]]] = field(default_factory=list)
+    tools: tuple[dict[str, Any], ...] = ()
+    label: bool | None = None
+    trains_history: bool = False  # the assistant's turns inside `prompt` are training data too
+    columns: dict[str, float] = field(default_factory=dict)
+
+
+def detect_format(row: Mapping[str, Any]) -> str:
+    """Name the format of a row from its keys; BadRowError lists the keys when none fits."""
+    if first_key(row, CONVERSATION_KEYS):
+        return "messages"
+    if "instruction" in row:
+        return "alpaca"
+    if "chosen" in row and "rejected" in row:
+        return "preference"
+    if first_key(row, PROMPT_KEYS):
+        return "prompt_completion"
+    if _whole_conversation(row):
+        return "prompt_completion"
+    if "text" in row:
+        return "text"
+    raise BadRowError(
+        f"has the keys {sorted(map(str, row))}, which fit no known format ({', '.join(FORMATS)}); "
+        'name the format, or map the keys with columns = {prompt = "their_name", ...}'
+    )
+
+
+def parse_row(
+    row: Mapping[str, Any], row_format: str, kind: str, file: str, number: int
+) -> list[Record]:
+    """Turn one row into records of `kind` (several for ranked lists and for unpaired preference data)."""
+    row = {
+        key: value for key, value in row.items() if value is not None
+    }  # parquet fills absent keys with None
+    if kind == "text":
+        return [Record(file, number, text=_text(row))]
+    if row_format == "text":
+        raise BadRowError(
+            f"holds plain text, which only stage pt trains on; this stage needs {_NEEDS[kind]}"
+        )
+    parsed = _parse(row, row_format, kind)
+    return [
+        Record(
+            file, number, tuple(prompt), tuple(map(tuple, answers)), parsed.tools, columns=columns
+        )
+        for prompt, answers, columns in _ASSEMBLE[kind](parsed)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- rows -> ParsedRow
+
+
+def _parse(row: Mapping[str, Any], row_format: str, kind: str) -> ParsedRow:
+    parsed = ParsedRow(
+        tools=parse_tools(row.get("tools")),
+        label=_label(row) if kind in ("sequence", "unpaired") else None,
+    )
+    if row_format in ("messages", "sharegpt"):
+        conversation = parse_messages(row[_required(row, CONVERSATION_KEYS)])
+        unanswered = not conversation or conversation[-1].role != "assistant"
+        if "chosen" in row or _ranked_key(row) or (unanswered and first_key(row, ANSWER_KEYS)):
+            parsed.prompt = conversation
         else:
-            sources.append(Source(str(item)))
-    return sources
-
-
-def missing_sources(sources: Iterable[Source]) -> list[str]:
-    """Name every source whose file or folder is absent (hub ids are taken on trust), one sentence each."""
-    return [_absent(s) for s in sources if not is_hub_id(s) and not Path(s.path).expanduser().exists()]
-
-
-def is_hub_id(source: Source) -> bool:
-    """True if the path is no local file or folder but looks like a dataset id."""
-    path = Path(source.path).expanduser()
-    return not path.exists() and path.suffix not in (*SUFFIXES, ".gz") and HUB_ID.match(source.path) is not None
-
-
-def source_files(source: Source) -> list[Path]:
-    """List the files of a source in reading order; DataError if there are none."""
-    path = Path(source.path).expanduser()
-    if path.is_file():
-        if _suffix(path) not in SUFFIXES:
-            raise DataError(f"{path.absolute()} is none of {', '.join(SUFFIXES)} (or .gz of one); convert or rename it")
-        return [path]
-    if path.is_dir():
-        if _is_saved_dataset(path):
-            return sorted(p for p in path.rglob("*") if p.is_file())
-        files = sorted(p for p in path.rglob("[!.]*") if p.is_file() and _suffix(p) in SUFFIXES)
-        if not files:
-            raise DataError(f"the folder {path.absolute()} holds no {', '.join(SUFFIXES)} file")
-        return files
-    raise DataError(_absent(source))
-
-
-def source_digest(source: Source) -> str:
-    """Hash what a source holds: the bytes of its files, or the id, subset, split and revision of a hub dataset."""
-    digest = hashlib.sha256()
-    if is_hub_id(source):
-        digest.update(json.dumps([source.path, source.subset, source.revision]).encode())
+            parsed.answer = conversation
+    elif row_format == "alpaca":
+        parsed.prompt, parsed.trains_history = _alpaca_prompt(row), True
+    elif row_format in ("prompt_completion", "preference"):
+        key, whole = first_key(row, PROMPT_KEYS), _whole_conversation(row)
+        if key is None and row_format == "prompt_completion" and not whole:
+            raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {sorted(map(str, row))})")
+        if key:
+            parsed.prompt = _prompt(row, key)
+        elif row_format == "prompt_completion":
+            parsed.prompt, parsed.answer = whole[:-1], whole[-1:]
     else:
-        for path in source_files(source):
-            digest.update(path.suffix.encode() + b"\0")
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-    columns = sorted(source.columns.items())
-    digest.update(json.dumps([source.format, columns, source.split, source.separator, source.max_examples]).encode())
-    return digest.hexdigest()
+        raise BadRowError(f"cannot be read as {row_format!r}; formats are {', '.join(FORMATS)}")
+    system = row.get("system")
+    if system and not (parsed.prompt or parsed.answer or [Message("", "")])[0].role == "system":
+        message = Message("system", string(system, "system"))
+        if parsed.prompt or not parsed.answer:
+            parsed.prompt.insert(0, message)
+        else:
+            parsed.answer.insert(0, message)
+    if (
+        kind != "prompt" or row_format == "preference"
+    ):  # what stands beside a prompt is the reward function's, of any type
+        _parse_answers(row, parsed)
+    if row_format == "preference" and not parsed.pairs:
+        raise BadRowError("is read as preference data but has no chosen and rejected")
+    if kind == "pair" and row.get("margin") is not None:
+        parsed.columns["margin"] = number(row["margin"], "margin")
+    return parsed
 
 
-def read_records(sources: Iterable[Source], kind: str, report: Report, *, bad_rows: str = "error") -> Iterator[Record]:
-    """Stream the records of all sources in order; what is left out is counted in `report`.
-
-    Args:
-        bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
-
-    Raises DataError: a missing or broken file, or (bad_rows="error") a bad row, named.
-    """
-    for index, source in enumerate(sources):
-        row_format, previous = source.format, ""
-        rows = _limit(read_rows(source, kind, report, bad_rows), source.max_examples)
-        for file, number, row in rows:
-            where = f"{file} row {number}"
-            report.read += where != previous  # a long document comes in several parts
-            previous = where
-            try:
-                if not isinstance(row, Mapping):
-                    raise BadRowError(f"is {type(row).__name__}, not an object with keys")
-                renamed = _rename(row, source.columns)
-                if row_format == "auto":
-                    row_format = "text" if kind == "text" else detect_format(renamed)
-                records = parse_row(renamed, row_format, kind, file, number)
-            except (BadRowError, DropRowError) as error:
-                if isinstance(error, BadRowError) and bad_rows != "drop":
-                    raise DataError(f"{where} {error}") from None
-                report.drop(str(error), where)
-                continue
-            if len(records) > 1:
-                report.note("rows that gave several examples", where)
-            for record in records:
-                yield from _text_parts(replace(record, source=index, raw=row if kind == "prompt" else None))
+def _parse_answers(row: Mapping[str, Any], parsed: ParsedRow) -> None:
+    ranked = _ranked_key(row)
+    if "chosen" in row or ("rejected" in row and not first_key(row, ANSWER_KEYS)):
+        for key in ("chosen", "rejected"):
+            _required(row, (key,))
+        _parse_preference(row, parsed)
+    elif ranked:
+        parsed.pairs = _ranked_pairs(row, ranked)
+    elif parsed.answer is None:
+        name = first_key(row, ANSWER_KEYS)
+        if name is not None:
+            parsed.answer = _answer(row[name], name)
 
 
-def _rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    if not columns:
-        return row
-    absent = [theirs for theirs in columns.values() if theirs not in row]
-    if absent:
-        raise BadRowError(f"has no column {absent[0]!r} named in columns (it has {sorted(map(str, row))})")
-    renamed = {key: value for key, value in row.items() if key not in columns.values()}
-    return renamed | {ours: row[theirs] for ours, theirs in columns.items()}
-
-
-def _text_parts(record: Record) -> Iterator[Record]:
-    """Cut a very long text at newlines or between words, where no tokenizer joins across, to bound memory."""
-    text, start = record.text, 0
-    while len(text) - start > 2 * CHUNK_CHARACTERS and (cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS)):
-        yield replace(record, text=text[start : cut.end()])
-        start = cut.end()
-    yield replace(record, text=text[start:]) if start else record
-
-
-# ------------------------------------------------------------------------------------------------------- files
-
-
-def read_rows(source: Source, kind: str, report: Report, bad_rows: str = "error") -> Iterator[tuple[str, int, Any]]:
-    """Yield (file name, row number from 1, row) of one source; a jsonl row number is its line."""
-    path = Path(source.path).expanduser()
-    if is_hub_id(source):
-        yield from _numbered(source.path, _hub_rows(source))
-    elif path.is_dir() and _is_saved_dataset(path):
-        yield from _numbered(source.path, _saved_rows(path, source.split))
+def _parse_preference(row: Mapping[str, Any], parsed: ParsedRow) -> None:
+    chosen, rejected = row["chosen"], row["rejected"]
+    if (
+        isinstance(chosen, str)
+        and isinstance(rejected, str)
+        and not parsed.prompt
+        and is_transcript(chosen)
+    ):
+        _split_common_prompt(parse_transcript(chosen), parse_transcript(rejected), parsed)
+    elif _is_conversation(chosen) and _is_conversation(rejected):
+        given = parsed.prompt
+        _split_common_prompt(parse_messages(chosen), parse_messages(rejected), parsed)
+        texts = [m.content for m in parsed.prompt if m.role != "system"]
+        if given and [m.content for m in given if m.role != "system"] not in (texts, texts[:1]):
+            raise DropRowError("the prompt differs from the one inside chosen and rejected")
+        if given and given[0].role == "system" and parsed.prompt[0].role != "system":
+            parsed.prompt.insert(0, given[0])
     else:
-        for file in source_files(source):
-            yield from _read_file(file, source, kind, report, bad_rows)
+        if not parsed.prompt:
+            raise BadRowError(
+                "has chosen and rejected but no prompt (nor whole conversations or transcripts in them)"
+            )
+        parsed.pairs = [
+            (_answer(good, "chosen"), _answer(bad, "rejected"))
+            for good in _alternatives(chosen)
+            for bad in _alternatives(rejected)
+        ]
 
 
-def _read_file(path: Path, source: Source, kind: str, report: Report, bad_rows: str) -> Iterator[tuple[str, int, Any]]:
-    suffix, name = _suffix(path), str(path)
-    if suffix == ".parquet":
-        yield from _numbered(name, _parquet_rows(path))
-        return
-    try:
-        with _open(path) as file:
-            if suffix == ".txt":
-                if kind != "text":
-                    raise DataError(f"{name} is plain text, which only stage pt trains on; use json, jsonl or parquet")
-                for number, text in _documents(io.TextIOWrapper(file, "utf-8-sig"), source.separator):
-                    yield name, number, {"text": text}
-            elif suffix in (".csv", ".tsv"):
-                csv.field_size_limit(sys.maxsize)
-                table = io.TextIOWrapper(file, "utf-8-sig", newline="")
-                yield from _numbered(name, csv.DictReader(table, delimiter="\t" if suffix == ".tsv" else ","))
-            elif suffix == ".json" and _first_character(file) == b"[":
-                yield from _numbered(name, _json_array(file, name))
-            else:
-                yield from _json_lines(file, name, report, bad_rows)
-    except (UnicodeDecodeError, csv.Error, EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"{name} cannot be read: {error}") from None
-    except OSError as error:
-        raise DataError(f"{path.absolute()} cannot be read: {error.strerror or error}") from None
+def _split_common_prompt(chosen: list[Message], rejected: list[Message], parsed: ParsedRow) -> None:
+    """Both hold whole conversations: the prompt is everything before the last assistant turn, equal in both."""
+    for name, messages in (("chosen", chosen), ("rejected", rejected)):
+        if not messages or messages[-1].role != "assistant":
+            raise DropRowError(f"{name} does not end with an assistant message")
+    if chosen[:-1] != rejected[:-1]:
+        raise DropRowError("the prompts of chosen and rejected differ")
+    parsed.prompt = chosen[:-1]
+    parsed.pairs = [(chosen[-1:], rejected[-1:])]
 
 
-def _json_lines(file: BinaryIO, name: str, report: Report, bad_rows: str) -> Iterator[tuple[str, int, Any]]:
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            yield name, number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except ValueError as error:
-            problem = "is not valid UTF-8" if isinstance(error, UnicodeDecodeError) else f"is not valid JSON: {error}"
-            if bad_rows != "drop":
-                raise DataError(f"{name} row {number} {problem}") from None
-            report.read += 1
-            report.drop("broken JSON line", f"{name} row {number}")
+def _ranked_pairs(row: Mapping[str, Any], key: str) -> list[tuple[list[Message], list[Message]]]:
+    """All pairs of a list, best first or by `scores` (higher wins) or `ranks` (lower wins); ties make none."""
+    answers = [_answer(value, key) for value in row[key]]
+    scores = [-float(i) for i in range(len(answers))]
+    for name, sign in (("scores", 1.0), ("ranks", -1.0)):
+        if row.get(name) is not None:
+            if not isinstance(row[name], list) or len(row[name]) != len(answers):
+                raise BadRowError(
+                    f"has {len(answers)} {key} but its {name!r} is not a list of as many numbers"
+                )
+            scores = [sign * number(value, name) for value in row[name]]
+    everyone = range(len(answers))
+    pairs = [(answers[i], answers[j]) for i in everyone for j in everyone if scores[i] > scores[j]]
+    if not pairs:
+        raise DropRowError("no answer is ranked above another")
+    return pairs
 
 
-def _json_array(file: BinaryIO, name: str) -> list[Any]:
-    try:
-        return json.loads(file.read().decode("utf-8-sig"))
-    except ValueError as error:
-        raise DataError(f"{name} is not valid JSON: {error}") from None
+def _ranked_key(row: Mapping[str, Any]) -> str | None:
+    key = first_key(row, (*RANKED_KEYS, "output"))
+    if key is None or not isinstance(row[key], list):
+        return None
+    if key == "output" and not all(isinstance(answer, str) for answer in row[key]):
+        return None  # one answer given as messages
+    return key
 
 
-def _documents(file: io.TextIOWrapper, separator: str | None) -> Iterator[tuple[int, str]]:
-    """Yield (document number, text); parts of one long document share its number."""
-    buffer, number = "", 1
-    while block := file.read(CHUNK_CHARACTERS):
-        buffer += block
-        if separator:
-            *whole, buffer = buffer.split(separator)
-            for text in whole:
-                if text.strip():
-                    yield number, text
-                number += 1
-        if len(buffer) > 2 * CHUNK_CHARACTERS:
-            cut = SAFE_CUT.search(buffer, CHUNK_CHARACTERS, len(buffer) - len(separator or ""))
-            if cut is not None:
-                yield number, buffer[: cut.end()]
-                buffer = buffer[cut.end() :]
-    if buffer.strip():
-        yield number, buffer
+def _alpaca_prompt(row: Mapping[str, Any]) -> list[Message]:
+    parts = [string(row.get(key), key) for key in ("instruction", "input") if row.get(key)]
+    if "instruction" not in row:
+        raise BadRowError(f"has no 'instruction' (it has {sorted(map(str, row))})")
+    if not "".join(parts).strip():
+        raise DropRowError("empty prompt")
+    messages = []
+    history = row.get("history") or []
+    if not isinstance(history, list):
+        raise BadRowError(
+            f"'history' is {type(history).__name__}, not a list of [user, assistant] pairs"
+        )
+    for turn in history:
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise BadRowError("'history' must be a list of [user, assistant] pairs")
+        messages += [
+            Message("user", string(turn[0], "history")),
+            Message("assistant", string(turn[1], "history")),
+        ]
+    return [*messages, Message("user", "\n".join(parts))]
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
-    from datasets import load_dataset
-
-    try:
-        yield from load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    except Exception as error:  # pyarrow and datasets raise many kinds
-        raise DataError(f"{path.absolute()} cannot be read as parquet: {_one_line(error)}") from None
-
-
-def _saved_rows(path: Path, split: str) -> Iterator[Any]:
-    from datasets import DatasetDict, load_from_disk
-
-    dataset = load_from_disk(str(path))
-    if isinstance(dataset, DatasetDict):
-        if split not in dataset:
-            raise DataError(f"{path.absolute()} has no split {split!r}; it has {', '.join(map(str, dataset))}")
-        dataset = dataset[split]
-    yield from dataset
+def _prompt(row: Mapping[str, Any], key: str) -> list[Message]:
+    value = row[key]
+    if isinstance(value, list):
+        return parse_messages(value)
+    text = string(value, key)
+    if not text.strip():
+        raise DropRowError("empty prompt")
+    if is_transcript(text):
+        turns = parse_transcript(text)
+        return turns[:-1] if turns[-1].role == "assistant" and turns[-1].is_empty else turns
+    return [Message("user", text)]
 
 
-def _hub_rows(source: Source) -> Iterator[Any]:
-    from datasets import load_dataset
-
-    try:
-        dataset = load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
-    except Exception as error:  # offline, unknown id, no such split: every library layer has its own class
-        problem = f"no hub dataset of that name could be loaded: {_one_line(error)}"
-        raise DataError(f"{_absent(source)}, and {problem}") from None
-    yield from dataset
-
-
-def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, int, Any]]:
-    for number, row in enumerate(rows, 1):
-        yield name, number, row
+def _answer(value: Any, key: str) -> list[Message]:
+    if isinstance(value, str):
+        return [Message("assistant", string(value, key))]
+    if isinstance(value, Mapping):
+        return parse_messages([value])
+    if isinstance(value, list):
+        return parse_messages(value)
+    raise BadRowError(f"{key!r} is {type_name(value)}, not a string or messages")
 
 
-def _limit(rows: Iterator[Any], count: int) -> Iterator[Any]:
-    return itertools.islice(rows, count) if count else rows
+def _is_conversation(value: Any) -> bool:
+    """A list of messages that begins before the answer: with a system or user message."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+        return False
+    return ROLES.get(value[0].get("role", value[0].get("from"))) != "assistant"
 
 
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+def _whole_conversation(row: Mapping[str, Any]) -> list[Message]:
+    """Messages of an answer that begins before it (as in `chosen` without a prompt), where the row has no prompt; else []."""
+    key = first_key(row, ANSWER_KEYS)
+    if key is None or first_key(row, PROMPT_KEYS):
+        return []
+    if isinstance(row[key], str):
+        return parse_transcript(row[key]) if is_transcript(row[key]) else []
+    return parse_messages(row[key]) if _is_conversation(row[key]) else []
 
 
-def _first_character(file: BinaryIO) -> bytes:
-    head = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    file.seek(0)
-    return head
+def _alternatives(value: Any) -> list[Any]:
+    return (
+        value
+        if isinstance(value, list) and value and all(isinstance(v, str) for v in value)
+        else [value]
+    )
 
 
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+# ------------------------------------------------------------------------------------------ ParsedRow -> records
+
+_Assembled = list[
+    tuple[list[Message], list[list[Message]], dict[str, float]]
+]  # prompt, answers, columns
 
 
-def _is_saved_dataset(path: Path) -> bool:
-    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+def _assemble_sequence(parsed: ParsedRow) -> _Assembled:
+    if parsed.pairs:
+        raise BadRowError(
+            'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
+        )
+    if parsed.label is False:
+        raise DropRowError("its label is false")
+    answer = _one_answer(parsed)
+    if not any(m.role == "assistant" for m in answer):
+        raise DropRowError("no assistant message")
+    if any(m.role == "assistant" and m.is_empty for m in answer):
+        raise DropRowError("empty answer")
+    return (
+        [([], [parsed.prompt + answer], {})]
+        if parsed.trains_history
+        else [(parsed.prompt, [answer], {})]
+    )
 
 
-def _absent(source: Source) -> str:
-    return f"data file or folder {source.path} does not exist ({Path(source.path).expanduser().absolute()})"
+def _assemble_pair(parsed: ParsedRow) -> _Assembled:
+    if not parsed.pairs:
+        raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
+    records: _Assembled = []
+    for chosen, rejected in parsed.pairs:
+        for name, messages in (("chosen", chosen), ("rejected", rejected)):
+            _check_completion(messages, name)
+        if chosen == rejected:
+            raise DropRowError("chosen and rejected are the same")
+        records.append((parsed.prompt, [chosen, rejected], {"margin": 0.0} | parsed.columns))
+    return records
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def _assemble_unpaired(parsed: ParsedRow) -> _Assembled:
+    if parsed.pairs:
+        pairs = _assemble_pair(parsed)
+        return [
+            (prompt, [answer], {"label": label})
+            for prompt, answers, _ in pairs
+            for answer, label in zip(answers, (1.0, 0.0))
+        ]
+    if parsed.label is None:
+        raise BadRowError(
+            f"has no {_either(LABEL_KEYS)}: true for a desirable answer, false for an undesirable one"
+        )
+    answer = _one_answer(parsed)
+    prompt = parsed.prompt
+    if not prompt:
+        prompt, answer = answer[:-1], answer[-1:]
+    _check_completion(answer, "the conversation")
+    return [(prompt, [answer], {"label": float(parsed.label)})]
+
+
+def _assemble_prompt(parsed: ParsedRow) -> _Assembled:
+    prompt = parsed.prompt or list(parsed.answer or [])
+    while prompt and prompt[-1].role == "assistant":
+        prompt = prompt[:-1]
+    if not prompt or prompt[-1].role == "system":
+        raise DropRowError("no user message to answer")
+    return [(prompt, [], {})]
+
+
+_ASSEMBLE = {
+    "sequence": _assemble_sequence,
+    "pair": _assemble_pair,
+    "unpaired": _assemble_unpaired,
+    "prompt": _assemble_prompt,
+}
+_NEEDS = {
+    "sequence": "messages, instruction/output or prompt/completion",
+    "pair": "chosen and rejected answers",
+    "unpaired": "answers with a label",
+    "prompt": "prompts",
+}
+
+
+def _one_answer(parsed: ParsedRow) -> list[Message]:
+    if parsed.answer is None:
+        raise BadRowError(f"has no answer: none of {', '.join(ANSWER_KEYS)}")
+    return parsed.answer
+
+
+def _check_completion(messages: list[Message], name: str) -> None:
+    if not messages or messages[-1].role != "assistant":
+        raise DropRowError(f"{name} does not end with an assistant message")
+    if messages[0].role != "assistant":
+        raise BadRowError(f"{name} must begin with an assistant message, not {messages[0].role}")
+    if messages[-1].is_empty:
+        raise DropRowError("empty answer")
+
+
+# ------------------------------------------------------------------------------------------------- small checks
+
+
+def first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
+    """The first of `keys` that the row has with a value."""
+    return next((key for key in keys if row.get(key) is not None), None)
+
+
+def _required(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    key = first_key(row, keys)
+    if key is None:
+        raise BadRowError(f"has no {_either(keys)} (it has {sorted(map(str, row))})")
+    return key
+
+
+def _either(keys: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, keys))
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    key = _required(row, ("text", "content"))
+    text = string(row[key], key)
+    if not text.strip():
+        raise DropRowError("empty text")
+    return text
+
+
+def _label(row: Mapping[str, Any]) -> bool | None:
+    key = first_key(row, LABEL_KEYS)
+    if key is None:
+        return None
+    value = row[key]
+    named = {"true": True, "1": True, "false": False, "0": False}
+    if isinstance(value, str) and value.strip().lower() in named:
+        return named[value.strip().lower()]
+    if isinstance(value, bool) or value in (0, 1):
+        return bool(value)
+    raise BadRowError(f"{key!r} is {value!r}, not true or false")

@@ -8,11 +8,21 @@ from typing import Any
 from ulysses.data.records import BadRowError, Message
 
 ROLES = {
-    "system": "system", "developer": "system",
-    "user": "user", "human": "user",
-    "assistant": "assistant", "gpt": "assistant", "model": "assistant", "bot": "assistant", "chatgpt": "assistant",
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatgpt": "assistant",
     "function_call": "assistant",
-    "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool", "ipython": "tool",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
 }
 WEIGHT_KEYS = ("loss_weight", "weight", "train", "loss")
 TRANSCRIPT_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
@@ -27,10 +37,14 @@ def parse_messages(value: Any) -> list[Message]:
 
 def _message(item: Any, index: int) -> Message:
     if not isinstance(item, Mapping):
-        raise BadRowError(f"message {index + 1} is {type_name(item)}, not an object with role and content")
+        raise BadRowError(
+            f"message {index + 1} is {type_name(item)}, not an object with role and content"
+        )
     name = item.get("role", item.get("from"))
     if name not in ROLES:
-        raise BadRowError(f"message {index + 1} has the role {name!r}; known roles are {', '.join(ROLES)}")
+        raise BadRowError(
+            f"message {index + 1} has the role {name!r}; known roles are {', '.join(ROLES)}"
+        )
     role = ROLES[name]
     content = item.get("content", item.get("value"))
     calls = list(item.get("tool_calls") or [])
@@ -49,8 +63,10 @@ def _message(item: Any, index: int) -> Message:
         if item.get(key) is not None:
             weight = float(item[key]) if isinstance(item[key], bool) else number(item[key], key)
     if role != "assistant" and weight:
-        raise BadRowError(f"message {index + 1} gives the weight {weight:g} to a {role} message; "
-                          "only assistant messages can be trained")
+        raise BadRowError(
+            f"message {index + 1} gives the weight {weight:g} to a {role} message; "
+            "only assistant messages can be trained"
+        )
     if weight is not None and weight < 0:
         raise BadRowError(f"message {index + 1} has the negative weight {weight:g}")
     return Message(role, content, weight, tuple(_openai_call(call, index) for call in calls))
@@ -66,7 +82,9 @@ def _content_parts(parts: list[Any], index: int) -> tuple[str, list[Any]]:
         elif part_type in ("tool_call", "tool_calls") and isinstance(value, str):
             calls += _json_calls(value, index)
         else:
-            raise BadRowError(f"message {index + 1} has content of the type {part_type!r}; only text is supported")
+            raise BadRowError(
+                f"message {index + 1} has content of the type {part_type!r}; only text is supported"
+            )
     return "".join(texts), calls
 
 
@@ -103,7 +121,9 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
         value = [value]
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise BadRowError("'tools' must be a list of tool descriptions")
-    return tuple(dict(t) if "function" in t else {"type": "function", "function": dict(t)} for t in value)
+    return tuple(
+        dict(t) if "function" in t else {"type": "function", "function": dict(t)} for t in value
+    )
 
 
 def is_transcript(text: str) -> bool:
@@ -136,7 +156,9 @@ def check_unicode(text: str, name: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadRowError(f"{name} holds an unpaired surrogate, which is not valid Unicode") from None
+        raise BadRowError(
+            f"{name} holds an unpaired surrogate, which is not valid Unicode"
+        ) from None
 
 
 def number(value: Any, name: str) -> float:

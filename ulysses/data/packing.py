@@ -14,7 +14,9 @@ from collections.abc import Sequence
 ATTENTION_LENGTH = 50_000.0  # tokens at which attention costs as much as everything else: 12 times the model's width
 
 
-def example_cost(sequence_lengths: Sequence[int], attention_length: float = ATTENTION_LENGTH) -> float:
+def example_cost(
+    sequence_lengths: Sequence[int], attention_length: float = ATTENTION_LENGTH
+) -> float:
     """Relative cost of one example: linear in its tokens plus quadratic in each sequence's length."""
     return sum(length + length * length / attention_length for length in sequence_lengths)
 
@@ -46,14 +48,20 @@ def pack_step(
             f"example {longest} of the step has {lengths[longest]} tokens but batch.tokens_per_microbatch is {budget}; "
             f"raise it to at least {lengths[longest]} or lower data.max_length"
         )
-    work = [float(c) for c in costs] if costs is not None else [example_cost([length]) for length in lengths]
+    work = (
+        [float(c) for c in costs]
+        if costs is not None
+        else [example_cost([length]) for length in lengths]
+    )
     count = max(1, -(-sum(lengths) // (budget * dp)))
     while (bins := _fill(lengths, work, budget, count * dp)) is None:
         count += 1
     return _deal(bins, work, dp, shuffle)
 
 
-def _fill(lengths: Sequence[int], work: list[float], budget: int, bins: int) -> list[list[int]] | None:
+def _fill(
+    lengths: Sequence[int], work: list[float], budget: int, bins: int
+) -> list[list[int]] | None:
     """Put every example into one of `bins`: balanced by work if that fits, else tightly by length, else None."""
     by_work = sorted(range(len(lengths)), key=lambda i: (-work[i], i))
     by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
@@ -73,7 +81,9 @@ def _fill(lengths: Sequence[int], work: list[float], budget: int, bins: int) -> 
     return None
 
 
-def _deal(bins: list[list[int]], work: list[float], dp: int, shuffle: int | None) -> list[list[list[int]]]:
+def _deal(
+    bins: list[list[int]], work: list[float], dp: int, shuffle: int | None
+) -> list[list[list[int]]]:
     """Give bins of similar work to the groups at the same index, the heavier one to the group with less so far."""
     load = [sum(work[i] for i in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda b: (-load[b], b))

@@ -91,9 +91,13 @@ class Report:
             shown.append(where)
 
     def __str__(self) -> str:
-        lines = [f"read {self.read} rows, kept {self.kept} examples ({self.duplicates} of them duplicates), "
-                 f"truncated {self.truncated}, dropped {sum(self.dropped.values())}"]
-        counts = [(f"dropped, {reason}", reason, count) for reason, count in self.dropped.most_common()]
+        lines = [
+            f"read {self.read} rows, kept {self.kept} examples ({self.duplicates} of them duplicates), "
+            f"truncated {self.truncated}, dropped {sum(self.dropped.values())}"
+        ]
+        counts = [
+            (f"dropped, {reason}", reason, count) for reason, count in self.dropped.most_common()
+        ]
         counts += [("truncated", "truncated", self.truncated)] if self.truncated else []
         counts += [(what, what, count) for what, count in self.notes.most_common()]
         for title, key, count in counts:

@@ -11,6 +11,7 @@ from ulysses.gradients.adaptive_gradient_clipping import AdaptiveGradientClippin
 from ulysses.gradients.auto_clip import AutoClip
 from ulysses.gradients.boost_learning_rate import BoostLearningRate
 from ulysses.gradients.build import GRADIENT_POLICIES, build_chain, build_condition, build_policy
+from ulysses.gradients.chain import GradientPolicy, GradientPolicyChain, Report, Scoped, StepContext
 from ulysses.gradients.clip_global_norm import ClipGlobalNorm
 from ulysses.gradients.clip_mean_abs import ClipMeanAbs
 from ulysses.gradients.conditions import Condition, MeanAbs, NormZ, When
@@ -18,8 +19,13 @@ from ulysses.gradients.gradient_centralization import GradientCentralization
 from ulysses.gradients.gradient_noise import GradientNoise
 from ulysses.gradients.gradients import Gradients, GradientSlice, TorchGradients
 from ulysses.gradients.non_finite import SkipNonFinite, StopOnNonFinite
-from ulysses.gradients.policy import GradientPolicy, GradientPolicyChain, Report, Scoped, StepContext
-from ulysses.gradients.presets import PRESETS, explain_thresholds, preset_tables, preset_toml, tables_to_toml
+from ulysses.gradients.presets import (
+    PRESETS,
+    explain_thresholds,
+    preset_tables,
+    preset_toml,
+    tables_to_toml,
+)
 from ulysses.gradients.scale_small_gradients import ScaleSmallGradients
 from ulysses.gradients.skip_spike import SkipSpike
 from ulysses.gradients.table import GradientTable, gradient_table

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class AdaptiveGradientClipping(GradientPolicy):
@@ -19,7 +19,10 @@ class AdaptiveGradientClipping(GradientPolicy):
     name: ClassVar[str] = "adaptive_gradient_clipping"
 
     def __init__(
-        self, clipping: float = 0.01, eps: float = 1e-3, exclude: Sequence[str] = ("lm_head", "score")
+        self,
+        clipping: float = 0.01,
+        eps: float = 1e-3,
+        exclude: Sequence[str] = ("lm_head", "score"),
     ) -> None:
         if clipping <= 0 or eps <= 0:
             raise ValueError(f"clipping is {clipping} and eps {eps} but both must be above 0")

@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class AutoClip(GradientPolicy):
@@ -31,7 +31,9 @@ class AutoClip(GradientPolicy):
         if not math.isfinite(norm):
             return {"grad_norm": norm}
         self.norms = [*self.norms, norm][-self.history :]
-        limit = float(torch.quantile(torch.tensor(self.norms, dtype=torch.float64), self.percentile / 100))
+        limit = float(
+            torch.quantile(torch.tensor(self.norms, dtype=torch.float64), self.percentile / 100)
+        )
         factor = gradients.clip_norm(limit) if norm > limit else 1.0
         return {"grad_norm": norm, "grad/auto_clip_limit": limit, "grad/auto_clip_factor": factor}
 

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class BoostLearningRate(GradientPolicy):

@@ -16,13 +16,13 @@ from typing import Any
 from ulysses.gradients.adaptive_gradient_clipping import AdaptiveGradientClipping
 from ulysses.gradients.auto_clip import AutoClip
 from ulysses.gradients.boost_learning_rate import BoostLearningRate
+from ulysses.gradients.chain import GradientPolicy, GradientPolicyChain, Scoped
 from ulysses.gradients.clip_global_norm import ClipGlobalNorm
 from ulysses.gradients.clip_mean_abs import ClipMeanAbs
 from ulysses.gradients.conditions import Condition, MeanAbs, NormZ, When
 from ulysses.gradients.gradient_centralization import GradientCentralization
 from ulysses.gradients.gradient_noise import GradientNoise
 from ulysses.gradients.non_finite import SkipNonFinite, StopOnNonFinite
-from ulysses.gradients.policy import GradientPolicy, GradientPolicyChain, Scoped
 from ulysses.gradients.scale_small_gradients import ScaleSmallGradients
 from ulysses.gradients.skip_spike import SkipSpike
 from ulysses.gradients.zclip import ZClip
@@ -42,7 +42,14 @@ GRADIENT_POLICIES: tuple[type[GradientPolicy], ...] = (
     ClipMeanAbs,
 )
 _WRAPPING = ("when", "late", "late_after", "groups")
-_CONDITION_KEYS = ("mean_abs_below", "mean_abs_above", "norm_z_below", "norm_z_above", "decay", "warmup")
+_CONDITION_KEYS = (
+    "mean_abs_below",
+    "mean_abs_above",
+    "norm_z_below",
+    "norm_z_above",
+    "decay",
+    "warmup",
+)
 
 
 def build_chain(tables: Sequence[Mapping[str, Any]]) -> GradientPolicyChain:
@@ -63,7 +70,9 @@ def build_policy(table: Mapping[str, Any]) -> GradientPolicy:
     kind = next((k for k in GRADIENT_POLICIES if k.name == name), None)
     if kind is None:
         known = [k.name for k in GRADIENT_POLICIES]
-        raise ValueError(f"policy is {name!r}{_hint(str(name), known)} but must be one of {', '.join(known)}")
+        raise ValueError(
+            f"policy is {name!r}{_hint(str(name), known)} but must be one of {', '.join(known)}"
+        )
     arguments = {k: v for k, v in table.items() if k != "policy" and k not in _WRAPPING}
     policy = _construct(kind, arguments)
     late: GradientPolicy | str | None = table.get("late")
@@ -76,7 +85,9 @@ def build_policy(table: Mapping[str, Any]) -> GradientPolicy:
         raise ValueError("late_after is set but late is missing; say what changes late in the run")
     if table.get("groups") is not None:
         if isinstance(table["groups"], str):
-            raise ValueError(f"groups is {table['groups']!r} but must be a list of parameter groups")
+            raise ValueError(
+                f"groups is {table['groups']!r} but must be a list of parameter groups"
+            )
         policy = Scoped(policy, table["groups"])
     return policy
 
@@ -85,11 +96,19 @@ def build_condition(table: Mapping[str, Any]) -> Condition:
     """Build a `when` table: mean_abs_below / mean_abs_above, or norm_z_below / norm_z_above with decay and warmup."""
     for key in table:
         if key not in _CONDITION_KEYS:
-            raise ValueError(f"when has no {key!r}{_hint(key, _CONDITION_KEYS)}; it knows {', '.join(_CONDITION_KEYS)}")
-    absolute = {k.removeprefix("mean_abs_"): v for k, v in table.items() if k.startswith("mean_abs_")}
-    relative = {k.removeprefix("norm_z_"): v for k, v in table.items() if not k.startswith("mean_abs_")}
+            raise ValueError(
+                f"when has no {key!r}{_hint(key, _CONDITION_KEYS)}; it knows {', '.join(_CONDITION_KEYS)}"
+            )
+    absolute = {
+        k.removeprefix("mean_abs_"): v for k, v in table.items() if k.startswith("mean_abs_")
+    }
+    relative = {
+        k.removeprefix("norm_z_"): v for k, v in table.items() if not k.startswith("mean_abs_")
+    }
     if absolute and relative:
-        raise ValueError(f"when mixes {', '.join(table)} but must use either mean_abs_* or norm_z_*")
+        raise ValueError(
+            f"when mixes {', '.join(table)} but must use either mean_abs_* or norm_z_*"
+        )
     return MeanAbs(**absolute) if absolute else NormZ(**relative)
 
 
@@ -105,7 +124,9 @@ def _construct(kind: type[GradientPolicy], arguments: Mapping[str, Any]) -> Grad
     for key in arguments:
         if key not in known:
             listed = ", ".join(known) or "no settings"
-            raise ValueError(f"{kind.name} has no {key!r}{_hint(key, [*known, *_WRAPPING])}; it knows {listed}")
+            raise ValueError(
+                f"{kind.name} has no {key!r}{_hint(key, [*known, *_WRAPPING])}; it knows {listed}"
+            )
     return kind(**arguments)
 
 

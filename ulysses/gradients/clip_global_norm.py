@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class ClipGlobalNorm(GradientPolicy):
@@ -17,7 +17,9 @@ class ClipGlobalNorm(GradientPolicy):
 
     def __init__(self, max_norm: float = 1.0) -> None:
         if max_norm < 0:
-            raise ValueError(f"max_norm is {max_norm} but must be at least 0 (0 switches clipping off)")
+            raise ValueError(
+                f"max_norm is {max_norm} but must be at least 0 (0 switches clipping off)"
+            )
         self.max_norm = max_norm
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:

@@ -6,8 +6,8 @@ When(GradientNoise(1e-4), MeanAbs(below=1e-3), late=GradientNoise(1e-5))
 import math
 from typing import Any, ClassVar, Protocol
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 EARLY_NORMS = 25
 
@@ -65,7 +65,11 @@ class NormZ(Condition):
     reads: tuple[str, ...] = ("norm",)
 
     def __init__(
-        self, below: float | None = None, above: float | None = None, decay: float = 0.97, warmup: int = EARLY_NORMS
+        self,
+        below: float | None = None,
+        above: float | None = None,
+        decay: float = 0.97,
+        warmup: int = EARLY_NORMS,
     ) -> None:
         if below is None and above is None:
             raise ValueError("a norm condition needs norm_z_below or norm_z_above")
@@ -105,7 +109,11 @@ class NormZ(Condition):
         return {"count": self.count, "mean": self.mean, "variance": self.variance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.mean, self.variance = int(state["count"]), float(state["mean"]), float(state["variance"])
+        self.count, self.mean, self.variance = (
+            int(state["count"]),
+            float(state["mean"]),
+            float(state["variance"]),
+        )
 
 
 class When(GradientPolicy):
@@ -125,10 +133,19 @@ class When(GradientPolicy):
         late_after: float = 0.9,
     ) -> None:
         if isinstance(late, str) and late != "off":
-            raise ValueError(f'late is {late!r} but must be "off" or other settings for {policy.name}')
+            raise ValueError(
+                f'late is {late!r} but must be "off" or other settings for {policy.name}'
+            )
         if not 0 <= late_after <= 1:
-            raise ValueError(f"late_after is {late_after} but must lie in [0, 1], a share of the run")
-        self.policy, self.condition, self.late, self.late_after = policy, condition, late, late_after
+            raise ValueError(
+                f"late_after is {late_after} but must lie in [0, 1], a share of the run"
+            )
+        self.policy, self.condition, self.late, self.late_after = (
+            policy,
+            condition,
+            late,
+            late_after,
+        )
         self.reads = condition.reads if condition else policy.reads
         self._active = True
 
@@ -155,7 +172,9 @@ class When(GradientPolicy):
             "name": self.policy.name,
             "policy": self.policy.state_dict(),
             "condition": self.condition.state_dict() if self.condition else {},
-            "late": {} if self.late is None or isinstance(self.late, str) else self.late.state_dict(),
+            "late": {}
+            if self.late is None or isinstance(self.late, str)
+            else self.late.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

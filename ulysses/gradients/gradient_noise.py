@@ -3,8 +3,8 @@
 import math
 from typing import ClassVar
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class GradientNoise(GradientPolicy):
@@ -20,9 +20,15 @@ class GradientNoise(GradientPolicy):
     reads: tuple[str, ...] = ("norm",)
 
     def __init__(
-        self, sigma: float | None = None, ratio: float | None = None, eta: float | None = None, decay: float = 0.55
+        self,
+        sigma: float | None = None,
+        ratio: float | None = None,
+        eta: float | None = None,
+        decay: float = 0.55,
     ) -> None:
-        given = {k: v for k, v in (("sigma", sigma), ("ratio", ratio), ("eta", eta)) if v is not None}
+        given = {
+            k: v for k, v in (("sigma", sigma), ("ratio", ratio), ("eta", eta)) if v is not None
+        }
         if len(given) != 1:
             raise ValueError(
                 f"gradient_noise was given {sorted(given) or 'nothing'} but needs one of sigma, ratio or eta"
@@ -40,4 +46,7 @@ class GradientNoise(GradientPolicy):
         else:
             sigma = math.sqrt((self.eta or 0.0) / (1 + context.step) ** self.decay)
         gradients.add_noise(sigma, seed=context.seed, step=context.step)
-        return {"grad/noise_sigma": sigma, "grad/noise_to_gradient": sigma * root / norm if norm else 0.0}
+        return {
+            "grad/noise_sigma": sigma,
+            "grad/noise_to_gradient": sigma * root / norm if norm else 0.0,
+        }

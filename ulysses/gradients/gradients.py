@@ -17,10 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from ulysses.gradients.noise import add_block_noise
-from ulysses.gradients.rows import GradientSlice, row_counts, row_starts, row_sums, scale_rows, subtract_rows
+from ulysses.gradients.rows import (
+    GradientSlice,
+    row_counts,
+    row_starts,
+    row_sums,
+    scale_rows,
+    subtract_rows,
+)
 
 NORM_RUN = 1024
-ORDERS = {"norm": 2.0, "mean_abs": 1.0, "max_abs": math.inf}  # what is measured -> the order of the slices' norms
+ORDERS = {
+    "norm": 2.0,
+    "mean_abs": 1.0,
+    "max_abs": math.inf,
+}  # what is measured -> the order of the slices' norms
 
 
 @dataclass
@@ -28,7 +39,9 @@ class _Shared:
     """What a view and its scoped views have in common: all parameters, and what is known of them until the next edit."""
 
     entries: list[GradientSlice]
-    memo: dict[str, list[float]] = field(default_factory=dict)  # reduced sums (or maxima), one per parameter
+    memo: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # reduced sums (or maxima), one per parameter
     changed: bool = False
 
 
@@ -66,7 +79,9 @@ class Gradients:
         places = [i for i, e in enumerate(everything) if e.group in groups]
         if not places:
             known = ", ".join(sorted({e.group for e in everything}))
-            raise ValueError(f"parameter groups {sorted(groups)} hold no parameter; this run has {known}")
+            raise ValueError(
+                f"parameter groups {sorted(groups)} hold no parameter; this run has {known}"
+            )
         view = Gradients([everything[i] for i in places], self._all_reduce, None)
         view._shared, view._places = self._shared, places
         return view
@@ -148,7 +163,9 @@ class Gradients:
     def scale_parameters(self, factors: Sequence[float]) -> None:
         """Multiply each parameter's gradient by its own factor [P]; all ranks must pass the same factors."""
         if len(factors) != len(self.entries):
-            raise ValueError(f"{len(factors)} factors were given for {len(self.entries)} parameters; give one each")
+            raise ValueError(
+                f"{len(factors)} factors were given for {len(self.entries)} parameters; give one each"
+            )
         chosen = [(e.grad, f) for e, f in zip(self.entries, factors) if f != 1.0 and e.grad.numel()]
         if chosen:
             torch._foreach_mul_([g for g, _ in chosen], [float(f) for _, f in chosen])
@@ -183,8 +200,12 @@ class Gradients:
         if not matrices:
             return 0.0
         sums = self._reduce(row_sums([e.grad for e in matrices], matrices), "sum")
-        lengths = torch.tensor([e.numel / e.shape[0] for e in matrices], dtype=sums.dtype, device=sums.device)
-        lengths = lengths.repeat_interleave(row_counts(matrices, sums.device), output_size=sums.numel())
+        lengths = torch.tensor(
+            [e.numel / e.shape[0] for e in matrices], dtype=sums.dtype, device=sums.device
+        )
+        lengths = lengths.repeat_interleave(
+            row_counts(matrices, sums.device), output_size=sums.numel()
+        )
         means = sums / lengths
         subtract_rows(matrices, means)
         self._edited()
@@ -237,7 +258,9 @@ class Gradients:
         return values if self._places is None else [values[i] for i in self._places]
 
     def _means(self) -> list[float]:
-        return [total / max(e.numel, 1) for total, e in zip(self._measured("mean_abs"), self.entries)]
+        return [
+            total / max(e.numel, 1) for total, e in zip(self._measured("mean_abs"), self.entries)
+        ]
 
 
 def _local(entries: Sequence[GradientSlice], statistic: str) -> Tensor:
@@ -247,12 +270,16 @@ def _local(entries: Sequence[GradientSlice], statistic: str) -> Tensor:
     if statistic == "nonfinite":
         return torch.stack([(~torch.isfinite(e.grad)).sum() for e in entries]).double()
     grads, order = [e.grad for e in entries if e.grad.numel()], ORDERS[statistic]
-    if entries[0].grad.is_cuda:  # a few kernels for all slices; CUDA's reductions add in trees, so float32 is enough
+    if (
+        entries[0].grad.is_cuda
+    ):  # a few kernels for all slices; CUDA's reductions add in trees, so float32 is enough
         wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
         norms = torch._foreach_norm(grads, order, dtype=wide) if grads else ()
     else:
         norms = tuple(_accurate_norm(g, order) for g in grads)
-    empty = torch.zeros((), dtype=norms[0].dtype if norms else torch.float64, device=entries[0].grad.device)
+    empty = torch.zeros(
+        (), dtype=norms[0].dtype if norms else torch.float64, device=entries[0].grad.device
+    )
     found = iter(norms)
     values = torch.stack([next(found) if e.grad.numel() else empty for e in entries]).double()
     return values.square_() if statistic == "norm" else values
@@ -266,7 +293,11 @@ def _accurate_norm(flat: Tensor, order: float) -> Tensor:
     """
     whole = flat.numel() // NORM_RUN * NORM_RUN
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    parts = [torch.linalg.vector_norm(flat[:whole].view(-1, NORM_RUN), order, dim=1, dtype=wide)] if whole else []
+    parts = (
+        [torch.linalg.vector_norm(flat[:whole].view(-1, NORM_RUN), order, dim=1, dtype=wide)]
+        if whole
+        else []
+    )
     if whole < flat.numel():
         parts.append(torch.linalg.vector_norm(flat[whole:], order, dtype=wide).view(1))
     return torch.linalg.vector_norm(torch.cat(parts).double(), order)
@@ -281,7 +312,9 @@ class TorchGradients(Gradients):
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], groups: dict[str, str] | None = None
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        groups: dict[str, str] | None = None,
     ) -> None:
         entries = []
         for name, parameter in named_parameters:

@@ -25,7 +25,9 @@ def block_seed(seed: int, step: int, name: str, block: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def add_block_noise(grad: Tensor, start: int, sigma: float, *, seed: int, step: int, name: str) -> None:
+def add_block_noise(
+    grad: Tensor, start: int, sigma: float, *, seed: int, step: int, name: str
+) -> None:
     """Add noise of standard deviation sigma to `grad`, elements start .. start + numel - 1 of parameter `name`."""
     if sigma == 0 or not grad.numel():
         return
@@ -33,7 +35,9 @@ def add_block_noise(grad: Tensor, start: int, sigma: float, *, seed: int, step: 
     dtype = grad.dtype if grad.dtype == torch.float64 else torch.float32
     blocks = range(start // NOISE_BLOCK, (end - 1) // NOISE_BLOCK + 1)
     # float64 gradients get the float32 draw, so that the precision of a run does not change its noise
-    noise = torch.empty(min(len(blocks), TOGETHER) * NOISE_BLOCK, dtype=torch.float32, device=grad.device)
+    noise = torch.empty(
+        min(len(blocks), TOGETHER) * NOISE_BLOCK, dtype=torch.float32, device=grad.device
+    )
     rows = noise.split(NOISE_BLOCK)
     generator = torch.Generator(device=grad.device)
     for i in range(0, len(blocks), TOGETHER):
@@ -43,4 +47,6 @@ def add_block_noise(grad: Tensor, start: int, sigma: float, *, seed: int, step: 
             row.normal_(generator=generator)
         first = drawn[0] * NOISE_BLOCK
         low, high = max(start, first), min(end, (drawn[-1] + 1) * NOISE_BLOCK)
-        grad[low - start : high - start].add_(noise[low - first : high - first].to(dtype), alpha=sigma)
+        grad[low - start : high - start].add_(
+            noise[low - first : high - first].to(dtype), alpha=sigma
+        )

@@ -2,8 +2,14 @@
 
 from typing import Any, ClassVar
 
+from ulysses.gradients.chain import (
+    GradientPolicy,
+    Report,
+    StepContext,
+    explain_non_finite,
+    is_finite_step,
+)
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext, explain_non_finite, is_finite_step
 
 
 class StopOnNonFinite(GradientPolicy):
@@ -29,7 +35,9 @@ class SkipNonFinite(GradientPolicy):
 
     def __init__(self, limit: int = 3) -> None:
         if limit < 1:
-            raise ValueError(f"limit is {limit} but must be at least 1; to stop at once use stop_on_non_finite")
+            raise ValueError(
+                f"limit is {limit} but must be at least 1; to stop at once use stop_on_non_finite"
+            )
         self.limit = limit
         self.consecutive = 0
         self.total = 0

@@ -48,7 +48,10 @@ def preset_tables(name: str, max_norm: float = 1.0) -> list[dict[str, Any]]:
 
 def tables_to_toml(tables: Sequence[Mapping[str, Any]]) -> str:
     """Render chain tables as TOML to copy and edit."""
-    blocks = ["\n".join(["[[gradients.policies]]", *(f"{k} = {_toml(v)}" for k, v in t.items())]) for t in tables]
+    blocks = [
+        "\n".join(["[[gradients.policies]]", *(f"{k} = {_toml(v)}" for k, v in t.items())])
+        for t in tables
+    ]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -65,14 +68,20 @@ def explain_thresholds(tables: Sequence[Mapping[str, Any]], numel: int) -> list[
     lines = []
     typical = math.sqrt(2 / math.pi / max(numel, 1))
     for table in tables:
-        sigma = table.get("sigma") or math.sqrt(table.get("eta") or 0)  # annealed noise: of the first step
+        sigma = table.get("sigma") or math.sqrt(
+            table.get("eta") or 0
+        )  # annealed noise: of the first step
         if table.get("policy") == "gradient_noise" and sigma:
             ratio = sigma * math.sqrt(numel)
             line = f"gradient noise of sigma {sigma:g} on {numel:,} elements is {ratio:.3g} times a gradient of norm 1"
             lines.append(line + (": it drowns the gradient" if ratio >= 1 else ""))
     for key, word in (("mean_abs_below", "below"), ("mean_abs_above", "above")):
         for limit in sorted(
-            {t["when"][key] for t in tables if isinstance(t.get("when"), Mapping) and key in t["when"]}
+            {
+                t["when"][key]
+                for t in tables
+                if isinstance(t.get("when"), Mapping) and key in t["when"]
+            }
         ):
             lines.append(
                 f"mean |g| of a gradient of norm 1 is about {typical:.2g} here; "

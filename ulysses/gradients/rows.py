@@ -69,14 +69,18 @@ def _parts(entry: GradientSlice, first: int) -> Iterator[tuple[slice, slice, int
         yield slice(done, size), slice(row, row + 1), size - done
 
 
-def row_sums(tensors: Sequence[Tensor], entries: Sequence[GradientSlice], *, squares: bool = False) -> Tensor:
+def row_sums(
+    tensors: Sequence[Tensor], entries: Sequence[GradientSlice], *, squares: bool = False
+) -> Tensor:
     """Return this rank's share of every row's sum (of squares), float64 [R], for flat tensors sliced like `entries`."""
     starts = row_starts(entries)
     device = tensors[0].device if tensors else torch.device("cpu")
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     sums = torch.zeros(starts[-1], dtype=wide, device=device)
     for tensor, entry, first in zip(tensors, entries, starts):
-        for elements, rows, length in _parts(entry, first):  # a slice has at most one part of each row
+        for elements, rows, length in _parts(
+            entry, first
+        ):  # a slice has at most one part of each row
             part = tensor[elements].view(-1, length)
             if squares:
                 torch.linalg.vector_norm(part, dim=1, dtype=wide, out=sums[rows])
@@ -97,7 +101,9 @@ def scale_rows(entries: Sequence[GradientSlice], values: Tensor) -> None:
         part.mul_(numbers)
 
 
-def _with_values(entries: Sequence[GradientSlice], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _with_values(
+    entries: Sequence[GradientSlice], values: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield every part as [rows, length] with its rows' values [rows, 1]."""
     cast = {dtype: values.to(dtype) for dtype in {e.grad.dtype for e in entries}}
     for entry, first in zip(entries, row_starts(entries)):

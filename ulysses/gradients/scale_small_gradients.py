@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class ScaleSmallGradients(GradientPolicy):
@@ -17,7 +17,9 @@ class ScaleSmallGradients(GradientPolicy):
 
     def __init__(self, threshold: float = 1e-4, factor: float = 1.5) -> None:
         if threshold < 0 or factor <= 0:
-            raise ValueError(f"threshold is {threshold} and factor {factor} but they must be at least 0 and above 0")
+            raise ValueError(
+                f"threshold is {threshold} and factor {factor} but they must be at least 0 and above 0"
+            )
         self.threshold, self.factor = threshold, factor
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:

@@ -3,8 +3,8 @@
 import math
 from typing import Any, ClassVar
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class SkipSpike(GradientPolicy):
@@ -30,9 +30,16 @@ class SkipSpike(GradientPolicy):
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         norm = gradients.norm()
-        loss_z, norm_z = self._deviation(self.losses, context.loss), self._deviation(self.norms, norm)
+        loss_z, norm_z = (
+            self._deviation(self.losses, context.loss),
+            self._deviation(self.norms, norm),
+        )
         if loss_z > self.sigma or norm_z > self.sigma:
-            which, value, z = ("loss", context.loss, loss_z) if loss_z > norm_z else ("gradient norm", norm, norm_z)
+            which, value, z = (
+                ("loss", context.loss, loss_z)
+                if loss_z > norm_z
+                else ("gradient norm", norm, norm_z)
+            )
             context.skip = f"step {context.step + 1}: the {which} is {value:.4g}, {z:.1f} deviations above its recent mean"
         if math.isfinite(context.loss) and math.isfinite(norm):
             self.losses = [*self.losses, context.loss][-self.window :]
@@ -50,4 +57,7 @@ class SkipSpike(GradientPolicy):
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses, self.norms = list(map(float, state["losses"])), list(map(float, state["norms"]))
+        self.losses, self.norms = (
+            list(map(float, state["losses"])),
+            list(map(float, state["norms"])),
+        )

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable
 
+from ulysses.gradients.chain import Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import Report, StepContext
 
 
 def gradient_table(gradients: Gradients, rows: int = 8) -> str:
@@ -22,7 +22,9 @@ def gradient_table(gradients: Gradients, rows: int = 8) -> str:
         if i < 0:
             lines.append(f"{'...':>12}")
         else:
-            lines.append(f"{norms[i]:12.4e} {means[i]:12.4e} {gradients.entries[i].numel:14,}  {gradients.names[i]}")
+            lines.append(
+                f"{norms[i]:12.4e} {means[i]:12.4e} {gradients.entries[i].numel:14,}  {gradients.names[i]}"
+            )
     for i, count in enumerate(bad):
         if count:
             what = f"{int(count):,} of {gradients.entries[i].numel:,} elements are inf or nan"
@@ -45,5 +47,7 @@ class GradientTable:
             return {}
         text = gradient_table(gradients)
         if self.say is not None:
-            self.say(f"gradient of step {context.step + 1}, before gradient policies\n{text}")  # counted as in metrics.jsonl
+            self.say(
+                f"gradient of step {context.step + 1}, before gradient policies\n{text}"
+            )  # counted as in metrics.jsonl
         return {"grad/mean_abs": gradients.mean_abs(), "grad/max_abs": gradients.max_abs()}

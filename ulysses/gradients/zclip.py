@@ -3,8 +3,8 @@
 import math
 from typing import Any, ClassVar
 
+from ulysses.gradients.chain import GradientPolicy, Report, StepContext
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class ZClip(GradientPolicy):

@@ -16,12 +16,18 @@ class Calibration(NamedTuple):
     memory: float = 0.643  # elementwise kernels, casts and the update, of the memory bandwidth
     exchange: float = 0.328  # all-to-alls, which share the links with ZeRO-3's traffic, of the link
     gather: float = 0.365  # all-gathers and reduce-scatters, of the link
-    layer_seconds: float = 0.004  # the host's time for one layer, forward and backward, hooks included
+    layer_seconds: float = (
+        0.004  # the host's time for one layer, forward and backward, hooks included
+    )
     step_seconds: float = 0.0146  # per micro-batch: metadata, first gather, last reduction, metrics
     working: float = 1.01  # the working set of head or layer, of what peak.py counts
     slack: float = 0.03  # fragments that the allocator cannot give back, of its peak
-    context_bytes: float = 1.3e9  # CUDA context and libraries: what the driver saw beside the allocator on one H200
-    communicator_bytes: float = 2.1e9  # NCCL's buffers, with more than one process: what it saw more on two
+    context_bytes: float = (
+        1.3e9  # CUDA context and libraries: what the driver saw beside the allocator on one H200
+    )
+    communicator_bytes: float = (
+        2.1e9  # NCCL's buffers, with more than one process: what it saw more on two
+    )
 
 
 PRIOR = Calibration(

@@ -27,8 +27,12 @@ class Model(NamedTuple):
     parameters: int
     trained: int
     has_head: bool = True  # False: a score per token instead of the vocabulary
-    head_divisor: int = 0  # what else the ranks that exchange heads must divide, of models beside this one
-    decoders: int = 1  # 2: a second stack of layers runs on the same tokens (a value model beside the policy)
+    head_divisor: int = (
+        0  # what else the ranks that exchange heads must divide, of models beside this one
+    )
+    decoders: int = (
+        1  # 2: a second stack of layers runs on the same tokens (a value model beside the policy)
+    )
 
     @property
     def query_width(self) -> int:
@@ -40,7 +44,9 @@ class Model(NamedTuple):
 
     @property
     def layer_parameters(self) -> int:
-        return 2 * self.width * (self.query_width + self.kv_width) + 3 * self.width * self.intermediate
+        return (
+            2 * self.width * (self.query_width + self.kv_width) + 3 * self.width * self.intermediate
+        )
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -92,7 +98,9 @@ class Work(NamedTuple):
     sp: int = 1
     micro_batches: int = 1
     documents: int = 1  # equally long; 2 for one pair
-    forwards: float = 0.0  # passes without gradient over the same tokens: a live reference, KTO's baseline
+    forwards: float = (
+        0.0  # passes without gradient over the same tokens: a live reference, KTO's baseline
+    )
     rollout: Rollout | None = None
 
     @property
@@ -115,12 +123,16 @@ class Options(NamedTuple):
     tiling: TilingOptions = TilingOptions()
     logits_rows: int = 0  # 0: tiles of LOGITS_TILE_BYTES
     element_size: int = 2
-    gathered_layers: int = 0  # the last ones, whose gathered weights stay from the forward to the backward pass
+    gathered_layers: int = (
+        0  # the last ones, whose gathered weights stay from the forward to the backward pass
+    )
     offload_optimizer: bool = False
     offload_parameters: bool = False
     frozen_parameters: int = 0  # of models held beside the trained one
     saves: bool = False  # checkpoints are written: their copy passes through host memory
-    head_chunks: tuple[int, ...] = ()  # to choose `tiling.head_chunks` from, the fewest first; empty: it is given
+    head_chunks: tuple[
+        int, ...
+    ] = ()  # to choose `tiling.head_chunks` from, the fewest first; empty: it is given
     calibration: Calibration = Calibration()
 
     def counts(self, layers: int) -> dict[str, int]:

@@ -53,9 +53,13 @@ class HostPool:
 
     def _allocate(self) -> Tensor:
         chunk = torch.empty(self.chunk_bytes + PAGE, dtype=torch.uint8)
-        chunk = chunk[-chunk.data_ptr() % PAGE :][: self.chunk_bytes]  # a page may be registered once, for one chunk
+        chunk = chunk[-chunk.data_ptr() % PAGE :][
+            : self.chunk_bytes
+        ]  # a page may be registered once, for one chunk
         if self.pin:  # registered rather than allocated pinned: torch's pinned allocator rounds up to powers of two
-            result = int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), self.chunk_bytes, 0))
+            result = int(
+                torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), self.chunk_bytes, 0)
+            )
             if result != 0:
                 raise RuntimeError(
                     f"the driver refused to pin {self.chunk_bytes} more bytes of host memory (error {result}) after "
@@ -76,7 +80,9 @@ class Kept:
     def __init__(self, tensor: Tensor, pool: HostPool | None) -> None:
         self.tensor: Tensor | None = tensor
         self._pool = pool
-        self._chunks = pool.take(tensor.numel() * tensor.element_size()) if pool is not None else None
+        self._chunks = (
+            pool.take(tensor.numel() * tensor.element_size()) if pool is not None else None
+        )
         self._like = (tensor.shape, tensor.dtype, tensor.device)
 
     @property
@@ -118,7 +124,9 @@ class Kept:
             self._pool.give(self._chunks)
             self._chunks = None
 
-    def __del__(self) -> None:  # a graph that is dropped without a backward gives its chunks back too
+    def __del__(
+        self,
+    ) -> None:  # a graph that is dropped without a backward gives its chunks back too
         self._release()
 
 

@@ -31,29 +31,44 @@ def in_pairs(layers: Sequence[nn.Module], levels: Sequence[str]) -> list[Sequenc
     return found
 
 
-def run_pair(layers: Sequence[Any], hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor:
+def run_pair(
+    layers: Sequence[Any], hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any
+) -> Tensor:
     """Run layers one after the other, hidden [S, D] -> [S, D]; the graph keeps `hidden`, on the host if the first has an offloader."""
     return _Pair.apply(layers, rope, plan, hidden)
 
 
 class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layers: Sequence[Any], rope: tuple[Tensor, Tensor], plan: Any, hidden: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, layers: Sequence[Any], rope: tuple[Tensor, Tensor], plan: Any, hidden: Tensor
+    ) -> Tensor:
         group = Group(layers[0].offloader)
         kept, random = group.keep(hidden), []
-        out = hidden.detach()  # ZeRO-3 counts inputs that need a gradient, and there is no graph here
+        out = (
+            hidden.detach()
+        )  # ZeRO-3 counts inputs that need a gradient, and there is no graph here
         for layer in layers:
             random.append(RandomState() if layer.draws() else None)
             out = layer(out, rope, plan)
         group.close()
-        ctx.layers, ctx.rope, ctx.plan, ctx.random, ctx.group, ctx.kept = layers, rope, plan, random, group, kept
+        ctx.layers, ctx.rope, ctx.plan, ctx.random, ctx.group, ctx.kept = (
+            layers,
+            rope,
+            plan,
+            random,
+            group,
+            kept,
+        )
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.kept is None:
-            raise RuntimeError("a pair's backward ran twice on one forward; what it kept is gone, so run forward again")
+            raise RuntimeError(
+                "a pair's backward ran twice on one forward; what it kept is gone, so run forward again"
+            )
         inputs = [ctx.group.get(ctx.kept).detach()]
         ctx.kept = ctx.group = None
         steps = list(zip(ctx.layers, ctx.random))

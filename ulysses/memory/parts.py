@@ -12,12 +12,21 @@ from torch import Tensor, nn
 class Attention(Protocol):
     """Name the two halves of the attention kernel on head shards, without a graph."""
 
-    def attend_forward(self, query: Tensor, key: Tensor, value: Tensor, plan: Any) -> tuple[Tensor, Tensor]:
+    def attend_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: Any
+    ) -> tuple[Tensor, Tensor]:
         """Return out' and the log-sum-exp."""
         ...
 
     def attend_backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, plan: Any
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        plan: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q', k' and v'."""
         ...
@@ -26,9 +35,13 @@ class Attention(Protocol):
 class Layer(Protocol):
     """Name the parts of a decoder layer that the levels keep or repeat; see the drawing."""
 
-    def project(self, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]: ...
+    def project(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def head_groups(self, hidden: Tensor, rope: tuple[Tensor, Tensor], count: int) -> "HeadGroups | None":
+    def head_groups(
+        self, hidden: Tensor, rope: tuple[Tensor, Tensor], count: int
+    ) -> "HeadGroups | None":
         """Return project for `count` equal groups of heads, or None if it must run as it is."""
         ...
 
@@ -42,7 +55,9 @@ class Layer(Protocol):
         """Run feed_forward tile by tile, without a graph."""
         ...
 
-    def feed_forward_gradients(self, rows: Tensor, grad: Tensor, tile_rows: int) -> tuple[Tensor, list[Tensor]]:
+    def feed_forward_gradients(
+        self, rows: Tensor, grad: Tensor, tile_rows: int
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of the rows and of feed_forward's trainable parameters, tile by tile."""
         ...
 

@@ -17,8 +17,8 @@ Letters as in case.py.
 from typing import NamedTuple
 
 from ulysses.memory.case import Model, Options, Rollout, Work, kept_kv_heads, shards
+from ulysses.memory.levels import AUTOGRAD, kept_bytes, kept_tensors
 from ulysses.memory.offload import CHUNK_BYTES
-from ulysses.memory.recompute import AUTOGRAD, kept_bytes, kept_tensors
 
 LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
 WORKING_GROUPS = 2  # layers whose kept tensors are on the GPU, in use and being copied, while the others are on the host
@@ -54,9 +54,13 @@ def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
         here += below % 2 + 2
     lower = per_layer.get(options.level, 0.0) * here
     kept = model.decoders * (lower + upper)
-    offloaded = model.decoders * pinned_per_layer(model, work.sp, S, options) * away if away else 0.0
+    offloaded = (
+        model.decoders * pinned_per_layer(model, work.sp, S, options) * away if away else 0.0
+    )
     moments = {level: _layer_moment(model, world, work, options, level) for level in levels}
-    if options.upper != options.level and options.level in moments:  # their stack's upper layers are done, and free, by then
+    if (
+        options.upper != options.level and options.level in moments
+    ):  # their stack's upper layers are done, and free, by then
         moments[options.level] -= upper / c.working
     working = c.working * max(_head_moment(model, world, S, options), *moments.values())
     allocated = states + kept + working
@@ -66,12 +70,18 @@ def peak_bytes(model: Model, world: int, work: Work, options: Options) -> Peak:
     saving = 4 * model.trained / world if options.saves else 0  # one kind of the state at a time
     device = allocated * (1 + c.slack) + outside
     moved = host + offloaded
-    return Peak(allocated, device, moved + saving + PROCESS_BYTES, states, kept, working, offloaded, moved)
+    return Peak(
+        allocated, device, moved + saving + PROCESS_BYTES, states, kept, working, offloaded, moved
+    )
 
 
 def offloaded_layers(model: Model, options: Options) -> int:
     """Return how many layers' activations really leave: ordinary autograd's stay."""
-    return 0 if options.level in AUTOGRAD else min(options.offloaded_layers, model.layers - options.upper_layers)
+    return (
+        0
+        if options.level in AUTOGRAD
+        else min(options.offloaded_layers, model.layers - options.upper_layers)
+    )
 
 
 def pinned_per_layer(model: Model, sp: int, local: int, options: Options) -> float:
@@ -83,8 +93,12 @@ def pinned_per_layer(model: Model, sp: int, local: int, options: Options) -> flo
 def _states(model: Model, world: int, options: Options) -> tuple[float, float]:
     weights = options.element_size * (model.parameters + options.frozen_parameters) / world
     trained = 16 * model.trained / world  # float32 weights have a separate master too
-    gpu = (0.0 if options.offload_parameters else weights) + (0.0 if options.offload_optimizer else trained)
-    gathered = options.element_size * model.layer_parameters * options.gathered_layers if world > 1 else 0
+    gpu = (0.0 if options.offload_parameters else weights) + (
+        0.0 if options.offload_optimizer else trained
+    )
+    gathered = (
+        options.element_size * model.layer_parameters * options.gathered_layers if world > 1 else 0
+    )
     return gpu + gathered, weights + trained - gpu
 
 
@@ -106,8 +120,12 @@ def kept_per_layer(model: Model, sp: int, local: int, options: Options, level: s
         element_size=options.element_size,
         exchanged=sp > 1,
     )
-    if level in AUTOGRAD and not model.is_full:  # adapters keep the inputs of the projections they stand beside
-        kept += options.element_size * (model.width + (model.width + model.intermediate if level == "none" else 0))
+    if (
+        level in AUTOGRAD and not model.is_full
+    ):  # adapters keep the inputs of the projections they stand beside
+        kept += options.element_size * (
+            model.width + (model.width + model.intermediate if level == "none" else 0)
+        )
     return float(kept) * local
 
 
@@ -127,15 +145,25 @@ def _head_moment(model: Model, world: int, local: int, options: Options) -> floa
 
 
 def _layer_moment(model: Model, world: int, work: Work, options: Options, level: str) -> float:
-    size, P, D, F, S = options.element_size, model.layer_parameters, model.width, model.intermediate, work.local
+    size, P, D, F, S = (
+        options.element_size,
+        model.layer_parameters,
+        model.width,
+        model.intermediate,
+        work.local,
+    )
     chunks, q, k = options.tiling.head_chunks, model.query_width, model.kv_width
     held = kept_kv_heads(model, work.sp, chunks) * model.head_dim
-    sent = k * shards(model, work.sp, chunks).row_ranks  # keys and values go to every row set, and come back as gradients
+    sent = (
+        k * shards(model, work.sp, chunks).row_ranks
+    )  # keys and values go to every row set, and come back as gradients
     rows = options.tiling.rows(S, level)
     fixed = 2 * size * P if world > 1 else 0
     if model.is_full:  # the layer's gradients, float32 sums over its tiles, and as much as measured steps take beyond: the vocabulary's
         fixed += size * (P + model.vocabulary_parameters) + (4 * 3 * D * F if rows < S else 0)
-    wrapped = 1 if model.is_full else 2  # projections called as modules keep every intermediate of a tile
+    wrapped = (
+        1 if model.is_full else 2
+    )  # projections called as modules keep every intermediate of a tile
     mlp = size * (4 * S * D + 4 * wrapped * rows * F)
     # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and measured steps take one
     # more; before and after them: what the exchanges pack
@@ -143,8 +171,12 @@ def _layer_moment(model: Model, world: int, work: Work, options: Options, level:
     if level in ("keep_exchange", *AUTOGRAD):
         attention -= q + 2 * held
     attention /= chunks
-    attention += 2 * D + (q if level in ("block", "pair") else 0)  # two gradients of the residual, the output that was computed again
-    if chunks > 1:  # of all groups: the input's gradient; with adapters the output's, q, k, v and their gradients
+    attention += 2 * D + (
+        q if level in ("block", "pair") else 0
+    )  # two gradients of the residual, the output that was computed again
+    if (
+        chunks > 1
+    ):  # of all groups: the input's gradient; with adapters the output's, q, k, v and their gradients
         attention += D if model.is_full else 3 * q + 4 * k
     return fixed + max(mlp, size * S * attention) + 4 * model.head_dim * S
 
@@ -154,7 +186,16 @@ def _rollout_moment(model: Model, world: int, rollout: Rollout, options: Options
     policy = size * (model.layers * model.layer_parameters + 2 * model.vocabulary_parameters)
     whole = policy * (2 if rollout.merged else 1)
     count = min(rollout.answers, rollout.batch)
-    cache = 2 * size * model.layers * count * (rollout.prompt_tokens + rollout.new_tokens) * model.kv_width
+    cache = (
+        2
+        * size
+        * model.layers
+        * count
+        * (rollout.prompt_tokens + rollout.new_tokens)
+        * model.kv_width
+    )
     prompts = size * count * rollout.prompt_tokens * (3 * F + 4 * D)
-    drawing = 4 * 8 * count * model.vocabulary  # float64 logits, log-probabilities, what top_p keeps, their sums
+    drawing = (
+        4 * 8 * count * model.vocabulary
+    )  # float64 logits, log-probabilities, what top_p keeps, their sums
     return whole + cache + max(prompts, drawing)

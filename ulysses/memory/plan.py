@@ -14,8 +14,8 @@ from functools import partial
 from typing import NamedTuple
 
 from ulysses.memory.case import Machine, Model, Options, Work, shards
+from ulysses.memory.levels import AUTOGRAD
 from ulysses.memory.peak import peak_bytes, pinned_per_layer
-from ulysses.memory.recompute import AUTOGRAD
 from ulysses.memory.step_time import step_seconds
 from ulysses.memory.tiling import head_chunk_counts
 
@@ -116,7 +116,9 @@ def level_list(name: str, layers: int) -> tuple[str, ...]:
         level, _, count = part.partition("*")
         found += [level] * int(count or 1)
     if len(found) != layers:
-        raise ValueError(f"recompute {name} lists {len(found)} layers but the model has {layers}; make the counts add up")
+        raise ValueError(
+            f"recompute {name} lists {len(found)} layers but the model has {layers}; make the counts add up"
+        )
     return tuple(found)
 
 
@@ -124,14 +126,26 @@ def predict(model: Model, machine: Machine, work: Work, options: Options) -> Pre
     """Predict peak GPU bytes and host bytes of a rank, and seconds per step."""
     peak = peak_bytes(model, machine.gpus, work, options)
     seconds = step_seconds(model, machine, work, options)
-    return Prediction(peak.device, peak.host, seconds, peak.allocated, peak.states, peak.kept, peak.working, peak.offloaded, peak.moved)
+    return Prediction(
+        peak.device,
+        peak.host,
+        seconds,
+        peak.allocated,
+        peak.states,
+        peak.kept,
+        peak.working,
+        peak.offloaded,
+        peak.moved,
+    )
 
 
 def most_offloaded(model: Model, machine: Machine, work: Work, options: Options) -> int:
     """Return how many layers' activations the host has room for, beside what it holds anyway."""
     here = peak_bytes(model, machine.gpus, work, options._replace(offloaded_layers=0)).host
     each = model.decoders * pinned_per_layer(model, work.sp, work.local, options)
-    return max(0, min(model.layers - options.upper_layers, int((host_budget(machine) - here) // each)))
+    return max(
+        0, min(model.layers - options.upper_layers, int((host_budget(machine) - here) // each))
+    )
 
 
 def _choice(model: Model, machine: Machine, work: Work, options: Options) -> Choice:
@@ -139,7 +153,13 @@ def _choice(model: Model, machine: Machine, work: Work, options: Options) -> Cho
 
 
 def choices(
-    model: Model, machine: Machine, work: Work, options: Options, *, levels: tuple[str, ...], offload: str
+    model: Model,
+    machine: Machine,
+    work: Work,
+    options: Options,
+    *,
+    levels: tuple[str, ...],
+    offload: str,
 ) -> Iterator[Choice]:
     """Yield one choice per level, the same for all layers.
 
@@ -150,15 +170,24 @@ def choices(
         if level in AUTOGRAD and offload == "checkpoints":
             continue
         counts = _chunk_counts(model, work, options, level)
-        found = [_in_chunks(model, machine, work, options._replace(level=level), count, offload) for count in counts]
+        found = [
+            _in_chunks(model, machine, work, options._replace(level=level), count, offload)
+            for count in counts
+        ]
         yield min(found, key=partial(_reluctance, machine))
 
 
 def _chunk_counts(model: Model, work: Work, options: Options, *levels: str) -> tuple[int, ...]:
     """Return the numbers of groups of heads that may be chosen for layers of such levels, the fewest first."""
-    allowed = head_chunk_counts(model.heads, model.kv_heads, shards(model, work.sp).head_ranks)  # not the same at every degree
+    allowed = head_chunk_counts(
+        model.heads, model.kv_heads, shards(model, work.sp).head_ranks
+    )  # not the same at every degree
     counts = tuple(count for count in options.head_chunks if count in allowed)
-    return counts if counts and not any(level in AUTOGRAD for level in levels) else (options.tiling.head_chunks,)
+    return (
+        counts
+        if counts and not any(level in AUTOGRAD for level in levels)
+        else (options.tiling.head_chunks,)
+    )
 
 
 def _reluctance(machine: Machine, choice: Choice) -> tuple[bool, int, float]:
@@ -167,12 +196,18 @@ def _reluctance(machine: Machine, choice: Choice) -> tuple[bool, int, float]:
     return not fits, choice.offloaded_layers, 0.0 if fits else choice.prediction.gpu_bytes
 
 
-def _in_chunks(model: Model, machine: Machine, work: Work, options: Options, chunks: int, offload: str) -> Choice:
+def _in_chunks(
+    model: Model, machine: Machine, work: Work, options: Options, chunks: int, offload: str
+) -> Choice:
     tiling = replace(options.tiling, head_chunks=chunks)
     here = options._replace(upper_layers=0, offloaded_layers=0, tiling=tiling)
     if offload != "none" and options.level not in AUTOGRAD:
         most = most_offloaded(model, machine, work, here)
-        here = here._replace(offloaded_layers=_fewest(model, machine, work, here, most) if offload == "auto" else most)
+        here = here._replace(
+            offloaded_layers=_fewest(model, machine, work, here, most)
+            if offload == "auto"
+            else most
+        )
     return _choice(model, machine, work, here)
 
 
@@ -180,22 +215,42 @@ def _fewest(model: Model, machine: Machine, work: Work, options: Options, most: 
     """Return the fewest offloaded layers that make the GPU suffice, `most` if none do."""
 
     def fits(layers: int) -> bool:
-        return _choice(model, machine, work, options._replace(offloaded_layers=layers)).prediction.fits_gpu(machine)
+        return _choice(
+            model, machine, work, options._replace(offloaded_layers=layers)
+        ).prediction.fits_gpu(machine)
 
     return bisect_left(range(most), True, key=fits)
 
 
 def mixtures(
-    model: Model, machine: Machine, work: Work, options: Options, *, levels: tuple[str, ...], offload: str
+    model: Model,
+    machine: Machine,
+    work: Work,
+    options: Options,
+    *,
+    levels: tuple[str, ...],
+    offload: str,
 ) -> Iterator[Choice]:
     """Yield, for each two levels, groups of heads and several numbers of offloaded layers, as many layers of the faster one as fit."""
     ordered = [level for level in FASTEST_FIRST if level in levels]
-    for level, upper in ((level, upper) for place, level in enumerate(ordered) for upper in ordered[:place]):
+    for level, upper in (
+        (level, upper) for place, level in enumerate(ordered) for upper in ordered[:place]
+    ):
         for chunks in _chunk_counts(model, work, options, level, upper):
             tiling = replace(options.tiling, head_chunks=chunks)
-            alone = options._replace(level=level, upper=upper, upper_layers=0, offloaded_layers=0, tiling=tiling)
-            most = 0 if offload == "none" or level in AUTOGRAD else most_offloaded(model, machine, work, alone)
-            for away in [most] if offload == "checkpoints" else range(0, most + 1, max(1, model.layers // 16)):
+            alone = options._replace(
+                level=level, upper=upper, upper_layers=0, offloaded_layers=0, tiling=tiling
+            )
+            most = (
+                0
+                if offload == "none" or level in AUTOGRAD
+                else most_offloaded(model, machine, work, alone)
+            )
+            for away in (
+                [most]
+                if offload == "checkpoints"
+                else range(0, most + 1, max(1, model.layers // 16))
+            ):
                 here = alone._replace(offloaded_layers=away)
                 count = _most_upper(model, machine, work, here)
                 if count:
@@ -206,7 +261,9 @@ def _most_upper(model: Model, machine: Machine, work: Work, options: Options) ->
     """Return how many last layers can have the upper level; 0 if none fit, or if all do (then it needs no mixture)."""
 
     def too_many(layers: int) -> bool:
-        return not _choice(model, machine, work, options._replace(upper_layers=layers)).prediction.fits(machine)
+        return not _choice(
+            model, machine, work, options._replace(upper_layers=layers)
+        ).prediction.fits(machine)
 
     return bisect_left(range(1, model.layers - options.offloaded_layers), True, key=too_many)
 
@@ -225,13 +282,28 @@ def choose_level(
     With several `levels` the layers may get two of them. Heads go in groups, and with offload "auto" layers to the host, only
     where that saves more than WORTH.
     """
-    fitting = [c for c in choices(model, machine, work, options, levels=levels, offload=offload) if c.prediction.fits(machine)]
-    if not any(c.options.level == levels[0] and not c.offloaded_layers for c in fitting) and len(levels) > 1:
+    fitting = [
+        c
+        for c in choices(model, machine, work, options, levels=levels, offload=offload)
+        if c.prediction.fits(machine)
+    ]
+    if (
+        not any(c.options.level == levels[0] and not c.offloaded_layers for c in fitting)
+        and len(levels) > 1
+    ):
         mixed = mixtures(model, machine, work, options, levels=levels, offload=offload)
         fitting += [c for c in mixed if c.prediction.fits(machine)]
     limit = (1 + WORTH) * min((c.prediction.seconds for c in fitting), default=0.0)
     fast = (c for c in fitting if c.prediction.seconds <= limit)
-    return min(fast, key=lambda c: (c.offloaded_layers * (offload == "auto"), c.head_chunks, round(c.prediction.seconds, 4)), default=None)
+    return min(
+        fast,
+        key=lambda c: (
+            c.offloaded_layers * (offload == "auto"),
+            c.head_chunks,
+            round(c.prediction.seconds, 4),
+        ),
+        default=None,
+    )
 
 
 def keep_gathered(model: Model, machine: Machine, work: Work, choice: Choice) -> Choice:
@@ -246,7 +318,13 @@ def keep_gathered(model: Model, machine: Machine, work: Work, choice: Choice) ->
 
     if machine.gpus == 1 or work.rollout is not None:
         return choice
-    kept = keeping(bisect_left(range(1, model.layers + 1), True, key=lambda layers: not keeping(layers).prediction.fits(machine)))
+    kept = keeping(
+        bisect_left(
+            range(1, model.layers + 1),
+            True,
+            key=lambda layers: not keeping(layers).prediction.fits(machine),
+        )
+    )
     saves = kept.prediction.seconds < (1 - WORTH) * choice.prediction.seconds
     return kept if saves or set(choice.levels) == {"none"} else choice
 
@@ -271,7 +349,9 @@ def longest_sequence(
     like = like or Work(0)
 
     def fits(blocks: int) -> bool:
-        work = like._replace(tokens=1024 * blocks * documents, sp=sp, micro_batches=1, documents=documents)
+        work = like._replace(
+            tokens=1024 * blocks * documents, sp=sp, micro_batches=1, documents=documents
+        )
         found = choices(model, machine, work, options, levels=levels, offload=offload)
         return any(c.prediction.fits(machine) for c in found)
 

@@ -12,12 +12,17 @@ class RandomState:
 
     def __init__(self) -> None:
         self.cpu: Tensor = torch.get_rng_state()
-        self.cuda: Tensor | None = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self.cuda: Tensor | None = (
+            torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        )
 
 
 def has_dropout(module: nn.Module) -> bool:
     """Say whether active dropout lies inside `module`, so that a repeated run must draw the same numbers."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training for m in module.modules())
+    return any(
+        isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training
+        for m in module.modules()
+    )
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from ulysses.memory.case import Machine, Model, Options, Rollout, Work, shards
 from ulysses.memory.peak import kept_per_layer, offloaded_layers, runs_as
 
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
-SUM_BYTES = 8  # read and written per trained parameter and micro-batch: sent, received, summed, placed
+SUM_BYTES = (
+    8  # read and written per trained parameter and micro-batch: sent, received, summed, placed
+)
 NARROW = 64  # head dim from which attention kernels are faster
 TOKEN_LAYER_SECONDS = 2.5e-4  # of a sampler's host for one layer of one token
 
@@ -34,9 +36,14 @@ class Passes(NamedTuple):
 def step_seconds(model: Model, machine: Machine, work: Work, options: Options) -> float:
     """Predict the seconds of one optimizer step."""
     c, W = options.calibration, machine.gpus
-    per_layer = {level: passes(model, work, options, level) for level in options.counts(model.layers)}
+    per_layer = {
+        level: passes(model, work, options, level) for level in options.counts(model.layers)
+    }
     counts = options.counts(model.layers)
-    sums = [model.decoders * sum(counts[v] * getattr(per_layer[v], f) for v in counts) for f in Passes._fields]
+    sums = [
+        model.decoders * sum(counts[v] * getattr(per_layer[v], f) for v in counts)
+        for f in Passes._fields
+    ]
     S, speed = work.tokens / work.sp, machine.peak_flops
     head = model.vocabulary_parameters if model.has_head else 0
     matrices = sums[0] * S + 2 * S * head * (4 if model.is_full else 3)
@@ -54,11 +61,17 @@ def step_seconds(model: Model, machine: Machine, work: Work, options: Options) -
     matrices += work.forwards * 2 * S * (model.layers * model.layer_parameters + head)
     attention += work.forwards * forward * model.layers
     exchanges += work.forwards * sent * model.layers
-    once = options.gathered_layers * options.element_size * model.layer_parameters  # gathered once for both passes
+    once = (
+        options.gathered_layers * options.element_size * model.layer_parameters
+    )  # gathered once for both passes
     again = counts.get("pair", 0) / model.layers * weights
     gathered = (2 + work.forwards) * weights + again - once + options.element_size * model.trained
     kernels = c.attention * (c.narrow_heads if model.head_dim <= NARROW else 1.0)
-    gpu = matrices / (c.matrices * speed) + attention / (kernels * speed) + touched / (c.memory * machine.hbm)
+    gpu = (
+        matrices / (c.matrices * speed)
+        + attention / (kernels * speed)
+        + touched / (c.memory * machine.hbm)
+    )
     if work.sp > 1:
         gpu += exchanges / (c.exchange * machine.link_over(work.sp))
     link, share = c.gather * machine.link_over(W), (W - 1) / W
@@ -71,7 +84,9 @@ def step_seconds(model: Model, machine: Machine, work: Work, options: Options) -
     micro = max(gpu, traffic, host, copied) + exposed + c.step_seconds
     update = machine.host_link if options.offload_optimizer else c.memory * machine.hbm
     seconds = work.micro_batches * micro + UPDATE_BYTES * model.trained / W / update
-    return seconds + (_rollout_seconds(model, machine, work.rollout, options) if work.rollout is not None else 0.0)
+    return seconds + (
+        _rollout_seconds(model, machine, work.rollout, options) if work.rollout is not None else 0.0
+    )
 
 
 def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
@@ -82,7 +97,13 @@ def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
     pair = level == "pair"  # the forward pass of every second layer once more
     if pair:
         level = "block"
-    again = {"none": 0, "mlp": 0, "keep_exchange": output, "keep_attention": project + output, "block": project + output}[level]
+    again = {
+        "none": 0,
+        "mlp": 0,
+        "keep_exchange": output,
+        "keep_attention": project + output,
+        "block": project + output,
+    }[level]
     again += (project + output + gate_up + down) / 2 * pair
     groups = level == "block" and options.tiling.head_chunks > 1
     again += project * (groups and model.is_full)
@@ -95,7 +116,12 @@ def passes(model: Model, work: Work, options: Options, level: str) -> Passes:
         elementwise += options.element_size * (3 * F + 8 * D + (6 * (q + 2 * k) if repeats else 0))
     elementwise += options.element_size * (3 * F + 10 * D + 6 * (q + 2 * k)) / 2 * pair
     third = (q + 2 * k) / (2 * q + 2 * k) if groups else 0.0  # q, k, v once more
-    return Passes(matrices, 3.5 + (level == "block") + pair / 2, 2.0 + repeats + third + pair / 2, float(elementwise))
+    return Passes(
+        matrices,
+        3.5 + (level == "block") + pair / 2,
+        2.0 + repeats + third + pair / 2,
+        float(elementwise),
+    )
 
 
 def attention_flops(model: Model, work: Work) -> float:
@@ -109,14 +135,20 @@ def exchanged_bytes(model: Model, sp: int, element_size: int, chunks: int = 1) -
     q and the output travel among the U ranks of a row set, k and v to every rank that attends with them.
     """
     split = shards(model, sp, chunks)
-    return float(element_size * model.head_dim * (2 * split.query * (split.head_ranks - 1) + 2 * split.key * (sp - 1)))
+    return float(
+        element_size
+        * model.head_dim
+        * (2 * split.query * (split.head_ranks - 1) + 2 * split.key * (sp - 1))
+    )
 
 
 def _host_copies(model: Model, world: int, work: Work, options: Options) -> float:
     """Return the bytes that one micro-batch copies to the host and back."""
     away = offloaded_layers(model, options)
     kept = kept_per_layer(model, work.sp, work.local, options, options.level) if away else 0.0
-    shard = 2 * options.element_size * model.parameters / world if options.offload_parameters else 0.0  # for both gathers
+    shard = (
+        2 * options.element_size * model.parameters / world if options.offload_parameters else 0.0
+    )  # for both gathers
     gradients = 4 * model.trained / world if options.offload_optimizer else 0.0
     return 2 * kept * away * model.decoders + shard + gradients
 
@@ -126,7 +158,19 @@ def _rollout_seconds(model: Model, machine: Machine, rollout: Rollout, options: 
     c, batches = options.calibration, -(-rollout.answers // rollout.batch)
     policy = model.layers * model.layer_parameters + model.vocabulary_parameters
     count = rollout.answers / batches
-    cache = 2 * options.element_size * model.layers * count * model.kv_width * (rollout.prompt_tokens + rollout.new_tokens / 2)
-    token = max((options.element_size * policy + cache) / (c.memory * machine.hbm), model.layers * TOKEN_LAYER_SECONDS)
-    prompts = 2 * policy * rollout.answers * rollout.prompt_tokens / (c.matrices * machine.peak_flops)
+    cache = (
+        2
+        * options.element_size
+        * model.layers
+        * count
+        * model.kv_width
+        * (rollout.prompt_tokens + rollout.new_tokens / 2)
+    )
+    token = max(
+        (options.element_size * policy + cache) / (c.memory * machine.hbm),
+        model.layers * TOKEN_LAYER_SECONDS,
+    )
+    prompts = (
+        2 * policy * rollout.answers * rollout.prompt_tokens / (c.matrices * machine.peak_flops)
+    )
     return (batches * rollout.new_tokens * token + prompts) / rollout.steps

@@ -37,7 +37,9 @@ class TilingOptions:
 
     def __post_init__(self) -> None:
         if self.mlp_rows != "auto" and (not isinstance(self.mlp_rows, int) or self.mlp_rows < 0):
-            raise ValueError(f'mlp_rows is {self.mlp_rows!r} but must be "auto", 0 (never tile) or a number of rows')
+            raise ValueError(
+                f'mlp_rows is {self.mlp_rows!r} but must be "auto", 0 (never tile) or a number of rows'
+            )
         if self.head_chunks < 1:
             raise ValueError(
                 f"head_chunks is {self.head_chunks} but must be at least 1, which attends to all heads at once"
@@ -66,10 +68,14 @@ class TilingOptions:
         return -(-total // -(-total // limit))
 
 
-def head_chunk_counts(num_heads: int, num_kv_heads: int, head_parallel_size: int) -> tuple[int, ...]:
+def head_chunk_counts(
+    num_heads: int, num_kv_heads: int, head_parallel_size: int
+) -> tuple[int, ...]:
     """Return the numbers of equal head groups that kv heads and ranks allow, the fewest first."""
     counts = range(1, num_kv_heads + 1)
-    return tuple(c for c in counts if num_kv_heads % c == 0 and (num_heads // c) % head_parallel_size == 0)
+    return tuple(
+        c for c in counts if num_kv_heads % c == 0 and (num_heads // c) % head_parallel_size == 0
+    )
 
 
 def tiles(total: int, rows: int) -> Iterator[slice]:
@@ -90,7 +96,11 @@ def run_tiles(function: RowFunction, rows: Tensor, tile_rows: int) -> Tensor:
 
 
 def tile_gradients(
-    function: RowFunction, rows: Tensor, grad: Tensor, parameters: Sequence[nn.Parameter], tile_rows: int
+    function: RowFunction,
+    rows: Tensor,
+    grad: Tensor,
+    parameters: Sequence[nn.Parameter],
+    tile_rows: int,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.
 
@@ -117,11 +127,15 @@ def _tile(
     leaf = rows.detach().requires_grad_()
     with torch.enable_grad():
         out = function(leaf)
-    grad_rows, *grads = torch.autograd.grad(out, (leaf, *parameters), grad, allow_unused=True, materialize_grads=True)
+    grad_rows, *grads = torch.autograd.grad(
+        out, (leaf, *parameters), grad, allow_unused=True, materialize_grads=True
+    )
     return grad_rows, grads
 
 
-def tiled(run: RowFunction, gradients: RowGradients, rows: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+def tiled(
+    run: RowFunction, gradients: RowGradients, rows: Tensor, parameters: Sequence[nn.Parameter]
+) -> Tensor:
     """Return run(rows) with a graph that keeps only `rows`.
 
     gradients(rows, grad) -> (gradient of rows, those of `parameters`); both work in tiles and record no graph.
@@ -131,7 +145,9 @@ def tiled(run: RowFunction, gradients: RowGradients, rows: Tensor, parameters: S
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: RowFunction, gradients: RowGradients, rows: Tensor, *parameters: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, run: RowFunction, gradients: RowGradients, rows: Tensor, *parameters: nn.Parameter
+    ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.gradients = gradients
         return run(rows)

@@ -3,11 +3,11 @@
 Read in this order: mesh, batch, layout, plan, all_to_all, attention, kernels, reduce.
 """
 
-from .all_to_all import SeqAllToAll4D
 from .attention import UlyssesAttention
 from .batch import PackedBatch, Sequence, ShardedBatch, pack_shard, shard
+from .exchange import SeqAllToAll4D
 from .mesh import ParallelMesh
-from .reduce import gather_tokens, segment_sums, sequence_last
+from .sums import gather_tokens, segment_sums, sequence_last
 
 __all__ = [
     "PackedBatch",

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .all_to_all import exchange_out, exchange_qkv
+from .exchange import exchange_out, exchange_qkv
 from .kernels import KernelChoice, Options, resolve_kernel, varlen_backward, varlen_forward
 from .kernels_document import Window, visible
 from .layout import Segments, head_layout
@@ -43,7 +43,9 @@ class UlyssesAttention(nn.Module):
         kernel: str | Callable[..., Tensor] = "auto",
     ):
         super().__init__()
-        head_layout(num_heads, num_kv_heads, mesh.head_parallel_size if mesh else 1)  # refuses what does not fit
+        head_layout(
+            num_heads, num_kv_heads, mesh.head_parallel_size if mesh else 1
+        )  # refuses what does not fit
         self.mesh = mesh
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -83,12 +85,16 @@ class UlyssesAttention(nn.Module):
             assert cu_seqlens is not None
             plan = device_plan(cu_seqlens, max_seqlen, query.shape[0], self.mesh)
         if not dense and query.shape[0] != plan.local_tokens:
-            raise ValueError(f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}")
+            raise ValueError(
+                f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
+            )
         lead = query.shape[:-2]
         if dense:
             query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
         query, key, value = exchange_qkv(query, key, value, plan)
-        output, _ = self.attend(query, key, value, plan, causal=causal, softmax_scale=softmax_scale, window=window)
+        output, _ = self.attend(
+            query, key, value, plan, causal=causal, softmax_scale=softmax_scale, window=window
+        )
         return exchange_out(output, plan).unflatten(0, lead)
 
     def exchange_qkv(
@@ -116,7 +122,12 @@ class UlyssesAttention(nn.Module):
         return _Attend.apply(query, key, value, self, plan, options)
 
     def attend_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, options: Options | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        plan: AttentionPlan,
+        options: Options | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Do `attend` without recording a graph. `options` defaults to plain causal attention."""
         options = options or self.options()
@@ -126,7 +137,9 @@ class UlyssesAttention(nn.Module):
         name = self.resolve(query.device, query.dtype, options, plan.documents).name
         calls = self._calls(plan, options)
         parts = [
-            varlen_forward(name, query[slice(*rows)], key[slice(*keys)], value[slice(*keys)], segments, options)
+            varlen_forward(
+                name, query[slice(*rows)], key[slice(*keys)], value[slice(*keys)], segments, options
+            )
             for rows, keys, segments in calls
         ]
         if len(parts) == 1:
@@ -158,14 +171,23 @@ class UlyssesAttention(nn.Module):
         dkeys = key.new_zeros(2, *key.shape)  # arcs of one row set may share keys
         for rows, keys, segments in calls:
             at_q, at_k = slice(*rows), slice(*keys)
-            saved = dout[at_q], query[at_q], key[at_k], value[at_k], out[at_q], lse[:, at_q].contiguous()
+            saved = (
+                dout[at_q],
+                query[at_q],
+                key[at_k],
+                value[at_k],
+                out[at_q],
+                lse[:, at_q].contiguous(),
+            )
             dq, dk, dv = varlen_backward(name, *saved, segments, options)
             dquery[at_q] = dq
             dkeys[0, at_k] += dk
             dkeys[1, at_k] += dv
         return dquery, dkeys[0], dkeys[1]
 
-    def options(self, causal: bool = True, softmax_scale: float | None = None, window: Window | None = None) -> Options:
+    def options(
+        self, causal: bool = True, softmax_scale: float | None = None, window: Window | None = None
+    ) -> Options:
         """Fill in the defaults of an attention call; deterministic follows torch.use_deterministic_algorithms."""
         scale = 1 / math.sqrt(self.head_dim) if softmax_scale is None else softmax_scale
         if window is not None and visible(False, window) == (None, None):
@@ -173,13 +195,21 @@ class UlyssesAttention(nn.Module):
         return Options(causal, scale, window, torch.are_deterministic_algorithms_enabled())
 
     def resolve(
-        self, device: torch.device, dtype: torch.dtype, options: Options | None = None, documents: int | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        options: Options | None = None,
+        documents: int | None = None,
     ) -> KernelChoice:
         """Say which kernel such a call takes and why; raises ValueError if the requested one cannot."""
         if callable(self.kernel):
-            return KernelChoice(getattr(self.kernel, "__name__", "callable"), "attention kernel given by the caller")
+            return KernelChoice(
+                getattr(self.kernel, "__name__", "callable"), "attention kernel given by the caller"
+            )
         window = options.window if options else None
-        deterministic = options.deterministic if options else torch.are_deterministic_algorithms_enabled()
+        deterministic = (
+            options.deterministic if options else torch.are_deterministic_algorithms_enabled()
+        )
         return resolve_kernel(
             self.kernel, device, dtype, self.head_dim,
             window=window, deterministic=deterministic, documents=documents,
@@ -188,7 +218,9 @@ class UlyssesAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}/{self.num_kv_heads}, head_dim={self.head_dim}, mesh={self.mesh}"
 
-    def _calls(self, plan: AttentionPlan, options: Options) -> list[tuple[tuple[int, int], tuple[int, int], Segments]]:
+    def _calls(
+        self, plan: AttentionPlan, options: Options
+    ) -> list[tuple[tuple[int, int], tuple[int, int], Segments]]:
         """The varlen calls of this rank: its rows, their keys, and the documents."""
         if plan.row_parallel_size > 1 and options.window is not None and not options.causal:
             raise ValueError(
@@ -199,16 +231,24 @@ class UlyssesAttention(nn.Module):
             return [(call.rows, call.causal_keys, call.causal) for call in plan.calls]
         return [(call.rows, call.keys, call.full) for call in plan.calls]
 
-    def _call_kernel(self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, options: Options) -> Tensor:
+    def _call_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, options: Options
+    ) -> Tensor:
         assert callable(self.kernel)
         outputs = []
         for rows, keys, segments in self._calls(plan, options):
             outputs.append(
                 self.kernel(
-                    query[slice(*rows)], key[slice(*keys)], value[slice(*keys)],
-                    cu_seqlens_q=segments.cu_q, cu_seqlens_k=segments.cu_k,
-                    max_seqlen_q=segments.max_q, max_seqlen_k=segments.max_k,
-                    causal=options.causal, softmax_scale=options.scale, window=options.window,
+                    query[slice(*rows)],
+                    key[slice(*keys)],
+                    value[slice(*keys)],
+                    cu_seqlens_q=segments.cu_q,
+                    cu_seqlens_k=segments.cu_k,
+                    max_seqlen_q=segments.max_q,
+                    max_seqlen_k=segments.max_k,
+                    causal=options.causal,
+                    softmax_scale=options.scale,
+                    window=options.window,
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -222,9 +262,13 @@ class UlyssesAttention(nn.Module):
                 f"or [B, S, {self.num_heads}, {self.head_dim}]"
             )
         if key.shape != wanted or value.shape != wanted:
-            raise ValueError(f"key is {tuple(key.shape)} and value {tuple(value.shape)}; they must be {tuple(wanted)}")
+            raise ValueError(
+                f"key is {tuple(key.shape)} and value {tuple(value.shape)}; they must be {tuple(wanted)}"
+            )
         if not query.dtype == key.dtype == value.dtype:
-            raise ValueError(f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; give them one dtype")
+            raise ValueError(
+                f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; give them one dtype"
+            )
 
 
 class _Attend(torch.autograd.Function):

@@ -23,7 +23,7 @@ from .device import to_device
 from .layout import Range, padded_total, row_sets, shard_ranges
 from .mesh import ParallelMesh
 from .plan import AttentionPlan, packed_plan
-from .reduce import SegmentIndex, segment_index
+from .sums import SegmentIndex, segment_index
 
 IGNORE = -100
 
@@ -47,7 +47,9 @@ class Sequence:
             raise ValueError("a sequence has no tokens; drop it before packing")
         for name, values in {"loss_weights": self.loss_weights, **self.token_columns}.items():
             if len(values) != len(self.tokens):
-                raise ValueError(f"{name} has {len(values)} entries for {len(self.tokens)} tokens; give one per token")
+                raise ValueError(
+                    f"{name} has {len(values)} entries for {len(self.tokens)} tokens; give one per token"
+                )
 
 
 @dataclass(frozen=True)
@@ -69,20 +71,33 @@ class PackedBatch:
     def __post_init__(self) -> None:
         total = self.tokens.numel()
         for name in ("tokens", "targets", "loss_weights", "positions"):
-            value, dtype = getattr(self, name), torch.float32 if name == "loss_weights" else torch.int64
+            value, dtype = (
+                getattr(self, name),
+                torch.float32 if name == "loss_weights" else torch.int64,
+            )
             if value.shape != (total,) or value.dtype != dtype:
                 raise ValueError(
                     f"{name} has shape {tuple(value.shape)} and {value.dtype}; it must be [{total}] and {dtype}"
                 )
         cu = self.cu_seqlens
-        if cu.dtype != torch.int32 or cu.dim() != 1 or cu.numel() < 1 or int(cu[0]) != 0 or int(cu[-1]) != total:
+        if (
+            cu.dtype != torch.int32
+            or cu.dim() != 1
+            or cu.numel() < 1
+            or int(cu[0]) != 0
+            or int(cu[-1]) != total
+        ):
             raise ValueError(f"cu_seqlens must be int32 and run from 0 to the {total} tokens")
         if cu.numel() > 1 and int((cu[1:] - cu[:-1]).min()) < 1:
-            raise ValueError("cu_seqlens must increase: a sequence has no tokens; drop it before packing")
+            raise ValueError(
+                "cu_seqlens must increase: a sequence has no tokens; drop it before packing"
+            )
         _check_weights(self.targets, self.loss_weights)
         for name, column in self.token_columns.items():
             if column.shape[:1] != (total,):
-                raise ValueError(f"token column {name!r} has {column.shape[0]} rows; give one per token, {total}")
+                raise ValueError(
+                    f"token column {name!r} has {column.shape[0]} rows; give one per token, {total}"
+                )
         for name, column in self.sequence_columns.items():
             if column.shape[:1] != (self.num_sequences,):
                 raise ValueError(
@@ -152,12 +167,16 @@ class _Rows:
     columns: dict[str, Tensor]
 
 
-def shard(batch: PackedBatch, mesh: ParallelMesh, device: torch.device | str = "cpu") -> ShardedBatch:
+def shard(
+    batch: PackedBatch, mesh: ParallelMesh, device: torch.device | str = "cpu"
+) -> ShardedBatch:
     """Take this rank's tokens of a packed batch and move them to its device. No communication."""
     cu = batch.cu_seqlens.long()
 
     def read(ranges: list[Range]) -> _Rows:
-        tail = sum(b - a for a, b in ranges) - sum(max(0, min(b, batch.total) - a) for a, b in ranges)
+        tail = sum(b - a for a, b in ranges) - sum(
+            max(0, min(b, batch.total) - a) for a, b in ranges
+        )
 
         def take(values: Tensor, fill: float) -> Tensor:
             parts = [values[a : min(b, batch.total)] for a, b in ranges if a < batch.total]
@@ -173,20 +192,32 @@ def shard(batch: PackedBatch, mesh: ParallelMesh, device: torch.device | str = "
     return _assemble(cu, read, batch.sequence_columns, mesh, device)
 
 
-def pack_shard(sequences: list[Sequence], mesh: ParallelMesh, device: torch.device | str = "cpu") -> ShardedBatch:
+def pack_shard(
+    sequences: list[Sequence], mesh: ParallelMesh, device: torch.device | str = "cpu"
+) -> ShardedBatch:
     """Equal `shard(PackedBatch.pack(sequences), mesh, device)`, but read only this rank's slices of the arrays.
 
     No sequences give a batch of sp tokens with weight 0, for a rank short of data.
     """
     cu = _cumulative(len(s.tokens) for s in sequences)
-    return _assemble(cu, lambda ranges: _read_rows(sequences, cu, ranges), _sequence_columns(sequences), mesh, device)
+    return _assemble(
+        cu,
+        lambda ranges: _read_rows(sequences, cu, ranges),
+        _sequence_columns(sequences),
+        mesh,
+        device,
+    )
 
 
-def _assemble(cu: Tensor, read: Any, columns: dict[str, Tensor], mesh: ParallelMesh, device: Any) -> ShardedBatch:
+def _assemble(
+    cu: Tensor, read: Any, columns: dict[str, Tensor], mesh: ParallelMesh, device: Any
+) -> ShardedBatch:
     num_sequences, num_tokens = cu.numel() - 1, int(cu[-1])
     total = padded_total(num_tokens, mesh.sequence_parallel_size)
     if total >= 2**31:
-        raise ValueError(f"a pack of {total} tokens does not fit int32 cu_seqlens; pack fewer tokens")
+        raise ValueError(
+            f"a pack of {total} tokens does not fit int32 cu_seqlens; pack fewer tokens"
+        )
     if total > num_tokens:
         cu = torch.cat([cu, cu.new_tensor([total])])
     sets = row_sets(cu, mesh.row_parallel_size, mesh.head_parallel_size)
@@ -230,7 +261,9 @@ def _positions(indices: Tensor, cu: Tensor) -> Tensor:
 
 def _slice(values: Any, start: int, stop: int) -> Tensor:
     piece = values[start:stop]
-    return piece if isinstance(piece, Tensor) else torch.tensor(piece)  # a copy: memory-mapped arrays are read-only
+    return (
+        piece if isinstance(piece, Tensor) else torch.tensor(piece)
+    )  # a copy: memory-mapped arrays are read-only
 
 
 def _read_rows(sequences: list[Sequence], cu: Tensor, ranges: list[Range]) -> _Rows:
@@ -247,7 +280,11 @@ def _read_rows(sequences: list[Sequence], cu: Tensor, ranges: list[Range]) -> _R
     for a, b in ranges:
         index = int(torch.searchsorted(cu, a, right=True)) - 1
         while index < len(sequences) and starts[index] < b:
-            sequence, start, length = sequences[index], starts[index], starts[index + 1] - starts[index]
+            sequence, start, length = (
+                sequences[index],
+                starts[index],
+                starts[index + 1] - starts[index],
+            )
             if set(sequence.token_columns) != names:
                 raise ValueError(
                     f"sequence {index} has token columns {sorted(sequence.token_columns)}, the first one "
@@ -278,7 +315,9 @@ def _read_rows(sequences: list[Sequence], cu: Tensor, ranges: list[Range]) -> _R
 
 def _check_weights(targets: Tensor, weights: Tensor) -> None:
     if not bool(torch.isfinite(weights).all()):
-        raise ValueError("loss_weights holds a value that is not finite; weights must be numbers, 0 to ignore a target")
+        raise ValueError(
+            "loss_weights holds a value that is not finite; weights must be numbers, 0 to ignore a target"
+        )
     wrong = torch.nonzero((targets == IGNORE) != (weights == 0)).flatten()
     if wrong.numel():
         i = int(wrong[0])
@@ -297,5 +336,3 @@ def _sequence_columns(sequences: list[Sequence]) -> dict[str, Tensor]:
                 "give all sequences the same columns"
             )
     return {name: torch.tensor([s.columns[name] for s in sequences]) for name in sorted(names)}
-
-

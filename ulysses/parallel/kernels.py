@@ -34,7 +34,11 @@ KERNELS = ("flash4", "cudnn", "flash2", "torch", "reference")
 HALF = (torch.float16, torch.bfloat16)
 # flash4 4.0.0b36 on H200: gradients right for these (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16
 FLASH4_HEAD_DIMS = (32, 64, 128)
-PROOF = (129, 1, 300)  # lengths of prove_kernel's documents: several tiles, none of them full, and a single token
+PROOF = (
+    129,
+    1,
+    300,
+)  # lengths of prove_kernel's documents: several tiles, none of them full, and a single token
 PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels come to 2e-3 to 4e-3
 
 
@@ -85,18 +89,28 @@ def resolve_kernel(
         passed_over: list[str] = []
         for candidate in KERNELS:
             reason = objection(candidate)
-            if reason is None and candidate == "cudnn" and documents not in (1, 2):  # two: one and the tail
+            if (
+                reason is None and candidate == "cudnn" and documents not in (1, 2)
+            ):  # two: one and the tail
                 reason = "cudnn is for packs of one document"
             if reason is None:
-                return KernelChoice(candidate, f"attention kernel {candidate} ({case}); " + "; ".join(passed_over))
+                return KernelChoice(
+                    candidate, f"attention kernel {candidate} ({case}); " + "; ".join(passed_over)
+                )
             passed_over.append(reason)
     if name == "flash3":
-        raise ValueError("attention kernel flash3 is not supported; set flash4, which runs on Hopper too, or auto")
+        raise ValueError(
+            "attention kernel flash3 is not supported; set flash4, which runs on Hopper too, or auto"
+        )
     if name not in KERNELS:
-        raise ValueError(f"attention kernel {name!r} is unknown; set auto, {', '.join(KERNELS)} or give a callable")
+        raise ValueError(
+            f"attention kernel {name!r} is unknown; set auto, {', '.join(KERNELS)} or give a callable"
+        )
     reason = objection(name)
     if reason is not None:
-        raise ValueError(f"attention kernel {name} cannot run here ({case}): {reason}; set another kernel or auto")
+        raise ValueError(
+            f"attention kernel {name} cannot run here ({case}): {reason}; set another kernel or auto"
+        )
     return KernelChoice(name, f"attention kernel {name} ({case}), as requested")
 
 
@@ -112,15 +126,26 @@ def _missing(name: str, device: torch.device) -> str | None:
         return f"{name} does not run on compute capability {major}"
     if name == "cudnn":
         return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
-    module = {"flash4": "flash_attn.cute.interface", "flash2": "flash_attn.flash_attn_interface"}[name]
+    module = {"flash4": "flash_attn.cute.interface", "flash2": "flash_attn.flash_attn_interface"}[
+        name
+    ]
     error = _load(module)[1]
-    if error is None and name == "flash2" and not hasattr(_flash2(), "_wrapped_flash_attn_varlen_forward"):
+    if (
+        error is None
+        and name == "flash2"
+        and not hasattr(_flash2(), "_wrapped_flash_attn_varlen_forward")
+    ):
         return "flash2 needs flash-attn 2.7 or newer"
     return None if error is None else f"{name} cannot be imported ({error})"
 
 
 def _unfit(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, window: Window | None, deterministic: bool
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    window: Window | None,
+    deterministic: bool,
 ) -> str | None:
     """Why the kernel cannot compute this case."""
     left, right = visible(False, window)
@@ -140,7 +165,10 @@ def _unfit(
         return "cudnn knows no window"
     if name == "cudnn" and deterministic:
         return "cudnn's backward is not deterministic"
-    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    strict = (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     if name == "torch" and deterministic and not strict:
         return "torch is deterministic only under torch.use_deterministic_algorithms(True), not with warn_only"
     return None
@@ -150,7 +178,12 @@ def _unfit(
 def _load(module: str) -> tuple[ModuleType | None, str | None]:
     try:
         return importlib.import_module(module), None
-    except (ImportError, OSError, AttributeError, RuntimeError) as error:  # also a build for another torch or driver
+    except (
+        ImportError,
+        OSError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # also a build for another torch or driver
         return None, str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
@@ -177,7 +210,9 @@ def _with_larger_tiles(flash4: Any) -> Callable[..., Any]:
         return table(head_dim, head_dim_v, causal and head_dim != 128, *rest, **named)
 
     names = {**backward.__globals__, "_tile_size_bwd_sm90": larger}
-    ours = FunctionType(backward.__code__, names, backward.__name__, backward.__defaults__, backward.__closure__)
+    ours = FunctionType(
+        backward.__code__, names, backward.__name__, backward.__defaults__, backward.__closure__
+    )
     ours.__kwdefaults__ = backward.__kwdefaults__
     return ours
 
@@ -188,14 +223,23 @@ def varlen_forward(
     """Run a kernel's forward: q [Tq, H, E], k and v [Tk, K, E] -> out [Tq, H, E], lse [H, Tq] float32 or float64."""
     causal, scale, window, _ = options
     cu = segments.cu_q, segments.cu_k
-    longest = max(2, segments.max_q), segments.max_k  # flash kernels lay lse out differently when told 1
+    longest = (
+        max(2, segments.max_q),
+        segments.max_k,
+    )  # flash kernels lay lse out differently when told 1
     left, right = visible(causal, window)
     if kernel == "reference":
-        return by_document.reference_forward(q, k, v, segments, causal=causal, scale=scale, window=window)
+        return by_document.reference_forward(
+            q, k, v, segments, causal=causal, scale=scale, window=window
+        )
     if kernel == "cudnn":
-        return by_document.fused_forward(by_document.cudnn_forward, q, k, v, segments, causal=causal, scale=scale)
+        return by_document.fused_forward(
+            by_document.cudnn_forward, q, k, v, segments, causal=causal, scale=scale
+        )
     if kernel == "torch" and not q.is_cuda:
-        return by_document.fused_forward(by_document.cpu_forward, q, k, v, segments, causal=causal, scale=scale)
+        return by_document.fused_forward(
+            by_document.cpu_forward, q, k, v, segments, causal=causal, scale=scale
+        )
     if kernel == "torch":
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *cu, *longest, 0.0, causal, False,
@@ -212,7 +256,9 @@ def varlen_forward(
             softmax_scale=scale, causal=causal, window_size_left=left, window_size_right=right, return_lse=True,
         )  # fmt: skip
     else:
-        raise ValueError(f"attention kernel {kernel!r} is unknown; resolve_kernel names the kernels")
+        raise ValueError(
+            f"attention kernel {kernel!r} is unknown; resolve_kernel names the kernels"
+        )
     return out, lse
 
 
@@ -223,15 +269,24 @@ def varlen_backward(
     """Run a kernel's backward from its saved out and lse: dq [Tq, H, E], dk and dv [Tk, K, E]."""
     causal, scale, window, deterministic = options
     cu = segments.cu_q, segments.cu_k
-    longest = max(2, segments.max_q), segments.max_k  # flash kernels lay lse out differently when told 1
+    longest = (
+        max(2, segments.max_q),
+        segments.max_k,
+    )  # flash kernels lay lse out differently when told 1
     left, right = visible(causal, window)
     saved = dout, q, k, v, out, lse
     if kernel == "reference":
-        return by_document.reference_backward(*saved, segments, causal=causal, scale=scale, window=window)
+        return by_document.reference_backward(
+            *saved, segments, causal=causal, scale=scale, window=window
+        )
     if kernel == "cudnn":
-        return by_document.fused_backward(by_document.cudnn_backward, *saved, segments, causal=causal, scale=scale)
+        return by_document.fused_backward(
+            by_document.cudnn_backward, *saved, segments, causal=causal, scale=scale
+        )
     if kernel == "torch" and not q.is_cuda:
-        return by_document.fused_backward(by_document.cpu_backward, *saved, segments, causal=causal, scale=scale)
+        return by_document.fused_backward(
+            by_document.cpu_backward, *saved, segments, causal=causal, scale=scale
+        )
     dout = dout.contiguous()
     if kernel == "torch":
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -254,17 +309,26 @@ def varlen_backward(
             deterministic=deterministic, dq=dq, dk=dk, dv=dv,
         )  # fmt: skip
     else:
-        raise ValueError(f"attention kernel {kernel!r} is unknown; resolve_kernel names the kernels")
+        raise ValueError(
+            f"attention kernel {kernel!r} is unknown; resolve_kernel names the kernels"
+        )
     return dq, dk, dv
 
 
-def kernels_of(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool) -> list[str]:
+def kernels_of(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool
+) -> list[str]:
     """Name what `resolve_kernel` may take, whatever the pack: "auto" has another one for a single long document."""
-    found = (resolve_kernel(name, device, dtype, head_dim, deterministic=deterministic, documents=n).name for n in (None, 1))
+    found = (
+        resolve_kernel(name, device, dtype, head_dim, deterministic=deterministic, documents=n).name
+        for n in (None, 1)
+    )
     return list(dict.fromkeys(found))
 
 
-def prove_kernel(name: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+def prove_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
     """Compare a kernel's values and gradients on a small pack with plain attention in float64.
 
     Kernels are other projects' code, compiled for this GPU by this driver: a wrong gradient makes no noise. Raises
@@ -272,11 +336,15 @@ def prove_kernel(name: str, device: torch.device, dtype: torch.dtype, heads: int
     """
     draw = torch.Generator().manual_seed(0)
     tokens, cu = sum(PROOF), torch.tensor([0, *PROOF]).cumsum(0).int()
-    segments = Segments(cu.to(device), cu.to(device), max(PROOF), max(PROOF), (cu.tolist(), cu.tolist()))
+    segments = Segments(
+        cu.to(device), cu.to(device), max(PROOF), max(PROOF), (cu.tolist(), cu.tolist())
+    )
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(True, head_dim**-0.5, deterministic=deterministic)
     widths = (heads, kv_heads, kv_heads)
-    buffer = torch.randn(tokens, sum(widths), head_dim, generator=draw).to(device, dtype)  # strided, as the exchange leaves them
+    buffer = torch.randn(tokens, sum(widths), head_dim, generator=draw).to(
+        device, dtype
+    )  # strided, as the exchange leaves them
     dout = torch.randn(tokens, heads, head_dim, generator=draw).to(device, dtype)
 
     def run(name: str, dout: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
@@ -285,7 +353,9 @@ def prove_kernel(name: str, device: torch.device, dtype: torch.dtype, heads: int
         return out, lse, *varlen_backward(name, dout, q, k, v, out, lse, segments, options)
 
     found, exact = run(name, dout, buffer), run("reference", dout.double(), buffer.double())
-    for what, got, wanted in zip(("output", "log-sum-exp", "query gradient", "key gradient", "value gradient"), found, exact):
+    for what, got, wanted in zip(
+        ("output", "log-sum-exp", "query gradient", "key gradient", "value gradient"), found, exact
+    ):
         error = float((got.double() - wanted).norm() / wanted.norm())
         if not error < PROOF_ERROR:
             raise FloatingPointError(

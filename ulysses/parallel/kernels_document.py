@@ -40,7 +40,14 @@ def documents(segments: Segments) -> Iterator[tuple[slice, slice]]:
 
 
 def reference_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool, scale: float, window: Window | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    scale: float,
+    window: Window | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute out [T, H, E] and lse [H, T] by plain matrix products, a tile of query rows at a time."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -73,14 +80,17 @@ def reference_backward(
             group = q.shape[1] // k.shape[1]
             total = lse[:, rows].unflatten(0, (-1, group))[..., None]
             weights = (
-                _scores(q[rows], keys[:, low:high], mask, scale, wide) - total.masked_fill(total == -torch.inf, 0)
+                _scores(q[rows], keys[:, low:high], mask, scale, wide)
+                - total.masked_fill(total == -torch.inf, 0)
             ).exp_()
             upstream = _to_groups(dout[rows], k.shape[1], wide)
             delta = (upstream * _to_groups(out[rows], k.shape[1], wide)).sum(-1, keepdim=True)
             dscores = weights * (upstream @ values[:, None, low:high].mT - delta) * scale
             dq[rows] = _from_groups(dscores @ keys[:, None, low:high]).to(q.dtype)
             dvalues[:, low:high] += weights.flatten(1, 2).mT @ upstream.flatten(1, 2)
-            dkeys[:, low:high] += dscores.flatten(1, 2).mT @ _to_groups(q[rows], k.shape[1], wide).flatten(1, 2)
+            dkeys[:, low:high] += dscores.flatten(1, 2).mT @ _to_groups(
+                q[rows], k.shape[1], wide
+            ).flatten(1, 2)
         dk[at_k], dv[at_k] = dkeys.transpose(0, 1).to(k.dtype), dvalues.transpose(0, 1).to(v.dtype)
     return dq, dk, dv
 
@@ -115,7 +125,9 @@ def visible(causal: bool, window: Window | None) -> tuple[int | None, int | None
     return left, (0 if causal else right)
 
 
-def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, scale: float, wide: torch.dtype) -> Tensor:
+def _scores(
+    q: Tensor, keys: Tensor, mask: Tensor | None, scale: float, wide: torch.dtype
+) -> Tensor:
     scores = _to_groups(q, keys.shape[0], wide) @ keys[:, None].mT * scale
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
 
@@ -137,15 +149,26 @@ def _from_groups(values: Tensor) -> Tensor:
 # --- torch's fused kernels, [1, heads, n, E], top-left causal ------------------------------------------------------
 
 Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]
+]
 
 
 def fused_forward(
-    kernel: Forward, q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, causal: bool, scale: float
+    kernel: Forward,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Run a fused kernel on every document; out [T, H, E], lse [H, T]."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    lse = torch.empty(
+        q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
+    )
     for at_q, at_k in documents(segments):
         query, key, value = _heads_first(q[at_q]), _heads_first(k[at_k]), _heads_first(v[at_k])
         prefix = _prefix(at_q, at_k, causal)
@@ -177,9 +200,17 @@ def fused_backward(
         if prefix == 0:
             grads = kernel(upstream, query, key, value, *saved, causal, scale)
         else:
-            one = kernel(upstream, query, key[:, :, :prefix], value[:, :, :prefix], *saved, False, scale)
-            two = kernel(upstream, query, key[:, :, prefix:], value[:, :, prefix:], *saved, True, scale)
-            grads = (one[0] + two[0], torch.cat([one[1], two[1]], 2), torch.cat([one[2], two[2]], 2))
+            one = kernel(
+                upstream, query, key[:, :, :prefix], value[:, :, :prefix], *saved, False, scale
+            )
+            two = kernel(
+                upstream, query, key[:, :, prefix:], value[:, :, prefix:], *saved, True, scale
+            )
+            grads = (
+                one[0] + two[0],
+                torch.cat([one[1], two[1]], 2),
+                torch.cat([one[2], two[2]], 2),
+            )
         dq[at_q], dk[at_k], dv[at_k] = (grad[0].transpose(0, 1) for grad in grads)
     return dq, dk, dv
 
@@ -192,18 +223,31 @@ def _prefix(at_q: slice, at_k: slice, causal: bool) -> int:
     """Keys that all of the document's queries see, when they need a call of their own."""
     extra = (at_k.stop - at_k.start) - (at_q.stop - at_q.start)
     if causal and extra < 0:
-        raise ValueError("a document has more queries than keys; only the reference kernel computes that causally")
+        raise ValueError(
+            "a document has more queries than keys; only the reference kernel computes that causally"
+        )
     return extra if causal else 0
 
 
-def cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """torch's blocked CPU kernel; kv heads are repeated, it knows no groups."""
     k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, scale=scale
+    )
 
 
 def cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of `cpu_forward`."""
     repeated = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
@@ -214,18 +258,28 @@ def cpu_backward(
 
 
 def _repeat(values: Tensor, num_heads: int) -> Tensor:
-    return values if values.shape[1] == num_heads else values.repeat_interleave(num_heads // values.shape[1], 1)
+    return (
+        values
+        if values.shape[1] == num_heads
+        else values.repeat_interleave(num_heads // values.shape[1], 1)
+    )
 
 
 def _fold(grads: Tensor, num_kv_heads: int) -> Tensor:
-    return grads if grads.shape[1] == num_kv_heads else grads.unflatten(1, (num_kv_heads, -1)).sum(2)
+    return (
+        grads if grads.shape[1] == num_kv_heads else grads.unflatten(1, (num_kv_heads, -1)).sum(2)
+    )
 
 
-def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """cuDNN's fused attention (GPU, float16 or bfloat16); it knows kv groups. Short documents go by plain math."""
     if min(q.shape[2], k.shape[2]) < SHORT:
         weights, lse = _short_weights(q, k, None, causal, scale)
-        return (weights @ v[:, :, None].to(weights.dtype)).flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+        return (weights @ v[:, :, None].to(weights.dtype)).flatten(1, 2).to(q.dtype), lse.flatten(
+            1, 2
+        )
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -233,19 +287,30 @@ def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 
 
 def cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of `cudnn_forward`."""
     if min(q.shape[2], k.shape[2]) < SHORT:
         return _short_backward(dout, q, k, v, out, lse, causal, scale)
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the dropout generator's state; there is no dropout
+    unused = torch.zeros(
+        (), dtype=torch.int64, device=q.device
+    )  # the dropout generator's state; there is no dropout
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse[..., None], unused, unused, None, None, None,
         q.shape[2], k.shape[2], 0.0, causal, scale=scale,
     )  # fmt: skip
 
 
-def _short_weights(q: Tensor, k: Tensor, lse: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _short_weights(
+    q: Tensor, k: Tensor, lse: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention weights [1, K, G, nq, nk] and log-sum-exps [1, K, G, nq], top-left causal."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.unflatten(1, (k.shape[1], -1)).to(wide) @ k[:, :, None].mT.to(wide) * scale
@@ -257,10 +322,19 @@ def _short_weights(q: Tensor, k: Tensor, lse: Tensor | None, causal: bool, scale
 
 
 def _short_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     weights, _ = _short_weights(q, k, lse, causal, scale)
-    upstream, output, query = (x.unflatten(1, (k.shape[1], -1)).to(weights.dtype) for x in (dout, out, q))
+    upstream, output, query = (
+        x.unflatten(1, (k.shape[1], -1)).to(weights.dtype) for x in (dout, out, q)
+    )
     key, value = k[:, :, None].to(weights.dtype), v[:, :, None].to(weights.dtype)
     dscores = weights * (upstream @ value.mT - (upstream * output).sum(-1, keepdim=True)) * scale
     dq = (dscores @ key).flatten(1, 2)

@@ -74,14 +74,18 @@ def padded_total(total: int, sequence_parallel_size: int) -> int:
     return max(1, -(-total // sp)) * sp
 
 
-def row_sets(cu_seqlens: Tensor, row_parallel_size: int, head_parallel_size: int = 1) -> list[list[Range]]:
+def row_sets(
+    cu_seqlens: Tensor, row_parallel_size: int, head_parallel_size: int = 1
+) -> list[list[Range]]:
     """Deal the packed rows to R row sets of equal length and equal causal cost, as sorted contiguous arcs.
 
     `cu_seqlens` [N + 1] lies on the host and covers the tail; its end must be a multiple of R * U.
     """
     total = int(cu_seqlens[-1])
     if total % (row_parallel_size * head_parallel_size):
-        raise ValueError(f"{total} tokens do not split evenly over {row_parallel_size * head_parallel_size} ranks")
+        raise ValueError(
+            f"{total} tokens do not split evenly over {row_parallel_size * head_parallel_size} ranks"
+        )
     if row_parallel_size == 1:
         return [[(0, total)]]
     cu = cu_seqlens.long()
@@ -129,7 +133,9 @@ def _balanced_window(cu: Tensor, left: list[Range], size: int, remaining: int) -
     error = windows - target
     following = error.roll(-1)
     # The windows' mean is the target, so some window meets it. The first within 0.2% cuts the fewest documents.
-    first = int(torch.nonzero((error.abs() * 500 <= target) | (error.sign() * following.sign() < 0))[0])
+    first = int(
+        torch.nonzero((error.abs() * 500 <= target) | (error.sign() * following.sign() < 0))[0]
+    )
     if abs(int(error[first])) * 500 <= target:
         return int(starts[first])
     end = int(starts[first + 1]) if first + 1 < starts.numel() else count

@@ -27,7 +27,9 @@ class ParallelMesh:
     degree must divide the head count.
     """
 
-    def __init__(self, sequence_parallel_size: int = 1, *, num_heads: int | Sequence[int] | None = None):
+    def __init__(
+        self, sequence_parallel_size: int = 1, *, num_heads: int | Sequence[int] | None = None
+    ):
         distributed = dist.is_available() and dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
         self.rank = dist.get_rank() if distributed else 0
@@ -36,10 +38,20 @@ class ParallelMesh:
             divisors = [str(d) for d in range(1, self.world_size + 1) if self.world_size % d == 0]
             allowed = " or ".join(filter(None, [", ".join(divisors[:-1]), divisors[-1]]))
             processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
-            raise ValueError(f"sequence_parallel_size is {sp} but must divide the {processes}; set it to {allowed}")
-        heads = () if num_heads is None else (num_heads,) if isinstance(num_heads, int) else tuple(num_heads)
+            raise ValueError(
+                f"sequence_parallel_size is {sp} but must divide the {processes}; set it to {allowed}"
+            )
+        heads = (
+            ()
+            if num_heads is None
+            else (num_heads,)
+            if isinstance(num_heads, int)
+            else tuple(num_heads)
+        )
         if any(count < 1 for count in heads):
-            raise ValueError(f"num_heads is {num_heads} but must be positive; give the models' query head counts")
+            raise ValueError(
+                f"num_heads is {num_heads} but must be positive; give the models' query head counts"
+            )
         self.num_heads = heads
         self.sequence_parallel_size = sp
         self.data_parallel_size = self.world_size // sp
@@ -50,7 +62,9 @@ class ParallelMesh:
         self.is_main = self.rank == 0
         self.sp_group: dist.ProcessGroup | None = None
         if sp > 1:
-            for first in range(0, self.world_size, sp):  # every rank makes every group, in the same order
+            for first in range(
+                0, self.world_size, sp
+            ):  # every rank makes every group, in the same order
                 group = dist.new_group(list(range(first, first + sp)))
                 if first <= self.rank < first + sp:
                     self.sp_group = group

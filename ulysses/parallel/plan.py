@@ -56,7 +56,10 @@ def dense_plan(
     starts = torch.arange(batch_size, dtype=torch.int64) * length
     cu_seqlens = torch.cat([starts, starts[-1:] + length])
     share = length // rows
-    sets = [[(b * length + r * share, b * length + (r + 1) * share) for b in range(batch_size)] for r in range(rows)]
+    sets = [
+        [(b * length + r * share, b * length + (r + 1) * share) for b in range(batch_size)]
+        for r in range(rows)
+    ]
     if rows == 1:
         sets = [[(0, batch_size * length)]]
     return packed_plan(cu_seqlens, sets, mesh, device, batch_size)
@@ -69,7 +72,9 @@ def device_plan(
     ranks, rows = _sizes(mesh)
     total = local_tokens * ranks
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} with {cu_seqlens.dim()} axes; it must be int32 and 1-dim")
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} with {cu_seqlens.dim()} axes; it must be int32 and 1-dim"
+        )
     on_host = cu_seqlens.device.type == "cpu"
     if (on_host or max_seqlen is None) and int(cu_seqlens[-1]) != total:
         raise ValueError(
@@ -101,7 +106,11 @@ def _sizes(mesh: ParallelMesh | None) -> tuple[int, int]:
 
 
 def packed_plan(
-    cu_seqlens: Tensor, sets: list[list[Range]], mesh: ParallelMesh | None, device: torch.device | str, batch: int = 1
+    cu_seqlens: Tensor,
+    sets: list[list[Range]],
+    mesh: ParallelMesh | None,
+    device: torch.device | str,
+    batch: int = 1,
 ) -> AttentionPlan:
     """Plan the attention of a pack whose rows were dealt as `sets` (host `cu_seqlens`, tail included)."""
     ranks, rows = _sizes(mesh)
@@ -118,19 +127,26 @@ def packed_plan(
         cu_seqlens=cu_device,
         max_seqlen=int((cu_seqlens[1:] - cu_seqlens[:-1]).max()),
         documents=cu_seqlens.numel() - 1,
-        calls=tuple(_on_device(call, cu_device, device) for call in arc_calls(cu_seqlens, sets[row_set])),
+        calls=tuple(
+            _on_device(call, cu_device, device) for call in arc_calls(cu_seqlens, sets[row_set])
+        ),
         pieces=tuple(tuple(arcs) for arcs in sets),
         batch=batch,
     )
 
 
 def _on_device(call: ArcCall, cu_seqlens: Tensor, device: torch.device | str) -> ArcCall:
-    whole = call.causal.cu_q.numel() == cu_seqlens.numel() and call.rows[1] - call.rows[0] == call.keys[1]
+    whole = (
+        call.causal.cu_q.numel() == cu_seqlens.numel()
+        and call.rows[1] - call.rows[0] == call.keys[1]
+    )
     if whole:  # plain Ulysses: one call over the whole pack
         segments = call.causal._replace(cu_q=cu_seqlens, cu_k=cu_seqlens)
         return call._replace(causal=segments, full=segments)
 
     def move(segments: Segments) -> Segments:
-        return segments._replace(cu_q=to_device(segments.cu_q, device), cu_k=to_device(segments.cu_k, device))
+        return segments._replace(
+            cu_q=to_device(segments.cu_q, device), cu_k=to_device(segments.cu_k, device)
+        )
 
     return call._replace(causal=move(call.causal), full=move(call.full))

@@ -13,9 +13,16 @@ from ulysses.report.runs import read_runs
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m ulysses.report", description="Plot what runs have logged, several laid over each other.")
+    parser = argparse.ArgumentParser(
+        "python -m ulysses.report",
+        description="Plot what runs have logged, several laid over each other.",
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder (run.output)")
-    parser.add_argument("--output", type=Path, help="where both files go (default: the run's folder; for several runs, here)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="where both files go (default: the run's folder; for several runs, here)",
+    )
     arguments = parser.parse_args()
     try:
         report = build_report(read_runs(arguments.runs))
@@ -27,12 +34,16 @@ def main() -> int:
         return 2
     print(f"wrote {output / 'report.html'}")
     try:
-        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # names in scripts that its font lacks
+        logging.getLogger("matplotlib").setLevel(
+            logging.ERROR
+        )  # names in scripts that its font lacks
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             write_picture(report, output / "report.png")
     except ImportError as error:
-        print(f"no picture: {error.name} is not installed; pip install matplotlib writes {output / 'report.png'} too")
+        print(
+            f"no picture: {error.name} is not installed; pip install matplotlib writes {output / 'report.png'} too"
+        )
         return 0
     print(f"wrote {output / 'report.png'}")
     return 0

@@ -41,8 +41,17 @@ def html_page(report: Report) -> str:
     title = ", ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs"
     if len({run.stage for run in runs if run.stage}) > 1:
         notes.append("These runs are of different stages: their losses are different quantities.")
-    notes += [f"{run.name}: {_lines(run.unreadable)} could not be read and left out." for run in runs if run.unreadable]
-    body = [f"<h1>{escape(title)}</h1>", f'<p class="note">{escape(" ".join(notes))}</p>' if notes else "", _legend(report), _summary(runs)]
+    notes += [
+        f"{run.name}: {_lines(run.unreadable)} could not be read and left out."
+        for run in runs
+        if run.unreadable
+    ]
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="note">{escape(" ".join(notes))}</p>' if notes else "",
+        _legend(report),
+        _summary(runs),
+    ]
     for section in ("Training", "Gradients", "Stage", "Speed"):
         panels = [panel for panel in report.panels if panel.section == section]
         figures = [_figure(panel, report) for panel in panels]
@@ -50,25 +59,33 @@ def html_page(report: Report) -> str:
             figures.insert(sum(panel.key in FIRST for panel in panels), _lanes_figure(report))
         if figures:
             body.append(f'<h2>{section}</h2><div class="plots">{"".join(figures)}</div>')
-        if section == "Gradients" and not any(panel.key == "grad/mean_abs" for panel in report.panels):
-            body.append('<p class="note">Mean |g| was not logged; --debug and gradient policies that look at it log it.</p>')
+        if section == "Gradients" and not any(
+            panel.key == "grad/mean_abs" for panel in report.panels
+        ):
+            body.append(
+                '<p class="note">Mean |g| was not logged; --debug and gradient policies that look at it log it.</p>'
+            )
     if report.constants:
         text = ", ".join(f"{key} = {number(value)}" for key, value in report.constants)
         body.append(f'<h2>Never changed</h2><p class="note">{escape(text)}</p>')
     if len(runs) > 1 and (rows := differences(runs)):
         head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
         cells = "".join(_row([key, *values]) for key, values in rows)
-        body.append(f'<h2>Settings that differ</h2><div class="scroll"><table><tr><th>key</th>{head}</tr>{cells}</table></div>')
+        body.append(
+            f'<h2>Settings that differ</h2><div class="scroll"><table><tr><th>key</th>{head}</tr>{cells}</table></div>'
+        )
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; img-src data:">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{_style()}</style></head><body>{''.join(body)}</body></html>\n"
     )
 
 
 def _style() -> str:
-    light, dark = ("".join(f"--c{i}: {c}; " for i, c in enumerate(colors)) for colors in (LIGHT, DARK))
+    light, dark = (
+        "".join(f"--c{i}: {c}; " for i, c in enumerate(colors)) for colors in (LIGHT, DARK)
+    )
     return STYLE.replace("LIGHT", light).replace("DARK", dark)
 
 
@@ -86,7 +103,13 @@ def _lines(count: int) -> str:
 
 
 def _row(cells: list[str]) -> str:
-    return "<tr>" + "".join(f"<td>{escape(cell if len(cell) <= 160 else cell[:157] + '...')}</td>" for cell in cells) + "</tr>"
+    return (
+        "<tr>"
+        + "".join(
+            f"<td>{escape(cell if len(cell) <= 160 else cell[:157] + '...')}</td>" for cell in cells
+        )
+        + "</tr>"
+    )
 
 
 def _legend(report: Report) -> str:
@@ -117,13 +140,24 @@ def _summary(runs: list[Run]) -> str:
             number(held_out[-1][0]) if held_out else "", f"{number(best[0])} at {best[1]:,}" if best else "",
             f"{statistics.median(speed):,.0f}" if speed else "", f"{sum(skipped):,.0f}" if skipped else "",
         ]))  # fmt: skip
-    head = ("run", "stage", "last step", "loss (last 5%)", "held-out loss", "best held-out", "tokens/s (median)", "steps skipped")
+    head = (
+        "run",
+        "stage",
+        "last step",
+        "loss (last 5%)",
+        "held-out loss",
+        "best held-out",
+        "tokens/s (median)",
+        "steps skipped",
+    )
     return f'<div class="scroll"><table><tr>{"".join(f"<th>{h}</th>" for h in head)}</tr>{"".join(rows)}</table></div>'
 
 
 def _figure(panel: Panel, report: Report) -> str:
     x = _x_scale(report, WIDTH)
-    y = scale_of([v for line in panel.lines for v in line.points[1]], HEIGHT - BOTTOM, TOP, log=panel.log)
+    y = scale_of(
+        [v for line in panel.lines for v in line.points[1]], HEIGHT - BOTTOM, TOP, log=panel.log
+    )
     drawn = "".join(_line(line, x, y, report.runs[line.run].name) for line in panel.lines)
     grid = "".join(
         f'<path class="grid" d="M{LEFT} {y.at(v):.1f}H{x.end}"/><text x="{LEFT - 6}" y="{y.at(v) + 4:.1f}" text-anchor="end">{text}</text>'
@@ -135,7 +169,7 @@ def _figure(panel: Panel, report: Report) -> str:
 
 def _card(title: str, small: str, content: str, width: int, height: int) -> str:
     return (
-        f'<figure{" class=wide" if width > WIDTH else ""}><figcaption>{escape(title)}<small>{escape(small)}</small></figcaption>'
+        f"<figure{' class=wide' if width > WIDTH else ''}><figcaption>{escape(title)}<small>{escape(small)}</small></figcaption>"
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">{content}</svg></figure>'
     )
 
@@ -147,7 +181,8 @@ def _x_scale(report: Report, width: int) -> Scale:
 def _x_axis(x: Scale, height: int) -> str:
     places = [(x.at(value), text) for value, text in x.ticks]
     return "".join(
-        f'<text x="{at:.1f}" y="{height - 6}" text-anchor="{"end" if at > x.end - 20 else "middle"}">{text}</text>' for at, text in places
+        f'<text x="{at:.1f}" y="{height - 6}" text-anchor="{"end" if at > x.end - 20 else "middle"}">{text}</text>'
+        for at, text in places
     )
 
 
@@ -156,7 +191,10 @@ def _line(line: Line, x: Scale, y: Scale, name: str) -> str:
     color, dashes = f'style="stroke:{_color(line.run)}"', _dashes(line.run)
     kind = "line held" if line.held_out else "line raw" if line.smooth else "line"
     path, dots = _path(line.points, x, y, dots=line.held_out)
-    out = [f"<g><title>{escape(name)}</title>", f'<path class="{kind}" d="{path}" {color}{dashes}/>' if path else ""]
+    out = [
+        f"<g><title>{escape(name)}</title>",
+        f'<path class="{kind}" d="{path}" {color}{dashes}/>' if path else "",
+    ]
     if dots:
         out.append(f'<g style="fill:{_color(line.run)}">{dots}</g>')
     if line.smooth:
@@ -188,7 +226,10 @@ def _lanes_figure(report: Report) -> str:
         if lane.key != key:
             key, top = lane.key, top + 20
             out.append(f'<text x="{LEFT}" y="{top - 4}">{escape(key)}</text>')
-        bars = "".join(f"M{x.at(a):.1f} {top}h{max(x.at(b) - x.at(a), 1):.1f}v{LANE}H{x.at(a):.1f}z" for a, b in lane.spans)
+        bars = "".join(
+            f"M{x.at(a):.1f} {top}h{max(x.at(b) - x.at(a), 1):.1f}v{LANE}H{x.at(a):.1f}z"
+            for a, b in lane.spans
+        )
         run = report.runs[lane.run]
         left, right = x.at(min(run.rows)), x.at(max(run.rows))
         out.append(
@@ -199,4 +240,10 @@ def _lanes_figure(report: Report) -> str:
         )
         top += LANE + 3
     height = top + BOTTOM
-    return _card("When gradient policies acted", "share of steps", "".join(out) + _x_axis(x, height), 2 * WIDTH, height)
+    return _card(
+        "When gradient policies acted",
+        "share of steps",
+        "".join(out) + _x_axis(x, height),
+        2 * WIDTH,
+        height,
+    )

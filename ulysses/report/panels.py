@@ -70,7 +70,9 @@ class Report:
 def build_report(runs: list[Run]) -> Report:
     """Make a panel of every metric that changes, in the order: loss, learning rate, gradients, the stage's, speed."""
     logged = {key for run in runs for row in run.rows.values() for key in row}
-    acted = {key for run in runs for row in run.rows.values() for key, value in row.items() if value > 0}
+    acted = {
+        key for run in runs for row in run.rows.values() for key, value in row.items() if value > 0
+    }
     lanes = sorted(filter(_is_action, acted))
     keys = sorted({key.removeprefix("eval/") for key in logged} - set(lanes), key=_order)
     panels, constants = [], []
@@ -82,7 +84,13 @@ def build_report(runs: list[Run]) -> Report:
         else:
             panels.append(_panel(key, training, held_out, runs))
     all_steps = [step for run in runs for step in run.rows]
-    return Report(runs, panels, [lane for key in lanes for lane in _lanes(key, runs)], constants, (min(all_steps), max(all_steps)))
+    return Report(
+        runs,
+        panels,
+        [lane for key in lanes for lane in _lanes(key, runs)],
+        constants,
+        (min(all_steps), max(all_steps)),
+    )
 
 
 def _is_action(key: str) -> bool:
@@ -92,11 +100,19 @@ def _is_action(key: str) -> bool:
 def _order(key: str) -> tuple[int, str]:
     if key in FIRST:
         return FIRST.index(key), key
-    return (4, key) if key.startswith("grad/") else (6, str(SPEED.index(key))) if key in SPEED else (5, key)
+    return (
+        (4, key)
+        if key.startswith("grad/")
+        else (6, str(SPEED.index(key)))
+        if key in SPEED
+        else (5, key)
+    )
 
 
 def _section(key: str) -> str:
-    return ("Training", "Training", "Gradients", "Gradients", "Gradients", "Stage", "Speed")[_order(key)[0]]
+    return ("Training", "Training", "Gradients", "Gradients", "Gradients", "Stage", "Speed")[
+        _order(key)[0]
+    ]
 
 
 def _panel(key: str, training: list[Series], held_out: list[Series], runs: Sequence[Run]) -> Panel:
@@ -105,11 +121,18 @@ def _panel(key: str, training: list[Series], held_out: list[Series], runs: Seque
     lines = []
     for run, (steps, values) in enumerate(training):
         bad = [step for step, value in zip(steps, values) if math.isnan(value)]
-        if steps and key.startswith("grad/"):  # a policy that does not act may log nothing: no line across that time
-            steps, values = list(runs[run].rows), [row.get(key, math.nan) for row in runs[run].rows.values()]
+        if steps and key.startswith(
+            "grad/"
+        ):  # a policy that does not act may log nothing: no line across that time
+            steps, values = (
+                list(runs[run].rows),
+                [row.get(key, math.nan) for row in runs[run].rows.values()],
+            )
         smooth = smoothed(values, log) if key != "lr" else None
         if steps:
-            lines.append(Line(run, thinned(steps, values), thinned(steps, smooth) if smooth else None, bad))
+            lines.append(
+                Line(run, thinned(steps, values), thinned(steps, smooth) if smooth else None, bad)
+            )
     for run, (steps, values) in enumerate(held_out):
         if steps:
             bad = [step for step, value in zip(steps, values) if math.isnan(value)]
@@ -147,7 +170,11 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> Series:
     for part in range(POINTS // 2):
         places = range(part * len(steps) // (POINTS // 2), (part + 1) * len(steps) // (POINTS // 2))
         finite = [i for i in places if math.isfinite(values[i])]
-        ends = {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else {places[0]}
+        ends = (
+            {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            if finite
+            else {places[0]}
+        )
         kept += sorted(ends)
     return [steps[i] for i in kept], [values[i] for i in kept]
 
@@ -163,7 +190,9 @@ def _lanes(key: str, runs: Sequence[Run]) -> list[Lane]:
         before = 0.0
         for step, value in zip(steps, values):
             if value > 0:
-                spans = [*spans[:-1], (spans[-1][0], step)] if before > 0 else [*spans, (step, step)]
+                spans = (
+                    [*spans[:-1], (spans[-1][0], step)] if before > 0 else [*spans, (step, step)]
+                )
             before = value
         lanes.append(Lane(key, index, spans, sum(v > 0 for v in values) / len(values)))
     return lanes

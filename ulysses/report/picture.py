@@ -8,7 +8,13 @@ from ulysses.report.page import LIGHT
 from ulysses.report.panels import Line, Panel, Report
 
 DPI, WIDE, HIGH, LANE = 110, 6.0, 2.5, 0.2  # of a plot with its margins, and of a strip, in inches
-LEFT, RIGHT, TOP, BOTTOM, NAMES = 0.65, 0.15, 0.3, 0.3, 2.9  # margins of a plot; of the strips' names
+LEFT, RIGHT, TOP, BOTTOM, NAMES = (
+    0.65,
+    0.15,
+    0.3,
+    0.3,
+    2.9,
+)  # margins of a plot; of the strips' names
 NAMES_IN_A_ROW = 4  # of the legend
 
 
@@ -26,14 +32,20 @@ def write_picture(report: Report, path: Path) -> None:
     figure = Figure((wide, high), dpi=DPI)
 
     def axis(left: float, top: float, width: float, height: float) -> Any:
-        return figure.add_axes((left / wide, 1 - (top + height) / high, width / wide, height / high))
+        return figure.add_axes(
+            (left / wide, 1 - (top + height) / high, width / wide, height / high)
+        )
 
     for i, panel in enumerate(report.panels):
         row, column = divmod(i, columns)
-        place = axis(LEFT + WIDE * column, head + TOP + HIGH * row, WIDE - LEFT - RIGHT, HIGH - TOP - BOTTOM)
+        place = axis(
+            LEFT + WIDE * column, head + TOP + HIGH * row, WIDE - LEFT - RIGHT, HIGH - TOP - BOTTOM
+        )
         _draw(place, panel, report)
     if report.lanes:
-        _draw_lanes(axis(NAMES, high - lanes + TOP, wide - NAMES - RIGHT, lanes - TOP - BOTTOM), report)
+        _draw_lanes(
+            axis(NAMES, high - lanes + TOP, wide - NAMES - RIGHT, lanes - TOP - BOTTOM), report
+        )
     _legend(figure, report)
     figure.savefig(path, format="png")
 
@@ -53,15 +65,47 @@ def _draw(axis: Any, panel: Panel, report: Report) -> None:
 def _draw_line(axis: Any, line: Line) -> None:
     style, (steps, values) = _style(line.run), line.points
     if line.held_out:
-        axis.plot(steps, values, marker="o", markersize=3.5, linewidth=0.9, clip_on=False, **style | {"linestyle": ":"})
+        axis.plot(
+            steps,
+            values,
+            marker="o",
+            markersize=3.5,
+            linewidth=0.9,
+            clip_on=False,
+            **style | {"linestyle": ":"},
+        )
     else:
-        axis.plot(steps, values, linewidth=0.8 if line.smooth else 1.3, alpha=0.3 if line.smooth else 1, **style)
-        lonely = [i for i, v in enumerate(values) if all(map(math.isnan, [*values[max(i - 1, 0) : i], *values[i + 1 : i + 2]])) and v == v]
-        axis.plot([steps[i] for i in lonely], [values[i] for i in lonely], "o", markersize=3, clip_on=False, color=style["color"])
+        axis.plot(
+            steps,
+            values,
+            linewidth=0.8 if line.smooth else 1.3,
+            alpha=0.3 if line.smooth else 1,
+            **style,
+        )
+        lonely = [
+            i
+            for i, v in enumerate(values)
+            if all(map(math.isnan, [*values[max(i - 1, 0) : i], *values[i + 1 : i + 2]])) and v == v
+        ]
+        axis.plot(
+            [steps[i] for i in lonely],
+            [values[i] for i in lonely],
+            "o",
+            markersize=3,
+            clip_on=False,
+            color=style["color"],
+        )
     if line.smooth:
         axis.plot(*line.smooth, linewidth=1.4, **style)
     if line.bad:
-        axis.plot(line.bad, [0.97] * len(line.bad), "x", markersize=5, color=style["color"], transform=axis.get_xaxis_transform())
+        axis.plot(
+            line.bad,
+            [0.97] * len(line.bad),
+            "x",
+            markersize=5,
+            color=style["color"],
+            transform=axis.get_xaxis_transform(),
+        )
 
 
 def _draw_lanes(axis: Any, report: Report) -> None:
@@ -89,7 +133,11 @@ def _legend(figure: Any, report: Report) -> None:
 
     handles = [Line2D([], [], linewidth=2.5, **_style(i)) for i in range(len(report.runs))]
     labels = [f"{run.name} ({run.stage})" if run.stage else run.name for run in report.runs]
-    labels = ["\u200a" + label if label.startswith("_") else label for label in labels]  # matplotlib drops labels that begin so
-    legend = figure.legend(handles, labels, loc="upper left", ncols=NAMES_IN_A_ROW, frameon=False, fontsize=9)
+    labels = [
+        "\u200a" + label if label.startswith("_") else label for label in labels
+    ]  # matplotlib drops labels that begin so
+    legend = figure.legend(
+        handles, labels, loc="upper left", ncols=NAMES_IN_A_ROW, frameon=False, fontsize=9
+    )
     for text in legend.get_texts():
         text.set_parse_math(False)

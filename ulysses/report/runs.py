@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Rows = dict[int, dict[str, float]]  # step -> name -> value; nan where a value was logged that is not finite
+Rows = dict[
+    int, dict[str, float]
+]  # step -> name -> value; nan where a value was logged that is not finite
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     Raises ValueError naming the first folder that holds no metrics.
     """
     unique = list({folder.resolve(): None for folder in folders})
-    return [Run(name, _config(folder), *_rows(folder)) for name, folder in zip(_names(unique), unique)]
+    return [
+        Run(name, _config(folder), *_rows(folder)) for name, folder in zip(_names(unique), unique)
+    ]
 
 
 def _names(folders: list[Path]) -> list[str]:
@@ -87,7 +91,9 @@ def _row(line: str) -> tuple[int, dict[str, float]] | None:
     values = {}
     for key, value in content.items():
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            finite = value is not None and abs(value) < 1e300  # also keeps integers that no float can hold out
+            finite = (
+                value is not None and abs(value) < 1e300
+            )  # also keeps integers that no float can hold out
             values[key] = float(value) if finite else math.nan
     return step, values
 
@@ -103,12 +109,19 @@ def _config(folder: Path) -> dict[str, Any]:
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {prefix + key: value}
+        found |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {prefix + key: value}
+        )
     return found
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return the settings in which the runs differ, each with its value in every run."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run.output")
-    rows = [(key, [json.dumps(run.config[key]) if key in run.config else "" for run in runs]) for key in keys]
+    rows = [
+        (key, [json.dumps(run.config[key]) if key in run.config else "" for run in runs])
+        for key in keys
+    ]
     return [(key, values) for key, values in rows if len(set(values)) > 1]

@@ -21,7 +21,9 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
-def scale_of(values: Sequence[float], start: float, end: float, *, log: bool = False, whole: bool = False) -> Scale:
+def scale_of(
+    values: Sequence[float], start: float, end: float, *, log: bool = False, whole: bool = False
+) -> Scale:
     """Return an axis that holds all finite values; `whole` is for steps, which fill it from end to end."""
     finite = [v for v in values if math.isfinite(v)] or [0.0]
     low, high = min(finite), max(finite)
@@ -51,11 +53,20 @@ def _log_ticks(low: float, high: float) -> list[float]:
     decades = last - first
     factors = (1, 2, 5) if decades <= 2 else (1,)
     every = max(1, decades // 6)
-    return [f * 10.0**k for k in range(first, last + 1, every) for f in factors if low <= f * 10.0**k <= high]
+    return [
+        f * 10.0**k
+        for k in range(first, last + 1, every)
+        for f in factors
+        if low <= f * 10.0**k <= high
+    ]
 
 
 def number(value: float) -> str:
     """Write a number shortly: 4 digits, thousands separated, powers of ten for what is very large or small."""
     if value == 0 or 1e-3 <= abs(value) < 1e4:
         return f"{value:.4g}"
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e7 else f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
+    return (
+        f"{value:,.0f}"
+        if 1e4 <= abs(value) < 1e7
+        else f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
+    )

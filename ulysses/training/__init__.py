@@ -13,7 +13,9 @@ def _refuse_foreign_packages() -> None:
     for name in ("losses", "models"):
         spec = find_spec(name)
         if spec is None:
-            raise ImportError(f"there is no package {name} beside {home / 'ulysses'}; install ulysses-engine again")
+            raise ImportError(
+                f"there is no package {name} beside {home / 'ulysses'}; install ulysses-engine again"
+            )
         file = Path(spec.origin or next(iter(spec.submodule_search_locations or []), ""))
         if file.resolve() != home / name / "__init__.py":
             raise ImportError(

@@ -15,10 +15,10 @@ from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.command_line import ConfigError
 from ulysses.training.config import DTYPES, Config, LoraConfig
 from ulysses.training.memory import MemoryChoice, tiling
 from ulysses.training.optim import adamw, policy_value_groups
+from ulysses.training.section import ConfigError
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
@@ -50,8 +50,18 @@ class RandomWeights:
         self.shape = shape
         self.seed = seed
 
-    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return init_parameter(name, shape, self.shape, seed=self.seed, device=device, dtype=dtype).view(-1)[start:stop]
+    def slice(
+        self,
+        name: str,
+        shape: torch.Size,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        return init_parameter(
+            name, shape, self.shape, seed=self.seed, device=device, dtype=dtype
+        ).view(-1)[start:stop]
 
 
 class FileWeights(RandomWeights):
@@ -61,7 +71,15 @@ class FileWeights(RandomWeights):
         super().__init__(shape, seed)
         self.files = WeightFiles(folder)
 
-    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def slice(
+        self,
+        name: str,
+        shape: torch.Size,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
         if name not in self.files:
             return super().slice(name, shape, start, stop, dtype, device)
         return self.files.read(name, start, stop).to(device=device, dtype=dtype)
@@ -73,7 +91,15 @@ class PolicyValueWeights:
     def __init__(self, source: RandomWeights) -> None:
         self.source = source
 
-    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def slice(
+        self,
+        name: str,
+        shape: torch.Size,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
         return self.source.slice(name.partition(".")[2], shape, start, stop, dtype, device)
 
 
@@ -94,7 +120,9 @@ def weights_fingerprint(config: Config, shape: Shape, folder: Path | None) -> st
         numel = files.shape(name).numel()
         digest.update(f"{name} {files.dtype(name)} {numel}".encode())
         for start in range(0, numel, max(1, numel // 4)):
-            digest.update(files.read(name, start, min(start + 2048, numel)).view(torch.uint8).numpy())
+            digest.update(
+                files.read(name, start, min(start + 2048, numel)).view(torch.uint8).numpy()
+            )
     return digest.hexdigest()
 
 
@@ -117,7 +145,11 @@ def matrix_sizes(shape: Shape, *, reward: bool = False) -> dict[str, int]:
     D, E = shape.hidden_size, shape.head_dim
     attention = 2 * D * E * (shape.num_attention_heads + shape.num_key_value_heads)
     layer, head = attention + 3 * D * shape.intermediate_size, shape.vocab_size * D
-    return {"layer_matrices": layer, "vocabulary_matrices": 2 * head, "head_matrices": 0 if reward else head}
+    return {
+        "layer_matrices": layer,
+        "vocabulary_matrices": 2 * head,
+        "head_matrices": 0 if reward else head,
+    }
 
 
 def layer_memory(config: Config, shape: Shape, memory: MemoryChoice | None) -> LayerMemory:
@@ -129,7 +161,11 @@ def layer_memory(config: Config, shape: Shape, memory: MemoryChoice | None) -> L
         return LayerMemory(memory.recompute, cut)
     # the first layers' activations wait longest for their backward, so they leave the GPU first
     away = [i < memory.offloaded_layers for i in range(shape.num_hidden_layers)]
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     return LayerMemory(memory.recompute, cut, Offloader(device, memory.host_bytes), away)
 
 
@@ -163,11 +199,17 @@ def build_engine(
         source = PolicyValueWeights(source)
     lora = config.model.lora if trainable else LoraConfig()
     if lora.rank:
-        from ulysses.training.lora import AdapterWeights, add_adapters  # peft is an optional dependency
+        from ulysses.training.lora import (  # peft is an optional dependency
+            AdapterWeights,
+            add_adapters,
+        )
 
         source = AdapterWeights(source, config.run.seed)
 
-    options: dict[str, Any] = {"attention": kernel, "memory": layer_memory(config, shape, memory if trainable else None)}
+    options: dict[str, Any] = {
+        "attention": kernel,
+        "memory": layer_memory(config, shape, memory if trainable else None),
+    }
     if not reward:
         options["logits_tile"] = config.memory.logits_tile
 
@@ -183,6 +225,12 @@ def build_engine(
         model.requires_grad_(False)
         return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
     on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
-    groups = policy_value_groups(model, config.optimizer.weight_decay, config.ppo.value_lr_factor) if value else None
+    groups = (
+        policy_value_groups(model, config.optimizer.weight_decay, config.ppo.value_lr_factor)
+        if value
+        else None
+    )
     optimizer = adamw(model, config.optimizer, on_gpu=on_gpu, groups=groups)
-    return ZeroEngine(model.train(), settings, optimizer, (DecoderLayer,), DTYPES[config.optimizer.reduce_dtype])
+    return ZeroEngine(
+        model.train(), settings, optimizer, (DecoderLayer,), DTYPES[config.optimizer.reduce_dtype]
+    )

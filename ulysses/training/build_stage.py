@@ -1,8 +1,8 @@
 """From configuration to the stage: which one, and where its reference's log-probabilities come from.
 
-    reference = "cached"   the initial policy's values, computed before the first update and memory-mapped
-                "live"     a frozen copy of the initial policy beside the trained one
-                a path     another frozen model
+reference = "cached"   the initial policy's values, computed before the first update and memory-mapped
+            "live"     a frozen copy of the initial policy beside the trained one
+            a path     another frozen model
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from models.sampler import SamplingOptions
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import FileWeights, build_engine, weights_fingerprint, weights_of
 from ulysses.training.checks import Plan, reference_shape, reward_shape, stop_tokens
-from ulysses.training.command_line import ConfigError
 from ulysses.training.reference import ReferenceCache, pairs_of_run
 from ulysses.training.rewards import is_function, load_function
 from ulysses.training.rollout import RolloutMaker
+from ulysses.training.section import ConfigError
 from ulysses.training.stages.base import Stage
 from ulysses.training.stages.dpo import DpoStage
 from ulysses.training.stages.kto import KtoStage
@@ -33,7 +33,10 @@ from ulysses.training.stages.rm import RmStage
 from ulysses.training.stages.sft import SftStage
 from ulysses.zero.engine import ZeroEngine
 
-STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # mean |policy - reference| per token: rounding only
+STEP0_TOLERANCE = {
+    "float32": 1e-5,
+    "bfloat16": 2e-2,
+}  # mean |policy - reference| per token: rounding only
 
 
 @dataclass
@@ -54,7 +57,9 @@ class StageBuilder:
     resources: ExitStack  # takes the frozen engines
 
     def __post_init__(self) -> None:
-        self.initial: Any = self.engine  # computes the initial policy: the fresh engine, or its base at any time
+        self.initial: Any = (
+            self.engine
+        )  # computes the initial policy: the fresh engine, or its base at any time
 
     def build(self) -> Stage:
         config, engine, mesh = self.plan.config, self.engine, self.mesh
@@ -69,7 +74,14 @@ class StageBuilder:
                 if config.dpo.loss_type in REFERENCE_FREE:
                     return DpoStage(engine, mesh, config.dpo)
                 cached, reference, tolerance = self._reference(config.dpo.reference)
-                return DpoStage(engine, mesh, config.dpo, cached=cached, reference=reference, tolerance=tolerance)
+                return DpoStage(
+                    engine,
+                    mesh,
+                    config.dpo,
+                    cached=cached,
+                    reference=reference,
+                    tolerance=tolerance,
+                )
             case "kto":
                 self._hint_kto_weights()
                 cached, reference, tolerance = self._reference(config.kto.reference)
@@ -82,7 +94,11 @@ class StageBuilder:
 
     def _ppo(self) -> PpoStage:
         plan, config, shape = self.plan, self.plan.config, self.plan.shape
-        ppo, reference, tolerance = config.ppo, None, STEP0_TOLERANCE[config.model.dtype] if self.fresh else None
+        ppo, reference, tolerance = (
+            config.ppo,
+            None,
+            STEP0_TOLERANCE[config.model.dtype] if self.fresh else None,
+        )
         if ppo.kl_coefficient:
             _, reference, _ = self._reference(ppo.reference)
         reward: Any
@@ -92,12 +108,25 @@ class StageBuilder:
             scorer, folder = reward_shape(config, shape)
             weights = FileWeights(folder, scorer, config.run.seed)
             reward = self._frozen(scorer, weights, reward=True)
-        options = SamplingOptions(ppo.max_new_tokens, ppo.temperature, ppo.top_p, ppo.top_k, stop_tokens(config, plan.tokenizer, shape))
+        options = SamplingOptions(
+            ppo.max_new_tokens,
+            ppo.temperature,
+            ppo.top_p,
+            ppo.top_k,
+            stop_tokens(config, plan.tokenizer, shape),
+        )
         maker = RolloutMaker(
             self.engine, reference, reward, shape=shape, tokenizer=plan.tokenizer, mesh=self.mesh, config=ppo,
             options=options, budget=plan.budget, seed=config.run.seed, lora=config.model.lora,
         )  # fmt: skip
-        return PpoStage(self.engine, self.mesh, ppo, temperature=ppo.temperature, maker=maker, tolerance=tolerance)
+        return PpoStage(
+            self.engine,
+            self.mesh,
+            ppo,
+            temperature=ppo.temperature,
+            maker=maker,
+            tolerance=tolerance,
+        )
 
     def _reference(self, kind: str) -> tuple[bool, Any, float | None]:
         """Return (values are cached, an engine that computes them instead, tolerance of the check at step 0)."""
@@ -121,7 +150,15 @@ class StageBuilder:
 
     def _frozen(self, shape: Shape, source: Any, *, reward: bool = False) -> ZeroEngine:
         plan = self.plan
-        engine = build_engine(plan.config, shape, source, self.mesh, plan.config.model.attention, reward=reward, trainable=False)
+        engine = build_engine(
+            plan.config,
+            shape,
+            source,
+            self.mesh,
+            plan.config.model.attention,
+            reward=reward,
+            trainable=False,
+        )
         self.resources.callback(engine.destroy)
         return engine
 
@@ -131,11 +168,15 @@ class StageBuilder:
         weights = weights_fingerprint(config, plan.shape, plan.folder)
 
         def through(data: Any, evaluation: bool) -> ReferenceCache:
-            key = hashlib.sha256(f"{weights} {config.model.dtype} {plan.kernel} {data.fingerprint}".encode())
+            key = hashlib.sha256(
+                f"{weights} {config.model.dtype} {plan.kernel} {data.fingerprint}".encode()
+            )
             pairs = None
             if config.stage == "kto" and config.kto.loss_type == "kto":
                 loader = plan.loader(data, 1, 0, evaluation=evaluation)
-                pairs = pairs_of_run(loader, loader.steps_per_epoch if evaluation else plan.total_steps(loader))
+                pairs = pairs_of_run(
+                    loader, loader.steps_per_epoch if evaluation else plan.total_steps(loader)
+                )
             folder = Path(config.data.cache).expanduser() / f"reference-{key.hexdigest()[:24]}"
             cache = ReferenceCache(folder, data, pairs, config.data.max_length)
             self._check_cache(cache)
@@ -171,7 +212,11 @@ def weight_hint(good: int, bad: int, desirable_weight: float, undesirable_weight
     left, right = desirable_weight * good, undesirable_weight * bad
     if right <= left <= right * 4 / 3:
         return ""
-    advice = f"kto.undesirable_weight = {left / bad:.3g}" if left > right else f"kto.desirable_weight = {right / good:.3g}"
+    advice = (
+        f"kto.undesirable_weight = {left / bad:.3g}"
+        if left > right
+        else f"kto.desirable_weight = {right / good:.3g}"
+    )
     return (
         f"hint: desirable_weight * {good} good / (undesirable_weight * {bad} bad answers) is "
         f"{left / right if right else float('inf'):.3g} but 1 to 4/3 works best; for example {advice}"

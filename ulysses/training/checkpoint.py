@@ -61,7 +61,9 @@ class Checkpoints:
         if main and more is not None:
             more(temporary)
         if main:
-            (temporary / "run.json").write_text(json.dumps({"format": FORMAT, "step": step, **state}, indent=1))
+            (temporary / "run.json").write_text(
+                json.dumps({"format": FORMAT, "step": step, **state}, indent=1)
+            )
             _to_disk(path for path in temporary.iterdir() if path.is_file())
         dist.barrier()
         if main:
@@ -92,7 +94,9 @@ class Checkpoints:
     def not_before(self, chosen: Path, step: int) -> list[Path]:
         """Return the checkpoints that are neither `chosen`, which is at `step`, nor on the way to it; the oldest first."""
         own = chosen.resolve().parent == self.folder.resolve()
-        return [self.folder / f"step-{s}" for s in sorted(_steps(self.folder)) if s > step or not own]
+        return [
+            self.folder / f"step-{s}" for s in sorted(_steps(self.folder)) if s > step or not own
+        ]
 
     def _rotate(self, best: int | None) -> None:
         if self.keep:
@@ -103,7 +107,9 @@ class Checkpoints:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def resume_point(folder: Path, resume: str, *, overwrite: bool) -> tuple[Path, dict[str, Any]] | None:
+def resume_point(
+    folder: Path, resume: str, *, overwrite: bool
+) -> tuple[Path, dict[str, Any]] | None:
     """Decide which checkpoint a run continues, and return it with its state; None starts afresh.
 
     Raises:
@@ -169,7 +175,11 @@ def read_run_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads((path / "run.json").read_text())
     except (OSError, ValueError):
-        raise ValueError(f"{path.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N") from None
+        raise ValueError(
+            f"{path.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N"
+        ) from None
     if state.get("format") != FORMAT:
-        raise ValueError(f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}")
+        raise ValueError(
+            f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}"
+        )
     return state

@@ -18,21 +18,34 @@ from models.hf_format import WeightFiles, copy_side_files, read_config, resolve_
 from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.dataset import TokenizedDataset, open_dataset
 from ulysses.data.encode import DataSettings
-from ulysses.data.formats import Source, missing_sources, parse_sources, source_digest
-from ulysses.data.loader import StepLoader
 from ulysses.data.records import DataError
+from ulysses.data.sources import Source, missing_sources, parse_sources, source_digest
+from ulysses.data.steps import StepLoader
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.training.build import check_weights, read_shape
-from ulysses.training.command_line import ConfigError
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.determinism import require_determinism
-from ulysses.training.memory import check_head_chunks, check_memory, other_models, planner_model, reference_beside
+from ulysses.training.memory import (
+    check_head_chunks,
+    check_memory,
+    other_models,
+    planner_model,
+    reference_beside,
+)
 from ulysses.training.resume import find_checkpoint
 from ulysses.training.rewards import is_function, load_function
+from ulysses.training.section import ConfigError
 from ulysses.training.stages.dpo import loss_options
 from ulysses.zero.settings import check_raw
 
-KINDS = {"pt": "text", "sft": "sequence", "dpo": "pair", "rm": "pair", "kto": "unpaired", "ppo": "prompt"}
+KINDS = {
+    "pt": "text",
+    "sft": "sequence",
+    "dpo": "pair",
+    "rm": "pair",
+    "kto": "unpaired",
+    "ppo": "prompt",
+}
 
 
 @dataclass
@@ -70,21 +83,33 @@ class Plan:
 
         def opened(value: Any) -> TokenizedDataset:
             try:
-                return open_dataset(parse_sources(value), self.kind, self.tokenizer, settings, data.cache, chat_template=data.chat_template)
+                return open_dataset(
+                    parse_sources(value),
+                    self.kind,
+                    self.tokenizer,
+                    settings,
+                    data.cache,
+                    chat_template=data.chat_template,
+                )
             except DataError as error:
                 raise ConfigError(f"data: {error}") from None
 
         train = opened(data.train)
         if self.config.stage == "kto" and self.config.kto.loss_type == "kto" and len(train) < 2:
-            raise ConfigError("data.train has one example but kto's baseline pairs each example with another; give it more")
+            raise ConfigError(
+                "data.train has one example but kto's baseline pairs each example with another; give it more"
+            )
         return train, opened(data.eval) if data.eval else None
 
-    def loader(self, dataset: Any, dp_size: int, dp_rank: int, *, evaluation: bool = False) -> StepLoader:
+    def loader(
+        self, dataset: Any, dp_size: int, dp_rank: int, *, evaluation: bool = False
+    ) -> StepLoader:
         """Serve the dataset's steps to one data-parallel group."""
         try:
             return StepLoader(
                 dataset,
-                (self.config.stage == "ppo" and self.config.ppo.prompts_per_rollout) or self.config.batch.examples,
+                (self.config.stage == "ppo" and self.config.ppo.prompts_per_rollout)
+                or self.config.batch.examples,
                 tokens_per_microbatch=self.budget,
                 seed=self.config.run.seed,
                 data_parallel_size=dp_size,
@@ -98,7 +123,9 @@ class Plan:
     def steps_per_epoch(self, loader: StepLoader) -> int:
         """Optimizer steps of a pass over the data; PPO takes several on each step's prompts."""
         ppo = self.config.ppo
-        return loader.steps_per_epoch * (ppo.epochs * ppo.minibatches if self.config.stage == "ppo" else 1)
+        return loader.steps_per_epoch * (
+            ppo.epochs * ppo.minibatches if self.config.stage == "ppo" else 1
+        )
 
     def total_steps(self, loader: StepLoader) -> int:
         run = self.config.run
@@ -110,7 +137,9 @@ class Plan:
             folder.mkdir(parents=True, exist_ok=True)
             copy_side_files(self.folder, folder)
         if self.config.data.chat_template != "tokenizer" and self.kind != "text":
-            self.tokenizer.chat_template = ChatTemplate(self.tokenizer, self.config.data.chat_template).text
+            self.tokenizer.chat_template = ChatTemplate(
+                self.tokenizer, self.config.data.chat_template
+            ).text
         self.tokenizer.save_pretrained(str(folder))
 
 
@@ -126,7 +155,9 @@ def check_run(config: Config, world_size: int) -> Plan:
             raise ConfigError(f"run.deterministic: {error}") from None
     check_numbers(config, world_size)
     if not config.data.train:
-        raise ConfigError("data.train is empty; give a file, a folder, a hub dataset or a list of them")
+        raise ConfigError(
+            "data.train is empty; give a file, a folder, a hub dataset or a list of them"
+        )
     missing = missing_sources(read_sources(config))  # before weights are fetched
     if missing:
         raise ConfigError(f"data: {missing[0]}")
@@ -138,7 +169,9 @@ def check_run(config: Config, world_size: int) -> Plan:
     if config.stage == "ppo":
         stop_tokens(config, tokenizer, shape)
     others = [
-        reward_shape(config, shape)[0] if key == "ppo.reward" else reference_shape(config, shape, tokenizer)[0]
+        reward_shape(config, shape)[0]
+        if key == "ppo.reward"
+        else reference_shape(config, shape, tokenizer)[0]
         for key in other_models(config)
     ]
     if config.stage == "rm":
@@ -155,7 +188,17 @@ def check_run(config: Config, world_size: int) -> Plan:
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}") from None
     heads = tuple(s.num_attention_heads for s in (shape, *others))
-    plan = Plan(config, world_size, shape, folder, tokenizer, kernel, reason, find_checkpoint(config, shape), heads)
+    plan = Plan(
+        config,
+        world_size,
+        shape,
+        folder,
+        tokenizer,
+        kernel,
+        reason,
+        find_checkpoint(config, shape),
+        heads,
+    )
     check_disk(plan)
     return plan
 
@@ -185,21 +228,38 @@ def check_numbers(config: Config, world_size: int) -> None:
 
 def check_packages(config: Config) -> None:
     lora = config.model.lora
-    for key, wanted, package in (("model.lora.rank", lora.rank, "peft"), ("run.wandb", config.run.wandb, "wandb")):
+    for key, wanted, package in (
+        ("model.lora.rank", lora.rank, "peft"),
+        ("run.wandb", config.run.wandb, "wandb"),
+    ):
         if wanted and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{key} is set but the package {package} is not installed; pip install {package}")
+            raise ConfigError(
+                f"{key} is set but the package {package} is not installed; pip install {package}"
+            )
     if lora.rank and not lora.targets:
-        raise ConfigError("model.lora.targets is empty; name the modules that get an adapter, or set model.lora.rank = 0")
+        raise ConfigError(
+            "model.lora.targets is empty; name the modules that get an adapter, or set model.lora.rank = 0"
+        )
 
 
 def check_dpo(config: Config) -> None:
     dpo = config.dpo
     if dpo.loss_type not in DPO_LOSS_TYPES:
-        raise ConfigError(f"dpo.loss_type is {dpo.loss_type!r} but must be one of {', '.join(DPO_LOSS_TYPES)}")
+        raise ConfigError(
+            f"dpo.loss_type is {dpo.loss_type!r} but must be one of {', '.join(DPO_LOSS_TYPES)}"
+        )
     x = torch.zeros(1)
     reference = None if dpo.loss_type in REFERENCE_FREE else x
     try:
-        dpo_loss(x - 1, x - 1, reference, reference, chosen_lengths=x + 1, rejected_lengths=x + 1, **loss_options(dpo))
+        dpo_loss(
+            x - 1,
+            x - 1,
+            reference,
+            reference,
+            chosen_lengths=x + 1,
+            rejected_lengths=x + 1,
+            **loss_options(dpo),
+        )
     except ValueError as error:
         raise ConfigError(f"dpo: {error}") from None
     check_reference(config)
@@ -209,17 +269,21 @@ def check_kto(config: Config) -> None:
     if config.kto.loss_type == "kto" and config.batch.examples < 2:
         raise ConfigError(
             f"batch.examples is {config.batch.examples} but kto's baseline pairs each example with another one of its "
-            "step; set it to at least 2, or kto.loss_type to \"apo_zero_unpaired\""
+            'step; set it to at least 2, or kto.loss_type to "apo_zero_unpaired"'
         )
     if not config.kto.desirable_weight and not config.kto.undesirable_weight:
-        raise ConfigError("kto.desirable_weight and kto.undesirable_weight are both 0; nothing would be trained, raise one")
+        raise ConfigError(
+            "kto.desirable_weight and kto.undesirable_weight are both 0; nothing would be trained, raise one"
+        )
     check_reference(config)
 
 
 def check_ppo(config: Config) -> None:
     ppo, budget = config.ppo, config.batch.tokens_per_microbatch
     if not ppo.reward:
-        raise ConfigError("ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id")
+        raise ConfigError(
+            "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
+        )
     try:
         if is_function(ppo.reward):
             load_function(ppo.reward)
@@ -227,7 +291,9 @@ def check_ppo(config: Config) -> None:
         raise ConfigError(str(error)) from None
     prompts = ppo.prompts_per_rollout or config.batch.examples
     if prompts < ppo.minibatches:
-        raise ConfigError(f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise batch.examples")
+        raise ConfigError(
+            f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise batch.examples"
+        )
     longest = config.data.max_length + ppo.max_new_tokens
     if budget != "auto" and int(budget) < longest:
         raise ConfigError(
@@ -249,7 +315,9 @@ def stop_tokens(config: Config, tokenizer: Any, shape: Shape) -> tuple[int, ...]
     known = tokenizer.get_vocab()
     for text in config.ppo.stop_tokens:
         if text not in known:
-            raise ConfigError(f"ppo.stop_tokens has {text!r} but the tokenizer has no such token; name whole tokens")
+            raise ConfigError(
+                f"ppo.stop_tokens has {text!r} but the tokenizer has no such token; name whole tokens"
+            )
         found.add(int(known[text]))
     return tuple(sorted(found))
 
@@ -265,7 +333,9 @@ def reward_shape(config: Config, shape: Shape) -> tuple[Shape, Path]:
         ) from None
     check_weights(found, folder, reward=True, key="ppo.reward")
     if "score.weight" not in WeightFiles(folder):
-        raise ConfigError(f"ppo.reward {config.ppo.reward} has no score.weight, so it is no reward model; train one with stage rm")
+        raise ConfigError(
+            f"ppo.reward {config.ppo.reward} has no score.weight, so it is no reward model; train one with stage rm"
+        )
     if found.vocab_size != shape.vocab_size:
         raise ConfigError(
             f"ppo.reward {config.ppo.reward} has {found.vocab_size} tokens and the policy {shape.vocab_size}, but it must read "
@@ -280,7 +350,9 @@ def check_reference(config: Config) -> None:
     words = ("live",) if config.stage == "ppo" else ("cached", "live")
     known = ", ".join(f'"{word}"' for word in words)
     if reference not in words and not Path(reference).exists() and "/" not in reference:
-        raise ConfigError(f'{config.stage}.reference is {reference!r} but must be {known} or a model\'s folder or hub id')
+        raise ConfigError(
+            f"{config.stage}.reference is {reference!r} but must be {known} or a model's folder or hub id"
+        )
 
 
 def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
@@ -323,15 +395,26 @@ def check_disk(plan: Plan) -> None:
     config, run, numel = plan.config, plan.config.run, plan.shape.num_parameters()
     each = 12 * planner_model(config, plan.shape).trained
     saves = run.steps // run.save_every if run.steps and run.save_every else run.keep
-    count = 1 + (run.save_last or run.save_every > 0) + (min(run.keep or saves, saves) if run.save_every else 0)
+    count = (
+        1
+        + (run.save_last or run.save_every > 0)
+        + (min(run.keep or saves, saves) if run.save_every else 0)
+    )
     need = each * count + (numel * DTYPES[config.model.dtype].itemsize if run.export else 0)
     place = config.output.absolute()
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(f"run.output {config.output.absolute()} cannot be written: {place} is no folder or not yours; set another one")
-    own = [config.output / "export", *([config.output / "checkpoints"] if run.keep or run.steps else [])]
-    free = shutil.disk_usage(place).free + sum(f.stat().st_size for folder in own for f in folder.rglob("*") if f.is_file())
+        raise ConfigError(
+            f"run.output {config.output.absolute()} cannot be written: {place} is no folder or not yours; set another one"
+        )
+    own = [
+        config.output / "export",
+        *([config.output / "checkpoints"] if run.keep or run.steps else []),
+    ]
+    free = shutil.disk_usage(place).free + sum(
+        f.stat().st_size for folder in own for f in folder.rglob("*") if f.is_file()
+    )
     if need > free:
         raise ConfigError(
             f"run.output {place} has {free / 2**30:.1f} GiB free but {count} checkpoints and the export need {need / 2**30:.1f} GiB; "
@@ -347,9 +430,13 @@ def reference_shape(config: Config, shape: Shape, tokenizer: Any) -> tuple[Shape
         found = read_config(folder)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error).replace("model.path", key)) from None
-    needed = shape.vocab_size if config.stage == "ppo" else len(tokenizer)  # PPO's policy may say any of its tokens
+    needed = (
+        shape.vocab_size if config.stage == "ppo" else len(tokenizer)
+    )  # PPO's policy may say any of its tokens
     if found.vocab_size < needed:
-        raise ConfigError(f"{key} {place} has {found.vocab_size} tokens but the policy {needed}; use a model with the policy's tokenizer")
+        raise ConfigError(
+            f"{key} {place} has {found.vocab_size} tokens but the policy {needed}; use a model with the policy's tokenizer"
+        )
     check_weights(found, folder, reward=False, key=key)
     return found, folder
 

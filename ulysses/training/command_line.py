@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_settings import CliSettingsSource
 
 from ulysses.training.config import Config
+from ulysses.training.section import ConfigError
 from ulysses.zero.settings import merge
 
 # Names that people bring along from other systems, and what they are called here.
@@ -100,10 +101,6 @@ FOREIGN_NAMES = {
 }
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be honoured; its text is the one sentence the user reads."""
-
-
 @dataclass
 class CommandLine:
     """What the arguments said besides the configuration."""
@@ -137,7 +134,9 @@ def unknown_key_sentence(key: str) -> str:
     if not near:
         by_last = {k.split(".")[-1]: k for k in keys}
         near = [by_last[m] for m in difflib.get_close_matches(last, by_last, n=1, cutoff=0.5)]
-    return f"{key}: unknown; " + (f"did you mean {near[0]}?" if near else "train.py --help lists the keys")
+    return f"{key}: unknown; " + (
+        f"did you mean {near[0]}?" if near else "train.py --help lists the keys"
+    )
 
 
 def parse_command_line(arguments: list[str]) -> CommandLine:
@@ -154,26 +153,42 @@ def parse_command_line(arguments: list[str]) -> CommandLine:
         print(own.format_help())
         print(_settings_help())
         raise SystemExit(0)
-    if flags.local_rank is not None and str(flags.local_rank) != os.environ.get("LOCAL_RANK", str(flags.local_rank)):
+    if flags.local_rank is not None and str(flags.local_rank) != os.environ.get(
+        "LOCAL_RANK", str(flags.local_rank)
+    ):
         raise ConfigError(
             f"--local_rank is {flags.local_rank} but LOCAL_RANK is {os.environ['LOCAL_RANK']}; start through one launcher only"
         )
     values = _read_toml(flags.config) if flags.config else {}
     given = _read_arguments(rest)
     for key in set(values.get("data", {})) & set(given.get("data", {})):
-        del values["data"][key]  # another source replaces the file's, of which no column or weight may remain
+        del values["data"][
+            key
+        ]  # another source replaces the file's, of which no column or weight may remain
     merge(values, given)
     if flags.deepspeed:
         values["deepspeed"] = merge(dict(values.get("deepspeed", {})), _read_json(flags.deepspeed))
     config = check(values)
     if flags.adjust_lr != 1.0:
         lr = config.optimizer.lr * flags.adjust_lr
-        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": lr})})
+        config = config.model_copy(
+            update={"optimizer": config.optimizer.model_copy(update={"lr": lr})}
+        )
     if flags.inspect is not None and flags.inspect < 1:
         raise ConfigError(f"--inspect is {flags.inspect} but must be at least 1 sample")
-    planner = {k: v for k, v in (("gpus", flags.gpus), ("gpu_memory", flags.gpu_memory), ("host_memory", flags.host_memory)) if v}
+    planner = {
+        k: v
+        for k, v in (
+            ("gpus", flags.gpus),
+            ("gpu_memory", flags.gpu_memory),
+            ("host_memory", flags.host_memory),
+        )
+        if v
+    }
     if planner and not flags.dry_run:
-        raise ConfigError("--gpus, --gpu-memory and --host-memory describe a machine to plan for; use them with --dry-run")
+        raise ConfigError(
+            "--gpus, --gpu-memory and --host-memory describe a machine to plan for; use them with --dry-run"
+        )
     debug = flags.debug or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
     return CommandLine(config, debug, flags.dry_run, flags.inspect or 0, planner)
 
@@ -200,7 +215,11 @@ def _sentence(error: ValidationError) -> str:
         location.pop()  # union members and list positions that pydantic adds
     key = ".".join(location) or "configuration"
     if first["type"] == "extra_forbidden":
-        return unknown_key_sentence(".".join(str(p) for p in first["loc"] if not str(p).startswith(("list[", "dict[", "str"))))
+        return unknown_key_sentence(
+            ".".join(
+                str(p) for p in first["loc"] if not str(p).startswith(("list[", "dict[", "str"))
+            )
+        )
     if first["type"] == "missing":
         return f"{key} is missing; {_description(keys.get(key))}"
     message = first["msg"].removeprefix("Value error, ")
@@ -216,19 +235,58 @@ def _description(info: Any) -> str:
 
 def _own_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "train.py", add_help=False, allow_abbrev=False, exit_on_error=False, description="Train a model on long sequences."
+        "train.py",
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        description="Train a model on long sequences.",
     )
     parser.add_argument("-h", "--help", action="store_true", help="show every option and exit")
     parser.add_argument("--config", metavar="FILE.toml", help="the run's settings")
     parser.add_argument("--deepspeed", metavar="FILE.json", help="raw DeepSpeed keys to merge")
-    parser.add_argument("--adjust-lr", metavar="FACTOR", nargs="?", type=float, default=1.0, const=1.0, help="multiply the learning rate")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan and exit; needs no weights and no GPU")
-    parser.add_argument("--inspect", metavar="N", type=int, help="print N samples with the trained tokens highlighted and exit")
-    parser.add_argument("--gpus", metavar="N", type=int, default=0, help="with --dry-run: plan for N GPUs")
-    parser.add_argument("--gpu-memory", metavar="GIB", type=float, default=0.0, help="with --dry-run: memory of each GPU")
-    parser.add_argument("--host-memory", metavar="GIB", type=float, default=0.0, help="with --dry-run: host memory of each node")
-    parser.add_argument("--debug", action="store_true", help="print more, per process, and stack traces")
-    parser.add_argument("--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--adjust-lr",
+        metavar="FACTOR",
+        nargs="?",
+        type=float,
+        default=1.0,
+        const=1.0,
+        help="multiply the learning rate",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the plan and exit; needs no weights and no GPU",
+    )
+    parser.add_argument(
+        "--inspect",
+        metavar="N",
+        type=int,
+        help="print N samples with the trained tokens highlighted and exit",
+    )
+    parser.add_argument(
+        "--gpus", metavar="N", type=int, default=0, help="with --dry-run: plan for N GPUs"
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        metavar="GIB",
+        type=float,
+        default=0.0,
+        help="with --dry-run: memory of each GPU",
+    )
+    parser.add_argument(
+        "--host-memory",
+        metavar="GIB",
+        type=float,
+        default=0.0,
+        help="with --dry-run: host memory of each node",
+    )
+    parser.add_argument(
+        "--debug", action="store_true", help="print more, per process, and stack traces"
+    )
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS
+    )
     return parser
 
 
@@ -239,7 +297,11 @@ def _settings_help() -> str:
         if nested:
             lines.append(f"\n  [{key}] {info.description}")
             continue
-        default = "" if info.is_required() else f" (default {info.get_default(call_default_factory=True)!r})"
+        default = (
+            ""
+            if info.is_required()
+            else f" (default {info.get_default(call_default_factory=True)!r})"
+        )
         lines.append(f"  --{key}\n        {info.description}{default}")
     return "\n".join(lines)
 
@@ -248,7 +310,11 @@ def _read_arguments(rest: list[str]) -> dict[str, Any]:
     keys = known_keys()
     for argument in rest:
         name = argument.split("=")[0].removeprefix("--")
-        if argument.startswith("--") and name not in keys and not name.startswith(("deepspeed.", "model.config.")):
+        if (
+            argument.startswith("--")
+            and name not in keys
+            and not name.startswith(("deepspeed.", "model.config."))
+        ):
             raise ConfigError(unknown_key_sentence(name))
     values: dict[str, Any] = {}
     raw = list(rest)
@@ -259,7 +325,10 @@ def _read_arguments(rest: list[str]) -> dict[str, Any]:
     while raw:
         argument = raw.pop(0)
         name, given, value = argument.partition("=")
-        if name.startswith(("--deepspeed.", "--model.config.")) or name in ("--data.train", "--data.eval"):
+        if name.startswith(("--deepspeed.", "--model.config.")) or name in (
+            "--data.train",
+            "--data.eval",
+        ):
             if not given:
                 if not raw or raw[0].startswith("--"):
                     raise ConfigError(f"{name} needs a value")
@@ -270,7 +339,11 @@ def _read_arguments(rest: list[str]) -> dict[str, Any]:
             merge(values, _nest(name.removeprefix("--").split("."), _loose(value)))
         else:
             kept.append(argument)
-            is_switch = argument.startswith("--") and not given and keys[name.removeprefix("--")].annotation is bool
+            is_switch = (
+                argument.startswith("--")
+                and not given
+                and keys[name.removeprefix("--")].annotation is bool
+            )
             if is_switch and (not raw or raw[0].startswith("--")):
                 kept.append("true")
     for name, items in sources.items():
@@ -278,15 +351,21 @@ def _read_arguments(rest: list[str]) -> dict[str, Any]:
         values.setdefault("data", {})[name] = items[0] if len(items) == 1 else flat
     if kept:
         try:
-            source = CliSettingsSource(Config, cli_parse_args=kept, cli_exit_on_error=False, cli_prog_name="train.py")
+            source = CliSettingsSource(
+                Config, cli_parse_args=kept, cli_exit_on_error=False, cli_prog_name="train.py"
+            )
             merge(values, _drop_none(source()))
         except Exception as error:  # argparse and pydantic-settings raise several kinds; all mean the same to the user
-            raise ConfigError(f"{str(error).removeprefix('error parsing CLI: ')} (in: {' '.join(kept)})") from None
+            raise ConfigError(
+                f"{str(error).removeprefix('error parsing CLI: ')} (in: {' '.join(kept)})"
+            ) from None
     return values
 
 
 def _drop_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: _drop_none(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None}
+    return {
+        k: _drop_none(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None
+    }
 
 
 def _loose(text: str) -> Any:

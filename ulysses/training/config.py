@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ulysses.training.gradient_config import GradientsConfig
+from ulysses.training.section import Section
 
 StageName = Literal["pt", "sft", "rm", "dpo", "kto", "ppo"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # of model.dtype
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
 
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -30,7 +27,15 @@ class LoraConfig(Section):
     """Scale: the update is alpha / rank * B A."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input while training."""
-    targets: list[LoraTarget] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: list[LoraTarget] = [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
     """Module names that get an adapter."""
     merge: bool = False
     """Export the base weights with the adapters added in, instead of the adapters alone."""
@@ -63,16 +68,18 @@ class ModelConfig(Section):
         if self.path and self.arch:
             raise ValueError("give model.path or model.arch, not both")
         if not (self.path or self.arch or self.config):
-            raise ValueError("the model is missing: set model.path to a folder or hub id, or model.arch with model.init = \"random\"")
+            raise ValueError(
+                'the model is missing: set model.path to a folder or hub id, or model.arch with model.init = "random"'
+            )
         if self.init == "pretrained" and not self.path:
             raise ValueError(
-                "model.init is \"pretrained\" but there is no model.path to read weights from; set model.path or "
-                "model.init = \"random\""
+                'model.init is "pretrained" but there is no model.path to read weights from; set model.path or '
+                'model.init = "random"'
             )
         if self.init == "pretrained" and self.config:
             raise ValueError(
                 "model.config changes the shape, which pretrained weights do not fit; remove it or set model.init "
-                "= \"random\""
+                '= "random"'
             )
         return self
 
@@ -111,7 +118,7 @@ class BatchConfig(Section):
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1 token, or \"auto\"")
+            raise ValueError('must be at least 1 token, or "auto"')
         return value
 
 
@@ -140,7 +147,9 @@ class OptimizerConfig(Section):
 
 
 class MemoryConfig(Section):
-    recompute: Literal["auto", "pair", "block", "keep_attention", "keep_exchange", "mlp", "none"] = "auto"
+    recompute: Literal[
+        "auto", "pair", "block", "keep_attention", "keep_exchange", "mlp", "none"
+    ] = "auto"
     """What backward recomputes: pairs of blocks, blocks, all but the attention kernel, all but kernel and exchanges, MLPs, or nothing."""
     offload: Literal["auto", "none", "checkpoints"] = "none"
     """Layer checkpoints in pinned host memory."""
@@ -179,8 +188,8 @@ class SftConfig(Section):
     def _combination(self) -> "SftConfig":
         if self.loss_type == "dft" and self.label_smoothing:
             raise ValueError(
-                f"sft.label_smoothing is {self.label_smoothing:g} but sft.loss_type \"dft\" has none; set it to 0 "
-                f"or use \"nll\""
+                f'sft.label_smoothing is {self.label_smoothing:g} but sft.loss_type "dft" has none; set it to 0 '
+                f'or use "nll"'
             )
         return self
 
@@ -291,9 +300,13 @@ class PpoConfig(Section):
     @model_validator(mode="after")
     def _combination(self) -> "PpoConfig":
         if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError(f"ppo.dual_clip is {self.dual_clip:g} but must be above 1 (commonly 3), or 0 for none")
+            raise ValueError(
+                f"ppo.dual_clip is {self.dual_clip:g} but must be above 1 (commonly 3), or 0 for none"
+            )
         if self.kl_target and not self.kl_coefficient:
-            raise ValueError("ppo.kl_target is set but ppo.kl_coefficient is 0, which no target moves; start above 0")
+            raise ValueError(
+                "ppo.kl_target is set but ppo.kl_coefficient is 0, which no target moves; start above 0"
+            )
         return self
 
 
@@ -332,14 +345,18 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _length(self) -> "RunConfig":
         if bool(self.steps) == bool(self.epochs):
-            raise ValueError(f"set run.steps or run.epochs, one of both (steps is {self.steps}, epochs is {self.epochs:g})")
+            raise ValueError(
+                f"set run.steps or run.epochs, one of both (steps is {self.steps}, epochs is {self.epochs:g})"
+            )
         return self
 
 
 class Config(BaseSettings):
     """Settings of one training run."""
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
     stage: StageName
     """What is trained: pt, sft, rm, dpo, kto or ppo."""
@@ -375,8 +392,12 @@ class Config(BaseSettings):
     """Raw DeepSpeed keys merged into the derived configuration; what the engine owns, or DeepSpeed does not know, is refused."""
 
     @classmethod
-    def settings_customise_sources(cls, settings_cls: Any, init_settings: Any, **_: Any) -> tuple[Any, ...]:
-        return (init_settings,)  # files and arguments are merged in command_line.py; the environment changes nothing
+    def settings_customise_sources(
+        cls, settings_cls: Any, init_settings: Any, **_: Any
+    ) -> tuple[Any, ...]:
+        return (
+            init_settings,
+        )  # files and arguments are merged in command_line.py; the environment changes nothing
 
     @property
     def scopes(self) -> tuple[str, ...]:

@@ -19,7 +19,9 @@ def require_determinism() -> None:
     """
     setting = os.environ.get(CUBLAS)
     if setting is not None and setting not in FIXED_WORKSPACES:
-        raise ValueError(f"{CUBLAS} is {setting!r} but deterministic runs need {' or '.join(FIXED_WORKSPACES)}; unset it")
+        raise ValueError(
+            f"{CUBLAS} is {setting!r} but deterministic runs need {' or '.join(FIXED_WORKSPACES)}; unset it"
+        )
     if setting is None and torch.cuda.is_initialized():
         raise ValueError(
             f"CUDA has started in this process, too late to set {CUBLAS}; set {CUBLAS}={FIXED_WORKSPACES[0]} before Python starts"

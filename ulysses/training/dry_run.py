@@ -15,15 +15,22 @@ import torch
 from models.arch import ARCHITECTURES
 from models.arch import ModelConfig as Shape
 from models.hf_format import resolve_model
-from ulysses.data.formats import is_hub_id, missing_sources
-from ulysses.data.inspect import inspect_examples
+from ulysses.data.preview import inspect_examples
+from ulysses.data.sources import is_hub_id, missing_sources
 from ulysses.gradients.presets import explain_thresholds, tables_to_toml
 from ulysses.memory.case import GIB, Machine, Work
+from ulysses.memory.levels import AUTOGRAD, LEVELS
 from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
-from ulysses.memory.recompute import AUTOGRAD, LEVELS
 from ulysses.training.build import check_weights, read_shape
-from ulysses.training.checks import Plan, check_disk, check_numbers, check_run, read_sources, read_tokenizer
-from ulysses.training.command_line import CommandLine, ConfigError
+from ulysses.training.checks import (
+    Plan,
+    check_disk,
+    check_numbers,
+    check_run,
+    read_sources,
+    read_tokenizer,
+)
+from ulysses.training.command_line import CommandLine
 from ulysses.training.config import Config
 from ulysses.training.memory import (
     allowed_levels,
@@ -40,6 +47,7 @@ from ulysses.training.memory import (
 )
 from ulysses.training.metrics import device_peak_flops
 from ulysses.training.resume import find_checkpoint
+from ulysses.training.section import ConfigError
 
 ABSENT = 3  # exit code: the configuration is right, but weights or data are not here
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
@@ -91,7 +99,14 @@ def _shape(config: Config, findings: list[str]) -> tuple[Shape | None, Path | No
         if path is None or (Path(path).expanduser() / "config.json").exists():
             raise
         shape = published_shape(path)
-        findings.append(f"{error}; " + ("planned with the published shape of that name" if shape else "there is no memory plan without it"))
+        findings.append(
+            f"{error}; "
+            + (
+                "planned with the published shape of that name"
+                if shape
+                else "there is no memory plan without it"
+            )
+        )
         return shape, None
     if folder is not None and config.model.init == "pretrained":
         if any(folder.glob("*.safetensors")):
@@ -107,14 +122,23 @@ def published_shape(path: str) -> Shape | None:
     return ARCHITECTURES.get(re.sub(r"-(instruct|base)$", "", name))
 
 
-def _plan(config: Config, world: int, shape: Shape, folder: Path | None, findings: list[str]) -> Plan | None:
+def _plan(
+    config: Config, world: int, shape: Shape, folder: Path | None, findings: list[str]
+) -> Plan | None:
     """Return the run's plan if tokenizer and data are here; absent ones become findings."""
     before = len(findings)
     place = config.model.tokenizer or (str(folder) if folder else None)
     if place is None:
         if config.model.path is None:
-            findings.append("model.tokenizer is not set and model.arch brings none; data cannot be read without it")
-    elif config.model.tokenizer and "/" in place and not Path(place).expanduser().exists() and place.startswith((".", "/", "~")):
+            findings.append(
+                "model.tokenizer is not set and model.arch brings none; data cannot be read without it"
+            )
+    elif (
+        config.model.tokenizer
+        and "/" in place
+        and not Path(place).expanduser().exists()
+        and place.startswith((".", "/", "~"))
+    ):
         findings.append(f"model.tokenizer: there is no {Path(place).expanduser().absolute()}")
     sources = read_sources(config)
     findings += [f"data: {sentence}" for sentence in missing_sources(sources)]
@@ -129,7 +153,10 @@ def _plan(config: Config, world: int, shape: Shape, folder: Path | None, finding
     if len(findings) > before or place is None:
         return None
     plan = Plan(config, world, shape, folder, None, "", "", resume_from)
-    hub = config.model.tokenizer is not None and not Path(config.model.tokenizer).expanduser().exists()
+    hub = (
+        config.model.tokenizer is not None
+        and not Path(config.model.tokenizer).expanduser().exists()
+    )
     try:
         plan = replace(plan, tokenizer=read_tokenizer(config, folder, shape))
         hub = any(is_hub_id(source) for source in sources)
@@ -156,19 +183,33 @@ def _print_steps(config: Config, world: int, plan: Plan | None) -> int:
     """Print how long the run is; returns the micro-batches of one step."""
     groups = world // config.parallel.sequence_parallel_size
     if plan is None:
-        print(f"{config.run.steps} steps" if config.run.steps else f"{config.run.epochs:g} epochs; their steps depend on the data")
+        print(
+            f"{config.run.steps} steps"
+            if config.run.steps
+            else f"{config.run.epochs:g} epochs; their steps depend on the data"
+        )
         budget, each = config.batch.tokens_per_microbatch, sides(config) * longest_example(config)
-        return math.ceil(_step_examples(config) * each / (groups * (each if budget == "auto" else max(budget, each))))
+        return math.ceil(
+            _step_examples(config)
+            * each
+            / (groups * (each if budget == "auto" else max(budget, each)))
+        )
     train, _ = plan.datasets()
     loader = plan.loader(train, groups, 0)
     total = plan.total_steps(loader)
-    print(f"{len(train)} examples, {plan.steps_per_epoch(loader)} steps per epoch, {total} steps; {train.report}")
+    print(
+        f"{len(train)} examples, {plan.steps_per_epoch(loader)} steps per epoch, {total} steps; {train.report}"
+    )
     return len(loader.plan(0, 0)[0])
 
 
 def _step_examples(config: Config) -> int:
     """Return the examples of one optimizer step over all processes."""
-    return -(-prompts_per_rollout(config) // config.ppo.minibatches) if config.stage == "ppo" else config.batch.examples
+    return (
+        -(-prompts_per_rollout(config) // config.ppo.minibatches)
+        if config.stage == "ppo"
+        else config.batch.examples
+    )
 
 
 def _print_gradients(config: Config, shape: Shape | None) -> None:
@@ -184,43 +225,84 @@ def _print_gradients(config: Config, shape: Shape | None) -> None:
 def planned_machine(config: Config, given: dict[str, float], world: int) -> Machine:
     """Return the machine to plan for: the one described, else this one, else GPUs of 80 GiB."""
     here = torch.cuda.is_available()
-    gib = given.get("gpu_memory") or (torch.cuda.get_device_properties(0).total_memory / GIB if here else ASSUMED_GIB)
-    host = given.get("host_memory", config.memory.host_memory) * GIB or (0 if "gpus" in given else free_host_bytes())
-    machine = Machine(world, gib * GIB, host, int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8))))
+    gib = given.get("gpu_memory") or (
+        torch.cuda.get_device_properties(0).total_memory / GIB if here else ASSUMED_GIB
+    )
+    host = given.get("host_memory", config.memory.host_memory) * GIB or (
+        0 if "gpus" in given else free_host_bytes()
+    )
+    machine = Machine(
+        world, gib * GIB, host, int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8)))
+    )
     peak = device_peak_flops()
     if peak:
         machine = machine._replace(peak_flops=peak)
     if config.model.dtype == "float32":
-        machine = machine._replace(peak_flops=machine.peak_flops / 15)  # H200's float32 beside its bfloat16
+        machine = machine._replace(
+            peak_flops=machine.peak_flops / 15
+        )  # H200's float32 beside its bfloat16
     note = "" if here or "gpu_memory" in given else " (assumed; --gpu-memory says otherwise)"
-    memory = f"{host / GIB:.0f} GiB of host memory per node" if host else "host memory unknown (--host-memory)"
+    memory = (
+        f"{host / GIB:.0f} GiB of host memory per node"
+        if host
+        else "host memory unknown (--host-memory)"
+    )
     speed = "" if peak else ", as fast as an H200"
-    print(f"\npredicted for {world} GPU{'s' if world > 1 else ''} of {gib:.1f} GiB{note}{speed}, {memory}:")
+    print(
+        f"\npredicted for {world} GPU{'s' if world > 1 else ''} of {gib:.1f} GiB{note}{speed}, {memory}:"
+    )
     return machine
 
 
 def print_plan(config: Config, shape: Shape, machine: Machine, work: Work) -> None:
     """Print a line per level, the longest sequence, and the degree, levels and offload to use."""
-    model, options, offload = planner_model(config, shape), planner_options(config, shape), config.memory.offload
+    model, options, offload = (
+        planner_model(config, shape),
+        planner_options(config, shape),
+        config.memory.offload,
+    )
     micro = f"{work.micro_batches} micro-batch{'es' if work.micro_batches > 1 else ''} per group and step"
-    fullest = f"{work.tokens:,} tokens in {work.documents} sequence{'s' if work.documents > 1 else ''}"
-    print(f"{model.parameters:,} parameters, {model.trained:,} trained; {micro}, the fullest: {fullest}")
+    fullest = (
+        f"{work.tokens:,} tokens in {work.documents} sequence{'s' if work.documents > 1 else ''}"
+    )
+    print(
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {micro}, the fullest: {fullest}"
+    )
     if options.frozen_parameters:
         print(f"beside it {options.frozen_parameters:,} frozen parameters of other models")
-    print(f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}")
-    for c in choices(model, machine, work, options, levels=tuple(reversed(LEVELS)), offload=offload):
+    print(
+        f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
+    )
+    for c in choices(
+        model, machine, work, options, levels=tuple(reversed(LEVELS)), offload=offload
+    ):
         p = c.prediction
         host = p.host_bytes * machine.local_processes / GIB
         numbers = f"{p.gpu_bytes / GIB:9.1f}{host:17.1f}{c.offloaded_layers:18}{p.seconds:10.2f}"
         print(f"  {c.level:<16}{numbers}{'' if p.fits(machine) else '   does not fit'}")
     if work.rollout is not None:
-        print(f"  (each step's share of a rollout of {prompts_per_rollout(config)} answers included)")
+        print(
+            f"  (each step's share of a rollout of {prompts_per_rollout(config)} answers included)"
+        )
     count, example = sides(config), longest_example(config) - config.data.max_length
     for sp in sorted({d for d in (work.sp, machine.gpus) if machine.gpus % d == 0}):
         longest = longest_sequence(
-            model, machine, sp, options, documents=count, offload=offload, levels=allowed_levels(config), like=work
+            model,
+            machine,
+            sp,
+            options,
+            documents=count,
+            offload=offload,
+            levels=allowed_levels(config),
+            like=work,
         )
-        each = " on each side of a pair" if count == 2 else f", {example:,} of them the answer" if example else ""
+        each = (
+            " on each side of a pair"
+            if count == 2
+            else f", {example:,} of them the answer"
+            if example
+            else ""
+        )
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{each}")
     _print_recommendation(config, shape, machine, work)
 
@@ -230,17 +312,31 @@ def _print_recommendation(config: Config, shape: Shape, machine: Machine, work: 
     model, options = planner_model(config, shape), planner_options(config, shape)
     batches = min(_step_examples(config), work.micro_batches * machine.gpus // work.sp)
     levels = tuple(x for x in FASTEST_FIRST if x not in AUTOGRAD or options.tiling.head_chunks == 1)
-    for more in ({}, {"offload_optimizer": True}, {"offload_optimizer": True, "offload_parameters": True}):
-        found = recommend(model, machine, work, options._replace(**more), batches=batches, levels=levels)
+    for more in (
+        {},
+        {"offload_optimizer": True},
+        {"offload_optimizer": True, "offload_parameters": True},
+    ):
+        found = recommend(
+            model, machine, work, options._replace(**more), batches=batches, levels=levels
+        )
         if found is not None:
             sp, offload, choice = found
-            text = f"parallel.sequence_parallel_size = {sp}, memory.recompute = \"auto\" ({choice.name})"
-            text += f', memory.offload = "{offload}"' + "".join(f", memory.{name} = true" for name in more)
+            text = (
+                f'parallel.sequence_parallel_size = {sp}, memory.recompute = "auto" ({choice.name})'
+            )
+            text += f', memory.offload = "{offload}"' + "".join(
+                f", memory.{name} = true" for name in more
+            )
             p = choice.prediction
             host = f"{p.host_bytes * machine.local_processes / GIB:.0f} GiB of a node"
-            print(f"recommended for this length: {text}: {p.gpu_bytes / GIB:.1f} GiB, {host}, {p.seconds:.2f} s / step")
+            print(
+                f"recommended for this length: {text}: {p.gpu_bytes / GIB:.1f} GiB, {host}, {p.seconds:.2f} s / step"
+            )
             return
-    print("no sequence_parallel_size fits this length on these GPUs, with any recompute and offload")
+    print(
+        "no sequence_parallel_size fits this length on these GPUs, with any recompute and offload"
+    )
 
 
 def inspect(command: CommandLine) -> int:

@@ -16,7 +16,9 @@ Read = Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor | None]]]
 
 def export_model(engine: Any, folder: Path, shape: Shape, config: Config, *, main: bool) -> None:
     """Write a ZeroEngine's weights and config.json; all ranks call it together, `main` writes."""
-    from ulysses.zero.state import full_parameters  # deepspeed, which a checkpoint's export does without
+    from ulysses.zero.state import (
+        full_parameters,  # deepspeed, which a checkpoint's export does without
+    )
 
     write_model(partial(full_parameters, engine), folder, shape, config, main=main)
 
@@ -35,10 +37,17 @@ def write_model(read: Read, folder: Path, shape: Shape, config: Config, *, main:
     if main:
         folder.mkdir(parents=True, exist_ok=True)
     if lora.rank:
-        from ulysses.training.lora import base_name, is_adapter, merged, save_adapters  # peft is an optional dependency
+        from ulysses.training.lora import (  # peft is an optional dependency
+            base_name,
+            is_adapter,
+            merged,
+            save_adapters,
+        )
 
         found = read(lambda name: name.startswith(prefix) and is_adapter(name))
-        adapters = {name.removeprefix(prefix): tensor for name, tensor in found if tensor is not None}
+        adapters = {
+            name.removeprefix(prefix): tensor for name, tensor in found if tensor is not None
+        }
         if not lora.merge:
             if main:
                 save_adapters(folder, adapters, lora, reward=reward, base=config.model.path)

@@ -30,8 +30,12 @@ class FailureWatch:
     def __init__(self) -> None:
         self._closed = threading.Event()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            store = _store().clone()  # a connection of its own: the other one may be blocked in a wait
-            threading.Thread(name="failure watch", target=self._poll, args=(store,), daemon=True).start()
+            store = (
+                _store().clone()
+            )  # a connection of its own: the other one may be blocked in a wait
+            threading.Thread(
+                name="failure watch", target=self._poll, args=(store,), daemon=True
+            ).start()
 
     def _poll(self, store: Any) -> None:
         while not self._closed.wait(POLL_SECONDS):
@@ -39,7 +43,9 @@ class FailureWatch:
                 failed = store.check([KEY]) and store.get(KEY) != _me()
                 if failed:
                     store.wait([TOLD], PATIENCE)
-            except Exception:  # the process that held the store is gone, or the one that failed could not tell
+            except (
+                Exception
+            ):  # the process that held the store is gone, or the one that failed could not tell
                 failed = not self._closed.is_set()
             if failed:
                 os._exit(1)
@@ -61,9 +67,13 @@ def tell(error: BaseException, *, debug: bool) -> None:
         return
     if first:
         _store().set(TOLD, "")
-        time.sleep(3 * POLL_SECONDS)  # the others see the key and leave, before their connections break noisily
+        time.sleep(
+            3 * POLL_SECONDS
+        )  # the others see the key and leave, before their connections break noisily
         return
-    with suppress(Exception):  # the process that held the store is gone, or the first one could not tell
+    with suppress(
+        Exception
+    ):  # the process that held the store is gone, or the first one could not tell
         _store().wait([TOLD], PATIENCE)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from ulysses.gradients.build import build_chain
-from ulysses.gradients.policy import GradientPolicyChain
+from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.presets import preset_tables
 
 
@@ -44,5 +44,7 @@ class GradientsConfig(BaseModel):
         chain = build_chain(tables)
         for index, table in enumerate(tables):
             if not set(table.get("groups") or known) <= set(known):
-                raise ValueError(f"gradients.policies[{index}]: groups is {table['groups']} but this stage's are {known}")
+                raise ValueError(
+                    f"gradients.policies[{index}]: groups is {table['groups']} but this stage's are {known}"
+                )
         return chain

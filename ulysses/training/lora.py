@@ -36,10 +36,17 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> nn.Module:
     inject_adapter_in_model(_peft_config(config, reward=False), model)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
-            for pair in (layer.lora_A, layer.lora_B):  # our own class: no view of a gathered weight in the graph
+            for pair in (
+                layer.lora_A,
+                layer.lora_B,
+            ):  # our own class: no view of a gathered weight in the graph
                 plain = pair[ADAPTER]
                 pair[ADAPTER] = Linear(
-                    plain.in_features, plain.out_features, bias=False, device=plain.weight.device, dtype=plain.weight.dtype
+                    plain.in_features,
+                    plain.out_features,
+                    bias=False,
+                    device=plain.weight.device,
+                    dtype=plain.weight.dtype,
                 )
     for name, parameter in model.named_parameters():
         if is_adapter(name):
@@ -66,12 +73,22 @@ class AdapterWeights:
         self.base = base
         self.seed = seed
 
-    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def slice(
+        self,
+        name: str,
+        shape: torch.Size,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
         if ".lora_B." in name:
             return torch.zeros(stop - start, dtype=dtype, device=device)
         if ".lora_A." in name:
             key = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-            generator = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            generator = torch.Generator(device=device).manual_seed(
+                int.from_bytes(key[:8], "little") >> 1
+            )
             bound = 1 / math.sqrt(shape[1])
             whole = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
             return whole.view(-1)[start:stop].to(dtype)
@@ -90,7 +107,9 @@ def is_adapter(name: str) -> bool:
 
 def merged_weights(weights: dict[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
     """Return whole weights under the base model's names, the adapters added in; the adapted matrices are copies."""
-    return {base_name(n): merged(n, w, weights, config) for n, w in weights.items() if ".lora_" not in n}
+    return {
+        base_name(n): merged(n, w, weights, config) for n, w in weights.items() if ".lora_" not in n
+    }
 
 
 @contextmanager
@@ -123,14 +142,19 @@ class BasePolicy:
         return self.engine(*args, **kwargs)
 
 
-def save_adapters(folder: Path, tensors: dict[str, Tensor], config: LoraConfig, *, reward: bool, base: str | None) -> None:
+def save_adapters(
+    folder: Path, tensors: dict[str, Tensor], config: LoraConfig, *, reward: bool, base: str | None
+) -> None:
     """Write adapter_model.safetensors and adapter_config.json as peft reads them.
 
     Args:
         tensors: adapters (and score head) by our parameter names.
         base: folder or hub id of the base model, for the reader's information.
     """
-    named = {f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous() for name, t in tensors.items()}
+    named = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous()
+        for name, t in tensors.items()
+    }
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     saved = _peft_config(config, reward=reward, base=base)
     saved.inference_mode = True
@@ -144,4 +168,3 @@ def merged(name: str, weight: Tensor, adapters: dict[str, Tensor], config: LoraC
     stem = name.removesuffix(".base_layer.weight")
     a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"].float() for k in "AB")
     return (weight.float() + config.alpha / config.rank * (b @ a)).to(weight.dtype)
-

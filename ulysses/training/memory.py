@@ -12,12 +12,19 @@ from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig as Shape
 from models.hf_format import read_config, resolve_model
 from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work
-from ulysses.memory.plan import FASTEST_FIRST, Choice, choices, choose_level, host_budget, keep_gathered
-from ulysses.memory.recompute import AUTOGRAD, LEVELS
+from ulysses.memory.levels import AUTOGRAD, LEVELS
+from ulysses.memory.plan import (
+    FASTEST_FIRST,
+    Choice,
+    choices,
+    choose_level,
+    host_budget,
+    keep_gathered,
+)
 from ulysses.memory.tiling import TilingOptions, head_chunk_counts
-from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
 from ulysses.training.rewards import is_function
+from ulysses.training.section import ConfigError
 
 ELEMENT_SIZE = {"bfloat16": 2, "float32": 4}
 
@@ -30,20 +37,30 @@ class MemoryChoice(NamedTuple):
     host_bytes: int = 0  # budget of pinned memory of one process
     line: str = ""
     head_chunks: int = 1
-    gathered_layers: int = 0  # the last ones, whose gathered weights stay from the forward to the backward pass
+    gathered_layers: int = (
+        0  # the last ones, whose gathered weights stay from the forward to the backward pass
+    )
 
 
 def check_memory(config: Config) -> None:
     """Refuse memory settings that contradict each other or have no meaning."""
     memory = config.memory
     if memory.mlp_tile != "auto" and memory.mlp_tile < 0:
-        raise ConfigError(f'memory.mlp_tile is {memory.mlp_tile} but must be "auto", 0 (never tile) or a number of rows')
+        raise ConfigError(
+            f'memory.mlp_tile is {memory.mlp_tile} but must be "auto", 0 (never tile) or a number of rows'
+        )
     if memory.logits_tile != "auto" and memory.logits_tile < 1:
-        raise ConfigError(f'memory.logits_tile is {memory.logits_tile} but must be "auto" or at least 1 row')
+        raise ConfigError(
+            f'memory.logits_tile is {memory.logits_tile} but must be "auto" or at least 1 row'
+        )
     if memory.gathered_layers != "auto" and memory.gathered_layers < 0:
-        raise ConfigError(f'memory.gathered_layers is {memory.gathered_layers} but must be "auto", 0 (none) or a number of layers')
+        raise ConfigError(
+            f'memory.gathered_layers is {memory.gathered_layers} but must be "auto", 0 (none) or a number of layers'
+        )
     if memory.head_chunks != "auto" and memory.head_chunks < 1:
-        raise ConfigError(f'memory.head_chunks is {memory.head_chunks} but must be "auto", 1 (all heads at once) or a number of groups')
+        raise ConfigError(
+            f'memory.head_chunks is {memory.head_chunks} but must be "auto", 1 (all heads at once) or a number of groups'
+        )
     if memory.head_chunks not in ("auto", 1) and memory.recompute in AUTOGRAD:
         raise ConfigError(
             f'memory.head_chunks is {memory.head_chunks} but memory.recompute "{memory.recompute}" keeps all heads at once; set '
@@ -59,7 +76,9 @@ def check_memory(config: Config) -> None:
 def check_head_chunks(config: Config, shape: Shape) -> None:
     """Refuse a number of head groups that the model's heads, or the ranks that share them, do not allow."""
     try:
-        tiling(config).check_heads(shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape))
+        tiling(config).check_heads(
+            shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape)
+        )
     except ValueError as error:
         raise ConfigError(f"memory.{error}") from None
 
@@ -77,7 +96,9 @@ def longest_example(config: Config) -> int:
 def planner_work(config: Config, tokens: int, *, micro_batches: int = 1, world: int = 1) -> Work:
     """Return the planner's view of a step on `world` processes whose micro-batches are full of longest sequences."""
     documents = max(sides(config), tokens // longest_example(config))
-    work = Work(tokens, config.parallel.sequence_parallel_size, micro_batches, documents, _forwards(config))
+    work = Work(
+        tokens, config.parallel.sequence_parallel_size, micro_batches, documents, _forwards(config)
+    )
     if config.stage != "ppo":
         return work
     ppo, prompts = config.ppo, prompts_per_rollout(config)
@@ -101,7 +122,11 @@ def reference_beside(config: Config) -> str:
     elif config.stage == "kto":
         kind = config.kto.reference
     else:
-        kind = config.ppo.reference if config.stage == "ppo" and config.ppo.kl_coefficient else "cached"
+        kind = (
+            config.ppo.reference
+            if config.stage == "ppo" and config.ppo.kl_coefficient
+            else "cached"
+        )
     return "" if kind == "cached" else kind
 
 
@@ -116,11 +141,17 @@ def other_models(config: Config) -> dict[str, str]:
 
 def _head_divisor(config: Config, shape: Shape) -> int:
     """Return what the ranks that exchange heads must divide besides the trained model's: one mesh serves all; 0 for no other."""
-    return gcd(*(_other(place, shape).num_attention_heads for place in other_models(config).values()))
+    return gcd(
+        *(_other(place, shape).num_attention_heads for place in other_models(config).values())
+    )
 
 
 def _head_ranks(config: Config, shape: Shape) -> int:
-    return gcd(config.parallel.sequence_parallel_size, shape.num_attention_heads, _head_divisor(config, shape))
+    return gcd(
+        config.parallel.sequence_parallel_size,
+        shape.num_attention_heads,
+        _head_divisor(config, shape),
+    )
 
 
 def _forwards(config: Config) -> float:
@@ -128,15 +159,21 @@ def _forwards(config: Config) -> float:
     reference = 1 if reference_beside(config) else 0
     if config.stage == "ppo":  # over a rollout, which is trained on several times
         scorer = 0 if is_function(config.ppo.reward) else 1
-        return ((2 if config.ppo.value == "separate" else 1) + reference + scorer) / config.ppo.epochs
-    baseline = 1 + reference if config.stage == "kto" and config.kto.loss_type == "kto" else 0  # mismatched answers
+        return (
+            (2 if config.ppo.value == "separate" else 1) + reference + scorer
+        ) / config.ppo.epochs
+    baseline = (
+        1 + reference if config.stage == "kto" and config.kto.loss_type == "kto" else 0
+    )  # mismatched answers
     return float(reference + baseline)
 
 
 def tiling(config: Config, head_chunks: int | None = None) -> TilingOptions:
     """Return how the layers cut their MLPs and heads; `head_chunks` is what was chosen, None what is set ("auto": 1)."""
     wanted = config.memory.head_chunks if head_chunks is None else head_chunks
-    return TilingOptions(mlp_rows=config.memory.mlp_tile, head_chunks=1 if wanted == "auto" else wanted)
+    return TilingOptions(
+        mlp_rows=config.memory.mlp_tile, head_chunks=1 if wanted == "auto" else wanted
+    )
 
 
 def adapter_parameters(config: Config, shape: Shape) -> int:
@@ -174,29 +211,41 @@ def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Mod
 def planner_model(config: Config, shape: Shape) -> Model:
     """Return the planner's view of the trained model; PPO's value is part of it."""
     adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
-    model = plain_model(shape, adapters=adapters, reward=config.stage == "rm")._replace(head_divisor=_head_divisor(config, shape))
+    model = plain_model(shape, adapters=adapters, reward=config.stage == "rm")._replace(
+        head_divisor=_head_divisor(config, shape)
+    )
     if config.stage != "ppo":
         return model
     separate = config.ppo.value == "separate"
     value = shape.num_parameters(reward=True) if separate else shape.hidden_size
     trained = model.trained if adapters else model.trained + value
-    return model._replace(parameters=model.parameters + value, trained=trained, decoders=2 if separate else 1)
+    return model._replace(
+        parameters=model.parameters + value, trained=trained, decoders=2 if separate else 1
+    )
 
 
 def planner_options(config: Config, shape: Shape) -> Options:
     """Return the planner's view of the settings, models beside the trained one included."""
     memory, rows = config.memory, config.memory.logits_tile
     beside = other_models(config).items()
-    frozen = sum(_other(place, shape).num_parameters(reward=key == "ppo.reward") for key, place in beside)
-    if reference_beside(config) == "live" and not config.model.lora.rank:  # adapters off are the reference
+    frozen = sum(
+        _other(place, shape).num_parameters(reward=key == "ppo.reward") for key, place in beside
+    )
+    if (
+        reference_beside(config) == "live" and not config.model.lora.rank
+    ):  # adapters off are the reference
         frozen += shape.num_parameters()
-    counts = head_chunk_counts(shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape))
+    counts = head_chunk_counts(
+        shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape)
+    )
     return Options(
         tiling=tiling(config),
         head_chunks=counts if memory.head_chunks == "auto" else (),
         logits_rows=0 if rows == "auto" else rows,
         element_size=ELEMENT_SIZE[config.model.dtype],
-        gathered_layers=0 if memory.gathered_layers == "auto" else min(memory.gathered_layers, shape.num_hidden_layers),
+        gathered_layers=0
+        if memory.gathered_layers == "auto"
+        else min(memory.gathered_layers, shape.num_hidden_layers),
         offload_optimizer=memory.offload_optimizer,
         offload_parameters=memory.offload_parameters,
         frozen_parameters=frozen,
@@ -215,12 +264,24 @@ def _other(path: str, shape: Shape) -> Shape:
 def allowed_levels(config: Config) -> tuple[str, ...]:
     """Return the levels that the settings leave open, the fastest first; MLPs are cut "auto"-matically where "none" needs it."""
     wanted, memory = config.memory.recompute, config.memory
-    levels = FASTEST_FIRST if wanted == "auto" else AUTOGRAD[::-1] if wanted == "none" and memory.mlp_tile == "auto" else (wanted,)
-    without = AUTOGRAD if memory.offload == "checkpoints" or (wanted == "auto" and tiling(config).head_chunks > 1) else ()
+    levels = (
+        FASTEST_FIRST
+        if wanted == "auto"
+        else AUTOGRAD[::-1]
+        if wanted == "none" and memory.mlp_tile == "auto"
+        else (wanted,)
+    )
+    without = (
+        AUTOGRAD
+        if memory.offload == "checkpoints" or (wanted == "auto" and tiling(config).head_chunks > 1)
+        else ()
+    )
     return tuple(level for level in levels if level not in without)
 
 
-def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: Work) -> MemoryChoice:
+def choose_memory(
+    config: Config, shape: Shape, machine: Machine | None, work: Work
+) -> MemoryChoice:
     """Decide every layer's level and the offload for one machine (None: CPU, where "auto" keeps everything).
 
     Settings made by hand are honoured while the GPU's whole memory might do; the line says if the reserve is gone, or if the
@@ -235,7 +296,14 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
         level = levels[-1] if offload == "checkpoints" else levels[0]
         why = " (auto: CPU)" if config.memory.recompute == "auto" else ""
         gathered = planner_options(config, shape).gathered_layers
-        return MemoryChoice((level,) * layers, away, 0, f"memory: recompute {level}{why}", tiling(config).head_chunks, gathered)
+        return MemoryChoice(
+            (level,) * layers,
+            away,
+            0,
+            f"memory: recompute {level}{why}",
+            tiling(config).head_chunks,
+            gathered,
+        )
     if offload == "checkpoints" and not machine.host_bytes:
         raise ConfigError(
             'memory.offload is "checkpoints" but the node\'s memory is unknown, so nothing can be moved there; set memory.host_memory'
@@ -245,7 +313,9 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
     fits = choice is not None
     if choice is None:
         found = list(choices(model, machine, work, options, levels=levels, offload=offload))
-        choice = min(found, key=lambda c: (not c.prediction.fits_host(machine), c.prediction.gpu_bytes))
+        choice = min(
+            found, key=lambda c: (not c.prediction.fits_host(machine), c.prediction.gpu_bytes)
+        )
         _refuse_too_large(config, model, machine, work, choice)
     if fits and config.memory.gathered_layers == "auto":
         choice = keep_gathered(model, machine, work, choice)
@@ -253,7 +323,9 @@ def choose_memory(config: Config, shape: Shape, machine: Machine | None, work: W
     room = int(host_budget(machine) - elsewhere) if choice.offloaded_layers else 0
     line = _line(config, machine, choice, fits)
     gathered = choice.options.gathered_layers
-    return MemoryChoice(choice.levels, choice.offloaded_layers, room, line, choice.head_chunks, gathered)
+    return MemoryChoice(
+        choice.levels, choice.offloaded_layers, room, line, choice.head_chunks, gathered
+    )
 
 
 def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
@@ -273,11 +345,16 @@ def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
     return text if fits else text + "; this leaves less than the usual reserve and may run out"
 
 
-def _refuse_too_large(config: Config, model: Model, machine: Machine, work: Work, smallest: Choice) -> None:
+def _refuse_too_large(
+    config: Config, model: Model, machine: Machine, work: Work, smallest: Choice
+) -> None:
     """Refuse a run whose smallest choice is predicted to exceed the GPU's whole memory, or the host's share."""
     p, memory = smallest.prediction, config.memory
     if not p.fits_host(machine):
-        named = (("offload_optimizer", memory.offload_optimizer), ("offload_parameters", memory.offload_parameters))
+        named = (
+            ("offload_optimizer", memory.offload_optimizer),
+            ("offload_parameters", memory.offload_parameters),
+        )
         ways = [f"set memory.{name} = false" for name, on in named if on]
         raise ConfigError(
             f"each process needs {p.host_bytes / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is offloaded, but "
@@ -285,7 +362,11 @@ def _refuse_too_large(config: Config, model: Model, machine: Machine, work: Work
             "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
         )
     if p.gpu_bytes > machine.gpu_bytes:
-        what = f"with memory.recompute = \"{config.memory.recompute}\"" if config.memory.recompute != "auto" else ""
+        what = (
+            f'with memory.recompute = "{config.memory.recompute}"'
+            if config.memory.recompute != "auto"
+            else ""
+        )
         rest = p.gpu_bytes - p.states - p.kept - p.working
         raise ConfigError(
             f"the run needs {p.gpu_bytes / GIB:.1f} GiB on each GPU {what or 'even with the least kept in memory'} (weights, "
@@ -296,7 +377,10 @@ def _refuse_too_large(config: Config, model: Model, machine: Machine, work: Work
 
 
 def _advice(config: Config, model: Model) -> str:
-    ways = ["use more GPUs with a larger parallel.sequence_parallel_size", "lower batch.tokens_per_microbatch or data.max_length"]
+    ways = [
+        "use more GPUs with a larger parallel.sequence_parallel_size",
+        "lower batch.tokens_per_microbatch or data.max_length",
+    ]
     if config.memory.recompute not in ("auto", LEVELS[0]):
         ways.insert(0, 'set memory.recompute = "auto"')
     if config.memory.offload == "none":
@@ -308,7 +392,9 @@ def _advice(config: Config, model: Model) -> str:
     return ", ".join(ways[:-1]) + f" or {ways[-1]}"
 
 
-def this_machine(device: torch.device, peak_flops: float | None, host_gib: float = 0.0) -> Machine | None:
+def this_machine(
+    device: torch.device, peak_flops: float | None, host_gib: float = 0.0
+) -> Machine | None:
     """Return the smallest GPU and host memory of all ranks and the largest node, so that they decide alike; None on CPU.
 
     `host_gib` is a node's host memory, 0 what its kernel reports (memory.host_memory). All ranks call it together, before they allocate.
@@ -318,7 +404,12 @@ def this_machine(device: torch.device, peak_flops: float | None, host_gib: float
     size = dist.get_world_size() if dist.is_initialized() else 1
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     values = torch.tensor(
-        [torch.cuda.get_device_properties(device).total_memory, host_gib * GIB or free_host_bytes(), peak_flops or 0.0, -local],
+        [
+            torch.cuda.get_device_properties(device).total_memory,
+            host_gib * GIB or free_host_bytes(),
+            peak_flops or 0.0,
+            -local,
+        ],
         dtype=torch.float64,
         device=device,
     )
@@ -336,9 +427,13 @@ def free_host_bytes() -> int:
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+        )
         group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip() if (group / "memory.max").exists() else "max"
+        limit = (
+            (group / "memory.max").read_text().strip() if (group / "memory.max").exists() else "max"
+        )
         if limit != "max":
             free = min(free, int(limit) - int((group / "memory.current").read_text()))
         return max(free, 0)

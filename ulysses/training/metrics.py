@@ -36,7 +36,9 @@ class MetricSums:
 
     def add_sum(self, name: str, value: Tensor | float) -> None:
         """Add to a plain global sum."""
-        self.sums[name] = self.sums[name] + self._number(value) if name in self.sums else self._number(value)
+        self.sums[name] = (
+            self.sums[name] + self._number(value) if name in self.sums else self._number(value)
+        )
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add to a mean: `total` is a sum over `count` things."""
@@ -49,13 +51,17 @@ class MetricSums:
 
     def add_max(self, name: str, values: Tensor) -> None:
         """Add to a maximum over all micro-batches and ranks; no values leave it as it is."""
-        start = self.largest.get(name, torch.full((), -math.inf, dtype=torch.float64, device=self.device))
+        start = self.largest.get(
+            name, torch.full((), -math.inf, dtype=torch.float64, device=self.device)
+        )
         self.largest[name] = torch.cat([start.view(1), values.detach().double().flatten()]).max()
 
     def _number(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return value.detach().double()
-        return torch.full((), value, dtype=torch.float64, device=self.device)  # torch.tensor would wait for the GPU
+        return torch.full(
+            (), value, dtype=torch.float64, device=self.device
+        )  # torch.tensor would wait for the GPU
 
     def reduce(self) -> dict[str, float]:
         """Return the global sums, means (sum / count) and maxima; a mean whose count is 0 and a maximum of nothing are left out.
@@ -63,7 +69,9 @@ class MetricSums:
         One collective (two with maxima) and one host read each.
         """
         names, plain = sorted(self.pairs), sorted(self.sums)
-        numbers = [value for name in names for value in self.pairs[name]] + [self.sums[name] for name in plain]
+        numbers = [value for name in names for value in self.pairs[name]] + [
+            self.sums[name] for name in plain
+        ]
         if not numbers:
             return self._maxima()
         flat = torch.stack(numbers)
@@ -84,7 +92,11 @@ class MetricSums:
         flat = torch.stack([self.largest[name] for name in names])
         if dist.is_initialized():
             dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-        return {name: value for name, value in zip(names, flat.tolist(), strict=True) if value != -math.inf}
+        return {
+            name: value
+            for name, value in zip(names, flat.tolist(), strict=True)
+            if value != -math.inf
+        }
 
 
 def model_flops(
@@ -146,20 +158,33 @@ class MetricsLog:
         if wandb_project:
             import wandb
 
-            self.wandb = wandb.init(project=wandb_project, name=folder.name, config=config, resume="allow", dir=str(folder))
+            self.wandb = wandb.init(
+                project=wandb_project,
+                name=folder.name,
+                config=config,
+                resume="allow",
+                dir=str(folder),
+            )
         self.started = time.time()
 
     def _keep_until(self, step: int) -> None:
         """Drop lines that a resumed run will write again."""
         if self.path.exists():
-            lines = [line for line in self.path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= step]
+            lines = [
+                line
+                for line in self.path.read_text().splitlines()
+                if line.endswith("}") and json.loads(line)["step"] <= step
+            ]
             temporary = self.path.with_suffix(".tmp")
             temporary.write_text("".join(line + "\n" for line in lines))
             temporary.rename(self.path)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Log one object; non-finite numbers become null."""
-        clean = {k: (v if not isinstance(v, float) or math.isfinite(v) else None) for k, v in values.items()}
+        clean = {
+            k: (v if not isinstance(v, float) or math.isfinite(v) else None)
+            for k, v in values.items()
+        }
         self.file.write(json.dumps({"step": step, **clean}) + "\n")
         self.file.flush()
         for name, value in clean.items():
@@ -191,6 +216,8 @@ def _board(folder: Path, first_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        print("tensorboard is not installed, so no event files are written (metrics.jsonl has everything); pip install tensorboard")
+        print(
+            "tensorboard is not installed, so no event files are written (metrics.jsonl has everything); pip install tensorboard"
+        )
         return None
     return SummaryWriter(str(folder), purge_step=first_step)

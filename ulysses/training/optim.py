@@ -13,22 +13,37 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     decay, rest = [], []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # a partitioned parameter is empty; ds_shape is its real shape
+            shape = getattr(
+                parameter, "ds_shape", parameter.shape
+            )  # a partitioned parameter is empty; ds_shape is its real shape
             (decay if len(shape) >= 2 else rest).append(parameter)
-    groups = [{"params": decay, "weight_decay": weight_decay, "name": "decay"}, {"params": rest, "weight_decay": 0.0, "name": "no_decay"}]
+    groups = [
+        {"params": decay, "weight_decay": weight_decay, "name": "decay"},
+        {"params": rest, "weight_decay": 0.0, "name": "no_decay"},
+    ]
     return [g for g in groups if g["params"]]
 
 
-def policy_value_groups(model: nn.Module, weight_decay: float, value_lr_factor: float) -> list[dict[str, object]]:
+def policy_value_groups(
+    model: nn.Module, weight_decay: float, value_lr_factor: float
+) -> list[dict[str, object]]:
     """Do the same for a policy with a value: groups of scope "policy" and "value", the latter with its own learning rate."""
     found = []
     for scope, factor in (("policy", 1.0), ("value", value_lr_factor)):
         for group in parameter_groups(model.get_submodule(scope), weight_decay):
-            found.append({**group, "name": f"{scope} {group['name']}", "scope": scope, "lr_factor": factor})
+            found.append(
+                {**group, "name": f"{scope} {group['name']}", "scope": scope, "lr_factor": factor}
+            )
     return found
 
 
-def adamw(model: nn.Module, config: OptimizerConfig, *, on_gpu: bool, groups: list[dict[str, object]] | None = None) -> torch.optim.AdamW:
+def adamw(
+    model: nn.Module,
+    config: OptimizerConfig,
+    *,
+    on_gpu: bool,
+    groups: list[dict[str, object]] | None = None,
+) -> torch.optim.AdamW:
     """Create AdamW (Loshchilov & Hutter 2019) over `parameter_groups` (or `groups`), fused where the state is on a GPU."""
     return torch.optim.AdamW(
         parameter_groups(model, config.weight_decay) if groups is None else groups,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ulysses.data.packing import pack_step
 from ulysses.parallel.batch import Sequence as TokenSequence
 from ulysses.parallel.batch import ShardedBatch, pack_shard
-from ulysses.parallel.reduce import gather_tokens, segment_sums
+from ulysses.parallel.sums import gather_tokens, segment_sums
 
 CHUNK = 32  # items per data-parallel group between two marks of progress
 Pairs = list[tuple[int, int]]
@@ -99,10 +99,16 @@ class StoredValues:
             start, stop = int(self.starts[items[0]]), int(self.ends[items[-1]])
             found = torch.zeros(stop - start, dtype=getattr(torch, self.dtype.name), device=device)
             sizes = [int(lengths[i]) for i in items]
-            for part in pack_step(sizes, max([budget, *sizes]), mesh.data_parallel_size)[mesh.dp_rank]:
-                values = compute(pack_shard([s for k in part for s in sequences(items[k])], mesh, device))
+            for part in pack_step(sizes, max([budget, *sizes]), mesh.data_parallel_size)[
+                mesh.dp_rank
+            ]:
+                values = compute(
+                    pack_shard([s for k in part for s in sequences(items[k])], mesh, device)
+                )
                 if mesh.sp_rank == 0 and part:  # each data-parallel group computes its share
-                    where = np.concatenate([np.arange(self.starts[items[k]], self.ends[items[k]]) for k in part])
+                    where = np.concatenate(
+                        [np.arange(self.starts[items[k]], self.ends[items[k]]) for k in part]
+                    )
                     found[torch.from_numpy(where - start).to(device)] = values
             if dist.is_initialized():
                 dist.all_reduce(found)
@@ -147,7 +153,9 @@ class ReferenceCache:
         max_length: of a mismatched sequence.
     """
 
-    def __init__(self, folder: Path, dataset: Any, pairs: Pairs | None = None, max_length: int = 0) -> None:
+    def __init__(
+        self, folder: Path, dataset: Any, pairs: Pairs | None = None, max_length: int = 0
+    ) -> None:
         self.folder = folder
         self.dataset = dataset
         self.pairs = pairs or []
@@ -155,14 +163,21 @@ class ReferenceCache:
         self.tokens = StoredValues(folder / "reference.bin", np.float32, dataset.lengths)
         self.keys = np.asarray([i * len(dataset) + j for i, j in self.pairs], np.int64)
         name = hashlib.sha256(self.keys.tobytes() + str(max_length).encode()).hexdigest()[:24]
-        self.sums = StoredValues(folder / f"mismatched-{name}.bin", np.float64, np.ones(len(self.pairs), np.int64))
+        self.sums = StoredValues(
+            folder / f"mismatched-{name}.bin", np.float64, np.ones(len(self.pairs), np.int64)
+        )
 
     def complete(self) -> bool:
         """Say whether nothing is left to compute."""
         return self.tokens.complete() and (not self.pairs or self.sums.complete())
 
     def fill(
-        self, logprobs: Callable[[ShardedBatch], torch.Tensor], mesh: Any, device: torch.device, budget: int, say: Callable[[str], None]
+        self,
+        logprobs: Callable[[ShardedBatch], torch.Tensor],
+        mesh: Any,
+        device: torch.device,
+        budget: int,
+        say: Callable[[str], None],
     ) -> None:
         """Compute what is missing; all ranks call it together.
 
@@ -172,7 +187,9 @@ class ReferenceCache:
         """
 
         def started(what: str) -> Callable[[int], None]:
-            return lambda missing: say(f"computing reference log-probabilities of {missing} {what} -> {self.folder}")
+            return lambda missing: say(
+                f"computing reference log-probabilities of {missing} {what} -> {self.folder}"
+            )
 
         place = {"mesh": mesh, "device": device, "budget": budget}
         self.tokens.fill(
@@ -192,7 +209,9 @@ class ReferenceCache:
         key = index * len(self.dataset) + other
         place = int(np.searchsorted(self.keys, key))
         if max_length != self.max_length or place == len(self.keys) or self.keys[place] != key:
-            raise KeyError(f"examples {index} and {other} were not paired when the reference was filled")
+            raise KeyError(
+                f"examples {index} and {other} were not paired when the reference was filled"
+            )
         sequence = self.dataset.mismatch(index, other, max_length)
         return replace(sequence, columns={**sequence.columns, "reference_sum": self.sums[place][0]})
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from models.arch import ModelConfig as Shape
 from ulysses.training.checkpoint import resume_point
-from ulysses.training.command_line import ConfigError
 from ulysses.training.config import Config
+from ulysses.training.section import ConfigError
 
 
 def find_checkpoint(config: Config, shape: Shape) -> Path | None:
@@ -16,7 +16,9 @@ def find_checkpoint(config: Config, shape: Shape) -> Path | None:
     Raises ConfigError: what ulysses.training.checkpoint.resume_point refuses, or a checkpoint that this run cannot continue.
     """
     try:
-        found = resume_point(config.output / "checkpoints", config.run.resume, overwrite=config.run.overwrite)
+        found = resume_point(
+            config.output / "checkpoints", config.run.resume, overwrite=config.run.overwrite
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if found is None:
@@ -29,7 +31,9 @@ def find_checkpoint(config: Config, shape: Shape) -> Path | None:
     return found[0]
 
 
-def _check_same_model(checkpoint: Path, saved: dict[str, Any], config: Config, shape: Shape) -> None:
+def _check_same_model(
+    checkpoint: Path, saved: dict[str, Any], config: Config, shape: Shape
+) -> None:
     """Refuse to continue a checkpoint of another stage, of other adapters or of a model that computes something else."""
     if saved["config"]["stage"] != config.stage:
         raise ConfigError(
@@ -37,10 +41,21 @@ def _check_same_model(checkpoint: Path, saved: dict[str, Any], config: Config, s
             f"its stage or another run.output"
         )
     was, now = asdict(Shape.from_hf(saved["shape"])), asdict(shape)
-    free = ("initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    free = (
+        "initializer_range",
+        "max_position_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+    )
     lora = config.model.lora.model_dump(mode="json")
-    for name in ("rank", "targets") if lora["rank"] or saved["config"]["model"]["lora"]["rank"] else ():
-        was[f"lora.{name}"], now[f"lora.{name}"] = saved["config"]["model"]["lora"][name], lora[name]
+    for name in (
+        ("rank", "targets") if lora["rank"] or saved["config"]["model"]["lora"]["rank"] else ()
+    ):
+        was[f"lora.{name}"], now[f"lora.{name}"] = (
+            saved["config"]["model"]["lora"][name],
+            lora[name],
+        )
     other = [name for name in now if was[name] != now[name] and name not in free]
     if other:
         raise ConfigError(

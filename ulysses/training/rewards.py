@@ -20,7 +20,11 @@ RewardFunction = Callable[[str, str, dict[str, Any]], float]
 def is_function(reward: str) -> bool:
     """Say whether ppo.reward names a Python function rather than a model."""
     module, _, name = reward.partition(":")
-    return bool(name) and not Path(reward).exists() and all(p.isidentifier() for p in [*module.split("."), name])
+    return (
+        bool(name)
+        and not Path(reward).exists()
+        and all(p.isidentifier() for p in [*module.split("."), name])
+    )
 
 
 def load_function(reward: str) -> RewardFunction:
@@ -37,11 +41,15 @@ def load_function(reward: str) -> RewardFunction:
             "the module's folder on PYTHONPATH"
         ) from None
     if not callable(found):
-        raise ValueError(f"ppo.reward is {reward!r} but {name} is not a function; name one as module:function")
+        raise ValueError(
+            f"ppo.reward is {reward!r} but {name} is not a function; name one as module:function"
+        )
     return found
 
 
-def score_text(function: RewardFunction, prompt: str, completion: str, row: dict[str, Any], index: int) -> float:
+def score_text(
+    function: RewardFunction, prompt: str, completion: str, row: dict[str, Any], index: int
+) -> float:
     """Call the function on one answer.
 
     Raises ValueError if it fails or returns no finite number, naming the example.
@@ -49,9 +57,13 @@ def score_text(function: RewardFunction, prompt: str, completion: str, row: dict
     try:
         score = float(function(prompt, completion, row))
     except Exception as error:
-        raise ValueError(f"the reward function failed on example {index}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"the reward function failed on example {index}: {type(error).__name__}: {error}"
+        ) from error
     if not math.isfinite(score):
-        raise ValueError(f"the reward function returned {score} for example {index}; return a finite number")
+        raise ValueError(
+            f"the reward function returned {score} for example {index}; return a finite number"
+        )
     return score
 
 

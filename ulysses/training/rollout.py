@@ -27,7 +27,7 @@ from models.sampler import Sampler, SamplingOptions, cache_bytes
 from ulysses.data.packing import pack_step
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.reduce import gather_tokens, sequence_last
+from ulysses.parallel.sums import gather_tokens, sequence_last
 from ulysses.training.config import LoraConfig, PpoConfig
 from ulysses.training.rewards import RewardFunction, score_text
 from ulysses.zero.engine import ZeroEngine
@@ -62,7 +62,9 @@ class Answers:
         start, length = int(self.starts[i]), int(self.lengths[i])
         part = slice(start, start + length)
         weights = (torch.arange(length) >= int(self.prompt_lengths[i])).float()
-        return Sequence(self.tokens[part], weights, {name: c[part] for name, c in (columns or {}).items()})
+        return Sequence(
+            self.tokens[part], weights, {name: c[part] for name, c in (columns or {}).items()}
+        )
 
     def predictions(self) -> tuple[Tensor, Tensor]:
         """Return where in [T] the answers' tokens are predicted [A], and the answers' cu_seqlens [N + 1]."""
@@ -146,7 +148,10 @@ class RolloutMaker:
         sampled = time.perf_counter()
         old, values, reference = self._passes(answers)
         rollout = self.finish(number, answers, old, values, reference)
-        rollout.metrics |= {"time/sampling": sampled - began, "time/rollout": time.perf_counter() - began}
+        rollout.metrics |= {
+            "time/sampling": sampled - began,
+            "time/rollout": time.perf_counter() - began,
+        }
         return rollout
 
     # ---------------------------------------------------------------- answers
@@ -154,7 +159,12 @@ class RolloutMaker:
     def answer(self, number: int, dataset: Any, indices: list[int]) -> Answers:
         """Decode and score an answer to every prompt; token t of place p is drawn by the key (seed, number, p, t)."""
         prompts = [np.asarray(dataset[i].sequences[0].tokens) for i in indices]
-        N, limit, rank, world = len(prompts), self.options.max_new_tokens, self.mesh.rank, self.mesh.world_size
+        N, limit, rank, world = (
+            len(prompts),
+            self.options.max_new_tokens,
+            self.mesh.rank,
+            self.mesh.world_size,
+        )
         mine = list(range(rank, N, world))
         batch = self.config.generation_batch
         longest = max(len(p) for p in prompts) + limit
@@ -170,21 +180,33 @@ class RolloutMaker:
 
                 weights = merged_weights(weights, self.lora)
             sampler = Sampler(self.shape, weights)
-            found = sampler.sample([prompts[p] for p in mine], self.options, seed=self.seed, rollout=number, keys=mine, batch=batch)
+            found = sampler.sample(
+                [prompts[p] for p in mine],
+                self.options,
+                seed=self.seed,
+                rollout=number,
+                keys=mine,
+                batch=batch,
+            )
         for p, completion in zip(mine, found, strict=True):
             count = len(completion.tokens)
             tokens[p, :count] = torch.tensor(completion.tokens, **table)
             logps[p, :count] = torch.tensor(completion.logps, **table)
             facts[0, p], facts[1, p] = count, float(completion.ended)
             if not isinstance(self.reward, ZeroEngine):
-                texts = [self.tokenizer.decode(t, skip_special_tokens=True) for t in (prompts[p].tolist(), completion.tokens)]
+                texts = [
+                    self.tokenizer.decode(t, skip_special_tokens=True)
+                    for t in (prompts[p].tolist(), completion.tokens)
+                ]
                 facts[2, p] = score_text(self.reward, *texts, dataset.row(indices[p]), indices[p])
         for part in (tokens, logps, facts):  # every row comes from one rank, so the sums are exact
             if dist.is_initialized():
                 dist.all_reduce(part)
         counts = facts[0].long().cpu()
         tokens, logps = tokens.long().cpu(), logps.cpu()
-        joined = [np.concatenate([p, tokens[i, : counts[i]].numpy()]) for i, p in enumerate(prompts)]
+        joined = [
+            np.concatenate([p, tokens[i, : counts[i]].numpy()]) for i, p in enumerate(prompts)
+        ]
         lengths = torch.tensor([len(p) for p in prompts])
         answers = Answers(
             tokens=torch.from_numpy(np.concatenate(joined)).int(), lengths=lengths + counts, prompt_lengths=lengths,
@@ -233,9 +255,14 @@ class RolloutMaker:
 
     def _packed(self, answers: Answers) -> Any:
         """Yield this data-parallel group's (places, batch), as many on every rank."""
-        mine = pack_step(answers.lengths.tolist(), self.budget, self.mesh.data_parallel_size)[self.mesh.dp_rank]
+        mine = pack_step(answers.lengths.tolist(), self.budget, self.mesh.data_parallel_size)[
+            self.mesh.dp_rank
+        ]
         for places in mine:
-            yield places, pack_shard([answers.sequence(i) for i in places], self.mesh, self.engine.device)
+            yield (
+                places,
+                pack_shard([answers.sequence(i) for i in places], self.mesh, self.engine.device),
+            )
 
     def _everywhere(self, flat: Tensor) -> Tensor:
         """Add up what the groups hold; sequence-parallel ranks hold the same, so one of each counts."""
@@ -247,7 +274,9 @@ class RolloutMaker:
 
     # ---------------------------------------------------------------- rewards and advantages
 
-    def finish(self, number: int, answers: Answers, old: Tensor, values: Tensor, reference: Tensor) -> Rollout:
+    def finish(
+        self, number: int, answers: Answers, old: Tensor, values: Tensor, reference: Tensor
+    ) -> Rollout:
         """Return the rollout with its advantages; pure but for the KL controller, and the same on every rank."""
         config = self.config
         rows, cu = answers.predictions()
@@ -273,11 +302,20 @@ class RolloutMaker:
         return Rollout(number, answers, columns, {"rollout": float(number), **metrics})
 
     def _metrics(
-        self, answers: Answers, old: Tensor, values: Tensor, reference: Tensor, rewards: Tensor, cu: Tensor, coefficient: float
+        self,
+        answers: Answers,
+        old: Tensor,
+        values: Tensor,
+        reference: Tensor,
+        rewards: Tensor,
+        cu: Tensor,
+        coefficient: float,
     ) -> dict[str, float]:
         N, kl, gap = len(answers), (old - reference).double(), (old - answers.sampler_logps).abs()
         counts = cu.diff().double()
-        penalty = coefficient * kl_estimate(old, reference, self.config.kl_estimator).double().sum() / N
+        penalty = (
+            coefficient * kl_estimate(old, reference, self.config.kl_estimator).double().sum() / N
+        )
         return {
             "objective/kl": float(kl.sum() / N),
             "objective/kl_coefficient": coefficient,

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ulysses.data.dataset import Example
-from ulysses.data.loader import StepLoader, shuffled
 from ulysses.data.packing import example_cost, pack_step
+from ulysses.data.steps import StepLoader, shuffled
 from ulysses.training.rollout import Rollout
 
 
@@ -74,7 +74,9 @@ class RolloutLoader:
         costs = [example_cost([n], self.prompts.attention_length) for n in lengths]
         seed = self.prompts.packing_seed
         shuffle = None if seed is None else hash((seed, epoch, k))
-        plan = pack_step(lengths, self.budget, self.prompts.data_parallel_size, costs=costs, shuffle=shuffle)
+        plan = pack_step(
+            lengths, self.budget, self.prompts.data_parallel_size, costs=costs, shuffle=shuffle
+        )
         return [
             [Example(indices[p], (rollout.sequence(indices[p]),)) for p in micro_batch]
             for micro_batch in plan[self.prompts.dp_rank]

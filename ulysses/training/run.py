@@ -1,6 +1,6 @@
 """TrainingRun: the composition root. Configuration in, trained and exported model out.
 
-    Config -> checks (no allocation) -> processes and mesh -> tokenised data -> engine -> stage -> Trainer -> export
+Config -> checks (no allocation) -> processes and mesh -> tokenised data -> engine -> stage -> Trainer -> export
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from models.hf_format import copy_side_files
-from ulysses.gradients.policy import GradientPolicyChain
+from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.presets import explain_thresholds
 from ulysses.gradients.table import GradientTable
 from ulysses.parallel.kernels import kernels_of, prove_kernel
@@ -26,13 +26,20 @@ from ulysses.training.build import build_engine, weights_of
 from ulysses.training.build_stage import StageBuilder
 from ulysses.training.checkpoint import Checkpoints, read_run_state, remove_folder
 from ulysses.training.checks import check_run, data_digest
-from ulysses.training.command_line import ConfigError, parse_command_line
+from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.export_model import export_model
 from ulysses.training.failure import FailureWatch, StepError
-from ulysses.training.memory import adapter_parameters, choose_memory, planner_model, planner_work, this_machine
+from ulysses.training.memory import (
+    adapter_parameters,
+    choose_memory,
+    planner_model,
+    planner_work,
+    this_machine,
+)
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
+from ulysses.training.section import ConfigError
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import end_distributed, initialize_distributed
 
@@ -66,7 +73,10 @@ class TrainingRun:
         """Read a TOML file; `overrides` maps dotted keys to values, paths included."""
         arguments = ["--config", str(path)]
         for key, value in (overrides or {}).items():
-            arguments += [f"--{key}", str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)]
+            arguments += [
+                f"--{key}",
+                str(value) if isinstance(value, str | Path) else json.dumps(value, default=str),
+            ]
         return cls(parse_command_line(arguments).config)
 
     def __enter__(self) -> "TrainingRun":
@@ -75,7 +85,9 @@ class TrainingRun:
         try:
             self._same_everywhere()
             torch.backends.cuda.matmul.allow_tf32 = False
-            self.mesh = ParallelMesh(self.config.parallel.sequence_parallel_size, num_heads=self.plan.num_heads)
+            self.mesh = ParallelMesh(
+                self.config.parallel.sequence_parallel_size, num_heads=self.plan.num_heads
+            )
             self._prove_kernel()
             self._prepare_folder()
             self._build()
@@ -91,18 +103,38 @@ class TrainingRun:
             if data is not None:
                 self._say(f"{name} data: {data.report}")
         source = weights_of(config, shape, plan.folder)
-        model, machine = planner_model(config, shape), this_machine(self.device, device_peak_flops(), config.memory.host_memory)
-        memory = choose_memory(config, shape, machine, planner_work(config, plan.budget, world=plan.world_size))
+        model, machine = (
+            planner_model(config, shape),
+            this_machine(self.device, device_peak_flops(), config.memory.host_memory),
+        )
+        memory = choose_memory(
+            config, shape, machine, planner_work(config, plan.budget, world=plan.world_size)
+        )
         self._say(memory.line)
         for line in explain_thresholds(config.gradients.tables, model.trained):
             self._say(f"gradients: {line}")
         value = config.ppo.value if config.stage == "ppo" else ""
         self.engine = build_engine(
-            config, shape, source, self.mesh, config.model.attention, reward=config.stage == "rm", value=value, memory=memory
+            config,
+            shape,
+            source,
+            self.mesh,
+            config.model.attention,
+            reward=config.stage == "rm",
+            value=value,
+            memory=memory,
         )
         self.resources.callback(self.engine.destroy)
         builder = StageBuilder(
-            plan, self.engine, self.mesh, self.device, self.train_data, self.eval_data, self.resume_from is None, self._say, self.resources
+            plan,
+            self.engine,
+            self.mesh,
+            self.device,
+            self.train_data,
+            self.eval_data,
+            self.resume_from is None,
+            self._say,
+            self.resources,
         )
         self.stage = builder.build()
         self.train_data, self.eval_data = builder.train_data, builder.eval_data
@@ -117,13 +149,21 @@ class TrainingRun:
             engine=self.engine,
             stage=self.stage,
             loader=self.stage.loader(loader),
-            eval_loader=plan.loader(self.eval_data, dp_size, dp_rank, evaluation=True) if self.eval_data is not None else None,
+            eval_loader=plan.loader(self.eval_data, dp_size, dp_rank, evaluation=True)
+            if self.eval_data is not None
+            else None,
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
             policies=self._policies(),
             flops=lambda tokens, squares, projected: model_flops(
-                shape.num_parameters(), shape.num_hidden_layers, shape.num_attention_heads * shape.head_dim, tokens, squares,
-                head=head, projected=projected if config.stage != "rm" else 0.0, adapters=adapters,
+                shape.num_parameters(),
+                shape.num_hidden_layers,
+                shape.num_attention_heads * shape.head_dim,
+                tokens,
+                squares,
+                head=head,
+                projected=projected if config.stage != "rm" else 0.0,
+                adapters=adapters,
             ),
             peak_flops=device_peak_flops(),
             seed=config.run.seed,
@@ -132,15 +172,21 @@ class TrainingRun:
     def _prove_kernel(self) -> None:
         """Refuse to start, before anything is written, if attention is wrong on this device."""
         shape = self.plan.shape
-        local = head_layout(shape.num_attention_heads, shape.num_key_value_heads, self.mesh.head_parallel_size)
+        local = head_layout(
+            shape.num_attention_heads, shape.num_key_value_heads, self.mesh.head_parallel_size
+        )
         name, dtype = self.config.model.attention, DTYPES[self.config.model.dtype]
-        for kernel in kernels_of(name, self.device, dtype, shape.head_dim, deterministic=self.config.run.deterministic):
+        for kernel in kernels_of(
+            name, self.device, dtype, shape.head_dim, deterministic=self.config.run.deterministic
+        ):
             prove_kernel(kernel, self.device, dtype, local.query, local.key, shape.head_dim)
 
     def _policies(self) -> GradientPolicyChain:
         chain = self.config.gradients.chain(self.config.scopes)
         if self.debug_anywhere:
-            chain.watch = GradientTable(self.config.gradients.table_every, self._say if self.mesh.is_main else None)
+            chain.watch = GradientTable(
+                self.config.gradients.table_every, self._say if self.mesh.is_main else None
+            )
         return chain
 
     # ---------------------------------------------------------------- running
@@ -150,7 +196,9 @@ class TrainingRun:
         trainer, run = self.trainer, self.config.run
         assert trainer is not None
         if self.resume_from is not None:
-            trainer.load_state_dict(self.checkpoints.load(self.resume_from, {"policy": self.engine}))
+            trainer.load_state_dict(
+                self.checkpoints.load(self.resume_from, {"policy": self.engine})
+            )
             self.stage.load(self.resume_from)
             self._say(f"resumed {self.resume_from} at step {trainer.step}")
         if self.mesh.is_main:
@@ -194,16 +242,32 @@ class TrainingRun:
                 self._save(trainer, step)
                 saved = step
         if trainer.stop_requested:
-            self._say(f"stopped at step {trainer.step} as requested; checkpoint step-{saved} continues with --run.resume auto")
+            self._say(
+                f"stopped at step {trainer.step} as requested; checkpoint step-{saved} continues with --run.resume auto"
+            )
 
     def _save(self, trainer: Trainer, step: int) -> None:
-        state = {**trainer.state_dict(), "config": self._resolved(), "shape": self.plan.shape.to_hf()}
-        self.checkpoints.save(step, {"policy": self.engine}, state, best=trainer.best[0] if trainer.best else None, more=self.stage.save)
+        state = {
+            **trainer.state_dict(),
+            "config": self._resolved(),
+            "shape": self.plan.shape.to_hf(),
+        }
+        self.checkpoints.save(
+            step,
+            {"policy": self.engine},
+            state,
+            best=trainer.best[0] if trainer.best else None,
+            more=self.stage.save,
+        )
 
     def _report(self, trainer: Trainer, step: int, values: dict[str, float], last: bool) -> None:
         if self.log is None:
             return
-        shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "tok/s": f"{values['tokens_per_second']:.0f}"}
+        shown = {
+            "loss": f"{values['loss']:.4f}",
+            "lr": f"{values['lr']:.2e}",
+            "tok/s": f"{values['tokens_per_second']:.0f}",
+        }
         self.log.advance(step, shown)
         evaluated = [f"{k} {v:.4f}" for k, v in sorted(values.items()) if k.startswith("eval/")]
         if step % self.config.run.log_every == 0 or last or evaluated:
@@ -255,7 +319,9 @@ class TrainingRun:
                     remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
             elif config.run.overwrite:
                 step = read_run_state(self.resume_from)["step"]
-                for path in Checkpoints(output / "checkpoints", 0).not_before(self.resume_from, step):
+                for path in Checkpoints(output / "checkpoints", 0).not_before(
+                    self.resume_from, step
+                ):
                     remove_folder(path)
                     self._say(f"deleted {path}, which came after {self.resume_from}")
             (output / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -269,11 +335,17 @@ class TrainingRun:
     def _same_everywhere(self) -> None:
         """Refuse to start if configuration, data or versions differ between ranks; learn whether any of them debugs."""
         places = [data_digest(self.plan), str(self.plan.resume_from)]
-        text = json.dumps([self._resolved(), *places, torch.__version__, version("deepspeed")], sort_keys=True)
+        text = json.dumps(
+            [self._resolved(), *places, torch.__version__, version("deepspeed")], sort_keys=True
+        )
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        low = torch.tensor([digest, -digest, -int(self.debug)], dtype=torch.int64, device=self.device)
+        low = torch.tensor(
+            [digest, -digest, -int(self.debug)], dtype=torch.int64, device=self.device
+        )
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        self.debug_anywhere = int(low[2]) != 0  # what all must do together follows from this, never from a rank's own flag
+        self.debug_anywhere = (
+            int(low[2]) != 0
+        )  # what all must do together follows from this, never from a rank's own flag
         if int(low[0]) != -int(low[1]):
             raise ConfigError(
                 "configuration, data, checkpoint or library versions differ between the processes; start all of them with the "
@@ -288,7 +360,9 @@ class TrainingRun:
         if self.debug and int(os.environ.get("RANK", "0")) != 0:
             print(f"[rank {os.environ['RANK']}] {text}", flush=True)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         """Release files, engines and the process group; after an error other processes still need the latter to be told."""
         self.ended = self.status()
         self.resources.close()
@@ -305,6 +379,10 @@ class TrainingRun:
 def _profiler(folder: Path, active: Any, rank: int) -> Any:
     if not active:
         return nullcontext()
-    activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    activities = [torch.profiler.ProfilerActivity.CPU] + (
+        [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    )
     file = str(folder / f"profile-rank{rank}.json.gz")
-    return torch.profiler.profile(activities=activities, on_trace_ready=lambda profile: profile.export_chrome_trace(file))
+    return torch.profiler.profile(
+        activities=activities, on_trace_ready=lambda profile: profile.export_chrome_trace(file)
+    )

@@ -19,14 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses.gradients.policy import GradientPolicyChain, StepContext
+from ulysses.gradients.chain import GradientPolicyChain, StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Stage
 from ulysses.zero.engine import ZeroEngine
 
-Prepared = tuple[list[ShardedBatch], list[ShardedBatch], dict[str, float]]  # micro-batches, the stage's side batches, tokens
+Prepared = tuple[
+    list[ShardedBatch], list[ShardedBatch], dict[str, float]
+]  # micro-batches, the stage's side batches, tokens
 
 
 @dataclass(kw_only=True, eq=False)
@@ -34,7 +36,7 @@ class Trainer:
     """Train one engine with one stage.
 
     Args:
-        loader: gives each step's micro-batches for this data-parallel group (ulysses.data.loader.StepLoader).
+        loader: gives each step's micro-batches for this data-parallel group (ulysses.data.steps.StepLoader).
         eval_loader: the same over held-out data, or None.
         learning_rate: step -> learning rate, pure.
         policies: act on the reduced gradient once per step.
@@ -59,7 +61,9 @@ class Trainer:
         self.step = 0
         self.best: tuple[int, float] | None = None  # (step, eval loss)
         self.metrics: dict[str, float] = {}
-        self.skipped: str | None = None  # why the last step left the weights alone, if a gradient policy said so
+        self.skipped: str | None = (
+            None  # why the last step left the weights alone, if a gradient policy said so
+        )
         self.stop_requested = False  # agreed on by all ranks at a step's boundary
         self.stop_wanted = False  # this process was told to stop
         self._next: tuple[int, Prepared] | None = None
@@ -73,7 +77,9 @@ class Trainer:
         """
         began = time.perf_counter()
         step, device = self.step, self.engine.device
-        torch.manual_seed(_mix(self.seed, step, self.mesh.rank))  # dropout only: resuming needs no generator state
+        torch.manual_seed(
+            _mix(self.seed, step, self.mesh.rank)
+        )  # dropout only: resuming needs no generator state
         batches, side_batches, amount = self._take(step)
         self.stage.step = step
         self.stage.prepare_step(batches, side_batches)
@@ -85,9 +91,14 @@ class Trainer:
             scaled = [t.value * (t.weight / counts[t.count]) for t in terms]
             for term, value in zip(terms, scaled, strict=True):
                 metrics.add_sum("loss", self.stage.once(value) if term.per_sequence else value)
-            self.engine.backward(sum(scaled) * float(self.mesh.world_size), last=i == len(batches) - 1)
+            self.engine.backward(
+                sum(scaled) * float(self.mesh.world_size), last=i == len(batches) - 1
+            )
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
-            self._next = (step + 1, self._prepare(step + 1))  # host work while the device still computes
+            self._next = (
+                step + 1,
+                self._prepare(step + 1),
+            )  # host work while the device still computes
         gradients = self.engine.gradients()  # built while the device still computes
         metrics.add_sum("stop", float(self.stop_wanted))
         values = metrics.reduce()
@@ -96,10 +107,18 @@ class Trainer:
         values = self.stage.derive(values)
         if step == 0:
             self.stage.check_first_step(values)
-        context = StepContext(step=step, total_steps=self.total_steps, loss=values["loss"], lr=self.learning_rate(step), seed=self.seed)
+        context = StepContext(
+            step=step,
+            total_steps=self.total_steps,
+            loss=values["loss"],
+            lr=self.learning_rate(step),
+            seed=self.seed,
+        )
         report = self.policies.apply(gradients, context)
         if context.stop:
-            raise FloatingPointError(f"{context.stop}; examples {self.loader.indices(*self._position(step))[:8]} ... of the data")
+            raise FloatingPointError(
+                f"{context.stop}; examples {self.loader.indices(*self._position(step))[:8]} ... of the data"
+            )
         self.skipped = context.skip
         if context.skip or not self.stage.accepts(values):
             self.engine.skip_step()
@@ -107,13 +126,23 @@ class Trainer:
             self.engine.step(self._learning_rates(context))
         self.step = step + 1
         seconds = time.perf_counter() - began
-        self.metrics = {**values, **report, "lr": context.lr * context.lr_scale, **self._speed(amount, seconds)}
+        self.metrics = {
+            **values,
+            **report,
+            "lr": context.lr * context.lr_scale,
+            **self._speed(amount, seconds),
+        }
         return self.metrics
 
     def _learning_rates(self, context: StepContext) -> list[float]:
         """One per parameter group: the step's, times the group's own factor and what gradient policies made of its scope."""
         groups, lr = self.engine.zero.optimizer.param_groups, context.lr * context.lr_scale
-        return [lr * g.get("lr_factor", 1.0) * context.group_lr_scale.get(g.get("scope", "default"), 1.0) for g in groups]
+        return [
+            lr
+            * g.get("lr_factor", 1.0)
+            * context.group_lr_scale.get(g.get("scope", "default"), 1.0)
+            for g in groups
+        ]
 
     def _position(self, step: int) -> tuple[int, int]:
         return divmod(step, self.loader.steps_per_epoch)
@@ -134,7 +163,11 @@ class Trainer:
 
     def _shard(self, micro_batches: list[list[Any]]) -> list[ShardedBatch]:
         return [
-            pack_shard([s for example in examples for s in self.stage.sequences(example)], self.mesh, self.engine.device)
+            pack_shard(
+                [s for example in examples for s in self.stage.sequences(example)],
+                self.mesh,
+                self.engine.device,
+            )
             for examples in micro_batches
         ]
 
@@ -148,14 +181,21 @@ class Trainer:
         flat = torch.stack([own[name].double() for name in names])
         if self.mesh.world_size > 1:
             dist.all_reduce(flat)
-        flat = torch.where(flat > 0, flat, torch.ones_like(flat))  # nothing to train on: zero loss, zero gradient
+        flat = torch.where(
+            flat > 0, flat, torch.ones_like(flat)
+        )  # nothing to train on: zero loss, zero gradient
         return {name: flat[i].float() for i, name in enumerate(names)}
 
     def _speed(self, amount: dict[str, float], seconds: float) -> dict[str, float]:
         tokens, squares = amount["tokens"], amount["squared_lengths"]
         out = {"tokens": tokens, "tokens_per_second": tokens / seconds, "seconds": seconds}
         if self.peak_flops:
-            out["mfu"] = self.flops(tokens, squares, amount["projected"]) / seconds / self.mesh.world_size / self.peak_flops
+            out["mfu"] = (
+                self.flops(tokens, squares, amount["projected"])
+                / seconds
+                / self.mesh.world_size
+                / self.peak_flops
+            )
         if self.engine.device.type == "cuda":
             out["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return out
@@ -174,7 +214,10 @@ class Trainer:
         with self.engine.inference():
             for k in range(self.eval_loader.steps_per_epoch):
                 batches = self._shard(self.eval_loader.step(0, k))
-                self.stage.prepare_step(batches, self.stage.side_batches(self.eval_loader, self.eval_loader.indices(0, k)))
+                self.stage.prepare_step(
+                    batches,
+                    self.stage.side_batches(self.eval_loader, self.eval_loader.indices(0, k)),
+                )
                 for batch in batches:
                     counts = self.stage.counts(batch)
                     for i, term in enumerate(self.stage.losses(batch, sums)):
@@ -188,7 +231,10 @@ class Trainer:
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"policies": self.policies.state_dict(), "best": list(self.best) if self.best else None}
+        return {
+            "policies": self.policies.state_dict(),
+            "best": list(self.best) if self.best else None,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]

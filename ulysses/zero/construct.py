@@ -22,7 +22,15 @@ from ulysses.zero.host_memory import streaming_memory
 class WeightSource(Protocol):
     """Where a parameter's values come from."""
 
-    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def slice(
+        self,
+        name: str,
+        shape: torch.Size,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
         """Return elements [start, stop) of the flattened parameter."""
         ...
 
@@ -30,11 +38,20 @@ class WeightSource(Protocol):
 def initialize_distributed() -> torch.device:
     """Start torch.distributed for this process (one process without a launcher) and return its device."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+    for name, value in (
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+    ):
         os.environ.setdefault(name, value)
-    if "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun's name; deepspeed's launcher has its own, others none
+    if (
+        "LOCAL_WORLD_SIZE" not in os.environ
+    ):  # torchrun's name; deepspeed's launcher has its own, others none
         world = int(os.environ["WORLD_SIZE"])
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_SIZE", str(min(world, torch.cuda.device_count() or world)))
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ.get(
+            "LOCAL_SIZE", str(min(world, torch.cuda.device_count() or world))
+        )
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
     if torch.cuda.is_available():
@@ -63,7 +80,9 @@ def _free_port() -> int:
 
 
 @streaming_memory()
-def build_partitioned(create: Callable[[], nn.Module], config: dict[str, Any], source: WeightSource) -> nn.Module:
+def build_partitioned(
+    create: Callable[[], nn.Module], config: dict[str, Any], source: WeightSource
+) -> nn.Module:
     """Create a model inside ZeRO-3's partitioned construction and fill this rank's shards from `source`.
 
     Args:
@@ -76,7 +95,10 @@ def build_partitioned(create: Callable[[], nn.Module], config: dict[str, Any], s
     rank = dist.get_rank()
     # Each parameter is gathered straight into its own memory: no copy between gathering and first use. Only the parameters
     # are told: the engine would stop gathering ahead.
-    straight = {**config, "zero_optimization": {**config["zero_optimization"], "stage3_allgather_sequential": True}}
+    straight = {
+        **config,
+        "zero_optimization": {**config["zero_optimization"], "stage3_allgather_sequential": True},
+    }
     with deepspeed.zero.Init(config_dict_or_path=straight):
         model = create()
     with torch.no_grad():
@@ -86,7 +108,9 @@ def build_partitioned(create: Callable[[], nn.Module], config: dict[str, Any], s
             start = min(rank * size, parameter.ds_numel)
             stop = min(start + size, parameter.ds_numel)
             if stop > start:
-                values = source.slice(name, parameter.ds_shape, start, stop, shard.dtype, shard.device)
+                values = source.slice(
+                    name, parameter.ds_shape, start, stop, shard.dtype, shard.device
+                )
                 shard.view(-1)[: stop - start].copy_(values)
             shard.view(-1)[stop - start : size].zero_()
     return model

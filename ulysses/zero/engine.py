@@ -82,7 +82,14 @@ class ZeroEngine:
             slices = {parameter: grad for _, parameter, _, grad in rank_slices(self.zero)}
             units = [m for m in model.modules() if type(m) in present]
             bucket = config["zero_optimization"]["reduce_bucket_size"]
-            self.reduction = GradientReduction(slices, units, self.device, bucket=bucket, between=reduce_between, node_size=node_size)
+            self.reduction = GradientReduction(
+                slices,
+                units,
+                self.device,
+                bucket=bucket,
+                between=reduce_between,
+                node_size=node_size,
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
@@ -124,7 +131,9 @@ class ZeroEngine:
             zero.zero_grad(set_to_none=True)
         offset = 0
         for index, master in enumerate(zero.fp32_partitioned_groups_flat):
-            if not zero.offload_optimizer:  # the slices of a sub-group lie side by side in one buffer: no copy is needed
+            if (
+                not zero.offload_optimizer
+            ):  # the slices of a sub-group lie side by side in one buffer: no copy is needed
                 master.grad = zero.grad_partitions_flat_buffer.narrow(0, offset, master.numel())
                 offset += master.numel()
             zero._optimizer_step(index)
@@ -162,11 +171,21 @@ class ZeroEngine:
         if self.trainable:
             self.reduction.close()
         self.engine.destroy()
-        held = [t for p in self.module.parameters() for t in (p.data, p.grad, getattr(p, "ds_tensor", None))]
+        held = [
+            t
+            for p in self.module.parameters()
+            for t in (p.data, p.grad, getattr(p, "ds_tensor", None))
+        ]
         if self.trainable:
             zero = self.zero
-            held += [*zero.fp32_partitioned_groups_flat, *(f.grad for f in zero.fp32_partitioned_groups_flat)]
-            held += [*zero.fp16_partitioned_groups_flat, *getattr(zero, "param_groups_fp16_flat_cpu_memory", [])]
+            held += [
+                *zero.fp32_partitioned_groups_flat,
+                *(f.grad for f in zero.fp32_partitioned_groups_flat),
+            ]
+            held += [
+                *zero.fp16_partitioned_groups_flat,
+                *getattr(zero, "param_groups_fp16_flat_cpu_memory", []),
+            ]
             held += [getattr(zero, "grad_partitions_flat_buffer", None)]
             held += [value for state in zero.optimizer.state.values() for value in state.values()]
         for tensor in held:

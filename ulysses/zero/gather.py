@@ -15,7 +15,9 @@ RESERVE = 0.05  # of the free memory, for what sampling itself allocates
 
 
 @contextmanager
-def gathered_weights(engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+def gathered_weights(
+    engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 0
+) -> Iterator[dict[str, torch.Tensor]]:
     """Gather the parameters whose name begins with `prefix` and give them by the rest of their name; read only.
 
     All ranks enter and leave together and need no lockstep in between. `more_bytes`: what the caller will allocate
@@ -28,7 +30,9 @@ def gathered_weights(engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 
     chosen = [(name.removeprefix(prefix), p) for name, p in chosen if name.startswith(prefix)]
     weights = sum(p.ds_numel * p.ds_tensor.element_size() for _, p in chosen)
     free = free_bytes(engine.device)
-    least = torch.tensor(float(free) * (1 - RESERVE) - more_bytes, dtype=torch.float64, device=engine.device)
+    least = torch.tensor(
+        float(free) * (1 - RESERVE) - more_bytes, dtype=torch.float64, device=engine.device
+    )
     if dist.is_initialized():
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
     if float(least) < weights:
@@ -47,5 +51,7 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
-    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 1 << 62)
+    available = next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 1 << 62
+    )
     return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

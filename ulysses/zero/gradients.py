@@ -29,9 +29,15 @@ def check_deepspeed(zero: Any) -> None:
     """
     missing = [f"ZeRO-3 optimizer has no {name}" for name in NEEDED if not hasattr(zero, name)]
     parameters = [p for group in getattr(zero, "fp16_groups", []) for p in group]
-    missing += [f"partitioned parameters have no {name}" for name in NEEDED_OF_PARAMETERS if not all(hasattr(p, name) for p in parameters)]
+    missing += [
+        f"partitioned parameters have no {name}"
+        for name in NEEDED_OF_PARAMETERS
+        if not all(hasattr(p, name) for p in parameters)
+    ]
     if missing:
-        raise RuntimeError(f"this DeepSpeed's {missing[0]}, which the engine needs; install deepspeed 0.19.8")
+        raise RuntimeError(
+            f"this DeepSpeed's {missing[0]}, which the engine needs; install deepspeed 0.19.8"
+        )
 
 
 def rank_slices(zero: Any) -> Iterator[tuple[int, nn.Parameter, int, Tensor]]:
@@ -43,11 +49,20 @@ def rank_slices(zero: Any) -> Iterator[tuple[int, nn.Parameter, int, Tensor]]:
     rank, start = dist.get_rank(), 0
     for index, parameters in enumerate(zero.fp16_groups):
         master, offset = zero.fp32_partitioned_groups_flat[index], 0
-        flat = master.grad if zero.offload_optimizer else zero.grad_partitions_flat_buffer.narrow(0, start, master.numel())
+        flat = (
+            master.grad
+            if zero.offload_optimizer
+            else zero.grad_partitions_flat_buffer.narrow(0, start, master.numel())
+        )
         start += master.numel()
         for p in parameters:
             size = p.partition_numel()
-            yield index, p, offset, flat.narrow(0, offset, max(0, min(size, p.ds_numel - rank * size)))
+            yield (
+                index,
+                p,
+                offset,
+                flat.narrow(0, offset, max(0, min(size, p.ds_numel - rank * size))),
+            )
             offset += size
 
 
@@ -62,7 +77,9 @@ def zero_gradients(zero: Any, names: dict[int, str], device: torch.device) -> Gr
     rank, entries = dist.get_rank(), []
     for index, p, offset, grad in rank_slices(zero):
         weights = zero.fp32_partitioned_groups_flat[index].detach().narrow(0, offset, grad.numel())
-        group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]].get("scope", "default")
+        group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]].get(
+            "scope", "default"
+        )
         start = min(rank * p.partition_numel(), p.ds_numel)
         entries.append(
             GradientSlice(

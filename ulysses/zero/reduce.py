@@ -27,7 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IN_FLIGHT = 4  # units whose gradients wait for their reduction, and take memory, before the host waits too
+IN_FLIGHT = (
+    4  # units whose gradients wait for their reduction, and take memory, before the host waits too
+)
 
 
 class GradientReduction:
@@ -64,7 +66,9 @@ class GradientReduction:
         alone = dict.fromkeys(slices)
         for unit in units:
             inside = [p for p in unit.parameters() if p in slices]
-            self._hooks.append(unit.register_full_backward_hook(lambda *_, inside=inside: self._take(inside)))
+            self._hooks.append(
+                unit.register_full_backward_hook(lambda *_, inside=inside: self._take(inside))
+            )
             for p in inside:
                 alone.pop(p, None)
         for p in alone:
@@ -159,7 +163,12 @@ class GradientReduction:
             dist.all_to_all_single(copies, flat, [own] * W, sizes, group=self._inside)
             return copies.view(W, own).sum(0, dtype=torch.float32)
         L = W // self._nodes
-        by_place = F.pad(flat, (0, W * size - numel)).view(self._nodes, L, size).transpose(0, 1).contiguous()
+        by_place = (
+            F.pad(flat, (0, W * size - numel))
+            .view(self._nodes, L, size)
+            .transpose(0, 1)
+            .contiguous()
+        )
         copies = torch.empty_like(by_place)
         dist.all_to_all_single(copies, by_place, group=self._inside)
         sums = copies.sum(0, dtype=torch.float32).to(self._between)
@@ -174,7 +183,9 @@ class GradientReduction:
         flat = torch.cat([grad.reshape(-1).float() for _, grad in waiting])
         if self._world > 1:
             dist.all_reduce(flat, group=self._all)
-        for (parameter, _), whole in zip(waiting, flat.split([grad.numel() for _, grad in waiting]), strict=True):
+        for (parameter, _), whole in zip(
+            waiting, flat.split([grad.numel() for _, grad in waiting]), strict=True
+        ):
             start = min(self._rank * _slice_size(parameter), whole.numel())
             self._store(parameter, whole.narrow(0, start, self._slices[parameter].numel()))
 
@@ -191,7 +202,10 @@ class GradientReduction:
                 target.add_(total, alpha=share)
             return
         mean = total.float() * share
-        target.copy_(mean if first else mean.add_(target.to(mean.device, non_blocking=True)), non_blocking=True)
+        target.copy_(
+            mean if first else mean.add_(target.to(mean.device, non_blocking=True)),
+            non_blocking=True,
+        )
 
 
 def _slice_size(parameter: Any) -> int:

@@ -31,7 +31,14 @@ OWNED = {
     "checkpoint": "run.save_every and run.resume",
     "prescale_gradients": "nothing: the gradient rule fixes the scale",
 }
-PASSED_ON = ("zero_optimization", "comms_logger", "dump_state", "memory_breakdown", "steps_per_print", "wall_clock_breakdown")
+PASSED_ON = (
+    "zero_optimization",
+    "comms_logger",
+    "dump_state",
+    "memory_breakdown",
+    "steps_per_print",
+    "wall_clock_breakdown",
+)
 
 
 def derive(
@@ -72,7 +79,9 @@ def derive(
         # the host from running far ahead of the GPU.
         "stage3_max_live_parameters": vocabulary_matrices + (4 + gathered_layers) * layer_matrices,
         # A layer is released unless fewer parameters than this come after it in the forward pass.
-        "stage3_max_reuse_distance": gathered_layers * layer_matrices + head_matrices if gathered_layers else 0,
+        "stage3_max_reuse_distance": gathered_layers * layer_matrices + head_matrices
+        if gathered_layers
+        else 0,
         "sub_group_size": int(1e9),
         # Off: DeepSpeed would replace torch.nn.functional.linear in the whole process; our projections need no such help.
         "memory_efficient_linear": False,
@@ -108,10 +117,14 @@ def check_raw(raw: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"deepspeed.zero_optimization is {zero!r} but must be a table")
     for key in (*raw, *(f"zero_optimization.{key}" for key in zero)):
         if key in OWNED:
-            raise ValueError(f"deepspeed.{key} is owned by the engine and cannot be set there; use {OWNED[key]}")
+            raise ValueError(
+                f"deepspeed.{key} is owned by the engine and cannot be set there; use {OWNED[key]}"
+            )
     for key in raw:
         if key not in PASSED_ON:
-            raise ValueError(f"deepspeed.{key} is not passed on to DeepSpeed; leave it out, only these are: {', '.join(PASSED_ON)}")
+            raise ValueError(
+                f"deepspeed.{key} is not passed on to DeepSpeed; leave it out, only these are: {', '.join(PASSED_ON)}"
+            )
     if zero:
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds to import
         from pydantic import ValidationError
@@ -137,5 +150,7 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def without_auto(raw: dict[str, Any]) -> dict[str, Any]:
     """Leave out the keys set to "auto", DeepSpeed's word for "as if it were not here", and tables of nothing else."""
-    found = {k: without_auto(v) if isinstance(v, dict) else v for k, v in raw.items() if v != "auto"}
+    found = {
+        k: without_auto(v) if isinstance(v, dict) else v for k, v in raw.items() if v != "auto"
+    }
     return {k: v for k, v in found.items() if v != {} or raw[k] == {}}

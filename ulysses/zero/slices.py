@@ -20,13 +20,17 @@ class SavedSlices:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.step = 0
-        self.places: dict[str, list[tuple[int, int, int, str]]] = {}  # name -> (start, length, offset in the file, rank file)
+        self.places: dict[
+            str, list[tuple[int, int, int, str]]
+        ] = {}  # name -> (start, length, offset in the file, rank file)
         self._open: dict[str, Any] = {}
         for file in sorted(folder.glob("rank-*.json")):
             content = json.loads(file.read_text())
             self.step = content["step"]
             for name, start, length, offset in content["pieces"]:
-                self.places.setdefault(name, []).append((start, length, offset, file.name.removesuffix(".json")))
+                self.places.setdefault(name, []).append(
+                    (start, length, offset, file.name.removesuffix(".json"))
+                )
 
     def numel(self, name: str) -> int:
         """Return how many elements of a parameter are saved."""
@@ -42,10 +46,14 @@ class SavedSlices:
         for begin, length, offset, stem in self.places.get(name, []):
             a, b = max(begin, start), min(begin + length, stop)
             if a < b:
-                target.narrow(0, a - start, b - a).copy_(self._data(stem, kind)[offset + a - begin : offset + b - begin])
+                target.narrow(0, a - start, b - a).copy_(
+                    self._data(stem, kind)[offset + a - begin : offset + b - begin]
+                )
                 filled += b - a
         if filled != target.numel():
-            raise ValueError(f"the checkpoint {self.folder} does not hold all of {name}; it belongs to another model")
+            raise ValueError(
+                f"the checkpoint {self.folder} does not hold all of {name}; it belongs to another model"
+            )
 
     def _data(self, stem: str, kind: str) -> Any:
         file = f"{stem}.{kind}.safetensors"

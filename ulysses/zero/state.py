@@ -61,7 +61,9 @@ def save_state(engine: ZeroEngine, folder: Path) -> None:
         for piece, (_, _, length, at) in zip(mine, index, strict=True):
             data[at : at + length] = flats[piece.group].narrow(0, piece.offset, length).detach()
         save_file({"data": data}, folder / f"rank-{rank:05d}.{kind}.safetensors")
-    (folder / f"rank-{rank:05d}.json").write_text(json.dumps({"step": _optimizer_step(engine), "pieces": index}))
+    (folder / f"rank-{rank:05d}.json").write_text(
+        json.dumps({"step": _optimizer_step(engine), "pieces": index})
+    )
 
 
 @torch.no_grad()
@@ -75,7 +77,12 @@ def load_state(engine: ZeroEngine, folder: Path) -> None:
     _check_same_parameters(engine, saved)
     for kind in KINDS:
         for piece in pieces(engine):
-            saved.read_into(_flat(engine, piece.group, kind).narrow(0, piece.offset, piece.length), piece.name, kind, piece.start)
+            saved.read_into(
+                _flat(engine, piece.group, kind).narrow(0, piece.offset, piece.length),
+                piece.name,
+                kind,
+                piece.start,
+            )
     _set_optimizer_step(engine, saved.step)
     zero = engine.zero
     zero._partition_all_parameters()
@@ -102,7 +109,9 @@ def _flat(engine: ZeroEngine, group: int, kind: str) -> torch.Tensor:
     state = engine.zero.optimizer.state[master]
     if kind not in state:
         fused = any(g.get("fused") for g in engine.zero.optimizer.param_groups)
-        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device if fused else "cpu")
+        state["step"] = torch.zeros(
+            (), dtype=torch.float32, device=master.device if fused else "cpu"
+        )
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(master, memory_format=torch.preserve_format)
     return state[kind]
@@ -118,7 +127,9 @@ def _set_optimizer_step(engine: ZeroEngine, step: int) -> None:
         engine.zero.optimizer.state[master]["step"].fill_(step)
 
 
-def full_parameters(engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, torch.Tensor | None]]:
+def full_parameters(
+    engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield every parameter (whose name is wanted) whole, in the model's order, a module at a time; the tensor only on rank 0 (host copy).
 
     All ranks must iterate it together; no rank ever holds more than one module's parameters.
@@ -127,10 +138,17 @@ def full_parameters(engine: ZeroEngine, wanted: Callable[[str], bool] = lambda n
     seen: set[int] = set()
     with streaming_memory():
         for module in engine.module.modules():
-            own = [p for p in module.parameters(recurse=False) if id(p) not in seen and wanted(engine.names[id(p)])]
+            own = [
+                p
+                for p in module.parameters(recurse=False)
+                if id(p) not in seen and wanted(engine.names[id(p)])
+            ]
             if not own:
                 continue
             seen |= {id(p) for p in own}
             with deepspeed.zero.GatheredParameters(own), torch.no_grad():
-                copies = [(engine.names[id(p)], p.detach().to("cpu", copy=True) if main else None) for p in own]
+                copies = [
+                    (engine.names[id(p)], p.detach().to("cpu", copy=True) if main else None)
+                    for p in own
+                ]
             yield from copies

@@ -1,11 +1,11 @@
 """What the loop asks of a stage. The loop knows no algorithm; a stage knows no loop.
 
-    side_batches(loader, indices)      more sequences that a step needs but does not train on
-    prepare_step(batches, side)        once per optimizer step, without gradient: step-wide statistics
-    counts(batch)                      what this rank contributes to each global count
-    losses(batch)                      terms (local sums) and metrics of one micro-batch
-    derive(metrics)                    what follows from the reduced metrics
-    loader, may_prepare, accepts, evaluate, save, load: for a stage that makes its own data
+side_batches(loader, indices)      more sequences that a step needs but does not train on
+prepare_step(batches, side)        once per optimizer step, without gradient: step-wide statistics
+counts(batch)                      what this rank contributes to each global count
+losses(batch)                      terms (local sums) and metrics of one micro-batch
+derive(metrics)                    what follows from the reduced metrics
+loader, may_prepare, accepts, evaluate, save, load: for a stage that makes its own data
 """
 
 from pathlib import Path
@@ -75,11 +75,17 @@ class Stage:
 
     def once(self, value: float | Tensor) -> float | Tensor:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
-        return value if self.mesh.sp_rank == 0 else (torch.zeros_like(value) if isinstance(value, Tensor) else 0.0)
+        return (
+            value
+            if self.mesh.sp_rank == 0
+            else (torch.zeros_like(value) if isinstance(value, Tensor) else 0.0)
+        )
 
     def own(self, batch: ShardedBatch, number: float) -> Tensor:
         """Return a number of sequences as this rank's share of a count."""
-        return torch.full((), float(self.once(float(number))), dtype=torch.float64, device=batch.tokens.device)
+        return torch.full(
+            (), float(self.once(float(number))), dtype=torch.float64, device=batch.tokens.device
+        )
 
     def loader(self, prompts: Any) -> Any:
         """Return what the loop reads its steps from; by default the data itself."""

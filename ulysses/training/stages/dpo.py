@@ -16,7 +16,7 @@ from torch import Tensor
 
 from losses.dpo import dpo_loss, ld_dpo_weights
 from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.parallel.reduce import segment_sums
+from ulysses.parallel.sums import segment_sums
 from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Term
@@ -25,7 +25,15 @@ from ulysses.training.stages.referenced import ReferencedStage
 
 def loss_options(config: DpoConfig) -> dict[str, Any]:
     """Return the arguments that the configuration fixes in `losses.dpo_loss`."""
-    names = ("beta", "loss_type", "label_smoothing", "simpo_gamma", "discopop_tau", "f_divergence", "f_alpha")
+    names = (
+        "beta",
+        "loss_type",
+        "label_smoothing",
+        "simpo_gamma",
+        "discopop_tau",
+        "f_divergence",
+        "f_alpha",
+    )
     return {name: getattr(config, name) for name in names}
 
 
@@ -41,11 +49,16 @@ class DpoStage(ReferencedStage):
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
         chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
-        return {"pairs": self.own(batch, batch.num_sequences // 2), "chosen_tokens": chosen.sum(dtype=torch.float64)}
+        return {
+            "pairs": self.own(batch, batch.num_sequences // 2),
+            "chosen_tokens": chosen.sum(dtype=torch.float64),
+        }
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
-        reference = self.reference_logps(batch)  # first: it may be this very model with its adapters off
+        reference = self.reference_logps(
+            batch
+        )  # first: it may be this very model with its adapters off
         logps = self.model(batch).logps
         decayed = weights * batch.token_columns.get("ld_weights", 1.0)
         columns = [logps * decayed, weights, *([] if reference is None else [reference * decayed])]
@@ -58,7 +71,17 @@ class DpoStage(ReferencedStage):
             zero if reference is None else rejected[:, 2].detach(),
             chosen_lengths=chosen[:, 1].detach(), rejected_lengths=rejected[:, 1].detach(), **loss_options(config),
         )  # fmt: skip
-        self._metrics(metrics, batch, losses, chosen_rewards, rejected_rewards, chosen, rejected, logps, reference)
+        self._metrics(
+            metrics,
+            batch,
+            losses,
+            chosen_rewards,
+            rejected_rewards,
+            chosen,
+            rejected,
+            logps,
+            reference,
+        )
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
         if config.sft_weight:
             is_chosen = batch.sequence_ids % 2 == 0
@@ -93,7 +116,9 @@ def length_desensitised(pair: list[Sequence], alpha: float) -> list[Sequence]:
     shorter = torch.tensor(min(int(t.sum()) for t in trained))
     out = []
     for sequence, mask in zip(pair, trained, strict=True):
-        index = torch.from_numpy(np.append(np.cumsum(mask) - 1, 0))  # the last position predicts nothing
+        index = torch.from_numpy(
+            np.append(np.cumsum(mask) - 1, 0)
+        )  # the last position predicts nothing
         columns = {**sequence.token_columns, "ld_weights": ld_dpo_weights(index, shorter, alpha)}
         out.append(replace(sequence, token_columns=columns))
     return out

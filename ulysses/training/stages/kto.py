@@ -19,7 +19,7 @@ from torch import Tensor
 from losses.kto import kto_loss
 from ulysses.data.packing import pack_step
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
-from ulysses.parallel.reduce import segment_sums
+from ulysses.parallel.sums import segment_sums
 from ulysses.training.config import KtoConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.reference import mismatched_lengths
@@ -38,23 +38,41 @@ class KtoStage(ReferencedStage):
 
     config: KtoConfig
 
-    def __init__(self, model: Any, mesh: Any, config: KtoConfig, *, max_length: int, budget: int, **reference: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        mesh: Any,
+        config: KtoConfig,
+        *,
+        max_length: int,
+        budget: int,
+        **reference: Any,
+    ) -> None:
         super().__init__(model, mesh, config, **reference)
         self.max_length = max_length
         self.budget = budget
         self.baseline: Tensor | None = None  # z0 of the running step
 
     def sequences(self, example: Any) -> list[Sequence]:
-        return [replace(s, columns={**s.columns, "label": example.columns["label"]}) for s in example.sequences]
+        return [
+            replace(s, columns={**s.columns, "label": example.columns["label"]})
+            for s in example.sequences
+        ]
 
     def side_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
         if self.config.loss_type != "kto":
             return []
         pairs = loader.mismatched_pairs(indices)
         lengths = mismatched_lengths(loader.dataset, pairs, self.max_length)
-        mine = pack_step(lengths, max([self.budget, *lengths]), self.mesh.data_parallel_size)[self.mesh.dp_rank]
+        mine = pack_step(lengths, max([self.budget, *lengths]), self.mesh.data_parallel_size)[
+            self.mesh.dp_rank
+        ]
         return [
-            pack_shard([loader.dataset.mismatch(*pairs[p], self.max_length) for p in part], self.mesh, self.model.device)
+            pack_shard(
+                [loader.dataset.mismatch(*pairs[p], self.max_length) for p in part],
+                self.mesh,
+                self.model.device,
+            )
             for part in mine
         ]
 
@@ -70,11 +88,15 @@ class KtoStage(ReferencedStage):
                 total[1] += self.once(float(batch.num_sequences))
         if dist.is_initialized():
             dist.all_reduce(total)
-        self.baseline = (total[0] / total[1].clamp(min=1)).clamp(min=0)  # a step without any mismatch: 0
+        self.baseline = (total[0] / total[1].clamp(min=1)).clamp(
+            min=0
+        )  # a step without any mismatch: 0
 
     def _mismatched_reference(self, batch: ShardedBatch) -> Tensor:
         if self.cached:
-            return batch.sequence_columns.get("reference_sum", torch.zeros((), device=self.model.device)).double()
+            return batch.sequence_columns.get(
+                "reference_sum", torch.zeros((), device=self.model.device)
+            ).double()
         logps = self.reference_logps(batch)
         assert logps is not None
         return segment_sums(logps.double() * batch.loss_weights, batch)
@@ -84,7 +106,9 @@ class KtoStage(ReferencedStage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
-        reference = self.reference_logps(batch)  # first: it may be this very model with its adapters off
+        reference = self.reference_logps(
+            batch
+        )  # first: it may be this very model with its adapters off
         logps = self.model(batch).logps
         assert reference is not None
         sums = segment_sums(torch.stack([logps * weights, reference * weights], dim=-1), batch)
@@ -100,7 +124,9 @@ class KtoStage(ReferencedStage):
         for side, chosen in (("chosen", desirable), ("rejected", ~desirable)):
             number = self.once(chosen.double().sum())
             metrics.add(f"rewards/{side}", self.once((rewards * chosen).double().sum()), number)
-            metrics.add(f"logps/{side}", self.once((policy.detach() * chosen).double().sum()), number)
+            metrics.add(
+                f"logps/{side}", self.once((policy.detach() * chosen).double().sum()), number
+            )
         if self.baseline is not None:
             metrics.add("kl", self.baseline * self.once(float(count)), self.once(float(count)))
         self.add_reference_gap(metrics, batch, logps, reference)
@@ -109,4 +135,7 @@ class KtoStage(ReferencedStage):
     def derive(self, metrics: dict[str, float]) -> dict[str, float]:
         if "rewards/chosen" not in metrics or "rewards/rejected" not in metrics:
             return metrics
-        return {**metrics, "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]}
+        return {
+            **metrics,
+            "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"],
+        }

@@ -49,13 +49,19 @@ class PpoStage(Stage):
         assert self.maker is not None
         config = self.config
         self.rollouts = RolloutLoader(
-            prompts, self.maker.make, passes=config.epochs, minibatches=config.minibatches, budget=self.maker.budget
+            prompts,
+            self.maker.make,
+            passes=config.epochs,
+            minibatches=config.minibatches,
+            budget=self.maker.budget,
         )
         return self.rollouts
 
     def may_prepare(self, step: int) -> bool:
         """A rollout needs the weights of its moment, and an early stop empties the steps that follow."""
-        return self.rollouts is None or (step % self.rollouts.steps_per_rollout != 0 and not self.config.target_kl)
+        return self.rollouts is None or (
+            step % self.rollouts.steps_per_rollout != 0 and not self.config.target_kl
+        )
 
     def accepts(self, metrics: dict[str, float]) -> bool:
         """Drop the update of a step whose KL to the rollout's policy is too large, and the rest of its rollout."""
@@ -72,14 +78,22 @@ class PpoStage(Stage):
         config, weights = self.config, batch.loss_weights
         nothing = weights.new_zeros(weights.shape)  # a batch without sequences has no columns
         old, old_values, advantages, returns = (
-            batch.token_columns.get(name, nothing) for name in ("old_logps", "old_values", "advantages", "returns")
+            batch.token_columns.get(name, nothing)
+            for name in ("old_logps", "old_values", "advantages", "returns")
         )
         out = self.model(batch, entropy=True, temperature=self.temperature)
         policy = ppo_policy_loss(
-            out.logps, old, advantages, config.clip, clip_high=config.clip_high or None, dual_clip=config.dual_clip or None
+            out.logps,
+            old,
+            advantages,
+            config.clip,
+            clip_high=config.clip_high or None,
+            dual_clip=config.dual_clip or None,
         )
         value = ppo_value_loss(out.values, old_values, returns, config.value_clip or None)
-        policy_sum, value_sum, entropy = ((x * weights).sum() for x in (policy.losses, value.losses, out.entropy))
+        policy_sum, value_sum, entropy = (
+            (x * weights).sum() for x in (policy.losses, value.losses, out.entropy)
+        )
         count = weights.sum(dtype=torch.float64)
         gap = out.logps.detach() - old
         for name, values in (
@@ -106,7 +120,9 @@ class PpoStage(Stage):
         if self.rollouts is None or self.rollouts.current is None:
             return metrics
         limit = self.config.target_kl
-        stopped = self.rollouts.stopped or bool(limit and metrics.get("policy/approxkl_avg", 0.0) > limit)
+        stopped = self.rollouts.stopped or bool(
+            limit and metrics.get("policy/approxkl_avg", 0.0) > limit
+        )
         return {**metrics, **self.rollouts.current.metrics, "policy/stopped": float(stopped)}
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
@@ -157,7 +173,11 @@ class PpoStage(Stage):
         rollout = self.rollouts.current
         state: dict[str, Any] = {"controller": self.maker.controller.state_dict(), "rollout": None}
         if rollout is not None and (self.step + 1) % self.rollouts.steps_per_rollout:
-            state["rollout"] = {"number": rollout.number, "metrics": rollout.metrics, "stopped": self.rollouts.stopped}
+            state["rollout"] = {
+                "number": rollout.number,
+                "metrics": rollout.metrics,
+                "stopped": self.rollouts.stopped,
+            }
             rollout.save(folder / ROLLOUT)
         (folder / STATE).write_text(json.dumps(state))
 
@@ -167,5 +187,9 @@ class PpoStage(Stage):
         state = json.loads((folder / STATE).read_text())
         self.maker.controller.load_state_dict(state["controller"])
         saved = state["rollout"]
-        self.rollouts.current = None if saved is None else Rollout.load(folder / ROLLOUT, saved["number"], saved["metrics"])
+        self.rollouts.current = (
+            None
+            if saved is None
+            else Rollout.load(folder / ROLLOUT, saved["number"], saved["metrics"])
+        )
         self.rollouts.stopped = bool(saved and saved["stopped"])

@@ -19,7 +19,14 @@ class ReferencedStage(Stage):
     """
 
     def __init__(
-        self, model: Any, mesh: Any, config: Any, *, cached: bool = False, reference: Any = None, tolerance: float | None = None
+        self,
+        model: Any,
+        mesh: Any,
+        config: Any,
+        *,
+        cached: bool = False,
+        reference: Any = None,
+        tolerance: float | None = None,
     ) -> None:
         super().__init__(model, mesh, config)
         self.cached = cached
@@ -29,16 +36,22 @@ class ReferencedStage(Stage):
     def reference_logps(self, batch: ShardedBatch) -> Tensor | None:
         """Return the reference's log-probabilities [S] of the batch's targets, or None without a reference."""
         if self.cached:  # a batch without sequences has no columns
-            return batch.token_columns.get("reference_logps", batch.loss_weights.new_zeros(batch.tokens.shape))
+            return batch.token_columns.get(
+                "reference_logps", batch.loss_weights.new_zeros(batch.tokens.shape)
+            )
         if self.reference is not None:
             with self.reference.inference():
                 return self.reference(batch).logps
         return None
 
-    def add_reference_gap(self, metrics: MetricSums, batch: ShardedBatch, logps: Tensor, reference: Tensor) -> None:
+    def add_reference_gap(
+        self, metrics: MetricSums, batch: ShardedBatch, logps: Tensor, reference: Tensor
+    ) -> None:
         """Add the mean |policy - reference| per trained token."""
         trained = batch.loss_weights != 0
-        metrics.add("reference_gap", ((logps.detach() - reference).abs() * trained).sum(), trained.sum())
+        metrics.add(
+            "reference_gap", ((logps.detach() - reference).abs() * trained).sum(), trained.sum()
+        )
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         gap = metrics.get("reference_gap")

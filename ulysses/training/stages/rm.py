@@ -13,7 +13,7 @@ from torch import Tensor
 
 from losses.reward_model import reward_loss
 from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.parallel.reduce import sequence_last
+from ulysses.parallel.sums import sequence_last
 from ulysses.training.config import RmConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Stage, Term
@@ -34,7 +34,9 @@ class RmStage(Stage):
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         scores = sequence_last(self.model(batch), batch)
         chosen, rejected = scores[0::2], scores[1::2]
-        margins = batch.sequence_columns.get("margin", scores.detach())[0::2]  # no sequences, no columns
+        margins = batch.sequence_columns.get("margin", scores.detach())[
+            0::2
+        ]  # no sequences, no columns
         losses = reward_loss(chosen, rejected, margins, self.config.center_coefficient)
         self._metrics(metrics, scores.detach())
         return [Term(losses.sum(), "pairs", per_sequence=True)]

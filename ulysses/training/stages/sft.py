@@ -1,8 +1,8 @@
 """SFT: the negative log-likelihood of the trained tokens, as one mean over the whole optimizer step.
 
-    nll   sum_t w_t (-log p_t) / sum_t w_t                        (with label smoothing: losses.token_nll)
-    dft   sum_t w_t (-p_t log p_t) / sum_t w_t, p_t constant      dynamic fine-tuning, arXiv 2508.05629
-    [+ z_loss * mean lse^2]                                       PaLM, arXiv 2204.02311
+nll   sum_t w_t (-log p_t) / sum_t w_t                        (with label smoothing: losses.token_nll)
+dft   sum_t w_t (-p_t log p_t) / sum_t w_t, p_t constant      dynamic fine-tuning, arXiv 2508.05629
+[+ z_loss * mean lse^2]                                       PaLM, arXiv 2204.02311
 """
 
 import math
@@ -36,21 +36,31 @@ class SftStage(Stage):
     def sequences(self, example: Any) -> list[Sequence]:
         if not self.config.neftune_alpha:
             return list(example.sequences)
-        return [replace(s, columns={**s.columns, "noise_key": int(example.index)}) for s in example.sequences]
+        return [
+            replace(s, columns={**s.columns, "noise_key": int(example.index)})
+            for s in example.sequences
+        ]
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         noise = {}
         if config.neftune_alpha and torch.is_grad_enabled():  # never in evaluation
-            noise = {"noise_alpha": config.neftune_alpha, "noise_seed": (self.seed * 1_000_003 + self.step) % (1 << 30)}
+            noise = {
+                "noise_alpha": config.neftune_alpha,
+                "noise_seed": (self.seed * 1_000_003 + self.step) % (1 << 30),
+            }
         smoothing = config.label_smoothing
-        out = self.model(batch, lse=bool(smoothing or config.z_loss), mean_logit=bool(smoothing), **noise)
+        out = self.model(
+            batch, lse=bool(smoothing or config.z_loss), mean_logit=bool(smoothing), **noise
+        )
         nll, count = token_nll(out.logps, weights)
         metrics.add("nll", nll, count)
         if config.loss_type == "dft":
             loss, _ = weighted_sum(dft_nll(out.logps), weights)
         elif smoothing:
-            loss, _ = weighted_sum(label_smoothed_nll(out.logps, out.lse, out.mean_logit, smoothing), weights)
+            loss, _ = weighted_sum(
+                label_smoothed_nll(out.logps, out.lse, out.mean_logit, smoothing), weights
+            )
         else:
             loss = nll
         terms = [Term(loss, "tokens")]
@@ -64,4 +74,8 @@ class SftStage(Stage):
 
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
     """Add perplexity = exp(mean negative log-likelihood per token)."""
-    return {**metrics, "perplexity": math.exp(min(metrics["nll"], LARGEST_EXPONENT))} if "nll" in metrics else metrics
+    return (
+        {**metrics, "perplexity": math.exp(min(metrics["nll"], LARGEST_EXPONENT))}
+        if "nll" in metrics
+        else metrics
+    )

@@ -69,7 +69,9 @@ class GradientPolicy(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            raise ValueError(f"the gradient policy {self.name} keeps no state but the checkpoint holds {sorted(state)}")
+            raise ValueError(
+                f"the gradient policy {self.name} keeps no state but the checkpoint holds {sorted(state)}"
+            )
 
 
 Watch = Callable[[Gradients, StepContext], Report]
@@ -96,7 +98,11 @@ class GradientPolicyChain:
         for policy in self.policies:
             found = policy.apply(gradients, context)
             # the step's norm is the first one measured: later policies see what earlier ones left
-            report |= {key: value for key, value in found.items() if key != "grad_norm" or key not in report}
+            report |= {
+                key: value
+                for key, value in found.items()
+                if key != "grad_norm" or key not in report
+            }
             if context.skip or context.stop:
                 break
         gradients.refresh()
@@ -146,12 +152,21 @@ class Scoped(GradientPolicy):
         context.skip, context.stop = inner.skip, inner.stop
         if inner.lr_scale != 1.0:
             for group in self.groups:
-                context.group_lr_scale[group] = context.group_lr_scale.get(group, 1.0) * inner.lr_scale
+                context.group_lr_scale[group] = (
+                    context.group_lr_scale.get(group, 1.0) * inner.lr_scale
+                )
         label = "+".join(self.groups)
-        return {key.replace("grad_norm", "grad/norm").replace("grad/", f"grad/{label}/", 1): value for key, value in report.items()}
+        return {
+            key.replace("grad_norm", "grad/norm").replace("grad/", f"grad/{label}/", 1): value
+            for key, value in report.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"name": self.policy.name, "groups": list(self.groups), "state": self.policy.state_dict()}
+        return {
+            "name": self.policy.name,
+            "groups": list(self.groups),
+            "state": self.policy.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (state["name"], tuple(state["groups"])) != (self.policy.name, self.groups):
@@ -176,8 +191,12 @@ def explain_non_finite(gradients: Gradients, context: StepContext) -> str:
         counts = gradients.nonfinite_counts().tolist()
         found = [(name, int(count)) for name, count in zip(gradients.names, counts) if count]
         if found:
-            named = ", ".join(name for name, _ in found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-            parts.append(f"{sum(count for _, count in found)} gradient elements are inf or nan, in {named}")
+            named = ", ".join(name for name, _ in found[:3]) + (
+                f" and {len(found) - 3} more" if len(found) > 3 else ""
+            )
+            parts.append(
+                f"{sum(count for _, count in found)} gradient elements are inf or nan, in {named}"
+            )
         else:
             parts.append("the gradient norm overflows float32, though every element is finite")
     return f"step {context.step + 1}: " + " and ".join(parts)  # counted as in metrics.jsonl

@@ -29,7 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 from ulysses.memory.offload import Group, Offloader
 from ulysses.memory.parts import Attention, HeadGroups, Layer, OutputGroups
 from ulysses.memory.replay import RandomState, replay
-from ulysses.parallel.all_to_all import (
+from ulysses.parallel.exchange import (
     exchange_out_backward,
     exchange_out_forward,
     exchange_qkv_backward,
@@ -38,13 +38,18 @@ from ulysses.parallel.all_to_all import (
 
 RecomputeLevel = Literal["pair", "block", "keep_attention", "keep_exchange", "mlp", "none"]
 LEVELS: tuple[str, ...] = get_args(RecomputeLevel)
-AUTOGRAD = ("mlp", "none")  # levels whose attention is ordinary autograd: not offloaded, not cut into groups of heads
+AUTOGRAD = (
+    "mlp",
+    "none",
+)  # levels whose attention is ordinary autograd: not offloaded, not cut into groups of heads
 
 
 def check_level(level: str) -> None:
     """Refuse an unknown level by name."""
     if level not in LEVELS:
-        raise ValueError(f"recompute is {level!r} but must be one of {', '.join(LEVELS)}; give one, or one per layer")
+        raise ValueError(
+            f"recompute is {level!r} but must be one of {', '.join(LEVELS)}; give one, or one per layer"
+        )
 
 
 def run_layer(
@@ -94,20 +99,38 @@ class _Layer(torch.autograd.Function):
         *parameters: nn.Parameter,
     ) -> Tensor:
         group = Group(settings.offloader)
-        ctx.layer, ctx.attention, ctx.plan, ctx.settings, ctx.rope = layer, attention, plan, settings, rope
+        ctx.layer, ctx.attention, ctx.plan, ctx.settings, ctx.rope = (
+            layer,
+            attention,
+            plan,
+            settings,
+            rope,
+        )
         if settings.put_off:
             ctx.kept, ctx.group, ctx.random = [group.keep(hidden)], group, [None] * 3
             return hidden.new_empty(()).expand_as(hidden)
         dropout = layer.draws()
         random = [RandomState() if dropout else None]
         count = settings.head_chunks
-        groups = layer.head_groups(hidden, rope, count) or _AllHeads(lambda: layer.project(hidden, rope), count)
-        attended, chunks = _attend(attention, groups, plan, count, settings.level == "keep_exchange")
+        groups = layer.head_groups(hidden, rope, count) or _AllHeads(
+            lambda: layer.project(hidden, rope), count
+        )
+        attended, chunks = _attend(
+            attention, groups, plan, count, settings.level == "keep_exchange"
+        )
         del groups
         kept: list[Any] = [group.keep(hidden)]
         if settings.level != "block":
             kept.append(
-                [_Chunk(c.heads, group.keep(c.out), group.keep(c.lse), tuple(map(group.keep, c.shards))) for c in chunks]
+                [
+                    _Chunk(
+                        c.heads,
+                        group.keep(c.out),
+                        group.keep(c.lse),
+                        tuple(map(group.keep, c.shards)),
+                    )
+                    for c in chunks
+                ]
             )
         if settings.level == "keep_exchange":
             kept.append(group.keep(attended))
@@ -128,10 +151,14 @@ class _Layer(torch.autograd.Function):
         hidden, chunks, attended = _take(ctx)
         stages = layer.stage_parameters()
         project, count = _Stage(ctx.random[0], stages[0]), settings.head_chunks
-        outputs = layer.output_groups(count) or _AllOutputs(_Stage(ctx.random[1], stages[1]), layer.output, count)
+        outputs = layer.output_groups(count) or _AllOutputs(
+            _Stage(ctx.random[1], stages[1]), layer.output, count
+        )
         groups = layer.head_groups(hidden, ctx.rope, count)
         if groups is None:
-            groups = _AllHeads(lambda: project.run(layer.project, (hidden,), ctx.rope), count, project)
+            groups = _AllHeads(
+                lambda: project.run(layer.project, (hidden,), ctx.rope), count, project
+            )
         if settings.level == "block":
             attended, chunks = _attend(attention, groups, plan, count, keep_shards=count == 1)
         elif attended is None:
@@ -167,7 +194,10 @@ def _attend(
     attended, chunks = None, []
     for i in range(head_chunks):
         query, key, value = groups.project(i)
-        heads, shards = (query.shape[1], key.shape[1]), exchange_qkv_forward(query, key, value, plan)
+        heads, shards = (
+            (query.shape[1], key.shape[1]),
+            exchange_qkv_forward(query, key, value, plan),
+        )
         del query, key, value
         out, lse = attention.attend_forward(*shards, plan)
         attended = _place(attended, exchange_out_forward(out, plan), i, head_chunks)
@@ -185,7 +215,9 @@ def _outputs(chunks: Sequence[_Chunk], plan: Any) -> Tensor | None:
     return attended
 
 
-def _attend_gradients(attention: Attention, outputs: OutputGroups, groups: HeadGroups, chunks: list[_Chunk], plan: Any) -> None:
+def _attend_gradients(
+    attention: Attention, outputs: OutputGroups, groups: HeadGroups, chunks: list[_Chunk], plan: Any
+) -> None:
     """Give `groups` the gradients of q, k and v from those of each chunk's output.
 
     Chunks without shards project and exchange theirs again. Empties `chunks`: nothing outlives its use.
@@ -217,11 +249,16 @@ def _take(ctx: Any) -> tuple[Tensor, list[_Chunk], Tensor | None]:
     """Get what the layer kept (input, chunks, out), and let the graph forget it."""
     kept, group = ctx.kept, ctx.group
     if kept is None:
-        raise RuntimeError("a layer's backward ran twice on one forward; what it kept is gone, so run forward again")
+        raise RuntimeError(
+            "a layer's backward ran twice on one forward; what it kept is gone, so run forward again"
+        )
     ctx.kept = ctx.group = None
     hidden = group.get(kept[0])
     chunks = (
-        [_Chunk(c.heads, group.get(c.out), group.get(c.lse), tuple(map(group.get, c.shards))) for c in kept[1]]
+        [
+            _Chunk(c.heads, group.get(c.out), group.get(c.lse), tuple(map(group.get, c.shards)))
+            for c in kept[1]
+        ]
         if kept[1:]
         else []
     )
@@ -231,7 +268,9 @@ def _take(ctx: Any) -> tuple[Tensor, list[_Chunk], Tensor | None]:
 class _AllHeads:
     """Be HeadGroups where project runs as it is: all heads at once, then cut. `run` is what `stage` runs in backward."""
 
-    def __init__(self, run: Callable[[], Sequence[Tensor]], count: int, stage: "_Stage | None" = None) -> None:
+    def __init__(
+        self, run: Callable[[], Sequence[Tensor]], count: int, stage: "_Stage | None" = None
+    ) -> None:
         self._run, self._count, self._stage = run, count, stage
         self._qkv: Sequence[Tensor] = ()
         self._grads: list[Tensor | None] = [None] * 3
@@ -243,7 +282,9 @@ class _AllHeads:
         return query, key, value
 
     def add(self, index: int, grads: Sequence[Tensor]) -> None:
-        self._grads = [_place(whole, part, index, self._count) for whole, part in zip(self._grads, grads)]
+        self._grads = [
+            _place(whole, part, index, self._count) for whole, part in zip(self._grads, grads)
+        ]
 
     def gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
         assert self._stage is not None
@@ -257,7 +298,9 @@ class _AllHeads:
 class _AllOutputs:
     """Be OutputGroups where output runs as it is: the gradient of all heads at once, then cut."""
 
-    def __init__(self, stage: "_Stage", run: Callable[[Tensor, Tensor], Tensor], count: int) -> None:
+    def __init__(
+        self, stage: "_Stage", run: Callable[[Tensor, Tensor], Tensor], count: int
+    ) -> None:
         self._stage, self._run, self._count = stage, run, count
         self._pieces: list[Tensor] = []
 
@@ -288,13 +331,17 @@ class _Stage:
         with torch.enable_grad(), replay(self.random):
             outputs = function(*self._inputs, *others)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        self._edges = [get_gradient_edge(x) for x in outputs]  # the graph's ends without the tensors
+        self._edges = [
+            get_gradient_edge(x) for x in outputs
+        ]  # the graph's ends without the tensors
         return tuple(x.detach() for x in outputs)
 
     def gradients(self, *grads: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the gradients of inputs and of parameters, zeros where unused, and drop the graph."""
         wanted = (*self._inputs, *self.parameters)
-        found = torch.autograd.grad(self._edges, wanted, grads, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(
+            self._edges, wanted, grads, allow_unused=True, materialize_grads=True
+        )
         count = len(self._inputs)
         self._inputs, self._edges = [], []
         return list(found[:count]), list(found[count:])

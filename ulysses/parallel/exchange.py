@@ -41,7 +41,11 @@ class SeqAllToAll4D(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup | None, input: Tensor, scatter_idx: int = 2, gather_idx: int = 1
+        ctx: Any,
+        group: dist.ProcessGroup | None,
+        input: Tensor,
+        scatter_idx: int = 2,
+        gather_idx: int = 1,
     ) -> Tensor:
         ctx.group, ctx.axes = group, (scatter_idx, gather_idx)
         return _trade_axes(input, group, scatter_idx, gather_idx)
@@ -52,7 +56,9 @@ class SeqAllToAll4D(torch.autograd.Function):
         return None, _trade_axes(grad, ctx.group, gather_idx, scatter_idx), None, None
 
 
-def _trade_axes(input: Tensor, group: dist.ProcessGroup | None, scatter: int, gather: int) -> Tensor:
+def _trade_axes(
+    input: Tensor, group: dist.ProcessGroup | None, scatter: int, gather: int
+) -> Tensor:
     if input.dim() != 4 or {scatter, gather} != {1, 2}:
         raise ValueError(
             f"input has {input.dim()} axes, scatter_idx {scatter} and gather_idx {gather}; "
@@ -75,7 +81,9 @@ def _trade_axes(input: Tensor, group: dist.ProcessGroup | None, scatter: int, ga
 # --- q, k, v: token shards -> head shards ------------------------------------------------------------------------
 
 
-def exchange_qkv(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
+def exchange_qkv(
+    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+) -> tuple[Tensor, Tensor, Tensor]:
     """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them; differentiable.
 
     Returns q' [T/R, query, E], k' and v' [T, key, E]. All ranks of the group call it together, in backward too.
@@ -87,12 +95,16 @@ def exchange_qkv(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan)
 
 class _ExchangeQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
+    ) -> tuple[Tensor, ...]:
         ctx.plan, ctx.heads = plan, (query.shape[1], key.shape[1])
         return exchange_qkv_forward(query, key, value, plan)
 
     @staticmethod
-    def backward(ctx: Any, dquery: Tensor, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dquery: Tensor, dkey: Tensor, dvalue: Tensor
+    ) -> tuple[Tensor | None, ...]:
         return *exchange_qkv_backward(dquery, dkey, dvalue, ctx.plan, *ctx.heads), None
 
 
@@ -103,11 +115,15 @@ def exchange_qkv_forward(
     if plan.ranks == 1:
         return query, key, value
     heads = head_layout(query.shape[1], key.shape[1], plan.head_parallel_size)
-    got = _pack_heads(query, key, value, heads, plan).exchange(heads, plan)  # what was sent is free again
+    got = _pack_heads(query, key, value, heads, plan).exchange(
+        heads, plan
+    )  # what was sent is free again
     return _split_heads(got, heads, plan)
 
 
-def _pack_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadLayout, plan: AttentionPlan) -> "_Regions":
+def _pack_heads(
+    query: Tensor, key: Tensor, value: Tensor, heads: HeadLayout, plan: AttentionPlan
+) -> "_Regions":
     send = _Regions(None, query, heads, plan)
     copy(send.near[:, :, : heads.query], _by_rank(query, plan))
     for part in send.key_parts:
@@ -116,12 +132,16 @@ def _pack_heads(query: Tensor, key: Tensor, value: Tensor, heads: HeadLayout, pl
     return send
 
 
-def _split_heads(got: "_Regions", heads: HeadLayout, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
+def _split_heads(
+    got: "_Regions", heads: HeadLayout, plan: AttentionPlan
+) -> tuple[Tensor, Tensor, Tensor]:
     query = _to_rows(got.near[:, :, : heads.query], plan)
     if plan.row_parallel_size == 1:
         keys = _to_rows(got.near[:, :, heads.query :], plan)
     else:
-        query = dense(query)  # a view would keep the keys' receive buffer alive beside their packed copy
+        query = dense(
+            query
+        )  # a view would keep the keys' receive buffer alive beside their packed copy
         keys = got.flat.new_empty(plan.total, 2 * heads.key, got.near.shape[-1])
         for part, pieces in zip(got.key_parts, plan.pieces):
             rows = _to_rows(part, plan).split([b - a for a, b in pieces])
@@ -141,11 +161,18 @@ def _to_ranks(rows: Tensor, plan: AttentionPlan) -> Tensor:
     """Undo `_to_rows`."""
     if plan.batch == 1:
         return rows.unflatten(0, (plan.head_parallel_size, -1))
-    return dense(rows.unflatten(0, (plan.batch, plan.head_parallel_size, -1)).transpose(0, 1)).flatten(1, 2)
+    return dense(
+        rows.unflatten(0, (plan.batch, plan.head_parallel_size, -1)).transpose(0, 1)
+    ).flatten(1, 2)
 
 
 def exchange_qkv_backward(
-    dquery: Tensor, dkey: Tensor, dvalue: Tensor, plan: AttentionPlan, num_heads: int, num_kv_heads: int
+    dquery: Tensor,
+    dkey: Tensor,
+    dvalue: Tensor,
+    plan: AttentionPlan,
+    num_heads: int,
+    num_kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply the adjoint of `exchange_qkv`: gradients of head shards -> of token shards; kv copies are summed."""
     if plan.ranks == 1:
@@ -161,7 +188,9 @@ def exchange_qkv_backward(
     )
 
 
-def _pack_gradients(dquery: Tensor, dkey: Tensor, dvalue: Tensor, heads: HeadLayout, plan: AttentionPlan) -> "_Regions":
+def _pack_gradients(
+    dquery: Tensor, dkey: Tensor, dvalue: Tensor, heads: HeadLayout, plan: AttentionPlan
+) -> "_Regions":
     send = _Regions(None, dquery, heads, plan)
     copy(send.near[:, :, : heads.query], _to_ranks(dquery, plan))
     for part, pieces in zip(send.key_parts, plan.pieces):
@@ -183,12 +212,20 @@ class _Regions:
         far = math.prod(shape[1:])
         wide = far + plan.local_tokens * heads.query * like.shape[-1]
         sizes = (mine * ranks * far, ranks * wide, (rows - 1 - mine) * ranks * far)
-        self.splits = None if rows == 1 else [wide if r == mine else far for r in range(rows) for _ in range(ranks)]
+        self.splits = (
+            None
+            if rows == 1
+            else [wide if r == mine else far for r in range(rows) for _ in range(ranks)]
+        )
         self.flat = like.new_empty(sum(sizes)) if flat is None else flat
         before, near, after = self.flat.split(sizes)
         self.near = near.view(ranks, plan.local_tokens, -1, like.shape[-1])
         own = self.near[:, :, heads.query :]
-        self.key_parts = [*before.view(-1, *shape), own, *after.view(-1, *shape)]  # k | v of every row set
+        self.key_parts = [
+            *before.view(-1, *shape),
+            own,
+            *after.view(-1, *shape),
+        ]  # k | v of every row set
 
     def exchange(self, heads: HeadLayout, plan: AttentionPlan) -> "_Regions":
         received = torch.empty_like(self.flat)
@@ -268,7 +305,9 @@ def _exchange_near(send: Tensor, plan: AttentionPlan) -> Tensor:
     splits = None
     if plan.row_parallel_size > 1:
         ranks, part = plan.head_parallel_size, send.numel() // plan.head_parallel_size
-        splits = [part * (r == plan.row_set) for r in range(plan.row_parallel_size) for _ in range(ranks)]
+        splits = [
+            part * (r == plan.row_set) for r in range(plan.row_parallel_size) for _ in range(ranks)
+        ]
     dist.all_to_all_single(received.view(-1), send.view(-1), splits, splits, group=plan.group)
     return received
 

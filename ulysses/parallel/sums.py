@@ -41,7 +41,10 @@ class SegmentIndex(NamedTuple):
 
 
 def segment_index(
-    cu_seqlens: Tensor, ranges: list[tuple[int, int]], num_sequences: int, device: torch.device | str
+    cu_seqlens: Tensor,
+    ranges: list[tuple[int, int]],
+    num_sequences: int,
+    device: torch.device | str,
 ) -> SegmentIndex:
     """Prepare the segment sums of a rank that holds these packed ranges (host `cu_seqlens`, tail included)."""
     indices = torch.cat([torch.arange(a, b) for a, b in ranges])
@@ -55,14 +58,20 @@ def segment_index(
         first = (count.cumsum(0) - count).repeat_interleave(rows)
         within = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
         offset = within[:, None] * width + torch.arange(width)
-        levels.append(torch.where(offset < count.repeat_interleave(rows)[:, None], first[:, None] + offset, -1))
+        levels.append(
+            torch.where(
+                offset < count.repeat_interleave(rows)[:, None], first[:, None] + offset, -1
+            )
+        )
         count = rows
     sizes = [indices.numel(), *(level.shape[0] for level in levels)]
     last = cu_seqlens[1 : num_sequences + 1].long() - 1
     at = torch.searchsorted(indices, last).clamp(max=indices.numel() - 1)
     held = torch.nonzero(indices[at] == last).flatten()
     return SegmentIndex(
-        levels=tuple(to_device(level.where(level >= 0, size), device) for level, size in zip(levels, sizes)),
+        levels=tuple(
+            to_device(level.where(level >= 0, size), device) for level, size in zip(levels, sizes)
+        ),
         sequence_ids=to_device(ids, device),
         last_local=to_device(at[held], device),
         last_sequence=to_device(held, device),
@@ -95,7 +104,9 @@ def gather_tokens(values: Tensor, batch: "ShardedBatch") -> Tensor:
     ranges = [piece for pieces in batch.attention_plan.pieces for piece in pieces]
     if len(ranges) > 1:
         in_rank_order = gathered.split([b - a for a, b in ranges])
-        gathered = torch.cat([part for _, part in sorted(zip(ranges, in_rank_order), key=lambda both: both[0])])
+        gathered = torch.cat(
+            [part for _, part in sorted(zip(ranges, in_rank_order), key=lambda both: both[0])]
+        )
     return gathered[: batch.num_tokens]
 
 
@@ -122,7 +133,9 @@ class _SequenceLast(torch.autograd.Function):
         ctx.index, ctx.dtype, ctx.shape = index, values.dtype, values.shape
         result = values.new_zeros((index.num_sequences, *values.shape[1:]))
         result = result if values.dtype == torch.float64 else result.float()
-        result.index_copy_(0, index.last_sequence, values.index_select(0, index.last_local).to(result.dtype))
+        result.index_copy_(
+            0, index.last_sequence, values.index_select(0, index.last_local).to(result.dtype)
+        )
         if group is not None:
             dist.all_reduce(result, group=group)
         return result

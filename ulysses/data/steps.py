@@ -86,7 +86,9 @@ class StepLoader:
         if not 0 <= k < self.steps_per_epoch:
             raise IndexError(f"step {k} is not in an epoch of {self.steps_per_epoch} steps")
         order = self._order(epoch)
-        return [int(i) for i in order[k * self.examples_per_step : (k + 1) * self.examples_per_step]]
+        return [
+            int(i) for i in order[k * self.examples_per_step : (k + 1) * self.examples_per_step]
+        ]
 
     def plan(self, epoch: int, k: int) -> list[list[list[int]]]:
         """Return positions in indices(epoch, k) for every group and micro-batch."""
@@ -94,12 +96,21 @@ class StepLoader:
         sides = [self._tokens(i) for i in indices]
         shuffle = None if self.packing_seed is None else hash((self.packing_seed, epoch, k))
         costs = [example_cost(lengths, self.attention_length) for lengths in sides]
-        return pack_step([sum(s) for s in sides], self.budget, self.data_parallel_size, costs=costs, shuffle=shuffle)
+        return pack_step(
+            [sum(s) for s in sides],
+            self.budget,
+            self.data_parallel_size,
+            costs=costs,
+            shuffle=shuffle,
+        )
 
     def step(self, epoch: int, k: int) -> list[list[Example]]:
         """Return this group's micro-batches of step k; an empty one stands for a batch without weight."""
         indices = self.indices(epoch, k)
-        return [[self.dataset[indices[p]] for p in micro_batch] for micro_batch in self.plan(epoch, k)[self.dp_rank]]
+        return [
+            [self.dataset[indices[p]] for p in micro_batch]
+            for micro_batch in self.plan(epoch, k)[self.dp_rank]
+        ]
 
     def mismatched_pairs(self, indices: list[int]) -> list[tuple[int, int]]:
         """Return (example, whose completion it takes for KTO's baseline) for the examples of a step that have a partner.
@@ -107,7 +118,9 @@ class StepLoader:
         That is the next example of the step, cyclic, with a different prompt.
         """
         prompts = [int(self.dataset.columns["prompt_id"][i]) for i in indices]
-        return [(i, j) for i, j in zip(indices, mismatched(indices, prompts), strict=True) if j >= 0]
+        return [
+            (i, j) for i, j in zip(indices, mismatched(indices, prompts), strict=True) if j >= 0
+        ]
 
     def _tokens(self, index: int) -> list[int]:
         return [int(n) for n in self.dataset.sequence_lengths[index]]
@@ -130,7 +143,14 @@ def mismatched(indices: list[int], prompts: list[int]) -> list[int]:
     """Pair each example with the next one (cyclic) that has a different prompt; -1 where there is none."""
     count = len(indices)
     return [
-        next((indices[(i + d) % count] for d in range(1, count) if prompts[(i + d) % count] != prompts[i]), -1)
+        next(
+            (
+                indices[(i + d) % count]
+                for d in range(1, count)
+                if prompts[(i + d) % count] != prompts[i]
+            ),
+            -1,
+        )
         for i in range(count)
     ]
 

@@ -12,7 +12,12 @@ TRAINED, PLAIN, BOLD, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
 def inspect_examples(
-    dataset: TokenizedDataset, tokenizer: Any, count: int, *, stream: TextIO | None = None, color: bool | None = None
+    dataset: TokenizedDataset,
+    tokenizer: Any,
+    count: int,
+    *,
+    stream: TextIO | None = None,
+    color: bool | None = None,
 ) -> None:
     """Print the first `count` examples decoded; without colour, trained tokens stand between [[ and ]].
 
@@ -31,8 +36,12 @@ def inspect_examples(
             trained = int((weights[1:] != 0).sum())
             title = f"example {index} ({name}): {len(weights)} tokens, {trained} trained{numbers}"
             print(f"{BOLD}{title}{RESET}" if color else title, file=stream)
-            print((PLAIN if color else "") + _marked(tokenizer, sequence.tokens, weights, begin, end)
-                  + (RESET if color else ""), file=stream)
+            print(
+                (PLAIN if color else "")
+                + _marked(tokenizer, sequence.tokens, weights, begin, end)
+                + (RESET if color else ""),
+                file=stream,
+            )
     print(dataset.report, file=stream)
 
 
