@@ -28,7 +28,7 @@ MODELS_MAY_USE = ("ulysses.parallel", "ulysses.memory", "losses")
 FOREIGN_ONLY_IN = {
     "deepspeed": ("ulysses/zero/",),
     "transformers": ("ulysses/data/chat.py",),
-    "datasets": ("ulysses/data/formats.py",),
+    "datasets": ("ulysses/data/sources.py",),
     "peft": ("ulysses/training/lora.py",),
 }
 # The one assignment onto a foreign module: a compiled CPU collective is switched off before start-up (its build can hang).
