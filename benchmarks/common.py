@@ -2,7 +2,7 @@
 
     settings -> planned -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line per case
 
-A driver (short.py, max_length.py) starts throughput.py under torchrun once per case and collects its lines.
+A driver (max_length.py) starts throughput.py under torchrun once per case and collects its lines.
 """
 
 import argparse
@@ -104,18 +104,14 @@ def changed(config: Config, section: str, **values: Any) -> Config:
 def build(
     config: Config,
     device: torch.device,
-    head_counts: tuple[int, ...] = (),
     gathered_layers: int = 0,
 ) -> Bench:
     """Create mesh and engine with all activations kept; all ranks call it together.
 
-    `head_counts` of further models that the mesh serves limit how many ranks exchange heads (degrees.py). `gathered_layers`:
-    how many layers' gathered weights stay for the backward pass; what `planned` chose for the longest pack.
+    `gathered_layers`: how many layers' gathered weights stay for the backward pass; what `planned` chose for the longest pack.
     """
     shape, _ = read_shape(config)
-    mesh = ParallelMesh(
-        config.parallel.sequence_parallel_size, num_heads=(shape.num_attention_heads, *head_counts)
-    )
+    mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)
     resolve_kernel(
         config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim
     )  # refuses before it allocates
