@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` exist only where there is a GPU, and `full` ones only when asked for: nothing is skipped in silence."""
+    """Leave out tests marked `gpu` without a GPU, and those marked `full` unless they are asked for; nothing is skipped."""
     wanted = config.getoption("-m") or ""
     gone = [
         i

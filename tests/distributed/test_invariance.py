@@ -25,15 +25,29 @@ SAMPLED = [
     (4, 4, 128, 2),
     (2, 2, 512, 1),
 ]
-FULL = [(w, sp, budget, seed) for w in (1, 2, 4) for sp in (1, 2, 4) if sp <= w for budget in (128, 256, 512) for seed in (None, 1, 2)]
-STAGES = [("sft", {}), ("sft", {"z_loss": 1e-3, "label_smoothing": 0.1}), ("dpo", {}), ("dpo", {"loss_type": "ipo", "sft_weight": 0.0})]
+FULL = [
+    (w, sp, budget, seed)
+    for w in (1, 2, 4)
+    for sp in (1, 2, 4)
+    if sp <= w
+    for budget in (128, 256, 512)
+    for seed in (None, 1, 2)
+]
+STAGES = [
+    ("sft", {}),
+    ("sft", {"z_loss": 1e-3, "label_smoothing": 0.1}),
+    ("dpo", {}),
+    ("dpo", {"loss_type": "ipo", "sft_weight": 0.0}),
+]
 
 
 def check(stage: str, options: dict[str, object], world: int, sp: int, budget: int, seed: int | None) -> None:
     case = Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options)
     metrics, gradients = run_distributed(run_case, world, case, with_zero=True)[0]
     if options.get("z_loss"):  # the formula in engine_case is the plain one; compare with one process instead
-        exact_metrics, exact = run_distributed(run_case, 1, Case(stage, budget=10_000, options=options), with_zero=True)[0]
+        exact_metrics, exact = run_distributed(
+            run_case, 1, Case(stage, budget=10_000, options=options), with_zero=True
+        )[0]
         loss, exact = exact_metrics[0]["loss"], exact[0]
     else:
         loss, exact = plain_gradients(case)
@@ -75,7 +89,9 @@ def test_bfloat16_error_is_that_of_one_rank() -> None:
 
     one = error(run_distributed(run_case, 1, Case("sft", budget=1000, dtype=torch.bfloat16), with_zero=True)[0][1][0])
     for world, sp in ((2, 2), (4, 2)):
-        many = error(run_distributed(run_case, world, Case("sft", sp=sp, dtype=torch.bfloat16), with_zero=True)[0][1][0])
+        many = error(
+            run_distributed(run_case, world, Case("sft", sp=sp, dtype=torch.bfloat16), with_zero=True)[0][1][0]
+        )
         assert many <= 1.5 * one, (world, sp, many, one)
 
 
@@ -85,7 +101,13 @@ def evaluation(case: Case) -> dict[str, float]:
     trainer, _ = build_trainer(case, data)
     mesh = trainer.mesh
     trainer.eval_loader = StepLoader(
-        data, 4, tokens_per_microbatch=case.budget, seed=3, data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, shuffle=False
+        data,
+        4,
+        tokens_per_microbatch=case.budget,
+        seed=3,
+        data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank,
+        shuffle=False,
     )
     found = trainer.evaluate()
     trainer.engine.destroy()
@@ -118,7 +140,9 @@ def kept() -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
     return run_distributed(run_case, 2, Case("sft", sp=2, steps=3, lr=1e-3), with_zero=True)[0]
 
 
-@pytest.mark.parametrize("away", [("offload_optimizer",), ("offload_parameters",), ("offload_optimizer", "offload_parameters")])
+@pytest.mark.parametrize(
+    "away", [("offload_optimizer",), ("offload_parameters",), ("offload_optimizer", "offload_parameters")]
+)
 def test_host_memory_changes_nothing(away: tuple[str, ...], kept) -> None:
     case = Case("sft", sp=2, steps=3, lr=1e-3, **dict.fromkeys(away, True))
     metrics, gradients = run_distributed(run_case, 2, case, with_zero=True)[0]

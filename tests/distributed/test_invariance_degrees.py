@@ -71,7 +71,14 @@ def case_of(stage: str, topology: str, level: str = "none", kernel: str = "auto"
     heads, kv_heads, head_dim, world, sp = TOPOLOGIES[topology]
     shape = replace(SHAPE, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     case = StageCase(
-        stage, sp=sp, options=OPTIONS.get(stage, {}), recompute=level, attention=kernel, shape=shape, ragged=True, **more
+        stage,
+        sp=sp,
+        options=OPTIONS.get(stage, {}),
+        recompute=level,
+        attention=kernel,
+        shape=shape,
+        ragged=True,
+        **more,
     )
     return case, world
 

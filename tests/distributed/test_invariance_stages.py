@@ -89,8 +89,8 @@ def evaluation(case: StageCase) -> dict[str, float]:
     trainer, _ = make_trainer(case)
     mesh = trainer.mesh
     trainer.eval_loader = StepLoader(
-        stage_dataset(case), 4, tokens_per_microbatch=case.budget, data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank,
-        shuffle=False,
+        stage_dataset(case), 4, tokens_per_microbatch=case.budget, data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank, shuffle=False,
     )  # fmt: skip
     found = trainer.evaluate()
     trainer.engine.destroy()
@@ -105,9 +105,17 @@ def test_kto_evaluates_alike_on_every_topology() -> None:
     assert alone["eval/kl"] > 0.05
 
 
-TWICE = [(run_stage, StageCase("kto", sp=2, options=KTO, steps=2), 1e-3), (run_stage, StageCase("rm", sp=2, steps=2), 1e-3)]
-TWICE += [(run_stage, StageCase("sft", sp=2, options={"label_smoothing": 0.1, "z_loss": 1e-3}, steps=2, lora_rank=3), 1e-3)]
-TWICE += [(run_case, Case(stage, sp=2, dtype=torch.bfloat16, steps=2, lr=1e-3, recompute="keep_attention")) for stage in ("sft", "dpo")]
+TWICE = [
+    (run_stage, StageCase("kto", sp=2, options=KTO, steps=2), 1e-3),
+    (run_stage, StageCase("rm", sp=2, steps=2), 1e-3),
+]
+TWICE += [
+    (run_stage, StageCase("sft", sp=2, options={"label_smoothing": 0.1, "z_loss": 1e-3}, steps=2, lora_rank=3), 1e-3)
+]
+TWICE += [
+    (run_case, Case(stage, sp=2, dtype=torch.bfloat16, steps=2, lr=1e-3, recompute="keep_attention"))
+    for stage in ("sft", "dpo")
+]
 
 
 @pytest.mark.gpu

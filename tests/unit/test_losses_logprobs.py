@@ -325,4 +325,6 @@ def test_gpu_tiles_take_masked_words():
     bias[:8500] = -torch.inf
     targets = torch.full((M,), 9000, device="cuda")
     exact = torch.log_softmax(hidden.double() @ weight.double().t() + bias, -1)[:, 9000]
-    torch.testing.assert_close(linear_logprobs(hidden, weight, targets, bias=bias).logps.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        linear_logprobs(hidden, weight, targets, bias=bias).logps.double(), exact, rtol=1e-5, atol=1e-5
+    )

@@ -1,4 +1,4 @@
-"""The pairwise losses, KTO and the reward loss against their equations, written out here and evaluated with 60 digits."""
+"""The pairwise losses, KTO and the reward loss against their equations, evaluated here with 60 digits."""
 
 import inspect
 import math
