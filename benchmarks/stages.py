@@ -21,7 +21,9 @@ from typing import Any
 
 from common import parser, say, table
 
-from ulysses.data.demo import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for examples/, which is not installed
+
+from examples.demo_data import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
 
 COLUMNS = (
     "stage", "gpus", "sp", "tokens", "seconds", "tokens_per_second", "to_sft", "mfu", "peak_memory_gib", "loss", "whole_run",

@@ -14,6 +14,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, init_weights
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
+from tests.shuffled_loader import ShuffledLoader
 from ulysses.data.dataset import Example
 from ulysses.data.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
@@ -158,7 +159,7 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
         made = SftStage(engine, mesh, SftConfig(**case.options))
     else:
         made = DpoStage(engine, mesh, DpoConfig(**case.options), cached=True)
-    loader = StepLoader(
+    loader = ShuffledLoader(
         data,
         6,
         tokens_per_microbatch=case.budget,

@@ -20,7 +20,8 @@ from tests.engine_case import (
     sequences,
     zero_settings,
 )
-from ulysses.data.steps import StepLoader, mismatched
+from tests.shuffled_loader import ShuffledLoader
+from ulysses.data.steps import StepLoader
 from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -162,7 +163,7 @@ def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Tr
     source = StartedAdapters(RandomWeights(case.shape, 0), 0)
     model = build_partitioned(lambda: make_model(case, mesh), settings, source)
     engine = ZeroEngine(model.train(), settings, optimizer_of(model, lr), (DecoderLayer,))
-    loader = StepLoader(
+    loader = ShuffledLoader(
         stage_dataset(case) if data is None else data, case.examples, tokens_per_microbatch=case.budget, seed=3,
         data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,
     )  # fmt: skip
@@ -273,7 +274,9 @@ def _decayed(weights: torch.Tensor, shorter: int, alpha: float) -> torch.Tensor:
 
 def _kto(case: StageCase, data: Any, indices: Any, examples: Any, *functions: Any) -> Any:
     o, (_, _, summed, reference) = case.options, functions
-    partners = mismatched(indices, [int(data.columns["prompt_id"][i]) for i in indices])
+    prompts = data.columns["prompt_id"]
+    following = [indices[p + 1 :] + indices[:p] for p in range(len(indices))]
+    partners = [next(n for n in others if prompts[n] != prompts[i]) for i, others in zip(indices, following)]
     gaps = []
     with torch.no_grad():
         for i, j in zip(indices, partners, strict=True):

@@ -17,6 +17,7 @@ from models.decoder import init_weights
 from tests.distributed.test_invariance_stages import check
 from tests.engine_case import SHAPE
 from tests.harness import device, run_distributed
+from tests.shuffled_loader import ShuffledLoader
 from tests.stage_case import MAX_LENGTH, StageCase, make_model, stage_dataset
 from tests.unit.test_layout import simulated_mesh
 from ulysses.data.steps import StepLoader
@@ -132,7 +133,7 @@ def test_the_data_are_as_ragged_as_claimed(stage: str) -> None:
     """The step holds one-token sequences, and some rank's shard no trained token while another's does."""
     case, _ = case_of(stage, "3/1 1x4", packing_seed=1)
     data = stage_dataset(case)
-    loader = StepLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3, packing_seed=1)
+    loader = ShuffledLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3, packing_seed=1)
     lengths, valid = set(), []
     for micro_batch in loader.step(0, 0):
         sequences = [s for example in micro_batch for s in example.sequences]

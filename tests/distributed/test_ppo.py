@@ -25,6 +25,7 @@ from tests.engine_case import (
     zero_settings,
 )
 from tests.harness import run_distributed
+from tests.shuffled_loader import ShuffledLoader
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -96,7 +97,7 @@ def trainer_of(
     engine = engine_of(mesh, config, lr=lr, shape=shape)
     engines = [engine]
     data = fixed_rollout() if fixed else prompts()
-    loader: Any = StepLoader(
+    loader: Any = ShuffledLoader(
         data, examples, tokens_per_microbatch=budget, seed=3, data_parallel_size=mesh.data_parallel_size,
         dp_rank=mesh.dp_rank, packing_seed=packing_seed,
     )  # fmt: skip

@@ -32,13 +32,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ulysses.data.chat import load_tokenizer
-from ulysses.data.demo import write_demo
-from ulysses.data.formats import detect_format, parse_row
-from ulysses.data.records import BadRowError, DropRowError, Report
-from ulysses.data.sources import Source, read_rows, source_files
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
+
+from examples.demo_data import write_demo  # noqa: E402
+from ulysses.data.chat import load_tokenizer  # noqa: E402
+from ulysses.data.formats import detect_format, parse_row  # noqa: E402
+from ulysses.data.records import BadRowError, DropRowError, Report  # noqa: E402
+from ulysses.data.sources import Source, read_rows, source_files  # noqa: E402
+
 KINDS = {"pt": "text", "sft": "sequence", "rm": "pair", "dpo": "pair", "kto": "unpaired", "ppo": "prompt"}
 START = {"sft": "pt", "rm": "sft", "dpo": "sft", "kto": "sft", "ppo": "sft"}
 HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "rm": "accuracy", "dpo": "rewards/accuracies", "kto": "rewards/margins",

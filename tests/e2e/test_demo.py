@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo_data import write_demo
 from tests.e2e.launch import ROOT, environment, metrics, ranks
-from ulysses.data.demo import write_demo
 
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 DEMO = ROOT / "configs/demo"

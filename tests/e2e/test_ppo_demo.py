@@ -11,9 +11,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo_data import write_demo
 from models.hf_format import WeightFiles
 from tests.e2e.launch import ROOT, metrics, ranks
-from ulysses.data.demo import write_demo
 from ulysses.export import export_checkpoint
 from ulysses.training.checkpoint import Checkpoints
 

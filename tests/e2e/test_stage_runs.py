@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from examples.demo_data import write_demo
 from models.hf_format import read_config
 from tests.harness import AS_LARGE, run_distributed
-from ulysses.data.demo import write_demo
 from ulysses.export import export_checkpoint
 from ulysses.training.command_line import check
 from ulysses.training.memory import adapter_parameters

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.demo_data import write_demo
 from tests.harness import free_port, run_distributed
-from ulysses.data.demo import write_demo
 from ulysses.parallel import kernels
 from ulysses.training import run as run_module
 from ulysses.training.failure import POLL_SECONDS

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from examples.demo_data import CLOSINGS, REMARKS, main, politeness_reward, write_demo
 from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.dataset import open_dataset
-from ulysses.data.demo import CLOSINGS, REMARKS, main, politeness_reward, write_demo
 from ulysses.data.encode import DataSettings
 from ulysses.data.sources import Source
 

@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
+from tests.shuffled_loader import ShuffledLoader
 from ulysses.data.dataset import Example
-from ulysses.data.packing import example_cost, pack_step
-from ulysses.data.steps import StepLoader, mismatched, shuffled
+from ulysses.data.steps import StepLoader, example_cost, pack_step, shuffled
 
 
 def random_lengths(generator, count, longest):
@@ -55,14 +55,6 @@ def test_a_long_example_is_refused_with_the_number_to_raise():
         pack_step([3, 11], 10, 2)
 
 
-def test_shuffled_packing_is_another_arrangement_of_the_same_step():
-    lengths = random_lengths(random.Random(1), 40, 300)
-    plain, other = pack_step(lengths, 400, 2), pack_step(lengths, 400, 2, shuffle=1)
-    assert plain != other and other == pack_step(lengths, 400, 2, shuffle=1)
-    assert sorted(i for g in other for m in g for i in m) == list(range(40))
-    assert {len(g) for g in other} == {len(plain[0])}
-
-
 class FakeDataset:
     """Example i has lengths[i] tokens; stands for a TokenizedDataset."""
 
@@ -82,7 +74,7 @@ class FakeDataset:
 
 
 def loaders(dataset, examples, dp, **options):
-    return [StepLoader(dataset, examples, tokens_per_microbatch=500, data_parallel_size=dp, dp_rank=r, **options)
+    return [ShuffledLoader(dataset, examples, tokens_per_microbatch=500, data_parallel_size=dp, dp_rank=r, **options)
             for r in range(dp)]
 
 
@@ -133,9 +125,10 @@ def test_longest_example_is_checked_before_any_step():
 
 
 def test_kto_partners_are_cyclic_with_a_different_prompt():
-    assert mismatched([7, 8, 9], [0, 1, 2]) == [8, 9, 7]
-    assert mismatched([7, 8, 9], [0, 0, 1]) == [9, 9, 7]
-    assert mismatched([7, 8], [3, 3]) == [-1, -1] and mismatched([7], [0]) == [-1]
+    for prompts, partners in (([0, 1, 2], [1, 2, 0]), ([0, 0, 1], [2, 2, 0]), ([3, 3], []), ([0], [])):
+        (loader,) = loaders(FakeDataset([10] * len(prompts), prompts=prompts), 9, 1)
+        indices = list(range(len(prompts)))
+        assert loader.mismatched_pairs(indices) == list(zip(indices, partners))
     prompts = [i // 2 for i in range(20)]
     dataset = FakeDataset([10] * 20, kind="unpaired", prompts=prompts)
     for loader in loaders(dataset, 6, 3):

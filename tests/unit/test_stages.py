@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from models.arch import ARCHITECTURES
+from tests.shuffled_loader import ShuffledLoader
 from tests.stage_case import MAX_LENGTH, StageCase, stage_dataset
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -66,7 +67,7 @@ def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples: in
     data = stage_dataset(StageCase("kto"))
     prompts = data.columns["prompt_id"]
     plain = StepLoader(data, examples, tokens_per_microbatch=128, seed=3)
-    other = StepLoader(
+    other = ShuffledLoader(
         data, examples, tokens_per_microbatch=512, seed=3, data_parallel_size=2, dp_rank=1, packing_seed=5
     )  # fmt: skip
     for k in range(plain.steps_per_epoch):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ulysses.data.packing import pack_step
+from ulysses.data.steps import pack_step
 from ulysses.parallel.batch import Sequence as TokenSequence
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.sums import gather_tokens, segment_sums

@@ -24,7 +24,7 @@ from torch import Tensor
 from losses.ppo import AdaptiveKLController, kl_estimate, packed_gae, token_rewards, whiten
 from models.arch import ModelConfig as Shape
 from models.sampler import Sampler, SamplingOptions, cache_bytes
-from ulysses.data.packing import pack_step
+from ulysses.data.steps import pack_step
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import gather_tokens, sequence_last

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ulysses.data.dataset import Example
-from ulysses.data.packing import example_cost, pack_step
 from ulysses.data.steps import StepLoader, shuffled
 from ulysses.training.rollout import Rollout
 
@@ -70,13 +69,8 @@ class RolloutLoader:
         """Return this group's micro-batches of step k, after making its rollout if it is the first one of it."""
         indices = self.indices(epoch, k)
         rollout = self.dataset
-        lengths = [int(n) for n in rollout.answers.lengths[indices]] if indices else []
-        costs = [example_cost([n], self.prompts.attention_length) for n in lengths]
-        seed = self.prompts.packing_seed
-        shuffle = None if seed is None else hash((seed, epoch, k))
-        plan = pack_step(
-            lengths, self.budget, self.prompts.data_parallel_size, costs=costs, shuffle=shuffle
-        )
+        lengths = [[int(n)] for n in rollout.answers.lengths[indices]] if indices else []
+        plan = self.prompts.pack(lengths, self.budget)
         return [
             [Example(indices[p], (rollout.sequence(indices[p]),)) for p in micro_batch]
             for micro_batch in plan[self.prompts.dp_rank]

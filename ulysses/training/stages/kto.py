@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from losses.kto import kto_loss
-from ulysses.data.packing import pack_step
+from ulysses.data.steps import pack_step
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.sums import segment_sums
 from ulysses.training.config import KtoConfig

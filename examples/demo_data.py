@@ -1,4 +1,4 @@
-"""Write the project's own demo data and its small tokenizer: `python -m ulysses.data.demo OUT_DIR`.
+"""Write the project's own demo data and its small tokenizer: `python examples/demo_data.py OUT_DIR`.
 
 A made-up house: things have a colour, a room, an owner and a material. Questions about them are answered in a polite or
 a rude voice. SFT data has both voices half and half; preference data prefers the polite one. Polite and rude phrases
@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,7 +242,8 @@ def write_tokenizer(folder: Path, data: Path) -> None:
         name: SPECIAL[name] for name in ("bos_token", "eos_token", "pad_token")
     }
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config["chat_template"] = Path(__file__).with_name("llama3.jinja").read_text(encoding="utf-8")
+    template = files("ulysses.data") / "llama3.jinja"
+    config["chat_template"] = template.read_text(encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, indent=2) + "\n", encoding="utf-8"
     )
