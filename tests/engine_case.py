@@ -21,10 +21,10 @@ from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights
-from ulysses.training.config import DpoConfig, OptimizerConfig, SftConfig
+from ulysses.training.config import OptimizerConfig
 from ulysses.training.optim import adamw
-from ulysses.training.stages.dpo import DpoStage
-from ulysses.training.stages.sft import SftStage
+from ulysses.training.stages.dpo import DpoSection, DpoStage
+from ulysses.training.stages.sft import SftSection, SftStage
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
@@ -156,9 +156,9 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     if stage is not None:
         made = stage(engine, mesh)
     elif case.stage == "sft":
-        made = SftStage(engine, mesh, SftConfig(**case.options))
+        made = SftStage(engine, mesh, SftSection(**case.options))
     else:
-        made = DpoStage(engine, mesh, DpoConfig(**case.options), cached=True)
+        made = DpoStage(engine, mesh, DpoSection(**case.options), cached=True)
     loader = ShuffledLoader(
         data,
         6,

@@ -26,13 +26,13 @@ from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights
-from ulysses.training.config import DpoConfig, KtoConfig, LoraConfig, PtConfig, RmConfig, SftConfig
+from ulysses.training.config import LoraConfig
 from ulysses.training.lora import AdapterWeights, add_adapters, is_adapter
-from ulysses.training.stages.dpo import DpoStage
-from ulysses.training.stages.kto import KtoStage
-from ulysses.training.stages.pt import PtStage
-from ulysses.training.stages.rm import RmStage
-from ulysses.training.stages.sft import SftStage
+from ulysses.training.stages.dpo import DpoSection, DpoStage
+from ulysses.training.stages.kto import KtoSection, KtoStage
+from ulysses.training.stages.pt import PtSection, PtStage
+from ulysses.training.stages.rm import RmSection, RmStage
+from ulysses.training.stages.sft import SftSection, SftStage
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
@@ -145,14 +145,14 @@ def make_stage(case: StageCase, engine: Any, mesh: Any) -> Any:
     o = case.options
     match case.stage:
         case "pt":
-            return PtStage(engine, mesh, PtConfig(**o))
+            return PtStage(engine, mesh, PtSection(**o))
         case "sft":
-            return SftStage(engine, mesh, SftConfig(**o), seed=0)
+            return SftStage(engine, mesh, SftSection(**o), seed=0)
         case "rm":
-            return RmStage(engine, mesh, RmConfig(**o))
+            return RmStage(engine, mesh, RmSection(**o))
         case "dpo":
-            return DpoStage(engine, mesh, DpoConfig(**o), cached=o.get("loss_type") not in REFERENCE_FREE)
-    return KtoStage(engine, mesh, KtoConfig(**o), max_length=MAX_LENGTH, budget=case.budget, cached=True)
+            return DpoStage(engine, mesh, DpoSection(**o), cached=o.get("loss_type") not in REFERENCE_FREE)
+    return KtoStage(engine, mesh, KtoSection(**o), max_length=MAX_LENGTH, budget=case.budget, cached=True)
 
 
 def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Trainer, CaptureChain]:

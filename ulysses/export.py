@@ -18,7 +18,7 @@ from models.decoder import CausalLM, RewardModel
 from models.hf_format import copy_side_files
 from ulysses.training.command_line import check
 from ulysses.training.config import DTYPES, Config
-from ulysses.training.export_model import prefix_of, write_model
+from ulysses.training.export_model import write_model
 from ulysses.zero.slices import SavedSlices
 
 
@@ -56,9 +56,9 @@ def _reader(
     saved: SavedSlices, config: Config, shape: ModelConfig
 ) -> Callable[[Callable[[str], bool]], Iterator[tuple[str, Tensor]]]:
     """Read the policy's saved parameters, and those that adapters left frozen from where the run read them."""
-    dtype, prefix, lora = DTYPES[config.model.dtype], prefix_of(config), config.model.lora
+    dtype, prefix, lora = DTYPES[config.model.dtype], config.stage_class.exported, config.model.lora
     with torch.device("meta"):
-        model: nn.Module = RewardModel(shape) if config.stage == "rm" else CausalLM(shape)
+        model: nn.Module = RewardModel(shape) if config.stage_class.reward else CausalLM(shape)
     if lora.rank:
         from ulysses.training.build import read_shape, weights_of  # heavy, and needed here only
         from ulysses.training.lora import add_adapters, base_name, is_adapter

@@ -31,10 +31,9 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import PolicyValueWeights
 from ulysses.training.checkpoint import Checkpoints
-from ulysses.training.config import PpoConfig
-from ulysses.training.optim import policy_value_groups
+from ulysses.training.optim import scoped_groups
 from ulysses.training.rollout import RolloutMaker
-from ulysses.training.stages.ppo import PpoStage
+from ulysses.training.stages.ppo import PpoSection, PpoStage
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
@@ -70,12 +69,12 @@ def prompts(count: int = 14) -> PromptDataset:
     return PromptDataset("prompt", [(Sequence(t, torch.zeros(len(t))),) for t in found])
 
 
-def engine_of(mesh: ParallelMesh, config: PpoConfig, seed: int = 0, lr: float = 1e-3, shape: ModelConfig = SHAPE) -> ZeroEngine:
+def engine_of(mesh: ParallelMesh, config: PpoSection, seed: int = 0, lr: float = 1e-3, shape: ModelConfig = SHAPE) -> ZeroEngine:
     settings = zero_settings()
     model = build_partitioned(
         lambda: PolicyValue(shape, mesh, separate=config.value == "separate"), settings, PolicyValueWeights(HostWeights(shape, seed))
     )
-    groups = policy_value_groups(model, 0.0, config.value_lr_factor)
+    groups = scoped_groups(model, 0.0, {"policy": 1.0, "value": config.value_lr_factor})
     return ZeroEngine(model.train(), settings, optimizer_of(model, lr, groups=groups), (DecoderLayer,))
 
 
@@ -88,7 +87,7 @@ def frozen_policy(mesh: ParallelMesh, seed: int, shape: ModelConfig) -> ZeroEngi
 
 
 def trainer_of(
-    sp: int, config: PpoConfig, *, steps: int, lr: float = 1e-3, budget: int = 128, packing_seed: int | None = None,
+    sp: int, config: PpoSection, *, steps: int, lr: float = 1e-3, budget: int = 128, packing_seed: int | None = None,
     fixed: bool = False, reference_seed: int = 0, examples: int = 6, shape: ModelConfig = SHAPE,
 ) -> tuple[Trainer, CaptureChain, list[ZeroEngine]]:  # fmt: skip
     """Build everything on this rank; `fixed` trains on made-up rollouts that never change."""
@@ -136,7 +135,7 @@ def fixed_rollout(count: int = 11) -> ListDataset:
 FIXED = {"value_coefficient": 0.5, "entropy_coefficient": 0.01, "dual_clip": 3.0}
 
 
-def formula(config: PpoConfig, shape: ModelConfig = SHAPE) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+def formula(config: PpoSection, shape: ModelConfig = SHAPE) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
     """Loss, gradients and metrics of the first step, one sequence at a time, float64, no ZeRO."""
     data = fixed_rollout()
     model = PolicyValue(shape, None, separate=config.value == "separate", attention="reference")
@@ -167,7 +166,7 @@ def formula(config: PpoConfig, shape: ModelConfig = SHAPE) -> tuple[float, dict[
     return float(loss), {n: p.grad for n, p in model.named_parameters()}, {names[k]: float(v) for k, v in means.items()}
 
 
-def fixed_step(sp: int, config: PpoConfig, budget: int, packing_seed: int | None, shape: ModelConfig) -> tuple[dict[str, float], Any]:
+def fixed_step(sp: int, config: PpoSection, budget: int, packing_seed: int | None, shape: ModelConfig) -> tuple[dict[str, float], Any]:
     trainer, chain, engines = trainer_of(sp, config, steps=1, lr=0.0, budget=budget, packing_seed=packing_seed, fixed=True, shape=shape)
     metrics = trainer.train_step()
     engines[0].destroy()
@@ -182,7 +181,7 @@ def test_loss_metrics_and_gradients(
     world: int, sp: int, budget: int, seed: int | None, value: str, shape: ModelConfig
 ) -> None:
     """THE invariance test for PPO on a fixed rollout, policy and value parameters alike."""
-    config = PpoConfig(value=value, **FIXED)  # type: ignore[arg-type]
+    config = PpoSection(value=value, **FIXED)  # type: ignore[arg-type]
     loss, exact, expected = formula(config, shape)
     metrics, gradients = run_distributed(fixed_step, world, sp, config, budget, seed, shape, with_zero=True)[0]
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
@@ -192,7 +191,7 @@ def test_loss_metrics_and_gradients(
     assert_same_gradients(gradients, exact)
 
 
-def run_steps(sp: int, config: PpoConfig, steps: int, **options: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Any]:
+def run_steps(sp: int, config: PpoSection, steps: int, **options: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Any]:
     """Take real steps on real rollouts; metrics, the last rollout's tensors and the last gradients."""
     trainer, chain, engines = trainer_of(sp, config, steps=steps, **options)
     metrics = [trainer.train_step() for _ in range(steps)]
@@ -203,7 +202,7 @@ def run_steps(sp: int, config: PpoConfig, steps: int, **options: Any) -> tuple[l
     return metrics, tensors, chain.steps if dist.get_rank() == 0 else []
 
 
-REAL = PpoConfig(epochs=2, minibatches=2, kl_target=6.0, kl_coefficient=0.2, kl_horizon=100, missing_eos_penalty=0.5)
+REAL = PpoSection(epochs=2, minibatches=2, kl_target=6.0, kl_coefficient=0.2, kl_horizon=100, missing_eos_penalty=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +250,7 @@ def test_what_a_run_reports(alone: Any) -> None:
         - 0.5 * (1 - metrics[0]["val/num_eos_tokens"] / 6), abs=1e-5)  # fmt: skip
 
 
-def resumed(folder: Path, sp: int, config: PpoConfig, stop: int, steps: int) -> tuple[Any, Any, Any]:
+def resumed(folder: Path, sp: int, config: PpoSection, stop: int, steps: int) -> tuple[Any, Any, Any]:
     """Uninterrupted metrics, and those of a run that is saved after `stop` steps and goes on in new engines."""
     trainer, _, engines = trainer_of(sp, config, steps=steps, reference_seed=1)
     whole = []
@@ -283,7 +282,7 @@ def test_resume_is_bit_identical(tmp_path: Path, stop: int) -> None:
 
 def sampling_between_steps(sample: bool) -> list[torch.Tensor]:
     """Two steps on a fixed rollout, with or without sampling in between; returns the last gradients."""
-    trainer, chain, engines = trainer_of(1, PpoConfig(**FIXED), steps=2, fixed=True)
+    trainer, chain, engines = trainer_of(1, PpoSection(**FIXED), steps=2, fixed=True)
     trainer.train_step()
     if sample:
         with gathered_weights(engines[0], "policy.") as weights:
@@ -300,7 +299,7 @@ def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
 
 def refused() -> str:
     initialize_distributed()
-    engine = engine_of(ParallelMesh(1), PpoConfig())
+    engine = engine_of(ParallelMesh(1), PpoSection())
     try:
         with gathered_weights(engine, "policy.", more_bytes=1 << 50 if dist.get_rank() == 1 else 0):
             return ""
@@ -315,7 +314,7 @@ def test_sampler_that_does_not_fit_is_refused_on_every_rank() -> None:
         assert "the whole model takes" in text and "lower ppo.generation_batch" in text
 
 
-def stopping(config: PpoConfig) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
+def stopping(config: PpoSection) -> tuple[list[dict[str, float]], list[torch.Tensor]]:
     trainer, _, engines = trainer_of(2, config, steps=6, lr=3e-3)
     metrics, weights = [], []
     for _ in range(6):
@@ -327,7 +326,7 @@ def stopping(config: PpoConfig) -> tuple[list[dict[str, float]], list[torch.Tens
 
 
 def test_early_stop_leaves_the_weights_alone_until_the_next_rollout() -> None:
-    config = PpoConfig(epochs=2, minibatches=2, target_kl=1e-4)
+    config = PpoSection(epochs=2, minibatches=2, target_kl=1e-4)
     for metrics, weights in run_distributed(stopping, 2, config, with_zero=True):
         assert metrics[0]["policy/approxkl_avg"] < 1e-8 and metrics[1]["policy/approxkl_avg"] > 1e-4
         assert [m["policy/stopped"] for m in metrics] == [0, 1, 1, 1, 0, 1]
@@ -344,12 +343,12 @@ def model_scores() -> bool:
 
     initialize_distributed()
     mesh = ParallelMesh(2, num_heads=SHAPE.num_attention_heads)
-    config, settings, source = PpoConfig(), zero_settings(), HostWeights(SHAPE, 4)
+    config, settings, source = PpoSection(), zero_settings(), HostWeights(SHAPE, 4)
     engine = engine_of(mesh, config)
     model = build_partitioned(lambda: RewardModel(SHAPE, mesh), settings, source).requires_grad_(False)
     scorer = ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
     maker = RolloutMaker(
-        engine, None, scorer, shape=SHAPE, tokenizer=None, mesh=mesh, config=config, options=OPTIONS, budget=128, seed=1
+        engine, None, None, scorer, shape=SHAPE, tokenizer=None, mesh=mesh, config=config, options=OPTIONS, budget=128, seed=1
     )
     answers = maker.answer(0, prompts(), [3, 1, 5])
     plain = RewardModel(SHAPE, None, attention="reference")

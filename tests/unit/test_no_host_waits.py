@@ -16,15 +16,14 @@ from tests.engine_case import SHAPE
 from tests.stage_case import StageCase, stage_dataset
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.config import DpoConfig, KtoConfig, PpoConfig, PtConfig, RmConfig, SftConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.stages.base import Stage
-from ulysses.training.stages.dpo import DpoStage
-from ulysses.training.stages.kto import KtoStage
-from ulysses.training.stages.ppo import PpoStage
-from ulysses.training.stages.pt import PtStage
-from ulysses.training.stages.rm import RmStage
-from ulysses.training.stages.sft import SftStage
+from ulysses.training.stages.dpo import DpoSection, DpoStage
+from ulysses.training.stages.kto import KtoSection, KtoStage
+from ulysses.training.stages.ppo import PpoSection, PpoStage
+from ulysses.training.stages.pt import PtSection, PtStage
+from ulysses.training.stages.rm import RmSection, RmStage
+from ulysses.training.stages.sft import SftSection, SftStage
 
 META = torch.device("meta")
 
@@ -50,18 +49,18 @@ def stage_of(name: str, mesh: ParallelMesh) -> Stage:
             model = (RewardModel if name == "rm" else CausalLM)(SHAPE, mesh, attention=kernel)
     match name:
         case "pt":
-            return PtStage(model, mesh, PtConfig(z_loss=0.1))
+            return PtStage(model, mesh, PtSection(z_loss=0.1))
         case "sft":
-            return SftStage(model, mesh, SftConfig(label_smoothing=0.1, z_loss=0.1, neftune_alpha=5.0))
+            return SftStage(model, mesh, SftSection(label_smoothing=0.1, z_loss=0.1, neftune_alpha=5.0))
         case "rm":
-            return RmStage(model, mesh, RmConfig(center_coefficient=0.1))
+            return RmStage(model, mesh, RmSection(center_coefficient=0.1))
         case "dpo":
-            return DpoStage(model, mesh, DpoConfig(sft_weight=0.1, ld_alpha=0.5), cached=True)
+            return DpoStage(model, mesh, DpoSection(sft_weight=0.1, ld_alpha=0.5), cached=True)
         case "kto":
-            stage = KtoStage(model, mesh, KtoConfig(), max_length=50, budget=128, cached=True)
+            stage = KtoStage(model, mesh, KtoSection(), max_length=50, budget=128, cached=True)
             stage.baseline = torch.zeros((), device=META)
             return stage
-    return PpoStage(model, mesh, PpoConfig(reward="builtins:len", entropy_coefficient=0.1))
+    return PpoStage(model, mesh, PpoSection(reward="builtins:len", entropy_coefficient=0.1))
 
 
 def batches(name: str, stage: Stage, mesh: ParallelMesh) -> list[Any]:

@@ -13,15 +13,16 @@ from tests.engine_case import SHAPE, ListDataset, sequences
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.steps import StepLoader
-from ulysses.training.checks import Plan, check_ppo, stop_tokens
+from ulysses.training.build import step_loader
+from ulysses.training.checks import Plan, check_numbers
 from ulysses.training.command_line import check
-from ulysses.training.config import GradientsConfig, PpoConfig
-from ulysses.training.optim import policy_value_groups
+from ulysses.training.config import GradientsConfig
+from ulysses.training.optim import scoped_groups
 from ulysses.training.rewards import gsm8k_reward, is_function, load_function, score_text
 from ulysses.training.rollout import Answers, Rollout, RolloutMaker
 from ulysses.training.rollout_loader import RolloutLoader
 from ulysses.training.section import ConfigError
-from ulysses.training.stages.ppo import PpoStage
+from ulysses.training.stages.ppo import PpoSection, PpoStage, stop_tokens
 
 EOS = 2
 SOLO = SimpleNamespace(rank=0, world_size=1, sp_rank=0, dp_rank=0, data_parallel_size=1)
@@ -39,12 +40,12 @@ def answers() -> Answers:
 
 def maker(**options: Any) -> RolloutMaker:
     made = RolloutMaker.__new__(RolloutMaker)
-    made.config = PpoConfig(**options)
+    made.config = PpoSection(**options)
     made.controller = SimpleNamespace(coefficient=made.config.kl_coefficient, update=lambda kl, n: None)
     return made
 
 
-def by_hand(a: Answers, old: torch.Tensor, values: torch.Tensor, reference: torch.Tensor, config: PpoConfig) -> Any:
+def by_hand(a: Answers, old: torch.Tensor, values: torch.Tensor, reference: torch.Tensor, config: PpoSection) -> Any:
     """Rewards, advantages and returns in padded [N, L] float64, one answer at a time."""
     counts = (a.lengths - a.prompt_lengths).tolist()
     L = max(counts)
@@ -161,7 +162,7 @@ def test_steps_hold_the_same_answers_on_every_topology() -> None:
 
 
 def stage(**options: Any) -> PpoStage:
-    made = PpoStage(None, SOLO, PpoConfig(**options))
+    made = PpoStage(None, SOLO, PpoSection(**options))
     made.rollouts = loader([])
     return made
 
@@ -207,7 +208,7 @@ def test_state_in_the_middle_and_at_the_border_of_a_rollout(tmp_path) -> None:
 
 
 def test_first_step_identities() -> None:
-    made = PpoStage(None, SOLO, PpoConfig(), maker=None, tolerance=1e-5)
+    made = PpoStage(None, SOLO, PpoSection(), maker=None, tolerance=1e-5)
     made.check_first_step({"policy/logp_change": 1e-7})
     with pytest.raises(RuntimeError, match=r"its log-probabilities differ by 0.01 per token"):
         made.check_first_step({"policy/logp_change": 0.01})
@@ -257,9 +258,9 @@ def config(data: dict[str, Any] | None = None, **ppo: Any) -> Any:
     ({"reference": "cached"}, 'ppo.reference is \'cached\' but must be "live" or a model'),
 ])  # fmt: skip
 def test_refusals(ppo: dict[str, Any], complaint: str) -> None:
-    check_ppo(config())
+    check_numbers(config(), 1)
     with pytest.raises(ConfigError, match=complaint):
-        check_ppo(config(**ppo))
+        check_numbers(config(**ppo), 1)
 
 
 def test_refused_combinations_and_stop_tokens(tmp_path: Path) -> None:
@@ -274,21 +275,21 @@ def test_refused_combinations_and_stop_tokens(tmp_path: Path) -> None:
     assert stop_tokens(plain, tokenizer, shape) == tuple(sorted({eos, end}))  # the template ends turns with <|im_end|>
     assert stop_tokens(plain, tokenizer, replace(SHAPE, eos_token_id=(1, 5))) == tuple(sorted({1, 5, eos, end}))
     assert stop_tokens(more, tokenizer, shape) == tuple(sorted({eos, end, other}))
-    with pytest.raises(ConfigError, match="no such token"):
+    with pytest.raises(ValueError, match="no such token"):
         stop_tokens(config(data={"chat_template": "chatml"}, stop_tokens=["two words"]), tokenizer, shape)
 
 
 @pytest.mark.parametrize(("options", "prompts"), [({}, 4), ({"prompts_per_rollout": 6}, 6)])
 def test_prompts_per_rollout_are_the_examples_of_a_step_unless_they_are_set(options: dict[str, Any], prompts: int) -> None:
     plan = Plan(config(**options), 1, SHAPE, None, None, "torch", "", None)
-    steps = plan.loader(ListDataset("prompt", [(s,) for s in sequences(25, 0)]), 1, 0)
+    steps = step_loader(plan, ListDataset("prompt", [(s,) for s in sequences(25, 0)]), 1, 0)
     assert [len(steps.indices(0, k)) for k in (0, steps.steps_per_epoch - 1)] == [prompts, 1]
 
 
 def test_parameter_groups_and_separate_clipping() -> None:
     model = torch.nn.Module()
     model.policy, model.value = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
-    groups = policy_value_groups(model, 0.1, 5.0)
+    groups = scoped_groups(model, 0.1, {"policy": 1.0, "value": 5.0})
     assert [(g["scope"], g["lr_factor"], g["weight_decay"]) for g in groups] == [
         ("policy", 1.0, 0.1), ("policy", 1.0, 0.0), ("value", 5.0, 0.1), ("value", 5.0, 0.0),
     ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The parts of the stages that need no process group: metrics, hints, KTO's pairs, the reference cache."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,12 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.training.build import weights_fingerprint
-from ulysses.training.build_stage import weight_hint
-from ulysses.training.checks import scoring_pad
 from ulysses.training.command_line import check
-from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
 from ulysses.training.reference import ReferenceCache, mismatched_lengths, pairs_of_run
-from ulysses.training.stages.dpo import length_desensitised, loss_options
+from ulysses.training.stages.dpo import DpoSection, length_desensitised, loss_options
+from ulysses.training.stages.kto import weight_hint
+from ulysses.training.stages.rm import RmStage
 
 CPU = torch.device("cpu")
 
@@ -47,8 +47,8 @@ def test_score_is_read_at_the_last_token_whatever_it_is() -> None:
 @pytest.mark.parametrize(("eos", "pad", "expected"), [(7, 8, 8), (7, 7, None), ((5, 7), 5, None), (None, None, None)])
 def test_exported_reward_model_never_pads_with_eos(eos: Any, pad: Any, expected: Any) -> None:
     tokenizer: Any = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if isinstance(eos, tuple) else eos)
-    shape: Any = SimpleNamespace(eos_token_id=eos)
-    assert scoring_pad(tokenizer, shape) == expected
+    shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=eos, pad_token_id=9)
+    assert RmStage.final_shape(shape, tokenizer).pad_token_id == expected
 
 
 @pytest.mark.parametrize(("good", "bad", "weights", "says"), [
@@ -160,5 +160,5 @@ def test_length_desensitised_weights() -> None:
 
 
 def test_every_loss_option_of_the_configuration_reaches_the_loss() -> None:
-    options = loss_options(DpoConfig(loss_type="discopop", discopop_tau=0.2, f_divergence="js", simpo_gamma=0.1))
+    options = loss_options(DpoSection(loss_type="discopop", discopop_tau=0.2, f_divergence="js", simpo_gamma=0.1))
     assert options["discopop_tau"] == 0.2 and options["f_divergence"] == "js" and options["simpo_gamma"] == 0.1

@@ -1,8 +1,11 @@
 """From configuration to a partitioned model on every rank."""
 
 import hashlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,15 +16,24 @@ from models.decoder import CausalLM, LayerMemory, RewardModel, init_parameter
 from models.hf_format import WeightFiles, read_config, resolve_model
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
+from ulysses.data.dataset import TokenizedDataset, open_dataset
+from ulysses.data.encode import DataSettings
+from ulysses.data.records import DataError
+from ulysses.data.sources import parse_sources
+from ulysses.data.steps import StepLoader
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.config import DTYPES, Config, LoraConfig
 from ulysses.training.memory import MemoryChoice, tiling
-from ulysses.training.optim import adamw, policy_value_groups
+from ulysses.training.optim import adamw, scoped_groups
 from ulysses.training.section import ConfigError
+from ulysses.training.stages.base import OtherModel
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
+
+if TYPE_CHECKING:  # checks.py reads the shapes and weights here
+    from ulysses.training.checks import Plan
 
 
 def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Path | None]:
@@ -140,6 +152,27 @@ def check_weights(shape: Shape, folder: Path, *, reward: bool, key: str = "model
         raise ConfigError(f"{key}: {error}") from None
 
 
+def read_other(other: OtherModel) -> tuple[Shape, Path]:
+    """Return the shape and the folder of a further model; its weights are complete.
+
+    Raises ConfigError naming the setting.
+    """
+    try:
+        folder = resolve_model(other.path)
+        found = read_config(folder)
+    except (ValueError, OSError) as error:
+        sentence = str(error).replace("model.path", other.setting)
+        if other.reward:
+            sentence += "; name a function as module:function, or a reward model"
+        raise ConfigError(sentence) from None
+    check_weights(found, folder, reward=other.reward, key=other.setting)
+    if other.reward and "score.weight" not in WeightFiles(folder):
+        raise ConfigError(
+            f"{other.setting} {other.path} has no score.weight, so it is no reward model; train one with stage rm"
+        )
+    return found, folder
+
+
 def matrix_sizes(shape: Shape, *, reward: bool = False) -> dict[str, int]:
     """Return the parameters in one layer's matrices, in embedding and head, and in the head, as ulysses.zero.settings.derive takes them."""
     D, E = shape.hidden_size, shape.head_dim
@@ -177,15 +210,18 @@ def build_engine(
     kernel: str,
     *,
     reward: bool = False,
-    value: str = "",
     trainable: bool = True,
     memory: MemoryChoice | None = None,
 ) -> ZeroEngine:
     """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together.
 
-    `reward` makes a reward model; `value`, "shared" or "separate", a policy with a value (models.policy_value).
-    A frozen model (not `trainable`) keeps nothing for a backward pass: of the memory settings it has its tiles only.
+    A model that is `trainable` is of the stage's kind: a causal language model, a reward model, or a policy with a value.
+    A frozen one is a causal language model, or a reward model if `reward` says so; it keeps nothing for a backward pass,
+    so of the memory settings it has its tiles only.
     """
+    stage = config.stage_class
+    reward = stage.reward if trainable else reward
+    value = stage.value(config) if trainable else ""
     settings = derive(
         dtype=DTYPES[config.model.dtype],
         offload_optimizer=config.memory.offload_optimizer and trainable,
@@ -225,12 +261,126 @@ def build_engine(
         model.requires_grad_(False)
         return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
     on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
-    groups = (
-        policy_value_groups(model, config.optimizer.weight_decay, config.ppo.value_lr_factor)
-        if value
-        else None
-    )
+    scopes = stage.scopes(config)
+    groups = scoped_groups(model, config.optimizer.weight_decay, scopes) if scopes else None
     optimizer = adamw(model, config.optimizer, on_gpu=on_gpu, groups=groups)
     return ZeroEngine(
         model.train(), settings, optimizer, (DecoderLayer,), DTYPES[config.optimizer.reduce_dtype]
     )
+
+
+def open_data(plan: "Plan") -> tuple[TokenizedDataset, TokenizedDataset | None]:
+    """Open the training and held-out data, tokenising it once per node if needed.
+
+    Raises ConfigError for data that is missing, broken or too little for the stage.
+    """
+    config, data, stage = plan.config, plan.config.data, plan.config.stage_class
+    settings = DataSettings(data.max_length, data.truncation, data.train_on, data.bad_rows)
+
+    def opened(value: Any) -> TokenizedDataset:
+        try:
+            return open_dataset(
+                parse_sources(value),
+                stage.kind,
+                plan.tokenizer,
+                settings,
+                data.cache,
+                chat_template=data.chat_template,
+            )
+        except DataError as error:
+            raise ConfigError(f"data: {error}") from None
+
+    train = opened(data.train)
+    for complaint in stage.check_data(config, train):
+        raise ConfigError(complaint)
+    return train, opened(data.eval) if data.eval else None
+
+
+def step_loader(
+    plan: "Plan", dataset: Any, dp_size: int, dp_rank: int, *, evaluation: bool = False
+) -> StepLoader:
+    """Serve the dataset's steps to one data-parallel group.
+
+    Raises ConfigError for an example that is longer than a micro-batch.
+    """
+    config = plan.config
+    try:
+        return StepLoader(
+            dataset,
+            config.stage_class.examples_per_load(config),
+            tokens_per_microbatch=config.stage_class.budget(config),
+            seed=config.run.seed,
+            data_parallel_size=dp_size,
+            dp_rank=dp_rank,
+            shuffle=not evaluation,
+            attention_length=12.0 * plan.shape.hidden_size,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def total_steps(config: Config, loader: StepLoader) -> int:
+    """Return the optimizer steps of the whole run."""
+    steps_per_epoch = loader.steps_per_epoch * config.stage_class.steps_per_load(config)
+    return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
+
+
+@dataclass
+class StageParts:
+    """What a stage is built from; all ranks call its methods together.
+
+    A stage may replace `train_data` and `eval_data` by views of them that carry more.
+    """
+
+    prepared: "Plan"
+    engine: ZeroEngine
+    mesh: ParallelMesh
+    device: torch.device
+    train_data: Any
+    eval_data: Any
+    fresh: bool  # not resumed: the engine still holds the initial policy
+    say: Callable[[str], None]
+    resources: ExitStack  # takes the frozen engines
+
+    @property
+    def config(self) -> Config:
+        return self.prepared.config
+
+    def initial_policy(self) -> Any:
+        """Return what computes the initial policy: the fresh engine, or at any time the engine with its adapters off."""
+        if not self.config.model.lora.rank:
+            return self.engine
+        from ulysses.training.lora import BasePolicy  # peft is an optional dependency
+
+        return BasePolicy(self.engine)
+
+    def frozen(self, other: OtherModel | None = None) -> ZeroEngine:
+        """Build a frozen engine of another model, or of a copy of the initial policy."""
+        config, shape = self.config, self.prepared.shape
+        source = weights_of(config, shape, self.prepared.folder)
+        if other is not None:
+            shape, folder = read_other(other)
+            source = FileWeights(folder, shape, config.run.seed)
+        engine = build_engine(
+            config,
+            shape,
+            source,
+            self.mesh,
+            config.model.attention,
+            reward=other is not None and other.reward,
+            trainable=False,
+        )
+        self.resources.callback(engine.destroy)
+        return engine
+
+    def weights_fingerprint(self) -> str:
+        """Return a digest that changes with the initial policy's weights."""
+        return weights_fingerprint(self.config, self.prepared.shape, self.prepared.folder)
+
+    def loader(self, data: Any, *, evaluation: bool = False) -> StepLoader:
+        """Serve the data's steps to this rank's data-parallel group."""
+        size, rank = self.mesh.data_parallel_size, self.mesh.dp_rank
+        return step_loader(self.prepared, data, size, rank, evaluation=evaluation)
+
+    def total_steps(self, loader: StepLoader) -> int:
+        return total_steps(self.config, loader)

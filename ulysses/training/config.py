@@ -12,6 +12,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ulysses.training.gradient_config import GradientsConfig
 from ulysses.training.section import Section
+from ulysses.training.stages import STAGES
+from ulysses.training.stages.base import Stage
+from ulysses.training.stages.dpo import DpoSection
+from ulysses.training.stages.kto import KtoSection
+from ulysses.training.stages.ppo import PpoSection
+from ulysses.training.stages.pt import PtSection
+from ulysses.training.stages.rm import RmSection
+from ulysses.training.stages.sft import SftSection
 
 StageName = Literal["pt", "sft", "rm", "dpo", "kto", "ppo"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # of model.dtype
@@ -169,147 +177,6 @@ class MemoryConfig(Section):
     """Groups of heads attended to one after the other, for less memory; 1 is all at once, "auto" takes more where that makes room."""
 
 
-class PtConfig(Section):
-    z_loss: float = Field(0.0, ge=0)
-    """Coefficient of mean log-sum-exp squared, which keeps logits small (PaLM uses 1e-4); 0 is off."""
-
-
-class SftConfig(Section):
-    loss_type: Literal["nll", "dft"] = "nll"
-    """"nll", or "dft" (dynamic fine-tuning: each token's loss times its own probability)."""
-    z_loss: float = Field(0.0, ge=0)
-    """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4); 0 is off."""
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of the target spread evenly over the vocabulary; 0 is off."""
-    neftune_alpha: float = Field(0.0, ge=0)
-    """NEFTune: uniform noise of alpha / sqrt(length * width) on the embeddings while training (5 in the paper); 0 is off."""
-
-    @model_validator(mode="after")
-    def _combination(self) -> "SftConfig":
-        if self.loss_type == "dft" and self.label_smoothing:
-            raise ValueError(
-                f'sft.label_smoothing is {self.label_smoothing:g} but sft.loss_type "dft" has none; set it to 0 '
-                f'or use "nll"'
-            )
-        return self
-
-
-class RmConfig(Section):
-    center_coefficient: float = Field(0.0, ge=0)
-    """Weight of (chosen + rejected score)^2, which centres the scores (0.01 in arXiv 2312.09244); 0 is off."""
-
-
-class DpoConfig(Section):
-    beta: float = Field(0.1, gt=0)
-    """Strength of the implicit KL constraint."""
-    loss_type: str = "sigmoid"
-    """One of the preference losses in losses/dpo.py."""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Assumed share of flipped labels (cDPO)."""
-    simpo_gamma: float = Field(0.5, ge=0)
-    """SimPO's target margin (with loss_type "simpo")."""
-    discopop_tau: float = Field(0.05, gt=0, le=1)
-    """Temperature of the blend between the two parts of "discopop"."""
-    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
-    """Divergence from the reference in sigmoid, robust, hinge, exo_pair and discopop (f-DPO); "reverse_kl" is plain DPO."""
-    f_alpha: float = 0.5
-    """Parameter of the "alpha" divergence; not 1."""
-    ld_alpha: float = Field(1.0, ge=0, le=1)
-    """LD-DPO: weight of the tokens beyond the shorter answer's length, for policy and reference; 1 is plain DPO."""
-    sft_weight: float = Field(0.0, ge=0)
-    """Weight of the token-mean negative log-likelihood of the chosen answers."""
-    reference: str = "cached"
-    """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
-
-
-class KtoConfig(Section):
-    beta: float = Field(0.1, gt=0)
-    """Strength of the implicit KL constraint."""
-    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """"kto", or "apo_zero_unpaired", which has no KL baseline and costs no pass for it."""
-    desirable_weight: float = Field(1.0, ge=0)
-    """Weight of good answers; keep desirable_weight * good / (undesirable_weight * bad) within 1 and 4/3."""
-    undesirable_weight: float = Field(1.0, ge=0)
-    """Weight of bad answers."""
-    reference: str = "cached"
-    """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
-
-
-class PpoConfig(Section):
-    reward: str = ""
-    """What scores an answer: a Python function module:function of (prompt, completion, row), or a reward model's folder or hub id."""
-    reference: str = "live"
-    """What the KL penalty is measured against: "live" keeps a frozen copy of the initial policy, a path loads another model."""
-    value: Literal["shared", "separate"] = "shared"
-    """Values from the policy's own hidden states, or from a second decoder that starts with the policy's weights."""
-    value_lr_factor: float = Field(1.0, ge=0)
-    """Learning rate of the value's parameters as a multiple of optimizer.lr."""
-    prompts_per_rollout: int = Field(0, ge=0)
-    """Prompts answered before each round of training; 0 means batch.examples."""
-    epochs: int = Field(4, ge=1)
-    """Passes over each rollout."""
-    minibatches: int = Field(1, ge=1)
-    """Optimizer steps per pass, each on its own share of the rollout."""
-    max_new_tokens: int = Field(256, ge=1)
-    """Longest answer in tokens."""
-    temperature: float = Field(1.0, gt=0)
-    """Divides the logits, in sampling and in training alike."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample among the likeliest tokens that hold this probability; 1 is all. The KL penalty assumes 1."""
-    top_k: int = Field(0, ge=0)
-    """Sample among so many likeliest tokens; 0 is all. The KL penalty assumes 0."""
-    stop_tokens: list[str] = []
-    """Tokens that end an answer besides the chat template's end of turn and the end-of-sequence tokens of model and tokenizer."""
-    generation_batch: int = Field(64, ge=1)
-    """Answers that each process decodes at a time; changes memory and speed only."""
-    missing_eos_penalty: float = Field(0.0, ge=0)
-    """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""
-    score_clip: float = Field(0.0, ge=0)
-    """Bounds |score|; 0 is off."""
-    kl_coefficient: float = Field(0.05, ge=0)
-    """Per-token KL penalty in the reward; the adaptive controller's start. 0 is off and needs no reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimate of the KL: d, d^2 / 2 or exp(-d) - 1 + d, with d the log-ratio to the reference."""
-    kl_target: float = Field(0.0, ge=0)
-    """Adapt the coefficient towards this mean KL per answer (6 in arXiv 1909.08593); 0 keeps it fixed."""
-    kl_horizon: int = Field(10_000, ge=1)
-    """Answers over which the adaptive controller acts."""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token."""
-    lam: float = Field(0.95, ge=0, le=1)
-    """GAE's lambda: 1 is the plain return minus the value, 0 one step ahead only."""
-    whiten_rewards: bool = False
-    """Scale rewards to unit variance over the whole rollout."""
-    whiten_advantages: bool = True
-    """Shift and scale advantages to mean 0 and variance 1 over the whole rollout."""
-    clip: float = Field(0.2, ge=0, lt=1)
-    """Clip range of the probability ratio."""
-    clip_high: float = Field(0.0, ge=0)
-    """Upper side of the clip range if it differs (0.28 in DAPO, arXiv 2503.14476); 0 means clip."""
-    dual_clip: float = Field(0.0, ge=0)
-    """Bounds the loss of tokens with negative advantage by so many times the advantage (3 in arXiv 1912.09729); 0 is off."""
-    value_clip: float = Field(0.2, ge=0)
-    """Clip range of the value around the rollout's; 0 is off."""
-    value_coefficient: float = Field(0.1, ge=0)
-    """Weight of the value loss."""
-    entropy_coefficient: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus."""
-    target_kl: float = Field(0.0, ge=0)
-    """Leave the rest of a rollout once a step's KL to the policy that made it exceeds this; 0 never does."""
-
-    @model_validator(mode="after")
-    def _combination(self) -> "PpoConfig":
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError(
-                f"ppo.dual_clip is {self.dual_clip:g} but must be above 1 (commonly 3), or 0 for none"
-            )
-        if self.kl_target and not self.kl_coefficient:
-            raise ValueError(
-                "ppo.kl_target is set but ppo.kl_coefficient is 0, which no target moves; start above 0"
-            )
-        return self
-
-
 class RunConfig(Section):
     output: str = "runs/run"
     """Run folder: config, metrics, checkpoints and export."""
@@ -374,17 +241,17 @@ class Config(BaseSettings):
     """What happens to the reduced gradient before the update."""
     memory: MemoryConfig = MemoryConfig()
     """What is kept, recomputed and offloaded."""
-    pt: PtConfig = PtConfig()
+    pt: PtSection = PtSection()
     """Pre-training."""
-    sft: SftConfig = SftConfig()
+    sft: SftSection = SftSection()
     """Supervised fine-tuning."""
-    rm: RmConfig = RmConfig()
+    rm: RmSection = RmSection()
     """Reward modelling."""
-    dpo: DpoConfig = DpoConfig()
+    dpo: DpoSection = DpoSection()
     """Preference optimisation."""
-    kto: KtoConfig = KtoConfig()
+    kto: KtoSection = KtoSection()
     """Preference optimisation on unpaired answers."""
-    ppo: PpoConfig = PpoConfig()
+    ppo: PpoSection = PpoSection()
     """Proximal policy optimisation."""
     run: RunConfig
     """The run itself."""
@@ -400,9 +267,13 @@ class Config(BaseSettings):
         )  # files and arguments are merged in command_line.py; the environment changes nothing
 
     @property
+    def stage_class(self) -> type[Stage]:
+        return STAGES[self.stage]
+
+    @property
     def scopes(self) -> tuple[str, ...]:
         """The groups that gradient policies can be limited to; () where there is only "default"."""
-        return ("policy", "value") if self.stage == "ppo" else ()
+        return tuple(self.stage_class.scopes(self))
 
     @property
     def output(self) -> Path:

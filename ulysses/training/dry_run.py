@@ -21,7 +21,7 @@ from ulysses.gradients.presets import explain_thresholds, tables_to_toml
 from ulysses.memory.case import GIB, Machine, Work
 from ulysses.memory.levels import AUTOGRAD, LEVELS
 from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
-from ulysses.training.build import check_weights, read_shape
+from ulysses.training.build import check_weights, open_data, read_shape, step_loader, total_steps
 from ulysses.training.checks import (
     Plan,
     check_disk,
@@ -37,13 +37,9 @@ from ulysses.training.memory import (
     check_head_chunks,
     choose_memory,
     free_host_bytes,
-    longest_example,
-    other_models,
     planner_model,
     planner_options,
     planner_work,
-    prompts_per_rollout,
-    sides,
 )
 from ulysses.training.metrics import device_peak_flops
 from ulysses.training.resume import find_checkpoint
@@ -76,8 +72,9 @@ def dry_run(command: CommandLine) -> int:
     _print_gradients(config, shape)
     if shape is not None:
         machine = planned_machine(config, given, world)
-        budget = Plan(config, world, shape, folder, None, "", "", None).budget
-        work = planner_work(config, budget, micro_batches=micro_batches, world=world)
+        work = planner_work(
+            config, config.stage_class.budget(config), micro_batches=micro_batches, world=world
+        )
         print_plan(config, shape, machine, work)
         try:
             print(choose_memory(config, shape, machine, work).line)
@@ -110,7 +107,7 @@ def _shape(config: Config, findings: list[str]) -> tuple[Shape | None, Path | No
         return shape, None
     if folder is not None and config.model.init == "pretrained":
         if any(folder.glob("*.safetensors")):
-            check_weights(shape, folder, reward=config.stage == "rm")
+            check_weights(shape, folder, reward=config.stage_class.reward)
         else:
             findings.append(f"model.path: {folder.absolute()} holds no .safetensors weights")
     return shape, folder
@@ -144,11 +141,11 @@ def _plan(
     findings += [f"data: {sentence}" for sentence in missing_sources(sources)]
     if not config.data.train:
         findings.append("data.train is empty")
-    for key, model in other_models(config).items():
+    for other in config.stage_class.other_models(config):
         try:
-            resolve_model(model, need_weights=False)
+            resolve_model(other.path, need_weights=False)
         except (ValueError, OSError) as error:
-            findings.append(str(error).replace("model.path", key))
+            findings.append(str(error).replace("model.path", other.setting))
     resume_from = find_checkpoint(config, shape)
     if len(findings) > before or place is None:
         return None
@@ -160,7 +157,7 @@ def _plan(
     try:
         plan = replace(plan, tokenizer=read_tokenizer(config, folder, shape))
         hub = any(is_hub_id(source) for source in sources)
-        plan.datasets()
+        open_data(plan)
     except ConfigError as error:
         if not hub:
             raise
@@ -188,28 +185,16 @@ def _print_steps(config: Config, world: int, plan: Plan | None) -> int:
             if config.run.steps
             else f"{config.run.epochs:g} epochs; their steps depend on the data"
         )
-        budget, each = config.batch.tokens_per_microbatch, sides(config) * longest_example(config)
-        return math.ceil(
-            _step_examples(config)
-            * each
-            / (groups * (each if budget == "auto" else max(budget, each)))
-        )
-    train, _ = plan.datasets()
-    loader = plan.loader(train, groups, 0)
-    total = plan.total_steps(loader)
-    print(
-        f"{len(train)} examples, {plan.steps_per_epoch(loader)} steps per epoch, {total} steps; {train.report}"
-    )
+        stage = config.stage_class
+        each = stage.sequences_per_example * stage.longest_example(config)
+        full = groups * max(stage.budget(config), each)
+        return math.ceil(stage.examples_per_step(config) * each / full)
+    train, _ = open_data(plan)
+    loader = step_loader(plan, train, groups, 0)
+    total = total_steps(config, loader)
+    per_epoch = loader.steps_per_epoch * config.stage_class.steps_per_load(config)
+    print(f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}")
     return len(loader.plan(0, 0)[0])
-
-
-def _step_examples(config: Config) -> int:
-    """Return the examples of one optimizer step over all processes."""
-    return (
-        -(-prompts_per_rollout(config) // config.ppo.minibatches)
-        if config.stage == "ppo"
-        else config.batch.examples
-    )
 
 
 def _print_gradients(config: Config, shape: Shape | None) -> None:
@@ -280,11 +265,13 @@ def print_plan(config: Config, shape: Shape, machine: Machine, work: Work) -> No
         host = p.host_bytes * machine.local_processes / GIB
         numbers = f"{p.gpu_bytes / GIB:9.1f}{host:17.1f}{c.offloaded_layers:18}{p.seconds:10.2f}"
         print(f"  {c.level:<16}{numbers}{'' if p.fits(machine) else '   does not fit'}")
+    stage = config.stage_class
     if work.rollout is not None:
         print(
-            f"  (each step's share of a rollout of {prompts_per_rollout(config)} answers included)"
+            f"  (each step's share of a rollout of {stage.examples_per_load(config)} answers included)"
         )
-    count, example = sides(config), longest_example(config) - config.data.max_length
+    count = stage.sequences_per_example
+    example = stage.longest_example(config) - config.data.max_length
     for sp in sorted({d for d in (work.sp, machine.gpus) if machine.gpus % d == 0}):
         longest = longest_sequence(
             model,
@@ -310,7 +297,9 @@ def print_plan(config: Config, shape: Shape, machine: Machine, work: Work) -> No
 def _print_recommendation(config: Config, shape: Shape, machine: Machine, work: Work) -> None:
     """Print the fastest settings for this length; what the configuration fixes by hand is left open here."""
     model, options = planner_model(config, shape), planner_options(config, shape)
-    batches = min(_step_examples(config), work.micro_batches * machine.gpus // work.sp)
+    batches = min(
+        config.stage_class.examples_per_step(config), work.micro_batches * machine.gpus // work.sp
+    )
     levels = tuple(x for x in FASTEST_FIRST if x not in AUTOGRAD or options.tiling.head_chunks == 1)
     for more in (
         {},
@@ -344,7 +333,7 @@ def inspect(command: CommandLine) -> int:
     if os.environ.get("RANK", "0") != "0":
         return 0
     plan = check_run(command.config, int(os.environ.get("WORLD_SIZE", "1")))
-    train, _ = plan.datasets()
+    train, _ = open_data(plan)
     inspect_examples(train, plan.tokenizer, command.inspect)
     return 0
 

@@ -23,17 +23,13 @@ def export_model(engine: Any, folder: Path, shape: Shape, config: Config, *, mai
     write_model(partial(full_parameters, engine), folder, shape, config, main=main)
 
 
-def prefix_of(config: Config) -> str:
-    """Return how the names of what is exported begin in the engine; PPO's value stays in the checkpoints."""
-    return "policy." if config.stage == "ppo" else ""
-
-
 def write_model(read: Read, folder: Path, shape: Shape, config: Config, *, main: bool) -> None:
     """Write weights and config.json one parameter at a time; with adapters, these alone unless model.lora.merge is set.
 
     `read(wanted)` yields the engine's parameters whose names are wanted, in the model's order; tensors where `main` is true.
     """
-    lora, reward, prefix = config.model.lora, config.stage == "rm", prefix_of(config)
+    stage, lora = config.stage_class, config.model.lora
+    reward, prefix = stage.reward, stage.exported
     if main:
         folder.mkdir(parents=True, exist_ok=True)
     if lora.rank:

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig as Shape
 from models.hf_format import read_config, resolve_model
-from ulysses.memory.case import GIB, Machine, Model, Options, Rollout, Work
+from ulysses.memory.case import GIB, Machine, Model, Options, Work
 from ulysses.memory.levels import AUTOGRAD, LEVELS
 from ulysses.memory.plan import (
     FASTEST_FIRST,
@@ -23,7 +22,6 @@ from ulysses.memory.plan import (
 )
 from ulysses.memory.tiling import TilingOptions, head_chunk_counts
 from ulysses.training.config import Config
-from ulysses.training.rewards import is_function
 from ulysses.training.section import ConfigError
 
 ELEMENT_SIZE = {"bfloat16": 2, "float32": 4}
@@ -83,66 +81,27 @@ def check_head_chunks(config: Config, shape: Shape) -> None:
         raise ConfigError(f"memory.{error}") from None
 
 
-def sides(config: Config) -> int:
-    """Return how many sequences of one example lie in the same micro-batch."""
-    return 2 if config.stage in ("dpo", "rm") else 1
-
-
-def longest_example(config: Config) -> int:
-    """Return the tokens of the longest sequence that the settings allow."""
-    return config.data.max_length + (config.ppo.max_new_tokens if config.stage == "ppo" else 0)
-
-
 def planner_work(config: Config, tokens: int, *, micro_batches: int = 1, world: int = 1) -> Work:
     """Return the planner's view of a step on `world` processes whose micro-batches are full of longest sequences."""
-    documents = max(sides(config), tokens // longest_example(config))
-    work = Work(
-        tokens, config.parallel.sequence_parallel_size, micro_batches, documents, _forwards(config)
+    stage = config.stage_class
+    documents = max(stage.sequences_per_example, tokens // stage.longest_example(config))
+    return Work(
+        tokens,
+        config.parallel.sequence_parallel_size,
+        micro_batches,
+        documents,
+        stage.extra_forwards(config),
+        stage.planned_rollout(config, world),
     )
-    if config.stage != "ppo":
-        return work
-    ppo, prompts = config.ppo, prompts_per_rollout(config)
-    return work._replace(
-        rollout=Rollout(
-            -(-prompts // world), ppo.generation_batch, config.data.max_length, ppo.max_new_tokens,
-            ppo.epochs * ppo.minibatches, merged=config.model.lora.rank > 0,
-        )
-    )  # fmt: skip
-
-
-def prompts_per_rollout(config: Config) -> int:
-    """Return how many prompts PPO answers before each round of training."""
-    return config.ppo.prompts_per_rollout or config.batch.examples
-
-
-def reference_beside(config: Config) -> str:
-    """Return what computes the reference beside a step: "" for nothing, "live" or a path."""
-    if config.stage == "dpo":
-        kind = "cached" if config.dpo.loss_type in REFERENCE_FREE else config.dpo.reference
-    elif config.stage == "kto":
-        kind = config.kto.reference
-    else:
-        kind = (
-            config.ppo.reference
-            if config.stage == "ppo" and config.ppo.kl_coefficient
-            else "cached"
-        )
-    return "" if kind == "cached" else kind
-
-
-def other_models(config: Config) -> dict[str, str]:
-    """Return the models that a run reads beside its own, by the settings that name them."""
-    reference = reference_beside(config)
-    found = {} if reference in ("", "live") else {f"{config.stage}.reference": reference}
-    if config.stage == "ppo" and not is_function(config.ppo.reward):
-        found["ppo.reward"] = config.ppo.reward
-    return found
 
 
 def _head_divisor(config: Config, shape: Shape) -> int:
     """Return what the ranks that exchange heads must divide besides the trained model's: one mesh serves all; 0 for no other."""
     return gcd(
-        *(_other(place, shape).num_attention_heads for place in other_models(config).values())
+        *(
+            _other(other.path, shape).num_attention_heads
+            for other in config.stage_class.other_models(config)
+        )
     )
 
 
@@ -152,20 +111,6 @@ def _head_ranks(config: Config, shape: Shape) -> int:
         shape.num_attention_heads,
         _head_divisor(config, shape),
     )
-
-
-def _forwards(config: Config) -> float:
-    """Count the passes without gradient over each trained token."""
-    reference = 1 if reference_beside(config) else 0
-    if config.stage == "ppo":  # over a rollout, which is trained on several times
-        scorer = 0 if is_function(config.ppo.reward) else 1
-        return (
-            (2 if config.ppo.value == "separate" else 1) + reference + scorer
-        ) / config.ppo.epochs
-    baseline = (
-        1 + reference if config.stage == "kto" and config.kto.loss_type == "kto" else 0
-    )  # mismatched answers
-    return float(reference + baseline)
 
 
 def tiling(config: Config, head_chunks: int | None = None) -> TilingOptions:
@@ -186,9 +131,10 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
     }  # fmt: skip
     lora = config.model.lora
     adapters = shape.num_hidden_layers * lora.rank * sum(sides[name] for name in set(lora.targets))
-    if config.stage == "ppo" and config.ppo.value == "separate":
+    stage = config.stage_class
+    if stage.value(config) == "separate":
         adapters *= 2
-    return adapters + (d if config.stage in ("rm", "ppo") else 0)
+    return adapters + (d if stage.reward or stage.value(config) else 0)
 
 
 def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Model:
@@ -211,12 +157,13 @@ def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Mod
 def planner_model(config: Config, shape: Shape) -> Model:
     """Return the planner's view of the trained model; PPO's value is part of it."""
     adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
-    model = plain_model(shape, adapters=adapters, reward=config.stage == "rm")._replace(
+    model = plain_model(shape, adapters=adapters, reward=config.stage_class.reward)._replace(
         head_divisor=_head_divisor(config, shape)
     )
-    if config.stage != "ppo":
+    where = config.stage_class.value(config)
+    if not where:
         return model
-    separate = config.ppo.value == "separate"
+    separate = where == "separate"
     value = shape.num_parameters(reward=True) if separate else shape.hidden_size
     trained = model.trained if adapters else model.trained + value
     return model._replace(
@@ -227,13 +174,12 @@ def planner_model(config: Config, shape: Shape) -> Model:
 def planner_options(config: Config, shape: Shape) -> Options:
     """Return the planner's view of the settings, models beside the trained one included."""
     memory, rows = config.memory, config.memory.logits_tile
-    beside = other_models(config).items()
+    stage = config.stage_class
     frozen = sum(
-        _other(place, shape).num_parameters(reward=key == "ppo.reward") for key, place in beside
+        _other(other.path, shape).num_parameters(reward=other.reward)
+        for other in stage.other_models(config)
     )
-    if (
-        reference_beside(config) == "live" and not config.model.lora.rank
-    ):  # adapters off are the reference
+    if stage.keeps_initial(config):
         frozen += shape.num_parameters()
     counts = head_chunk_counts(
         shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape)

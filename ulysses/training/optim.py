@@ -24,12 +24,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     return [g for g in groups if g["params"]]
 
 
-def policy_value_groups(
-    model: nn.Module, weight_decay: float, value_lr_factor: float
+def scoped_groups(
+    model: nn.Module, weight_decay: float, scopes: dict[str, float]
 ) -> list[dict[str, object]]:
-    """Do the same for a policy with a value: groups of scope "policy" and "value", the latter with its own learning rate."""
+    """Do the same for each submodule in `scopes` by itself, whose learning rate is multiplied by the factor given there."""
     found = []
-    for scope, factor in (("policy", 1.0), ("value", value_lr_factor)):
+    for scope, factor in scopes.items():
         for group in parameter_groups(model.get_submodule(scope), weight_decay):
             found.append(
                 {**group, "name": f"{scope} {group['name']}", "scope": scope, "lr_factor": factor}

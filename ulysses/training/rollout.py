@@ -13,7 +13,7 @@ Letters: N sequences, T tokens of all sequences (prompts too), A tokens of all a
 import time
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,12 +28,13 @@ from ulysses.data.steps import pack_step
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import gather_tokens, sequence_last
-from ulysses.training.config import LoraConfig, PpoConfig
 from ulysses.training.rewards import RewardFunction, score_text
-from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.gather import gathered_weights
 
-NO_ADAPTERS = LoraConfig()
+if TYPE_CHECKING:
+    from ulysses.training.config import LoraConfig
+    from ulysses.training.stages.ppo import PpoSection
+    from ulysses.zero.engine import ZeroEngine
+
 COLUMNS = ("old_logps", "old_values", "advantages", "returns")
 
 
@@ -118,24 +119,25 @@ class RolloutMaker:
     Args:
         engine: trains models.policy_value.PolicyValue.
         reference: frozen CausalLM engine, or None without a KL penalty.
-        reward: a function of text, or a frozen engine around models.decoder.RewardModel.
+        reward: a function of text; without one, `scorer` is a frozen engine around models.decoder.RewardModel.
         budget: tokens per packed micro-batch of the passes without gradient.
         options: of sampling; its temperature is the policy's everywhere.
         lora: the policy's adapters, which the sampler adds to a copy of the matrices they adapt.
     """
 
-    engine: ZeroEngine
+    engine: "ZeroEngine"
     reference: Any
-    reward: RewardFunction | ZeroEngine
+    reward: RewardFunction | None
+    scorer: "ZeroEngine | None" = None
     _: KW_ONLY
     shape: Shape
     tokenizer: Any
     mesh: ParallelMesh
-    config: PpoConfig
+    config: "PpoSection"
     options: SamplingOptions
     budget: int
     seed: int
-    lora: LoraConfig = NO_ADAPTERS
+    lora: "LoraConfig | None" = None
 
     def __post_init__(self) -> None:
         c = self.config
@@ -158,6 +160,10 @@ class RolloutMaker:
 
     def answer(self, number: int, dataset: Any, indices: list[int]) -> Answers:
         """Decode and score an answer to every prompt; token t of place p is drawn by the key (seed, number, p, t)."""
+        from ulysses.zero.gather import (
+            gathered_weights,
+        )  # deepspeed, which a configuration alone does without
+
         prompts = [np.asarray(dataset[i].sequences[0].tokens) for i in indices]
         N, limit, rank, world = (
             len(prompts),
@@ -173,9 +179,9 @@ class RolloutMaker:
         facts = torch.zeros(3, N, **table)  # answer length, ended, score
         dtype = next(self.engine.module.parameters()).dtype
         extra = cache_bytes(self.shape, min(batch, -(-N // world)), longest, dtype)
-        extra += self.shape.num_parameters() * dtype.itemsize if self.lora.rank else 0
+        extra += self.shape.num_parameters() * dtype.itemsize if self.lora and self.lora.rank else 0
         with gathered_weights(self.engine, "policy.", more_bytes=extra) as weights:
-            if self.lora.rank:
+            if self.lora and self.lora.rank:
                 from ulysses.training.lora import merged_weights  # peft is an optional dependency
 
                 weights = merged_weights(weights, self.lora)
@@ -193,7 +199,7 @@ class RolloutMaker:
             tokens[p, :count] = torch.tensor(completion.tokens, **table)
             logps[p, :count] = torch.tensor(completion.logps, **table)
             facts[0, p], facts[1, p] = count, float(completion.ended)
-            if not isinstance(self.reward, ZeroEngine):
+            if self.reward is not None:
                 texts = [
                     self.tokenizer.decode(t, skip_special_tokens=True)
                     for t in (prompts[p].tolist(), completion.tokens)
@@ -213,8 +219,8 @@ class RolloutMaker:
             ended=facts[1].bool().cpu(), scores=facts[2].cpu(),
             sampler_logps=torch.cat([logps[i, : counts[i]] for i in range(N)]).float(),
         )  # fmt: skip
-        if isinstance(self.reward, ZeroEngine):
-            answers.scores = self._model_scores(answers, self.reward)
+        if self.scorer is not None:
+            answers.scores = self._model_scores(answers, self.scorer)
         return answers
 
     # ---------------------------------------------------------------- passes without gradient
@@ -243,7 +249,7 @@ class RolloutMaker:
         old, values, reference = self._everywhere(flat).unbind(-1)
         return old, values, reference
 
-    def _model_scores(self, answers: Answers, engine: ZeroEngine) -> Tensor:
+    def _model_scores(self, answers: Answers, engine: "ZeroEngine") -> Tensor:
         """Return the reward model's scores [N] float64, read at the last token."""
         flat = torch.zeros(len(answers), dtype=torch.float64, device=self.engine.device)
         for places, batch in self._packed(answers):

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from models.hf_format import copy_side_files
+from ulysses.data.chat import ChatTemplate
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.presets import explain_thresholds
 from ulysses.gradients.table import GradientTable
 from ulysses.parallel.kernels import kernels_of, prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import build_engine, weights_of
-from ulysses.training.build_stage import StageBuilder
+from ulysses.training.build import StageParts, build_engine, open_data, step_loader, weights_of
 from ulysses.training.checkpoint import Checkpoints, read_run_state, remove_folder
-from ulysses.training.checks import check_run, data_digest
+from ulysses.training.checks import Plan, check_run, data_digest
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.export_model import export_model
@@ -57,10 +57,10 @@ class TrainingRun:
         self.plan = check_run(config, self.world_size)
         self.train_data: Any
         self.eval_data: Any
-        self.train_data, self.eval_data = self.plan.datasets()
+        self.train_data, self.eval_data = open_data(self.plan)
         for data in (self.train_data, self.eval_data):
             if data is not None:
-                self.plan.loader(data, 1, 0)  # refuses sequences longer than the budget
+                step_loader(self.plan, data, 1, 0)  # refuses sequences longer than the budget
         self.log: MetricsLog | None = None
         self.trainer: Trainer | None = None
         self.engine: Any = None
@@ -108,24 +108,24 @@ class TrainingRun:
             this_machine(self.device, device_peak_flops(), config.memory.host_memory),
         )
         memory = choose_memory(
-            config, shape, machine, planner_work(config, plan.budget, world=plan.world_size)
+            config,
+            shape,
+            machine,
+            planner_work(config, config.stage_class.budget(config), world=plan.world_size),
         )
         self._say(memory.line)
         for line in explain_thresholds(config.gradients.tables, model.trained):
             self._say(f"gradients: {line}")
-        value = config.ppo.value if config.stage == "ppo" else ""
         self.engine = build_engine(
             config,
             shape,
             source,
             self.mesh,
             config.model.attention,
-            reward=config.stage == "rm",
-            value=value,
             memory=memory,
         )
         self.resources.callback(self.engine.destroy)
-        builder = StageBuilder(
+        parts = StageParts(
             plan,
             self.engine,
             self.mesh,
@@ -136,11 +136,10 @@ class TrainingRun:
             self._say,
             self.resources,
         )
-        self.stage = builder.build()
-        self.train_data, self.eval_data = builder.train_data, builder.eval_data
-        dp_size, dp_rank = self.mesh.data_parallel_size, self.mesh.dp_rank
-        loader = plan.loader(self.train_data, dp_size, dp_rank)
-        total = plan.total_steps(loader)
+        self.stage = config.stage_class.build(parts)
+        self.train_data, self.eval_data = parts.train_data, parts.eval_data
+        loader = parts.loader(self.train_data)
+        total = parts.total_steps(loader)
         self.checkpoints = Checkpoints(config.output / "checkpoints", config.run.keep)
         head = shape.vocab_size * shape.hidden_size
         adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
@@ -149,7 +148,7 @@ class TrainingRun:
             engine=self.engine,
             stage=self.stage,
             loader=self.stage.loader(loader),
-            eval_loader=plan.loader(self.eval_data, dp_size, dp_rank, evaluation=True)
+            eval_loader=parts.loader(self.eval_data, evaluation=True)
             if self.eval_data is not None
             else None,
             total_steps=total,
@@ -162,7 +161,7 @@ class TrainingRun:
                 tokens,
                 squares,
                 head=head,
-                projected=projected if config.stage != "rm" else 0.0,
+                projected=projected if not config.stage_class.reward else 0.0,
                 adapters=adapters,
             ),
             peak_flops=device_peak_flops(),
@@ -326,7 +325,7 @@ class TrainingRun:
                     self._say(f"deleted {path}, which came after {self.resume_from}")
             (output / "checkpoints").mkdir(parents=True, exist_ok=True)
             (output / "config.json").write_text(json.dumps(self._resolved(), indent=2))
-            self.plan.save_tokenizer(output / "tokenizer")
+            save_tokenizer(self.plan, output / "tokenizer")
         dist.barrier()
 
     def _resolved(self) -> dict[str, Any]:
@@ -374,6 +373,17 @@ class TrainingRun:
         self.watch.close()
         dist.barrier()  # nobody takes the store away from one who still watches it
         end_distributed()
+
+
+def save_tokenizer(plan: Plan, folder: Path) -> None:
+    """Keep tokenizer and generation config with the run, so that an export needs nothing else."""
+    if plan.folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        copy_side_files(plan.folder, folder)
+    template = plan.config.data.chat_template
+    if template != "tokenizer" and plan.config.stage_class.kind != "text":
+        plan.tokenizer.chat_template = ChatTemplate(plan.tokenizer, template).text
+    plan.tokenizer.save_pretrained(str(folder))
 
 
 def _profiler(folder: Path, active: Any, rank: int) -> Any:

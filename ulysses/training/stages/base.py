@@ -1,15 +1,17 @@
-"""What the loop asks of a stage. The loop knows no algorithm; a stage knows no loop.
+"""What a stage is: everything that one training algorithm decides, and nothing about the loop.
 
-side_batches(loader, indices)      more sequences that a step needs but does not train on
-prepare_step(batches, side)        once per optimizer step, without gradient: step-wide statistics
-counts(batch)                      what this rank contributes to each global count
-losses(batch)                      terms (local sums) and metrics of one micro-batch
-derive(metrics)                    what follows from the reduced metrics
-loader, may_prepare, accepts, evaluate, save, load: for a stage that makes its own data
+A stage's file holds its table of the configuration, its checks, its facts for the planner, its losses and its
+construction; the rest of the house asks `config.stage_class` and never compares `config.stage` with a name.
+
+before the run     check, check_model, check_data, other_models, budget, ... (class methods on the configuration)
+construction       build(parts)
+every step         side_batches, prepare_step, counts, losses, derive
+PPO only           loader, may_prepare, accepts, evaluate, save, load: a stage that makes its own data
 """
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +19,17 @@ from torch import Tensor
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.training.metrics import MetricSums
 
+if TYPE_CHECKING:  # config.py imports every stage for its table
+    from models.arch import ModelConfig as Shape
+    from ulysses.memory.case import Rollout
+    from ulysses.training.build import StageParts
+    from ulysses.training.config import Config
+
 
 class Term(NamedTuple):
     """One part of the loss: weight * (global sum of `value`) / (global `count`).
 
-    `per_sequence` terms are evaluated by every sequence-parallel rank and therefore counted once per group.
+    Every sequence-parallel rank evaluates a `per_sequence` term, so its value counts once per group.
     """
 
     value: Tensor
@@ -30,14 +38,132 @@ class Term(NamedTuple):
     per_sequence: bool = False
 
 
+class OtherModel(NamedTuple):
+    """A model that the run reads besides the trained one: its setting, its folder or hub id, and whether it scores sequences."""
+
+    setting: str
+    path: str
+    reward: bool = False
+
+
 class Stage:
-    """Base of all stages; `model` is the trained engine, called like the module it wraps, `config` the stage's own section."""
+    """Base of all stages.
+
+    Args:
+        model: the trained engine, called like the module it wraps.
+        config: the stage's own table.
+    """
+
+    name: ClassVar[str]  # of the stage and of its table
+    kind: ClassVar[str]  # of its data: text, sequence, pair, unpaired or prompt
+    reward: ClassVar[bool] = False  # a RewardModel is trained
+    exported: ClassVar[str] = ""  # how the names of the exported parameters begin in the engine
+    sequences_per_example: ClassVar[int] = 1  # all in the same micro-batch
 
     def __init__(self, model: Any, mesh: Any, config: Any) -> None:
         self.model = model
         self.mesh = mesh
         self.config = config
         self.step = 0  # the optimizer step being computed; the loop sets it
+
+    # ---------------------------------------------------------------- checks
+
+    @classmethod
+    def table(cls, config: "Config") -> Any:
+        """Return the stage's own table of the configuration."""
+        return getattr(config, cls.name)
+
+    @classmethod
+    def check(cls, config: "Config") -> Iterator[str]:
+        """Yield the complaints that follow from the configuration alone."""
+        yield from ()
+
+    @classmethod
+    def check_model(
+        cls, config: "Config", shape: "Shape", tokenizer: Any, others: Mapping[str, "Shape"]
+    ) -> Iterator[str]:
+        """Yield the complaints that need the model's shape, the tokenizer or the other models' shapes by their settings."""
+        yield from ()
+
+    @classmethod
+    def check_data(cls, config: "Config", train: Any) -> Iterator[str]:
+        """Yield the complaints about the tokenised training data."""
+        yield from ()
+
+    @classmethod
+    def final_shape(cls, shape: "Shape", tokenizer: Any) -> "Shape":
+        """Return the shape as the exported config.json describes it."""
+        return shape
+
+    # ---------------------------------------------------------------- facts for the planner and the builder
+
+    @classmethod
+    def other_models(cls, config: "Config") -> tuple[OtherModel, ...]:
+        """Return the models that the run reads besides the trained one; all stay frozen."""
+        return ()
+
+    @classmethod
+    def keeps_initial(cls, config: "Config") -> bool:
+        """Return whether a frozen copy of the initial policy stays in memory."""
+        return False
+
+    @classmethod
+    def value(cls, config: "Config") -> str:
+        """Return where the model's values come from: "" for no values, "shared" or "separate" (models.policy_value)."""
+        return ""
+
+    @classmethod
+    def scopes(cls, config: "Config") -> dict[str, float]:
+        """Return the submodules that form parameter groups of their own, with factors of their learning rates.
+
+        Gradient policies can be limited to one of them; {} leaves all parameters in one group.
+        """
+        return {}
+
+    @classmethod
+    def longest_example(cls, config: "Config") -> int:
+        """Return the tokens of the longest sequence that the settings allow."""
+        return config.data.max_length
+
+    @classmethod
+    def budget(cls, config: "Config") -> int:
+        """Return the tokens of a packed micro-batch; "auto" is room for one longest example."""
+        tokens = config.batch.tokens_per_microbatch
+        return (
+            cls.sequences_per_example * cls.longest_example(config) if tokens == "auto" else tokens
+        )
+
+    @classmethod
+    def examples_per_load(cls, config: "Config") -> int:
+        """Return the examples that one step of the data loader reads over all processes."""
+        return config.batch.examples
+
+    @classmethod
+    def steps_per_load(cls, config: "Config") -> int:
+        """Return the optimizer steps that are taken on what one step of the data loader reads."""
+        return 1
+
+    @classmethod
+    def examples_per_step(cls, config: "Config") -> int:
+        """Return the examples of one optimizer step over all processes."""
+        return config.batch.examples
+
+    @classmethod
+    def extra_forwards(cls, config: "Config") -> float:
+        """Return the forward passes without gradient over each trained token."""
+        return 0.0
+
+    @classmethod
+    def planned_rollout(cls, config: "Config", world: int) -> "Rollout | None":
+        """Return what one of `world` processes decodes before each round of training, for the memory plan."""
+        return None
+
+    @classmethod
+    def build(cls, parts: "StageParts") -> "Stage":
+        """Construct the stage around its engine; all ranks call it together."""
+        return cls(parts.engine, parts.mesh, cls.table(parts.config))
+
+    # ---------------------------------------------------------------- every step
 
     def sequences(self, example: Any) -> list[Sequence]:
         """Return the example's sequences as they are packed, with the columns that `losses` needs."""
@@ -53,7 +179,7 @@ class Stage:
         return []
 
     def prepare_step(self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]) -> None:
-        """Gather step-wide statistics over all micro-batches of one optimizer step."""
+        """Gather step-wide statistics over all micro-batches of one optimizer step, without gradient."""
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
         """Return this rank's own share of every count (a sequence counts on sequence-parallel rank 0 only); by default tokens."""
@@ -64,7 +190,7 @@ class Stage:
         raise NotImplementedError
 
     def derive(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the reduced means with those that are functions of them; the same on every rank."""
+        """Return the reduced means with the metrics that are functions of them; the same on every rank."""
         return metrics
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
@@ -87,16 +213,18 @@ class Stage:
             (), float(self.once(float(number))), dtype=torch.float64, device=batch.tokens.device
         )
 
+    # ---------------------------------------------------------------- a stage that makes its own data
+
     def loader(self, prompts: Any) -> Any:
         """Return what the loop reads its steps from; by default the data itself."""
         return prompts
 
     def may_prepare(self, step: int) -> bool:
-        """Say whether the batches of `step` may be prepared while the step before it still computes."""
+        """Return whether the batches of `step` may be prepared while the step before it still computes."""
         return True
 
     def accepts(self, metrics: dict[str, float]) -> bool:
-        """Say, from reduced metrics alone, whether the step's update is applied (alike on every rank)."""
+        """Decide from reduced metrics alone whether the step's update is applied (alike on every rank)."""
         return True
 
     def evaluate(self, loader: Any) -> dict[str, float] | None:

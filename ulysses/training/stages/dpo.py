@@ -7,23 +7,51 @@
 wrong the implicit reward is" (Rafailov et al. 2023, arXiv 2305.18290).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from losses.dpo import dpo_loss, ld_dpo_weights
+from losses.dpo import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import segment_sums
-from ulysses.training.config import DpoConfig
 from ulysses.training.metrics import MetricSums
+from ulysses.training.section import Section
 from ulysses.training.stages.base import Term
 from ulysses.training.stages.referenced import ReferencedStage
 
+if TYPE_CHECKING:
+    from ulysses.training.config import Config
 
-def loss_options(config: DpoConfig) -> dict[str, Any]:
+
+class DpoSection(Section):
+    beta: float = Field(0.1, gt=0)
+    """Strength of the implicit KL constraint."""
+    loss_type: str = "sigmoid"
+    """One of the preference losses in losses/dpo.py."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Assumed share of flipped labels (cDPO)."""
+    simpo_gamma: float = Field(0.5, ge=0)
+    """SimPO's target margin (with loss_type "simpo")."""
+    discopop_tau: float = Field(0.05, gt=0, le=1)
+    """Temperature of the blend between the two parts of "discopop"."""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """Divergence from the reference in sigmoid, robust, hinge, exo_pair and discopop (f-DPO); "reverse_kl" is plain DPO."""
+    f_alpha: float = 0.5
+    """Parameter of the "alpha" divergence; not 1."""
+    ld_alpha: float = Field(1.0, ge=0, le=1)
+    """LD-DPO: weight of the tokens beyond the shorter answer's length, for policy and reference; 1 is plain DPO."""
+    sft_weight: float = Field(0.0, ge=0)
+    """Weight of the token-mean negative log-likelihood of the chosen answers."""
+    reference: str = "cached"
+    """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
+
+
+def loss_options(config: DpoSection) -> dict[str, Any]:
     """Return the arguments that the configuration fixes in `losses.dpo_loss`."""
     names = (
         "beta",
@@ -40,7 +68,29 @@ def loss_options(config: DpoConfig) -> dict[str, Any]:
 class DpoStage(ReferencedStage):
     """Preference optimisation on pairs; `cached`, `reference` and `tolerance` as in ReferencedStage."""
 
-    config: DpoConfig
+    name, kind = "dpo", "pair"
+    sequences_per_example = 2
+    config: DpoSection
+
+    @classmethod
+    def check(cls, config: "Config") -> Iterator[str]:
+        dpo = config.dpo
+        if dpo.loss_type not in DPO_LOSS_TYPES:
+            yield f"dpo.loss_type is {dpo.loss_type!r} but must be one of {', '.join(DPO_LOSS_TYPES)}"
+            return
+        x = torch.zeros(1)
+        reference = None if dpo.loss_type in REFERENCE_FREE else x
+        try:
+            dpo_loss(
+                x - 1, x - 1, reference, reference, chosen_lengths=x + 1, rejected_lengths=x + 1, **loss_options(dpo)
+            )  # fmt: skip
+        except ValueError as error:
+            yield f"dpo: {error}"
+        yield from super().check(config)
+
+    @classmethod
+    def reference_of(cls, config: "Config") -> str:
+        return "" if config.dpo.loss_type in REFERENCE_FREE else config.dpo.reference
 
     def sequences(self, example: Any) -> list[Sequence]:
         if self.config.ld_alpha == 1:

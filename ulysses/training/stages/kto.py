@@ -9,22 +9,41 @@ Mismatched sequences (x_i, y_j) are packed by themselves (`side_batches`) and on
 z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor
 
 from losses.kto import kto_loss
 from ulysses.data.steps import pack_step
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.sums import segment_sums
-from ulysses.training.config import KtoConfig
 from ulysses.training.metrics import MetricSums
-from ulysses.training.reference import mismatched_lengths
+from ulysses.training.reference import Pairs, mismatched_lengths, pairs_of_run
+from ulysses.training.section import Section
 from ulysses.training.stages.base import Term
 from ulysses.training.stages.referenced import ReferencedStage
+
+if TYPE_CHECKING:
+    from ulysses.training.build import StageParts
+    from ulysses.training.config import Config
+
+
+class KtoSection(Section):
+    beta: float = Field(0.1, gt=0)
+    """Strength of the implicit KL constraint."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """"kto", or "apo_zero_unpaired", which has no KL baseline and costs no pass for it."""
+    desirable_weight: float = Field(1.0, ge=0)
+    """Weight of good answers; keep desirable_weight * good / (undesirable_weight * bad) within 1 and 4/3."""
+    undesirable_weight: float = Field(1.0, ge=0)
+    """Weight of bad answers."""
+    reference: str = "cached"
+    """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
 
 
 class KtoStage(ReferencedStage):
@@ -36,13 +55,55 @@ class KtoStage(ReferencedStage):
         cached: sequences carry `reference_logps`, mismatched ones `reference_sum` (ulysses.training.reference).
     """
 
-    config: KtoConfig
+    name, kind = "kto", "unpaired"
+    config: KtoSection
+
+    @classmethod
+    def check(cls, config: "Config") -> Iterator[str]:
+        if config.kto.loss_type == "kto" and config.batch.examples < 2:
+            yield (
+                f"batch.examples is {config.batch.examples} but kto's baseline pairs each example with another one of its "
+                'step; set it to at least 2, or kto.loss_type to "apo_zero_unpaired"'
+            )
+        if not config.kto.desirable_weight and not config.kto.undesirable_weight:
+            yield "kto.desirable_weight and kto.undesirable_weight are both 0; nothing would be trained, raise one"
+        yield from super().check(config)
+
+    @classmethod
+    def check_data(cls, config: "Config", train: Any) -> Iterator[str]:
+        if config.kto.loss_type == "kto" and len(train) < 2:
+            yield "data.train has one example but kto's baseline pairs each example with another; give it more"
+
+    @classmethod
+    def extra_forwards(cls, config: "Config") -> float:
+        passes = super().extra_forwards(config)
+        if config.kto.loss_type == "kto":  # the mismatched answers, by the policy and the reference
+            passes += 1 + passes
+        return passes
+
+    @classmethod
+    def mismatched_pairs(cls, parts: "StageParts", data: Any, evaluation: bool) -> Pairs | None:
+        if parts.config.kto.loss_type != "kto":
+            return None
+        loader = parts.loader(data, evaluation=evaluation)
+        return pairs_of_run(
+            loader, loader.steps_per_epoch if evaluation else parts.total_steps(loader)
+        )
+
+    @classmethod
+    def build(cls, parts: "StageParts", **_: Any) -> "ReferencedStage":
+        config, labels = parts.config, parts.train_data.columns["label"]
+        good, bad = int((labels > 0.5).sum()), int((labels <= 0.5).sum())
+        hint = weight_hint(good, bad, config.kto.desirable_weight, config.kto.undesirable_weight)
+        if hint:
+            parts.say(hint)
+        return super().build(parts, max_length=config.data.max_length, budget=cls.budget(config))
 
     def __init__(
         self,
         model: Any,
         mesh: Any,
-        config: KtoConfig,
+        config: KtoSection,
         *,
         max_length: int,
         budget: int,
@@ -139,3 +200,21 @@ class KtoStage(ReferencedStage):
             **metrics,
             "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"],
         }
+
+
+def weight_hint(good: int, bad: int, desirable_weight: float, undesirable_weight: float) -> str:
+    """Return what to say about KTO's weights, or nothing if good and bad answers weigh alike (2402.01306, eq. 8)."""
+    if not good or not bad:
+        return f"hint: the training data has {good} good and {bad} bad answers; KTO learns most from both"
+    left, right = desirable_weight * good, undesirable_weight * bad
+    if right <= left <= right * 4 / 3:
+        return ""
+    advice = (
+        f"kto.undesirable_weight = {left / bad:.3g}"
+        if left > right
+        else f"kto.desirable_weight = {right / good:.3g}"
+    )
+    return (
+        f"hint: desirable_weight * {good} good / (undesirable_weight * {bad} bad answers) is "
+        f"{left / right if right else float('inf'):.3g} but 1 to 4/3 works best; for example {advice}"
+    )

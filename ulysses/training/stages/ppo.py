@@ -8,24 +8,110 @@ loader; the stage sees their columns old_logps, old_values, advantages and retur
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import Field, model_validator
 
 from losses.ppo import ppo_policy_loss, ppo_value_loss
+from models.arch import ModelConfig as Shape
+from models.sampler import SamplingOptions
+from ulysses.memory.case import Rollout as PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.training.config import PpoConfig
 from ulysses.training.metrics import MetricSums
+from ulysses.training.rewards import is_function, load_function
 from ulysses.training.rollout import Rollout, RolloutMaker
 from ulysses.training.rollout_loader import RolloutLoader
-from ulysses.training.stages.base import Stage, Term
+from ulysses.training.section import Section
+from ulysses.training.stages.base import OtherModel, Term
+from ulysses.training.stages.referenced import ReferencedStage
+
+if TYPE_CHECKING:
+    from ulysses.training.build import StageParts
+    from ulysses.training.config import Config
 
 STATE, ROLLOUT = "ppo.json", "rollout.safetensors"
 HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
 
 
-class PpoStage(Stage):
+class PpoSection(Section):
+    reward: str = ""
+    """What scores an answer: a Python function module:function of (prompt, completion, row), or a reward model's folder or hub id."""
+    reference: str = "live"
+    """What the KL penalty is measured against: "live" keeps a frozen copy of the initial policy, a path loads another model."""
+    value: Literal["shared", "separate"] = "shared"
+    """Values from the policy's own hidden states, or from a second decoder that starts with the policy's weights."""
+    value_lr_factor: float = Field(1.0, ge=0)
+    """Learning rate of the value's parameters as a multiple of optimizer.lr."""
+    prompts_per_rollout: int = Field(0, ge=0)
+    """Prompts answered before each round of training; 0 means batch.examples."""
+    epochs: int = Field(4, ge=1)
+    """Passes over each rollout."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps per pass, each on its own share of the rollout."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Longest answer in tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits, in sampling and in training alike."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that hold this probability; 1 is all. The KL penalty assumes 1."""
+    top_k: int = Field(0, ge=0)
+    """Sample among so many likeliest tokens; 0 is all. The KL penalty assumes 0."""
+    stop_tokens: list[str] = []
+    """Tokens that end an answer besides the chat template's end of turn and the end-of-sequence tokens of model and tokenizer."""
+    generation_batch: int = Field(64, ge=1)
+    """Answers that each process decodes at a time; changes memory and speed only."""
+    missing_eos_penalty: float = Field(0.0, ge=0)
+    """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""
+    score_clip: float = Field(0.0, ge=0)
+    """Bounds |score|; 0 is off."""
+    kl_coefficient: float = Field(0.05, ge=0)
+    """Per-token KL penalty in the reward; the adaptive controller's start. 0 is off and needs no reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimate of the KL: d, d^2 / 2 or exp(-d) - 1 + d, with d the log-ratio to the reference."""
+    kl_target: float = Field(0.0, ge=0)
+    """Adapt the coefficient towards this mean KL per answer (6 in arXiv 1909.08593); 0 keeps it fixed."""
+    kl_horizon: int = Field(10_000, ge=1)
+    """Answers over which the adaptive controller acts."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """GAE's lambda: 1 is the plain return minus the value, 0 one step ahead only."""
+    whiten_rewards: bool = False
+    """Scale rewards to unit variance over the whole rollout."""
+    whiten_advantages: bool = True
+    """Shift and scale advantages to mean 0 and variance 1 over the whole rollout."""
+    clip: float = Field(0.2, ge=0, lt=1)
+    """Clip range of the probability ratio."""
+    clip_high: float = Field(0.0, ge=0)
+    """Upper side of the clip range if it differs (0.28 in DAPO, arXiv 2503.14476); 0 means clip."""
+    dual_clip: float = Field(0.0, ge=0)
+    """Bounds the loss of tokens with negative advantage by so many times the advantage (3 in arXiv 1912.09729); 0 is off."""
+    value_clip: float = Field(0.2, ge=0)
+    """Clip range of the value around the rollout's; 0 is off."""
+    value_coefficient: float = Field(0.1, ge=0)
+    """Weight of the value loss."""
+    entropy_coefficient: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    target_kl: float = Field(0.0, ge=0)
+    """Leave the rest of a rollout once a step's KL to the policy that made it exceeds this; 0 never does."""
+
+    @model_validator(mode="after")
+    def _combination(self) -> "PpoSection":
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ValueError(
+                f"ppo.dual_clip is {self.dual_clip:g} but must be above 1 (commonly 3), or 0 for none"
+            )
+        if self.kl_target and not self.kl_coefficient:
+            raise ValueError(
+                "ppo.kl_target is set but ppo.kl_coefficient is 0, which no target moves; start above 0"
+            )
+        return self
+
+
+class PpoStage(ReferencedStage):
     """Proximal policy optimisation; `model` is an engine around models.policy_value.PolicyValue.
 
     Args:
@@ -33,15 +119,142 @@ class PpoStage(Stage):
         tolerance: largest mean |log-probability difference| per token allowed at step 0; None skips the check.
     """
 
+    name, kind = "ppo", "prompt"
+    exported = "policy."
+    reference_words = ("live",)
+
     def __init__(
-        self, model: Any, mesh: Any, config: PpoConfig, *, temperature: float = 1.0, maker: RolloutMaker | None = None,
+        self, model: Any, mesh: Any, config: PpoSection, *, temperature: float = 1.0, maker: RolloutMaker | None = None,
         tolerance: float | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, mesh, config)
+        super().__init__(model, mesh, config, tolerance=tolerance)
         self.temperature = temperature
         self.maker = maker
-        self.tolerance = tolerance
         self.rollouts: RolloutLoader | None = None
+
+    # ---------------------------------------------------------------- checks and facts
+
+    @classmethod
+    def check(cls, config: "Config") -> Iterator[str]:
+        ppo, budget = config.ppo, config.batch.tokens_per_microbatch
+        if not ppo.reward:
+            yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
+        elif is_function(ppo.reward):
+            try:
+                load_function(ppo.reward)
+            except ValueError as error:
+                yield str(error)
+        prompts, longest = cls.examples_per_load(config), cls.longest_example(config)
+        if prompts < ppo.minibatches:
+            yield (
+                f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise batch.examples"
+            )
+        if budget != "auto" and budget < longest:
+            yield (
+                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is {longest}; "
+                f"raise it to at least {longest}, or lower one of them"
+            )
+        if ppo.kl_coefficient:
+            yield from super().check(config)
+
+    @classmethod
+    def reference_tokens(cls, shape: Shape, tokenizer: Any) -> int:
+        return shape.vocab_size  # the policy may say any of them
+
+    @classmethod
+    def check_model(
+        cls, config: "Config", shape: Shape, tokenizer: Any, others: Mapping[str, Shape]
+    ) -> Iterator[str]:
+        try:
+            stop_tokens(config, tokenizer, shape)
+        except ValueError as error:
+            yield str(error)
+        scorer = others.get("ppo.reward")
+        if scorer is not None and scorer.vocab_size != shape.vocab_size:
+            yield (
+                f"ppo.reward {config.ppo.reward} has {scorer.vocab_size} tokens and the policy {shape.vocab_size}, but it must "
+                "read the policy's tokens; train the reward model from the same base model"
+            )
+        yield from super().check_model(config, shape, tokenizer, others)
+
+    @classmethod
+    def reference_of(cls, config: "Config") -> str:
+        return config.ppo.reference if config.ppo.kl_coefficient else ""
+
+    @classmethod
+    def other_models(cls, config: "Config") -> tuple[OtherModel, ...]:
+        found = super().other_models(config)
+        if is_function(config.ppo.reward):
+            return found
+        return (*found, OtherModel("ppo.reward", config.ppo.reward, reward=True))
+
+    @classmethod
+    def value(cls, config: "Config") -> str:
+        return config.ppo.value
+
+    @classmethod
+    def scopes(cls, config: "Config") -> dict[str, float]:
+        return {"policy": 1.0, "value": config.ppo.value_lr_factor}
+
+    @classmethod
+    def longest_example(cls, config: "Config") -> int:
+        return config.data.max_length + config.ppo.max_new_tokens
+
+    @classmethod
+    def examples_per_load(cls, config: "Config") -> int:
+        return config.ppo.prompts_per_rollout or config.batch.examples
+
+    @classmethod
+    def steps_per_load(cls, config: "Config") -> int:
+        return config.ppo.epochs * config.ppo.minibatches
+
+    @classmethod
+    def examples_per_step(cls, config: "Config") -> int:
+        return -(-cls.examples_per_load(config) // config.ppo.minibatches)
+
+    @classmethod
+    def extra_forwards(cls, config: "Config") -> float:
+        """Count the passes over a rollout, which is trained on `epochs` times."""
+        values = 2 if config.ppo.value == "separate" else 1
+        scorer = 0 if is_function(config.ppo.reward) else 1
+        return (values + super().extra_forwards(config) + scorer) / config.ppo.epochs
+
+    @classmethod
+    def planned_rollout(cls, config: "Config", world: int) -> PlannedRollout:
+        ppo = config.ppo
+        return PlannedRollout(
+            -(-cls.examples_per_load(config) // world), ppo.generation_batch, config.data.max_length, ppo.max_new_tokens,
+            cls.steps_per_load(config), merged=config.model.lora.rank > 0,
+        )  # fmt: skip
+
+    @classmethod
+    def build(cls, parts: "StageParts", **_: Any) -> "PpoStage":
+        prepared, config, ppo = parts.prepared, parts.config, parts.config.ppo
+        function, scorer = None, None
+        if is_function(ppo.reward):
+            function = load_function(ppo.reward)
+        else:
+            scorer = parts.frozen(cls.other_models(config)[-1])
+        options = SamplingOptions(
+            ppo.max_new_tokens,
+            ppo.temperature,
+            ppo.top_p,
+            ppo.top_k,
+            stop_tokens(config, prepared.tokenizer, prepared.shape),
+        )
+        maker = RolloutMaker(
+            parts.engine, cls.reference_arguments(parts).get("reference"), function, scorer, shape=prepared.shape,
+            tokenizer=prepared.tokenizer, mesh=parts.mesh, config=ppo, options=options, budget=cls.budget(config),
+            seed=config.run.seed, lora=config.model.lora,
+        )  # fmt: skip
+        return cls(
+            parts.engine,
+            parts.mesh,
+            ppo,
+            temperature=ppo.temperature,
+            maker=maker,
+            tolerance=cls.first_step_tolerance(parts),
+        )
 
     # ---------------------------------------------------------------- what the loop reads
 
@@ -193,3 +406,23 @@ class PpoStage(Stage):
             else Rollout.load(folder / ROLLOUT, saved["number"], saved["metrics"])
         )
         self.rollouts.stopped = bool(saved and saved["stopped"])
+
+
+def stop_tokens(config: "Config", tokenizer: Any, shape: Shape) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those of ppo.stop_tokens, the chat template, the tokenizer and the model.
+
+    Raises ValueError for a stop token that is not one token of the tokenizer.
+    """
+    from ulysses.data.chat import ChatTemplate  # transformers, which a table alone does without
+
+    ends = shape.eos_token_id if isinstance(shape.eos_token_id, tuple) else (shape.eos_token_id,)
+    template = ChatTemplate(tokenizer, config.data.chat_template)
+    found = {int(t) for t in (*ends, *template.stop_tokens) if t is not None}
+    known = tokenizer.get_vocab()
+    for text in config.ppo.stop_tokens:
+        if text not in known:
+            raise ValueError(
+                f"ppo.stop_tokens has {text!r} but the tokenizer has no such token; name whole tokens"
+            )
+        found.add(int(known[text]))
+    return tuple(sorted(found))

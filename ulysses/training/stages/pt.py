@@ -6,18 +6,26 @@ Documents are packed with their own boundaries: no token attends to another docu
 data.max_length is cut into pieces that overlap by one token, so that every token but its first is predicted once.
 """
 
+from pydantic import Field
+
 from losses.token_nll import token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.training.config import PtConfig
 from ulysses.training.metrics import MetricSums
+from ulysses.training.section import Section
 from ulysses.training.stages.base import Stage, Term
 from ulysses.training.stages.sft import with_perplexity
+
+
+class PtSection(Section):
+    z_loss: float = Field(0.0, ge=0)
+    """Coefficient of mean log-sum-exp squared, which keeps logits small (PaLM uses 1e-4); 0 is off."""
 
 
 class PtStage(Stage):
     """Pre-training on plain text; reports perplexity = exp(nll), held out as eval/perplexity."""
 
-    config: PtConfig
+    name, kind = "pt", "text"
+    config: PtSection
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         out = self.model(batch, lse=bool(self.config.z_loss))

@@ -9,20 +9,42 @@ loss = -log sigmoid(s_w - s_l - margin) + center_coefficient * (s_w + s_l)^2    
 from dataclasses import replace
 from typing import Any
 
+from pydantic import Field
 from torch import Tensor
 
 from losses.reward_model import reward_loss
+from models.arch import ModelConfig as Shape
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import sequence_last
-from ulysses.training.config import RmConfig
 from ulysses.training.metrics import MetricSums
+from ulysses.training.section import Section
 from ulysses.training.stages.base import Stage, Term
+
+
+class RmSection(Section):
+    center_coefficient: float = Field(0.0, ge=0)
+    """Weight of (chosen + rejected score)^2, which centres the scores (0.01 in arXiv 2312.09244); 0 is off."""
 
 
 class RmStage(Stage):
     """Reward modelling on pairs; `model` is an engine around models.decoder.RewardModel."""
 
-    config: RmConfig
+    name, kind = "rm", "pair"
+    reward = True
+    sequences_per_example = 2
+    config: RmSection
+
+    @classmethod
+    def final_shape(cls, shape: Shape, tokenizer: Any) -> Shape:
+        """Name a padding token that ends no sequence, or none.
+
+        transformers reads the score at the last token that is not padding, so a padding token that also ends sequences
+        would move it; without one, transformers scores one sequence at a time, at its last token as here.
+        """
+        eos = shape.eos_token_id if isinstance(shape.eos_token_id, tuple) else (shape.eos_token_id,)
+        pad = tokenizer.pad_token_id
+        ends = pad in (*eos, tokenizer.eos_token_id)
+        return replace(shape, pad_token_id=None if ends else pad)
 
     def sequences(self, example: Any) -> list[Sequence]:
         margin = float(example.columns.get("margin", 0.0))

@@ -7,17 +7,41 @@ dft   sum_t w_t (-p_t log p_t) / sum_t w_t, p_t constant      dynamic fine-tunin
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import Field, model_validator
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.training.config import SftConfig
 from ulysses.training.metrics import MetricSums
+from ulysses.training.section import Section
 from ulysses.training.stages.base import Stage, Term
 
+if TYPE_CHECKING:
+    from ulysses.training.build import StageParts
+
 LARGEST_EXPONENT = 700.0  # e^700 is still finite
+
+
+class SftSection(Section):
+    loss_type: Literal["nll", "dft"] = "nll"
+    """"nll", or "dft" (dynamic fine-tuning: each token's loss times its own probability)."""
+    z_loss: float = Field(0.0, ge=0)
+    """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4); 0 is off."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target spread evenly over the vocabulary; 0 is off."""
+    neftune_alpha: float = Field(0.0, ge=0)
+    """NEFTune: uniform noise of alpha / sqrt(length * width) on the embeddings while training (5 in the paper); 0 is off."""
+
+    @model_validator(mode="after")
+    def _combination(self) -> "SftSection":
+        if self.loss_type == "dft" and self.label_smoothing:
+            raise ValueError(
+                f'sft.label_smoothing is {self.label_smoothing:g} but sft.loss_type "dft" has none; set it to 0 '
+                f'or use "nll"'
+            )
+        return self
 
 
 class SftStage(Stage):
@@ -27,11 +51,16 @@ class SftStage(Stage):
         seed: of NEFTune's noise, which depends on (seed, step, example, position) and on no topology.
     """
 
-    config: SftConfig
+    name, kind = "sft", "sequence"
+    config: SftSection
 
-    def __init__(self, model: Any, mesh: Any, config: SftConfig, seed: int = 0) -> None:
+    def __init__(self, model: Any, mesh: Any, config: SftSection, seed: int = 0) -> None:
         super().__init__(model, mesh, config)
         self.seed = seed
+
+    @classmethod
+    def build(cls, parts: "StageParts") -> "SftStage":
+        return cls(parts.engine, parts.mesh, parts.config.sft, parts.config.run.seed)
 
     def sequences(self, example: Any) -> list[Sequence]:
         if not self.config.neftune_alpha:
