@@ -15,12 +15,12 @@ def main() -> int:
     is_main = os.environ.get("RANK", "0") == "0"
     debug = "--debug" in sys.argv or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
     try:
-        command = parse_command_line(sys.argv[1:])
-        if command.dry_run:
-            return dry_run(command)
-        if command.inspect:
-            return inspect(command)
-        with TrainingRun(command.config, debug=command.debug) as run:
+        config, options = parse_command_line(sys.argv[1:])
+        if options.dry_run:
+            return dry_run(config, options)
+        if options.inspect:
+            return inspect(config, options)
+        with TrainingRun(config, debug=debug) as run:
             run.train()
         return 0
     except ConfigError as error:

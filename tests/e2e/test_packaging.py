@@ -51,7 +51,7 @@ def test_wheel_holds_every_module_and_no_more(installed: Path) -> None:
     found = {n for n in zipfile.ZipFile(installed.parent / "site.zip").namelist() if ".dist-info/" not in n}
     assert {n.split("/")[0] for n in found} == set(PACKAGES)
     assert {f"{p}/py.typed" for p in PACKAGES} <= found
-    ours = {str(p.relative_to(ROOT)) for name in PACKAGES for pattern in ("*.py", "*.jinja") for p in (ROOT / name).rglob(pattern)}
+    ours = {str(p.relative_to(ROOT)) for name in PACKAGES for pattern in ("*.py", "*.jinja", "*.toml") for p in (ROOT / name).rglob(pattern)}
     assert ours - found == set()
 
 

@@ -18,7 +18,7 @@ NODE = ["--gpus", 8, "--gpu-memory", 139.8, "--host-memory", 550]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
-    code = dry_run(parse_command_line([*map(str, arguments), "--dry-run"]))
+    code = dry_run(*parse_command_line([*map(str, arguments), "--dry-run"]))
     return code, capsys.readouterr().out
 
 

@@ -1,404 +1,203 @@
-"""From command-line arguments to a checked Config: TOML < arguments, unknown names refused with the nearest known one."""
+"""From the command line to a checked configuration: a TOML file, with settings written `--key value` laid over it.
 
-import argparse
+--config dpo.toml --optimizer.lr 1e-6   ->   {"optimizer": {"lr": "1e-6", ...}, ...}   ->   Config
+"""
+
 import difflib
 import json
 import os
 import tomllib
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_settings import CliSettingsSource
 
-from ulysses.training.config import Config
+from ulysses.training.config import Config, Options
 from ulysses.training.section import ConfigError
 from ulysses.zero.settings import merge
 
-# Names that people bring along from other systems, and what they are called here.
-FOREIGN_NAMES = {
-    "pref_beta": "dpo.beta",
-    "pref_loss": "dpo.loss_type",
-    "pref_ftx": "dpo.sft_weight",
-    "rpo_alpha": "dpo.sft_weight",
-    "simpo_gamma": "dpo.simpo_gamma",
-    "beta": "dpo.beta",
-    "loss_type": "dpo.loss_type",
-    "ld_alpha": "dpo.ld_alpha",
-    "dpo_label_smoothing": "dpo.label_smoothing",
-    "f_divergence_type": "dpo.f_divergence",
-    "f_alpha_divergence_coef": "dpo.f_alpha",
-    "ref_model": "dpo.reference",
-    "precompute_ref_log_probs": "dpo.reference",
-    "kto_chosen_weight": "kto.desirable_weight",
-    "kto_rejected_weight": "kto.undesirable_weight",
-    "center_rewards_coefficient": "rm.center_coefficient",
-    "reward_model": "ppo.reward",
-    "ppo_epochs": "ppo.epochs",
-    "num_ppo_epochs": "ppo.epochs",
-    "cliprange": "ppo.clip",
-    "vf_coef": "ppo.value_coefficient",
-    "kl_coef": "ppo.kl_coefficient",
-    "ppo_target": "ppo.kl_target",
-    "neftune_noise_alpha": "sft.neftune_alpha",
-    "label_smoothing_factor": "sft.label_smoothing",
-    "use_dft_loss": "sft.loss_type",
-    "interleave_probs": "data.train (tables take weight)",
-    "model_name_or_path": "model.path",
-    "torch_dtype": "model.dtype",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-    "flash_attn": "model.attention",
-    "attn_implementation": "model.attention",
-    "dataset": "data.train",
-    "dataset_name": "data.train",
-    "eval_dataset": "data.eval",
-    "cutoff_len": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "max_length": "data.max_length",
-    "template": "data.chat_template",
-    "mask_history": "data.train_on",
-    "train_on_prompt": "data.train_on",
-    "assistant_only_loss": "data.train_on",
-    "max_samples": "data.train (tables take max_examples)",
-    "tokenized_path": "data.cache",
-    "sequence_parallel_size": "parallel.sequence_parallel_size",
-    "ulysses_sequence_parallel_size": "parallel.sequence_parallel_size",
-    "cp_size": "parallel.sequence_parallel_size",
-    "per_device_train_batch_size": "batch.examples",
-    "gradient_accumulation_steps": "batch.examples",
-    "train_batch_size": "batch.examples",
-    "train_micro_batch_size_per_gpu": "batch.tokens_per_microbatch",
-    "learning_rate": "optimizer.lr",
-    "adam_beta1": "optimizer.betas",
-    "adam_beta2": "optimizer.betas",
-    "lr_scheduler_type": "optimizer.schedule",
-    "warmup_ratio": "optimizer.warmup",
-    "warmup_steps": "optimizer.warmup",
-    "weight_decay": "optimizer.weight_decay",
-    "max_grad_norm": "gradients.max_norm",
-    "gradient_clipping": "gradients.max_norm",
-    "gradient_checkpointing": "memory.recompute",
-    "disable_gradient_checkpointing": "memory.recompute",
-    "offload_optimizer": "memory.offload_optimizer",
-    "offload_param": "memory.offload_parameters",
-    "num_train_epochs": "run.epochs",
-    "max_steps": "run.steps",
-    "output_dir": "run.output",
-    "logging_steps": "run.log_every",
-    "eval_steps": "run.eval_every",
-    "save_steps": "run.save_every",
-    "save_total_limit": "run.keep",
-    "resume_from_checkpoint": "run.resume",
-    "overwrite_output_dir": "run.overwrite",
-    "seed": "run.seed",
-    "report_to": "run.wandb",
-    "lora_rank": "model.lora.rank",
-    "lora_alpha": "model.lora.alpha",
-    "lora_dropout": "model.lora.dropout",
-    "lora_target": "model.lora.targets",
-}
+Table = TypeVar("Table", bound=BaseModel)
 
 
-@dataclass
-class CommandLine:
-    """What the arguments said besides the configuration."""
+class CommandLine(NamedTuple):
+    """What was asked for: the run's configuration and the options of train.py."""
 
     config: Config
-    debug: bool = False
-    dry_run: bool = False
-    inspect: int = 0
-    planner: dict[str, float] = field(default_factory=dict)
-
-
-def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
-    """Return every dotted key of the schema with its pydantic field."""
-    keys: dict[str, Any] = {}
-    for name, info in model.model_fields.items():
-        keys[prefix + name] = info
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            keys |= known_keys(info.annotation, prefix + name + ".")
-    return keys
-
-
-def unknown_key_sentence(key: str) -> str:
-    """Say which known key an unknown one most likely means."""
-    last = key.split(".")[-1]
-    for name in (key, last):
-        if name in FOREIGN_NAMES and FOREIGN_NAMES[name] != key:
-            return f"{key}: unknown; here it is {FOREIGN_NAMES[name]}"
-    keys = list(known_keys())
-    exact_last = [k for k in keys if k.split(".")[-1] == last]
-    near = exact_last or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-    if not near:
-        by_last = {k.split(".")[-1]: k for k in keys}
-        near = [by_last[m] for m in difflib.get_close_matches(last, by_last, n=1, cutoff=0.5)]
-    return f"{key}: unknown; " + (
-        f"did you mean {near[0]}?" if near else "train.py --help lists the keys"
-    )
+    options: Options
 
 
 def parse_command_line(arguments: list[str]) -> CommandLine:
-    """Read `--config FILE.toml` and overrides such as `--optimizer.lr 1e-6`.
+    """Read the options of train.py, the TOML file and the settings that override it.
 
-    Raises ConfigError with one sentence, for anything that is not a valid configuration.
+    Raises ConfigError with one sentence for anything that is not a valid configuration; --help prints and exits.
     """
-    own = _own_parser()
-    try:
-        flags, rest = own.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error).removeprefix("argument ")) from None
-    if flags.help:
-        print(own.format_help())
-        print(_settings_help())
+    if {"-h", "--help"} & set(arguments):
+        print(_help_text())
         raise SystemExit(0)
-    if flags.local_rank is not None and str(flags.local_rank) != os.environ.get(
-        "LOCAL_RANK", str(flags.local_rank)
-    ):
+    given = _read_arguments(arguments)
+    asked = {name: given.pop(name) for name in Options.model_fields if name in given}
+    options = _validate(Options, asked, prefix="--")
+    launched = os.environ.get("LOCAL_RANK", options.local_rank)
+    if options.local_rank is not None and int(launched) != options.local_rank:
         raise ConfigError(
-            f"--local_rank is {flags.local_rank} but LOCAL_RANK is {os.environ['LOCAL_RANK']}; start through one launcher only"
+            f"--local_rank is {options.local_rank} but LOCAL_RANK is {launched}; use one launcher only"
         )
-    values = _read_toml(flags.config) if flags.config else {}
-    given = _read_arguments(rest)
-    for key in set(values.get("data", {})) & set(given.get("data", {})):
-        del values["data"][
-            key
-        ]  # another source replaces the file's, of which no column or weight may remain
-    merge(values, given)
-    if flags.deepspeed:
-        values["deepspeed"] = merge(dict(values.get("deepspeed", {})), _read_json(flags.deepspeed))
+    if options.planner and not options.dry_run:
+        raise ConfigError(
+            "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
+        )
+    values = _read_file("--config", options.config, tomllib.loads)
+    merge(values, {"deepspeed": _read_file("--deepspeed", options.deepspeed, json.loads)})
+    for key, value in given.items():
+        _put(values, key, value)
     config = check(values)
-    if flags.adjust_lr != 1.0:
-        lr = config.optimizer.lr * flags.adjust_lr
-        config = config.model_copy(
-            update={"optimizer": config.optimizer.model_copy(update={"lr": lr})}
-        )
-    if flags.inspect is not None and flags.inspect < 1:
-        raise ConfigError(f"--inspect is {flags.inspect} but must be at least 1 sample")
-    planner = {
-        k: v
-        for k, v in (
-            ("gpus", flags.gpus),
-            ("gpu_memory", flags.gpu_memory),
-            ("host_memory", flags.host_memory),
-        )
-        if v
-    }
-    if planner and not flags.dry_run:
-        raise ConfigError(
-            "--gpus, --gpu-memory and --host-memory describe a machine to plan for; use them with --dry-run"
-        )
-    debug = flags.debug or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
-    return CommandLine(config, debug, flags.dry_run, flags.inspect or 0, planner)
+    if options.adjust_lr != 1.0:
+        _put(values, "optimizer.lr", config.optimizer.lr * options.adjust_lr)
+        config = check(values)
+    return CommandLine(config, options)
 
 
 def check(values: dict[str, Any]) -> Config:
-    """Validate a nested dictionary; every complaint is one sentence.
+    """Validate nested tables of settings.
 
-    Raises ConfigError naming the key, what was given and what is required.
+    Raises ConfigError: one sentence with the key, what was given and what is required.
     """
+    return _validate(Config, values)
+
+
+def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
+    """Return pydantic's description of every setting by its dotted key, in the order of the schema."""
+    keys: dict[str, Any] = {}
+    for name, info in table.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            keys |= known_keys(info.annotation, f"{prefix}{name}.")
+        else:
+            keys[prefix + name] = info
+    return keys
+
+
+def _read_arguments(arguments: list[str]) -> dict[str, Any]:
+    """Read `--key value`, `--key=value` and bare switches; a list that is given several times collects its values."""
+    keys, given, rest = known_keys() | known_keys(Options), {}, list(arguments)
+    free_form = tuple(f"{key}." for key, info in known_keys().items() if _takes(dict, info))
+    while rest:
+        argument = rest.pop(0)
+        key, equals, text = argument.removeprefix("--").partition("=")
+        key = key if "." in key else key.replace("-", "_")
+        if not argument.startswith("--"):
+            raise ConfigError(f"{argument!r} has no key before it; write settings as --key value")
+        if key not in keys and not key.startswith(free_form):
+            raise ConfigError(_unknown(key))
+        info = keys.get(key)
+        if not equals and rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        elif not equals and (key == "adjust_lr" or _takes(bool, info)):
+            text = "1"
+        elif not equals:
+            raise ConfigError(f"--{key} needs a value")
+        value: Any = text  # what the text of a number or a word means, the schema decides
+        if info is None or text.startswith(("[", "{")):
+            with suppress(ValueError):
+                value = json.loads(text)
+        if key in given and _takes(list, info):
+            value = _as_list(given[key]) + _as_list(value)
+        given[key] = value
+    return given
+
+
+def _takes(kind: type, info: Any) -> bool:
+    """Return whether a setting, or one of the forms that it may have, is a `kind`."""
+    forms = (info.annotation, *get_args(info.annotation)) if info else ()
+    return any((get_origin(form) or form) is kind for form in forms)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables, in place of what was there."""
+    *tables, name = key.split(".")
+    for table in tables:
+        if not isinstance(values.get(table), dict):
+            values[table] = {}
+        values = values[table]
+    values[name] = value
+
+
+def _read_file(option: str, path: str | None, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        return Config(**values)
+        return dict(parse(Path(path).read_text())) if path else {}
+    except OSError as error:
+        place = Path(path).absolute()
+        raise ConfigError(f"{place} cannot be read ({error.strerror})", option) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path} does not hold one valid table: {error}", option) from None
+
+
+def _validate(table: type[Table], values: dict[str, Any], prefix: str = "") -> Table:
+    try:
+        return table.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
-    except TypeError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(prefix + _sentence(error, known_keys(table))) from None
 
 
-def _sentence(error: ValidationError) -> str:
-    found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-    first = found[0]
-    location = [str(p) for p in first["loc"]]
-    keys = known_keys()
-    while location and ".".join(location) not in keys and first["type"] != "extra_forbidden":
-        location.pop()  # union members and list positions that pydantic adds
-    key = ".".join(location) or "configuration"
+def _sentence(error: ValidationError, keys: dict[str, Any]) -> str:
+    """Put pydantic's first complaint, unknown keys before all others, into one sentence."""
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    path, message = [str(part) for part in first["loc"]], first["msg"]
     if first["type"] == "extra_forbidden":
-        return unknown_key_sentence(
-            ".".join(
-                str(p) for p in first["loc"] if not str(p).startswith(("list[", "dict[", "str"))
-            )
-        )
+        return _unknown(".".join(path))
+    if first["type"] == "value_error":  # from our own validators, which name their keys
+        return message.removeprefix("Value error, ")
+    while len(path) > 1 and ".".join(path) not in keys:
+        path.pop()  # a position in a list, or a member of a union
+    key = ".".join(path)
+    hint = keys[key].description.rstrip(".") if key in keys else "train.py --help lists the keys"
     if first["type"] == "missing":
-        return f"{key} is missing; {_description(keys.get(key))}"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "value_error":
-        names_a_key = any(word.strip(",.;:()") in keys for word in message.split())
-        return message if names_a_key else f"{key}: {message}"
-    return f"{key} is {first['input']!r}: {message[0].lower() + message[1:]} ({_description(keys.get(key))})"
+        return f"{key} is missing; {hint}"
+    return f"{key} is {first['input']!r}: {message[0].lower() + message[1:]} ({hint})"
 
 
-def _description(info: Any) -> str:
-    return (getattr(info, "description", None) or "see train.py --help").rstrip(".")
+def _unknown(key: str) -> str:
+    """Say which of our keys an unknown one most likely means."""
+    last, keys = key.rpartition(".")[2], list(known_keys())
+    foreign = tomllib.loads(Path(__file__).with_name("foreign_names.toml").read_text())
+    ours = foreign.get(key, foreign.get(last, key))
+    if ours != key:
+        return f"{key}: unknown; here it is {ours}"
+    same_name = [known for known in keys if known.endswith(f".{last}")]
+    for near in difflib.get_close_matches(key, same_name or keys, 1, 0.0 if same_name else 0.5):
+        return f"{key}: unknown; did you mean {near}?"
+    return f"{key}: unknown; train.py --help lists the keys"
 
 
-def _own_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "train.py",
-        add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
-        description="Train a model on long sequences.",
-    )
-    parser.add_argument("-h", "--help", action="store_true", help="show every option and exit")
-    parser.add_argument("--config", metavar="FILE.toml", help="the run's settings")
-    parser.add_argument("--deepspeed", metavar="FILE.json", help="raw DeepSpeed keys to merge")
-    parser.add_argument(
-        "--adjust-lr",
-        metavar="FACTOR",
-        nargs="?",
-        type=float,
-        default=1.0,
-        const=1.0,
-        help="multiply the learning rate",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check everything, print the plan and exit; needs no weights and no GPU",
-    )
-    parser.add_argument(
-        "--inspect",
-        metavar="N",
-        type=int,
-        help="print N samples with the trained tokens highlighted and exit",
-    )
-    parser.add_argument(
-        "--gpus", metavar="N", type=int, default=0, help="with --dry-run: plan for N GPUs"
-    )
-    parser.add_argument(
-        "--gpu-memory",
-        metavar="GIB",
-        type=float,
-        default=0.0,
-        help="with --dry-run: memory of each GPU",
-    )
-    parser.add_argument(
-        "--host-memory",
-        metavar="GIB",
-        type=float,
-        default=0.0,
-        help="with --dry-run: host memory of each node",
-    )
-    parser.add_argument(
-        "--debug", action="store_true", help="print more, per process, and stack traces"
-    )
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=None, help=argparse.SUPPRESS
-    )
-    return parser
-
-
-def _settings_help() -> str:
-    lines = ["settings (TOML keys; on the command line --key value):"]
-    for key, info in known_keys().items():
-        nested = isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
-        if nested:
-            lines.append(f"\n  [{key}] {info.description}")
-            continue
-        default = (
-            ""
-            if info.is_required()
-            else f" (default {info.get_default(call_default_factory=True)!r})"
-        )
-        lines.append(f"  --{key}\n        {info.description}{default}")
+def _help_text() -> str:
+    lines = [
+        "Train a language model on long sequences: train.py --config FILE.toml [--key value ...]"
+    ]
+    for title, table in (
+        ("Options", Options),
+        ("Settings, which are also the keys of the TOML file", Config),
+    ):
+        lines.append(f"\n{title}:")
+        for key, info in known_keys(table).items():
+            default = (
+                "" if info.is_required() or info.default is None else f" (default {info.default!r})"
+            )
+            shown = key if table is Config else key.replace("_", "-")
+            lines.append(
+                f"  --{shown} {_form(info.annotation)}\n        {info.description}{default}"
+            )
     return "\n".join(lines)
 
 
-def _read_arguments(rest: list[str]) -> dict[str, Any]:
-    keys = known_keys()
-    for argument in rest:
-        name = argument.split("=")[0].removeprefix("--")
-        if (
-            argument.startswith("--")
-            and name not in keys
-            and not name.startswith(("deepspeed.", "model.config."))
-        ):
-            raise ConfigError(unknown_key_sentence(name))
-    values: dict[str, Any] = {}
-    raw = list(rest)
-    # Free-form tables (deepspeed, model.config) take dotted keys. Data sources may be lists of tables, which the schema's own
-    # parser would merge into one; it reads the rest.
-    kept: list[str] = []
-    sources: dict[str, list[Any]] = {}
-    while raw:
-        argument = raw.pop(0)
-        name, given, value = argument.partition("=")
-        if name.startswith(("--deepspeed.", "--model.config.")) or name in (
-            "--data.train",
-            "--data.eval",
-        ):
-            if not given:
-                if not raw or raw[0].startswith("--"):
-                    raise ConfigError(f"{name} needs a value")
-                value = raw.pop(0)
-            if name.startswith("--data."):
-                sources.setdefault(name.removeprefix("--data."), []).append(_loose(value))
-                continue
-            merge(values, _nest(name.removeprefix("--").split("."), _loose(value)))
-        else:
-            kept.append(argument)
-            is_switch = (
-                argument.startswith("--")
-                and not given
-                and keys[name.removeprefix("--")].annotation is bool
-            )
-            if is_switch and (not raw or raw[0].startswith("--")):
-                kept.append("true")
-    for name, items in sources.items():
-        flat = [entry for item in items for entry in (item if isinstance(item, list) else [item])]
-        values.setdefault("data", {})[name] = items[0] if len(items) == 1 else flat
-    if kept:
-        try:
-            source = CliSettingsSource(
-                Config, cli_parse_args=kept, cli_exit_on_error=False, cli_prog_name="train.py"
-            )
-            merge(values, _drop_none(source()))
-        except Exception as error:  # argparse and pydantic-settings raise several kinds; all mean the same to the user
-            raise ConfigError(
-                f"{str(error).removeprefix('error parsing CLI: ')} (in: {' '.join(kept)})"
-            ) from None
-    return values
-
-
-def _drop_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        k: _drop_none(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None
-    }
-
-
-def _loose(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _nest(path: list[str], value: Any) -> dict[str, Any]:
-    for name in reversed(path):
-        value = {name: value}
-    return value
-
-
-def _read_toml(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"--config: there is no file {Path(path).absolute()}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: {Path(path).absolute()} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--config: {path} is not valid TOML: {error}") from None
-
-
-def _read_json(path: str) -> dict[str, Any]:
-    try:
-        value = json.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"--deepspeed: there is no file {Path(path).absolute()}") from None
-    except ValueError as error:
-        raise ConfigError(f"--deepspeed: {path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--deepspeed: {path} must hold one JSON object")
-    return value
+def _form(annotation: Any) -> str:
+    """Return what a setting takes, such as "int|auto"."""
+    members = [member for member in get_args(annotation) if member is not type(None)]
+    if get_origin(annotation) is UnionType or get_origin(annotation) is Union:
+        return "|".join(map(_form, members))
+    return "|".join(map(str, members)) if get_origin(annotation) is Literal else annotation.__name__

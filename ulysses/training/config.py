@@ -1,6 +1,6 @@
-"""Every setting of a run: one strict schema, read from TOML and overridden on the command line.
+"""Every setting of a run and every option of train.py: strict schemas, read from TOML and from the command line.
 
-Each field's description is what `--help` prints; units and the meaning of 0 are stated there.
+The text below each field is what `--help` prints; it states units and the meaning of 0.
 """
 
 from pathlib import Path
@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ulysses.training.gradient_config import GradientsConfig
 from ulysses.training.section import Section
@@ -213,21 +212,48 @@ class RunConfig(Section):
     def _length(self) -> "RunConfig":
         if bool(self.steps) == bool(self.epochs):
             raise ValueError(
-                f"set run.steps or run.epochs, one of both (steps is {self.steps}, epochs is {self.epochs:g})"
+                f"run.steps is {self.steps} and run.epochs is {self.epochs:g}, but one of them must be above 0 and the "
+                "other 0; set the one that you mean"
             )
         return self
 
 
-class Config(BaseSettings):
-    """Settings of one training run."""
+class Options(Section):
+    """What train.py is asked besides the settings of the run."""
 
-    model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
+    config: str | None = None
+    """TOML file with the settings of the run."""
+    deepspeed: str | None = None
+    """JSON file with raw DeepSpeed keys, merged into the table [deepspeed]."""
+    adjust_lr: float = Field(1.0, ge=0)
+    """Multiply the learning rate by this factor; without a value, by 1."""
+    dry_run: bool = False
+    """Check everything, print the plan and exit; this needs no weights, no data and no GPU."""
+    inspect: int | None = Field(None, ge=1)
+    """Print this many training samples with the trained tokens highlighted, and exit."""
+    gpus: int | None = Field(None, ge=1)
+    """With --dry-run: plan for this many GPUs."""
+    gpu_memory: float | None = Field(None, gt=0)
+    """With --dry-run: memory of each GPU in GiB."""
+    host_memory: float | None = Field(None, gt=0)
+    """With --dry-run: host memory of each node in GiB."""
+    debug: bool = False
+    """Print more, on every process, and stack traces; the environment variable ULYSSES_DEBUG=1 does the same."""
+    local_rank: int | None = None
+    """Appended by the deepspeed launcher; it must agree with the environment variable LOCAL_RANK."""
+
+    @property
+    def planner(self) -> dict[str, float]:
+        """The machine to plan for, as far as it was described."""
+        return self.model_dump(include={"gpus", "gpu_memory", "host_memory"}, exclude_none=True)
+
+
+class Config(Section):
+    """Settings of one training run."""
 
     stage: StageName
     """What is trained: pt, sft, rm, dpo, kto or ppo."""
-    model: ModelConfig
+    model: ModelConfig = Field({}, validate_default=True)
     """The model."""
     data: DataConfig = DataConfig()
     """The data."""
@@ -253,18 +279,10 @@ class Config(BaseSettings):
     """Preference optimisation on unpaired answers."""
     ppo: PpoSection = PpoSection()
     """Proximal policy optimisation."""
-    run: RunConfig
+    run: RunConfig = Field({}, validate_default=True)
     """The run itself."""
     deepspeed: dict[str, Any] = {}
     """Raw DeepSpeed keys merged into the derived configuration; what the engine owns, or DeepSpeed does not know, is refused."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: Any, init_settings: Any, **_: Any
-    ) -> tuple[Any, ...]:
-        return (
-            init_settings,
-        )  # files and arguments are merged in command_line.py; the environment changes nothing
 
     @property
     def stage_class(self) -> type[Stage]:

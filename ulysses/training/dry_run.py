@@ -30,8 +30,7 @@ from ulysses.training.checks import (
     read_sources,
     read_tokenizer,
 )
-from ulysses.training.command_line import CommandLine
-from ulysses.training.config import Config
+from ulysses.training.config import Config, Options
 from ulysses.training.memory import (
     allowed_levels,
     check_head_chunks,
@@ -49,7 +48,7 @@ ABSENT = 3  # exit code: the configuration is right, but weights or data are not
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 
 
-def dry_run(command: CommandLine) -> int:
+def dry_run(config: Config, options: Options) -> int:
     """Check everything and print the plan; returns the exit code (3 if weights or data are absent).
 
     Raises:
@@ -57,7 +56,7 @@ def dry_run(command: CommandLine) -> int:
     """
     if os.environ.get("RANK", "0") != "0":
         return 0
-    config, given = command.config, command.planner
+    given = options.planner
     world = int(given.get("gpus", 0)) or int(os.environ.get("WORLD_SIZE", "1"))
     check_numbers(config, world)
     findings: list[str] = []
@@ -328,13 +327,13 @@ def _print_recommendation(config: Config, shape: Shape, machine: Machine, work: 
     )
 
 
-def inspect(command: CommandLine) -> int:
+def inspect(config: Config, options: Options) -> int:
     """Print samples as the loss sees them."""
     if os.environ.get("RANK", "0") != "0":
         return 0
-    plan = check_run(command.config, int(os.environ.get("WORLD_SIZE", "1")))
+    plan = check_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     train, _ = open_data(plan)
-    inspect_examples(train, plan.tokenizer, command.inspect)
+    inspect_examples(train, plan.tokenizer, options.inspect or 1)
     return 0
 
 

@@ -1,15 +1,38 @@
-"""What every table of the configuration is built from, and the error that refuses a setting."""
+"""The base class of the configuration's tables, and the error that refuses a setting."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pydantic import BaseModel, ConfigDict
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be honoured; its text is the one sentence that the user reads."""
+    """A setting that cannot be honoured. Its text is the one sentence that the user reads.
+
+    Args:
+        sentence: what was given, what is required and what to change.
+        key: the setting at fault, such as "dpo.reference"; the text then begins with it.
+    """
+
+    def __init__(self, sentence: object, key: str = "") -> None:
+        super().__init__(f"{key}: {sentence}" if key else str(sentence))
+        self.key = key
 
 
 class Section(BaseModel):
-    """One table of the TOML file: unknown keys are refused, and values cannot change once checked."""
+    """One table of the TOML file. Unknown keys are refused, and values do not change after they were checked."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+
+@contextmanager
+def blame(key: str = "") -> Iterator[None]:
+    """Turn an error about a value or a file into a ConfigError about the setting `key`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(error, key) from None
