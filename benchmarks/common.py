@@ -157,7 +157,7 @@ def take_step(bench: Bench, batch: ShardedBatch, count: int) -> torch.Tensor:
     bench.config.gradients.chain().apply(
         engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
     )
-    engine.step([LR] * len(engine.zero.optimizer.param_groups))
+    engine.step([LR] * len(engine.optimizer.param_groups))
     return loss.detach()
 
 

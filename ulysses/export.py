@@ -19,7 +19,7 @@ from models.hf_format import copy_side_files
 from ulysses.training.command_line import check
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.export_model import write_model
-from ulysses.zero.slices import SavedSlices
+from ulysses.zero.state import SavedSlices
 
 
 def export_checkpoint(checkpoint: Path, out: Path) -> None:

@@ -24,8 +24,7 @@ from ulysses.training.config import LoraConfig
 from ulysses.training.lora import AdapterWeights, add_adapters
 from ulysses.zero.construct import build_partitioned, initialize_distributed
 from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.gather import gathered_weights
-from ulysses.zero.state import full_parameters
+from ulysses.zero.gather import full_parameters, gathered_weights
 
 LAYERS = 6
 SHAPE = ModelConfig.from_hf({
@@ -82,7 +81,7 @@ def whole_after_an_evaluation(gathered_layers: int) -> list[bool]:
     engine, source, found = engine_of(False, gathered_layers), HostWeights(SHAPE, 0), []
     for _ in range(3):  # DeepSpeed gathers ahead from the third pass on
         engine.backward(engine(batch()).logps.sum(), last=True)
-        engine.step([0.0] * len(engine.zero.optimizer.param_groups))
+        engine.step([0.0] * len(engine.optimizer.param_groups))
 
     def right(name: str, tensor: torch.Tensor) -> bool:
         return torch.equal(tensor.flatten(), source.slice(name, tensor.shape, 0, tensor.numel(), tensor.dtype, tensor.device))
@@ -137,7 +136,7 @@ def gathers(adapters: bool, gathered_layers: int, levels: tuple[str, ...] = LEVE
             evaluate()
             calls.clear()
             engine.backward(engine(batch()).logps.sum(), last=True)
-            engine.step([0.0] * len(engine.zero.optimizer.param_groups))
+            engine.step([0.0] * len(engine.optimizer.param_groups))
             found[f"{level} {rows}"] = dict(calls)
     return found
 

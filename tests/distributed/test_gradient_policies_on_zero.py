@@ -8,9 +8,6 @@ partitions, which end in padding.
 
 import gc
 import math
-import re
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,8 +31,7 @@ from ulysses.gradients import (
 )
 from ulysses.training.config import OptimizerConfig
 from ulysses.training.optim import adamw
-from ulysses.zero.gradients import NEEDED, NEEDED_OF_PARAMETERS, check_deepspeed, zero_gradients
-from ulysses.zero.state import full_parameters
+from ulysses.zero.gather import full_parameters
 
 ODD = ModelConfig.from_hf(
     {"model_type": "llama", "vocab_size": 2501, "hidden_size": 27, "intermediate_size": 45, "num_hidden_layers": 1,
@@ -133,7 +129,7 @@ class AgainstPlainTorch(GradientPolicyChain):
         self.acted: set[str] = set()
         self.seen: list[Any] = []  # every decision and report, to be equal on all ranks
         self.first: dict[str, torch.Tensor] = {}
-        place = "cpu" if engine.zero.offload_optimizer else device()  # noise is the same on one type of device
+        place = "cpu" if engine.partition.on_host else device()  # noise is the same on one type of device
         self.plain = {n: nn.Parameter(w.to(place)) for n, w in gathered_weights(engine).items()}
         self.optimizer = optimizer(_Named(self.plain))
 
@@ -195,16 +191,10 @@ class AgainstPlainTorch(GradientPolicyChain):
             self.acted.add(name)
 
     def _check_padding(self, where: str) -> None:
-        zero = self.engine.zero
-        for index, parameters in enumerate(zero.fp16_groups):
-            flat = zero.fp32_partitioned_groups_flat[index].grad if zero.offload_optimizer else None
-            offset = 0
-            for j, p in enumerate(parameters):
-                size = p.partition_numel()
-                whole = zero.averaged_gradients[index][j].view(-1) if flat is None else flat.narrow(0, offset, size)
-                real = max(0, min(size, p.ds_numel - self.rank * size))
-                assert not whole[real:].any(), f"{where}: padding was touched"
-                offset += size
+        partition = self.engine.partition
+        for s in partition.slices:
+            padding = partition.gradient(s.group).narrow(0, s.offset + s.length, s.size - s.length)
+            assert not padding.any(), f"{where}: padding was touched"
 
     def _compare_tables(self, gradients: Gradients, whole: dict[str, torch.Tensor]) -> None:
         table = gradient_table(gradients, rows=3).splitlines()
@@ -261,24 +251,6 @@ def drive(sp: int, offload: bool, sub_group: int) -> tuple[Any, Any, Any]:
 
 def all_of(sizes: tuple[int, ...]) -> list[Any]:
     return [drive(sp, offload, 30_000 if offload == (sp == 2) else 10**9) for sp in sizes for offload in (False, True)]
-
-
-def test_a_deepspeed_that_lacks_something_is_refused_by_name() -> None:
-    """The list that is checked at start names all that the folder uses."""
-    folder = Path(zero_gradients.__code__.co_filename).parent
-    source = "".join((folder / f"{name}.py").read_text() for name in ("engine", "gradients", "state"))
-    used = set(re.findall(r"\bzero\.(\w+)", re.sub(r"(from|import) ulysses.*|deepspeed\.zero|ulysses\.zero", "", source)))
-    assert used == set(NEEDED)
-    assert set(re.findall(r"\bp\.(ds_\w+|partition_\w+)", source)) <= set(NEEDED_OF_PARAMETERS)
-    parameter = dict.fromkeys(NEEDED_OF_PARAMETERS)
-    zero = dict.fromkeys(NEEDED) | {"fp16_groups": [[SimpleNamespace(**parameter)]]}
-    check_deepspeed(SimpleNamespace(**zero))
-    for name in NEEDED:
-        with pytest.raises(RuntimeError, match=f"optimizer has no {name}, which the engine needs; install deepspeed 0.19.8"):
-            check_deepspeed(SimpleNamespace(**{k: v for k, v in zero.items() if k != name}))
-    parameter.pop("ds_shape")
-    with pytest.raises(RuntimeError, match="partitioned parameters have no ds_shape"):
-        check_deepspeed(SimpleNamespace(**(zero | {"fp16_groups": [[SimpleNamespace(**parameter)]]})))
 
 
 @pytest.fixture(scope="module")

@@ -319,7 +319,7 @@ def stopping(config: PpoSection) -> tuple[list[dict[str, float]], list[torch.Ten
     metrics, weights = [], []
     for _ in range(6):
         metrics.append(trainer.train_step())
-        weights.append(engines[0].zero.fp32_partitioned_groups_flat[0].detach().clone())
+        weights.append(engines[0].partition.masters[0].detach().clone())
     for engine in engines:
         engine.destroy()
     return metrics, weights

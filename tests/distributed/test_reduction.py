@@ -11,22 +11,35 @@ from torch import Tensor, nn
 
 from tests.harness import run_distributed
 from ulysses.zero.construct import initialize_distributed
+from ulysses.zero.deepspeed_internals import ParameterSlice
 from ulysses.zero.reduce import GradientReduction, _node_size
 
 WORLD, MICRO_BATCHES, STEPS = 4, 3, 2
 
 
 class Odd(nn.Module):
-    """A unit, a parameter beside it, and one without a gradient; no size divides the ranks, one is smaller than they are many."""
+    """A unit and a parameter outside of it; no size divides the ranks, and one parameter has fewer elements than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.unit = nn.Linear(13, 7, dtype=torch.bfloat16)
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        self.unused = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.unit(x)[:, :3] * self.scale
+
+
+def slices_of(model: nn.Module, where: torch.device, on_host: bool = False) -> dict[str, ParameterSlice]:
+    """Cut every parameter as ZeRO-3 does; the gradients hold no number yet."""
+    slices = {}
+    for name, p in model.named_parameters():
+        size = -(-p.numel() // dist.get_world_size())
+        start = min(dist.get_rank() * size, p.numel())
+        length = min(size, p.numel() - start)
+        memory = {"device": "cpu" if on_host else where, "pin_memory": on_host and where.type == "cuda"}
+        gradient = torch.full((length,), float("nan"), **memory)
+        slices[name] = ParameterSlice(name, p, tuple(p.shape), p.numel(), size, start, length, 0, 0, gradient)
+    return slices
 
 
 def reduced(node_size: int, bucket: int, on_host: bool) -> list[dict[str, tuple[Tensor, Tensor]]]:
@@ -34,13 +47,8 @@ def reduced(node_size: int, bucket: int, on_host: bool) -> list[dict[str, tuple[
     where, rank = initialize_distributed(), dist.get_rank()
     torch.manual_seed(0)
     model = Odd().to(where)
-    plain, slices = copy.deepcopy(model), {}
-    for p in model.parameters():
-        size = -(-p.numel() // WORLD)
-        p.partition_numel = lambda size=size: size  # type: ignore[attr-defined]
-        own = max(0, min(size, p.numel() - rank * size))
-        slices[p] = torch.full((own,), float("nan"), device="cpu" if on_host else where, pin_memory=on_host and where.type == "cuda")
-    reduction = GradientReduction(slices, [model.unit], where, bucket=bucket, node_size=node_size)
+    plain, slices = copy.deepcopy(model), slices_of(model, where, on_host)
+    reduction = GradientReduction(slices.values(), [model.unit], where, bucket=bucket, node_size=node_size)
     found = []
     for step in range(STEPS):
         wanted: dict[str, Tensor] = {}
@@ -53,14 +61,14 @@ def reduced(node_size: int, bucket: int, on_host: bool) -> list[dict[str, tuple[
             plain(x).float().square().sum().backward()
             for name, p in plain.named_parameters():
                 everyone: list[Any] = [None] * WORLD
-                dist.all_gather_object(everyone, (torch.zeros_like(p) if p.grad is None else p.grad).flatten().float().cpu())
+                dist.all_gather_object(everyone, p.grad.flatten().float().cpu())
                 wanted[name] = wanted.get(name, 0) + torch.stack(everyone).double().sum(0) / WORLD
         reduction.wait()
         assert all(p.grad is None for p in model.parameters())
         pairs = {}
-        for name, p in model.named_parameters():
-            start = rank * p.partition_numel()
-            pairs[name] = slices[p].cpu().clone(), wanted[name][start : start + slices[p].numel()]
+        for name in slices:
+            s = slices[name]
+            pairs[name] = s.gradient.cpu().clone(), wanted[name][s.start : s.start + s.length]
         found.append(pairs)
         reduction.forget()
     reduction.close()
@@ -77,6 +85,24 @@ def test_every_slice_is_the_mean_of_all_ranks(node_size: int, bucket: int, on_ho
             for name, (slice_, wanted) in pairs.items():
                 torch.testing.assert_close(slice_.double(), wanted, rtol=1e-6, atol=1e-6, msg=name)
     assert sum(pairs[0]["unit.weight"][0].numel() for pairs in ranks) == 7 * 13
+
+
+def without_one_gradient() -> str:
+    """Back-propagate through the unit alone, as if something else had taken the other parameter's gradient."""
+    where = initialize_distributed()
+    model = Odd().to(where)
+    reduction = GradientReduction(slices_of(model, where).values(), [model.unit], where, bucket=1)
+    model.unit(torch.ones(2, 13, device=where, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    reduction.finish()
+    with pytest.raises(RuntimeError) as refusal:
+        reduction.wait()
+    return str(refusal.value)
+
+
+def test_a_gradient_that_never_came_is_an_error_with_the_parameters_name() -> None:
+    """Zeros in its place would go unnoticed: the other parameters would go on learning."""
+    for text in run_distributed(without_one_gradient, 2, with_zero=True):
+        assert text.startswith("1 of 3 trained parameters received no gradient in this step, the first is scale")
 
 
 def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from tests.engine_case import SHAPE, Case, build_trainer, dataset
 from tests.harness import device, run_distributed
 from ulysses.training.checkpoint import Checkpoints
-from ulysses.zero.slices import KINDS
-from ulysses.zero.state import pieces
+from ulysses.zero.state import KINDS, flat_state
 
 BEFORE, AFTER = 3, 3
 CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3)
@@ -23,19 +22,11 @@ CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3)
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     """Master weights and moments of every parameter, put together from all ranks."""
-    groups = engine.zero.fp32_partitioned_groups_flat
     out: dict[str, torch.Tensor] = {}
-    for parameters in engine.zero.fp16_groups:
-        for p in parameters:
-            for kind in KINDS:
-                out[f"{kind} {engine.names[id(p)]}"] = torch.zeros(p.ds_numel, device=device())
-    for piece in pieces(engine):
-        master = groups[piece.group]
+    for s in engine.partition.slices:
         for kind in KINDS:
-            flat = master if kind == "master" else engine.zero.optimizer.state[master][kind]
-            out[f"{kind} {piece.name}"][piece.start : piece.start + piece.length] = flat[
-                piece.offset : piece.offset + piece.length
-            ].detach()
+            whole = out[f"{kind} {s.name}"] = torch.zeros(s.numel, device=device())
+            whole[s.start : s.start + s.length] = flat_state(engine, s.group, kind).narrow(0, s.offset, s.length)
     for value in out.values():
         dist.all_reduce(value)
     return out

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.arch import ModelConfig
@@ -157,7 +158,7 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int, int]:
     engine = build_engine(config, shape, weights_of(config, shape, place), ParallelMesh(1), "reference", trainable=False)
     loaded = memory()
     memory(reset=True)
-    export_model(engine, out, shape, config, main=engine.engine.global_rank == 0)
+    export_model(engine, out, shape, config, main=dist.get_rank() == 0)
     exported = memory()
     return loaded["VmRSS"] - before, loaded["VmHWM"] - before, exported["VmHWM"] - loaded["VmRSS"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
-from ulysses.zero.slices import KINDS, SavedSlices
+from ulysses.zero.state import KINDS, SavedSlices
 
 STEPS, PROCESSES = 8, 2
 

@@ -67,7 +67,7 @@ def with_another(config: dict[str, Any], policy: Path, reference: Path) -> tuple
     # "auto" is decided anew for every pack, by each model
     assert {e.module.model.layers[0].self_attn.attention.kernel for e in (run.engine, frozen)} == {"auto"}
     before = [p.ds_tensor.clone() for p in frozen.module.parameters()]
-    assert not frozen.trainable and all(p.ds_tensor.numel() < p.ds_numel for p in frozen.module.parameters())
+    assert frozen.partition is None and all(p.ds_tensor.numel() < p.ds_numel for p in frozen.module.parameters())
     first, *_ = (run.trainer.train_step() for _ in range(3))
     moved = max(float((p.ds_tensor - b).abs().max()) for p, b in zip(frozen.module.parameters(), before, strict=True))
     return [first["loss"], first["rewards/margins"]], expected, moved

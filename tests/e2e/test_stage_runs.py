@@ -282,24 +282,23 @@ def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path
 def measured(config: dict[str, Any]) -> dict[str, float]:
     """Elements of optimizer and gradient memory on this rank after a step, and what the step changed."""
     from ulysses.training.lora import is_adapter
-    from ulysses.zero.state import full_parameters
+    from ulysses.zero.gather import full_parameters
 
     run = TrainingRun(check(config))
     run.__enter__()
-    zero, before, numbers = run.engine.zero, dict(full_parameters(run.engine)), {}
+    partition, before, numbers = run.engine.partition, dict(full_parameters(run.engine)), {}
     original = run.engine.step
 
     def step(rates: list[float]) -> None:
-        numbers["gradient"] = sum(g.numel() for group in zero.averaged_gradients.values() for g in group)
+        numbers["gradient"] = sum(partition.gradient(group).numel() for group in range(len(partition.masters)))
         frozen = [p for p in run.engine.module.parameters() if not p.requires_grad]
         numbers["base_with_gradient"] = sum(p.grad is not None for p in frozen)
         original(rates)
 
     run.engine.step = step
     run.train()
-    flats = zero.fp32_partitioned_groups_flat
-    numbers["master"] = sum(f.numel() for f in flats)
-    numbers["moments"] = sum(v.numel() for f in flats for k, v in zero.optimizer.state[f].items() if k == "exp_avg")
+    numbers["master"] = sum(f.numel() for f in partition.masters)
+    numbers["moments"] = sum(run.engine.optimizer.state[f]["exp_avg"].numel() for f in partition.masters)
     after = dict(full_parameters(run.engine))
     if dist.get_rank() == 0:
         changed = {n for n, t in after.items() if not torch.equal(t, before[n])}

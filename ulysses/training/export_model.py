@@ -16,7 +16,7 @@ Read = Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor | None]]]
 
 def export_model(engine: Any, folder: Path, shape: Shape, config: Config, *, main: bool) -> None:
     """Write a ZeroEngine's weights and config.json; all ranks call it together, `main` writes."""
-    from ulysses.zero.state import (
+    from ulysses.zero.gather import (
         full_parameters,  # deepspeed, which a checkpoint's export does without
     )
 

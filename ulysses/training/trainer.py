@@ -136,7 +136,7 @@ class Trainer:
 
     def _learning_rates(self, context: StepContext) -> list[float]:
         """One per parameter group: the step's, times the group's own factor and what gradient policies made of its scope."""
-        groups, lr = self.engine.zero.optimizer.param_groups, context.lr * context.lr_scale
+        groups, lr = self.engine.optimizer.param_groups, context.lr * context.lr_scale
         return [
             lr
             * g.get("lr_factor", 1.0)

@@ -4,19 +4,27 @@ Every rank creates each parameter empty, keeps its own flat slice of it, and fil
 weight file (only those bytes are read) or from a generator keyed by (seed, name), the same on any topology.
 """
 
-import logging
+import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import deepspeed
 import deepspeed.comm
-import deepspeed.ops
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ulysses.zero.host_memory import streaming_memory
+from ulysses.zero.deepspeed_internals import (
+    gathered_in_place,
+    own_slice,
+    skip_compiled_collective,
+    whole_shape,
+)
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+STREAMING = 1 << 20
+USUAL = 32 << 20  # where glibc's own rule ends up
 
 
 class WeightSource(Protocol):
@@ -37,31 +45,21 @@ class WeightSource(Protocol):
 
 def initialize_distributed() -> torch.device:
     """Start torch.distributed for this process (one process without a launcher) and return its device."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    for name, value in (
-        ("RANK", "0"),
-        ("LOCAL_RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-    ):
+    single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in {**single, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     if (
         "LOCAL_WORLD_SIZE" not in os.environ
-    ):  # torchrun's name; deepspeed's launcher has its own, others none
+    ):  # torchrun sets it; deepspeed's launcher says LOCAL_SIZE
         world = int(os.environ["WORLD_SIZE"])
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ.get(
-            "LOCAL_SIZE", str(min(world, torch.cuda.device_count() or world))
-        )
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(_free_port())
+        guess = min(world, torch.cuda.device_count() or world)
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_SIZE", str(guess))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         deepspeed.init_distributed("nccl", verbose=False)
         return device
-    # On CPU DeepSpeed would compile a shared-memory collective with the host's compiler at start (half a minute,
-    # and a killed build leaves a lock that every later run waits for); gloo does the same work.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    skip_compiled_collective()
     deepspeed.init_distributed("gloo", verbose=False)
     return torch.device("cpu")
 
@@ -71,12 +69,26 @@ def end_distributed() -> None:
     deepspeed.comm.destroy_process_group()
 
 
-def _free_port() -> int:
-    import socket
+@contextmanager
+def streaming_memory() -> Iterator[None]:
+    """Return every block above 1 MiB to the system as soon as it is freed, while weights stream through host memory.
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    glibc raises the size from which it asks the system for memory, and later returns it, with every large block that is
+    freed, up to 32 MiB. Parameters that pass one by one would then leave holes in the heap that nobody uses and the
+    process keeps. Afterwards glibc's usual, faster reuse is back. Does nothing without glibc.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_THRESHOLD, STREAMING)
+    except (OSError, AttributeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        libc.mallopt(M_MMAP_THRESHOLD, USUAL)
+        libc.mallopt(M_TRIM_THRESHOLD, 2 * USUAL)
+        libc.malloc_trim(0)
 
 
 @streaming_memory()
@@ -85,32 +97,21 @@ def build_partitioned(
 ) -> nn.Module:
     """Create a model inside ZeRO-3's partitioned construction and fill this rank's shards from `source`.
 
+    All ranks must call it together.
+
     Args:
         create: builds the module; its parameters may be uninitialised.
         config: DeepSpeed configuration (ulysses.zero.settings.derive).
         source: gives the values of any flat slice of any parameter.
-
-    All ranks must call it together.
     """
-    rank = dist.get_rank()
-    # Each parameter is gathered straight into its own memory: no copy between gathering and first use. Only the parameters
-    # are told: the engine would stop gathering ahead.
-    straight = {
-        **config,
-        "zero_optimization": {**config["zero_optimization"], "stage3_allgather_sequential": True},
-    }
-    with deepspeed.zero.Init(config_dict_or_path=straight):
+    with deepspeed.zero.Init(config_dict_or_path=gathered_in_place(config)):
         model = create()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            shard = parameter.ds_tensor
-            size = shard.ds_numel
-            start = min(rank * size, parameter.ds_numel)
-            stop = min(start + size, parameter.ds_numel)
+            shard, start, stop = own_slice(parameter)
             if stop > start:
-                values = source.slice(
-                    name, parameter.ds_shape, start, stop, shard.dtype, shard.device
-                )
-                shard.view(-1)[: stop - start].copy_(values)
-            shard.view(-1)[stop - start : size].zero_()
+                shape = whole_shape(parameter)
+                values = source.slice(name, shape, start, stop, shard.dtype, shard.device)
+                shard[: stop - start].copy_(values)
+            shard[stop - start :].zero_()
     return model

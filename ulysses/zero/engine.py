@@ -1,12 +1,11 @@
-"""One model under ZeRO-3: forward, backward by the one gradient rule, the update, and nothing else.
+"""One model under ZeRO-3: forward, backward by the one gradient rule, and the update.
 
     forward(batch) -> backward(loss, last) ... -> gradients() -> step(lr)
-    all-gather        reduce.py: averages, fp32    policies        fused AdamW on this rank's slices
+    all-gather        reduce.py: averages, fp32    policies        AdamW on this rank's slices
 
-DeepSpeed gathers and releases weights; it knows nothing of sequence parallelism, and reduces nothing.
+DeepSpeed gathers and releases the weights. It knows nothing of sequence parallelism, and the engine reduces the gradients.
 """
 
-import copy
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from ulysses.gradients.gradients import Gradients
-from ulysses.zero.gradients import check_deepspeed, rank_slices, zero_gradients
+from ulysses.gradients.gradients import Gradients, GradientSlice
+from ulysses.zero.deepspeed_internals import Partition, empty
 from ulysses.zero.reduce import GradientReduction
 
 AHEAD = 2  # layers that the host may run ahead of the GPU
@@ -26,15 +26,14 @@ AHEAD = 2  # layers that the host may run ahead of the GPU
 class _RunAhead:
     """Keep the host from issuing gathers far ahead of the computation: gathered layers would fill the memory."""
 
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
+    def __init__(self) -> None:
         self.events: deque[torch.cuda.Event] = deque()
 
     def __call__(self, *_: Any) -> None:
         event = torch.cuda.Event()
         event.record()
         self.events.append(event)
-        if len(self.events) > self.layers:
+        if len(self.events) > AHEAD:
             self.events.popleft().synchronize()
 
 
@@ -59,102 +58,89 @@ class ZeroEngine:
         reduce_between: torch.dtype = torch.float32,
         node_size: int | None = None,
     ) -> None:
-        present = [c for c in leaf_modules if any(type(m) is c for m in model.modules())]
-        if present:
-            deepspeed.utils.set_z3_leaf_modules(model, present)
+        units = [module for module in model.modules() if type(module) in leaf_modules]
+        if units:
+            deepspeed.utils.set_z3_leaf_modules(model, list(dict.fromkeys(map(type, units))))
             if torch.cuda.is_available():
-                ahead = _RunAhead(AHEAD)
-                for module in model.modules():
-                    if type(module) in present:
-                        module.register_forward_pre_hook(ahead)
+                ahead = _RunAhead()
+                for unit in units:
+                    unit.register_forward_pre_hook(ahead)
         self.names = {id(p): n for n, p in model.named_parameters()}
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        self.module: nn.Module = self.engine.module
-        self.trainable = optimizer is not None
-        self.zero = self.engine.optimizer
-        self.device = torch.device(self.engine.device)
-        if self.trainable:
-            check_deepspeed(self.zero)
-            # DeepSpeed learns the order in which modules run, to gather ahead and to know what may stay gathered. Passes without
-            # a backward half have an order of their own: in one with the others, neither would ever be learnt.
-            self.forward_only = copy.copy(self.zero.parameter_offload.param_coordinator)
-            self.forward_only._clear_trace_structures()
-            slices = {parameter: grad for _, parameter, _, grad in rank_slices(self.zero)}
-            units = [m for m in model.modules() if type(m) in present]
-            bucket = config["zero_optimization"]["reduce_bucket_size"]
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.module: nn.Module = self._engine.module
+        self.device = torch.device(self._engine.device)
+        self.optimizer = optimizer
+        self.partition: Partition | None = None
+        if optimizer is not None:
+            self.partition = Partition(self._engine, self.names)
             self.reduction = GradientReduction(
-                slices,
+                self.partition.slices,
                 units,
                 self.device,
-                bucket=bucket,
+                bucket=config["zero_optimization"]["reduce_bucket_size"],
                 between=reduce_between,
                 node_size=node_size,
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
-        if not self.trainable:
+        if self.partition is None:
             return self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            return self.engine(*args, **kwargs)
-        offload = self.zero.parameter_offload
-        training, offload.param_coordinator = offload.param_coordinator, self.forward_only
-        try:
+            return self._engine(*args, **kwargs)
+        with self.partition.forward_only():
             return self.module(*args, **kwargs)
-        finally:
-            offload.param_coordinator = training
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+    def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate an already scaled loss; `last` marks the step's last micro-batch."""
-        self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss, scale_wrt_gas=False)
         self.reduction.finish()
 
     def gradients(self) -> Gradients:
-        """Return the view on the reduced gradient of the whole step, valid between the last backward and `step`."""
-        self.reduction.wait()
-        return zero_gradients(self.zero, self.names, self.device)
+        """Return a view of the whole step's reduced gradient, valid between the last backward and `step`.
 
-    @torch.no_grad()
-    def step(self, learning_rates: list[float]) -> None:
-        """Update the weights with one learning rate per parameter group.
+        It shows this rank's float32 slices. What is written to them is what the optimizer reads.
 
-        The sequence of DeepSpeed's own step without its norm and overflow passes: our gradient policies have
-        looked at, checked and clipped the gradient already.
+        Raises:
+            RuntimeError: if a trained parameter received no gradient in this step, naming it.
         """
-        zero = self.zero
-        for group, lr in zip(zero.optimizer.param_groups, learning_rates, strict=True):
+        partition = self.partition
+        assert partition is not None
+        self.reduction.wait()
+        entries = []
+        for s in partition.slices:
+            weight = partition.masters[s.group].detach().narrow(0, s.offset, s.length)
+            entries.append(
+                GradientSlice(
+                    name=s.name, shape=s.shape, numel=s.numel, grad=s.gradient, start=s.start,
+                    group=partition.scope(s.group), weight=weight,
+                )
+            )  # fmt: skip
+        return Gradients(entries, self._all_reduce)
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        moved = tensor.to(self.device)
+        dist.all_reduce(moved, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX)
+        return moved.to(tensor.device)
+
+    def step(self, learning_rates: list[float]) -> None:
+        """Update the weights with one learning rate per parameter group."""
+        assert self.partition is not None and self.optimizer is not None
+        for group, lr in zip(self.optimizer.param_groups, learning_rates, strict=True):
             group["lr"] = lr
-        zero._pre_step()
-        zero._partition_all_parameters()
-        if not zero.offload_optimizer:
-            zero.zero_grad(set_to_none=True)
-        offset = 0
-        for index, master in enumerate(zero.fp32_partitioned_groups_flat):
-            if (
-                not zero.offload_optimizer
-            ):  # the slices of a sub-group lie side by side in one buffer: no copy is needed
-                master.grad = zero.grad_partitions_flat_buffer.narrow(0, offset, master.numel())
-                offset += master.numel()
-            zero._optimizer_step(index)
-            zero._reassign_or_swap_out_partitioned_parameters(index)
-            if not zero.offload_optimizer:
-                master.grad = None
+        self.partition.update()
         self.reduction.forget()
-        zero._post_step(set())
-        self.engine.global_steps += 1
 
     def skip_step(self) -> None:
         """Drop the accumulated gradient without touching the weights."""
+        assert self.partition is not None
         self.reduction.forget()
-        self.zero._pre_step()
-        self.zero.zero_grad(set_to_none=True)
-        if self.zero.offload_optimizer:
-            self.zero.reset_cpu_buffers()
+        self.partition.drop_gradients()
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Evaluation mode without gradients; restores the training mode."""
+        """Run what follows in evaluation mode without gradients; restores the training mode."""
         was_training = self.module.training
         self.module.eval()
         try:
@@ -164,30 +150,7 @@ class ZeroEngine:
             self.module.train(was_training)
 
     def destroy(self) -> None:
-        """Remove DeepSpeed's hooks and give all memory back; nothing of the engine may be used afterwards.
-
-        DeepSpeed's own tables refer to the model as long as the process lives, so its tensors are emptied.
-        """
-        if self.trainable:
+        """Give all memory back; nothing of the engine may be used afterwards."""
+        if self.partition is not None:
             self.reduction.close()
-        self.engine.destroy()
-        held = [
-            t
-            for p in self.module.parameters()
-            for t in (p.data, p.grad, getattr(p, "ds_tensor", None))
-        ]
-        if self.trainable:
-            zero = self.zero
-            held += [
-                *zero.fp32_partitioned_groups_flat,
-                *(f.grad for f in zero.fp32_partitioned_groups_flat),
-            ]
-            held += [
-                *zero.fp16_partitioned_groups_flat,
-                *getattr(zero, "param_groups_fp16_flat_cpu_memory", []),
-            ]
-            held += [getattr(zero, "grad_partitions_flat_buffer", None)]
-            held += [value for state in zero.optimizer.state.values() for value in state.values()]
-        for tensor in held:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().resizable():
-                tensor.untyped_storage().resize_(0)
+        empty(self._engine, self.module, self.partition)

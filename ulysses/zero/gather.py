@@ -1,48 +1,74 @@
-"""Whole weights on every rank for a while: what a sampler reads without hooks and without collectives."""
+"""Whole weights out of their slices: one module at a time for an export, all at once for a sampler."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ulysses.zero.construct import streaming_memory
+from ulysses.zero.deepspeed_internals import whole_bytes
 from ulysses.zero.engine import ZeroEngine
 
 RESERVE = 0.05  # of the free memory, for what sampling itself allocates
 
 
+def full_parameters(
+    engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the name and the whole value of every wanted parameter in the model's order; values on rank 0 only, in host memory.
+
+    All ranks must iterate together. No rank ever holds more than one module's parameters.
+    """
+    main = dist.get_rank() == 0
+    seen: set[int] = set()
+    with streaming_memory():
+        for module in engine.module.modules():
+            own = {
+                engine.names[id(p)]: p
+                for p in module.parameters(recurse=False)
+                if id(p) not in seen and wanted(engine.names[id(p)])
+            }
+            if not own:
+                continue
+            seen |= {id(p) for p in own.values()}
+            with deepspeed.zero.GatheredParameters(list(own.values())), torch.no_grad():
+                copies = [
+                    (n, p.detach().to("cpu", copy=True) if main else None) for n, p in own.items()
+                ]
+            yield from copies
+
+
 @contextmanager
 def gathered_weights(
     engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 0
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Gather the parameters whose name begins with `prefix` and give them by the rest of their name; read only.
+) -> Iterator[dict[str, Tensor]]:
+    """Gather the parameters whose names begin with `prefix`, keyed by the rest of their names; read only.
 
-    All ranks enter and leave together and need no lockstep in between. `more_bytes`: what the caller will allocate
-    besides.
+    A sampler reads them without hooks and without collectives: all ranks enter and leave together, and need no lockstep in
+    between. `more_bytes` is what the caller will allocate meanwhile.
 
     Raises:
         ValueError: on every rank, if the free memory of any rank cannot hold them, with the sizes.
     """
-    chosen = [(engine.names[id(p)], p) for p in engine.module.parameters()]
-    chosen = [(name.removeprefix(prefix), p) for name, p in chosen if name.startswith(prefix)]
-    weights = sum(p.ds_numel * p.ds_tensor.element_size() for _, p in chosen)
-    free = free_bytes(engine.device)
-    least = torch.tensor(
-        float(free) * (1 - RESERVE) - more_bytes, dtype=torch.float64, device=engine.device
-    )
-    if dist.is_initialized():
-        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    named = [(engine.names[id(p)], p) for p in engine.module.parameters()]
+    chosen = {name.removeprefix(prefix): p for name, p in named if name.startswith(prefix)}
+    weights = sum(map(whole_bytes, chosen.values()))
+    free = free_bytes(engine.device) * (1 - RESERVE) - more_bytes
+    least = torch.tensor(free, dtype=torch.float64, device=engine.device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
     if float(least) < weights:
         raise ValueError(
-            f"the whole model takes {weights / 2**30:.2f} GiB and the sampler {more_bytes / 2**30:.2f} GiB for its "
-            f"cache, but a process has only {(float(least) + more_bytes) / 2**30:.2f} GiB to spare; lower "
-            "ppo.generation_batch or ppo.max_new_tokens, or free memory (memory.offload_optimizer, more GPUs)"
+            f"the whole model takes {weights / 2**30:.2f} GiB and the sampler's cache {more_bytes / 2**30:.2f} GiB, but a "
+            f"process has only {(float(least) + more_bytes) / 2**30:.2f} GiB to spare; lower ppo.generation_batch or "
+            "ppo.max_new_tokens, or free memory (memory.offload_optimizer, more GPUs)"
         )
-    with deepspeed.zero.GatheredParameters([p for _, p in chosen]):
-        yield {name: p.data for name, p in chosen}
+    with deepspeed.zero.GatheredParameters(list(chosen.values())):
+        yield {name: p.data for name, p in chosen.items()}
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,17 +1,15 @@
-"""Sum gradients over all ranks into each rank's float32 slices, while the backward pass goes on.
+"""Average gradients over all ranks into each rank's float32 slices, while the backward pass goes on.
 
     a unit's backward ends    its gradients are whole, in the weights' dtype
-      inside a node           all-to-all: each rank receives every peer's copy of the slices it answers for
-                              float32 sum over these copies, in the order of the ranks
-      between nodes           reduce-scatter of the sums, each rank with those of its place in the other nodes
-    small gradients           wait for company, then one float32 all-reduce
+      inside a node           all-to-all: each rank receives every peer's copy of the slices it is responsible for,
+                              and adds these copies in float32, in the order of the ranks
+      between nodes           reduce-scatter of the sums among the ranks that have the same place in their nodes
+    small gradients           are collected and travel in one float32 all-reduce
     result                    divided by the world size, written to the slice (first micro-batch) or added to it
 
-In bfloat16 half the bytes of a float32 reduce-scatter travel, without its float32 copy of every gradient, and nothing is
-rounded that a float32 sum would not round: a bfloat16 reduce-scatter rounds at every hop. Between nodes the partial sums
-travel in float32 or `between`.
-
-DeepSpeed leaves gradients alone whose parameter says `ds_grad_is_ready = False`, its own word for "not yet".
+In bfloat16 this sends half the bytes of a float32 reduce-scatter and needs no float32 copy of every gradient. It rounds
+nothing that a float32 sum would not round, while a bfloat16 reduce-scatter rounds at every hop. Between nodes the partial
+sums travel in float32 or `between`.
 
 W = N nodes x L ranks, rank = node * L + place; slice r of a parameter belongs to rank r.
 """
@@ -27,25 +25,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IN_FLIGHT = (
-    4  # units whose gradients wait for their reduction, and take memory, before the host waits too
-)
+from ulysses.zero.deepspeed_internals import ParameterSlice, leave_gradients_alone
+
+# Units whose gradients wait for their reduction, and take memory, before the host waits too.
+IN_FLIGHT = 4
 
 
 class GradientReduction:
-    """Take every gradient as it appears; one object per trained engine, all ranks make it together.
+    """Take every gradient as soon as it is complete; one object per trained engine, made by all ranks together.
 
     Args:
-        slices: parameter -> this rank's float32 slice without padding, on the GPU or in (pinned) host memory.
+        slices: of all trained parameters, their gradients on the GPU or in (pinned) host memory.
         units: modules whose parameters' gradients are complete when the module's backward is.
-        bucket: gradients with fewer elements travel together, in float32 all-reduces of about as many.
+        device: of the model.
+        bucket: gradients with fewer elements travel together, in float32 all-reduces of about so many elements.
         between: dtype of the sums that travel between nodes.
         node_size: L; None asks the launcher's LOCAL_WORLD_SIZE.
     """
 
     def __init__(
         self,
-        slices: dict[nn.Parameter, Tensor],
+        slices: Iterable[ParameterSlice],
         units: Iterable[nn.Module],
         device: torch.device,
         *,
@@ -53,19 +53,21 @@ class GradientReduction:
         between: torch.dtype = torch.float32,
         node_size: int | None = None,
     ) -> None:
-        self._slices, self._between, self._bucket = slices, between, bucket
-        self._on_host = any(not s.is_cuda for s in slices.values())
+        self._slices = {s.parameter: s for s in slices}
+        self._between, self._bucket = between, bucket
+        self._on_host = any(not s.gradient.is_cuda for s in self._slices.values())
         self._world, self._rank = dist.get_world_size(), dist.get_rank()
         self._make_groups(_node_size() if node_size is None else node_size)
-        # at high priority reductions start at the next kernel boundary instead of behind all queued products
+        # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix products.
         self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None
         self._events: deque[torch.cuda.Event] = deque()
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []
         self._written: set[nn.Parameter] = set()
         self._hooks: list[Any] = []
-        alone = dict.fromkeys(slices)
+        leave_gradients_alone(self._slices)
+        alone = dict.fromkeys(self._slices)
         for unit in units:
-            inside = [p for p in unit.parameters() if p in slices]
+            inside = [p for p in unit.parameters() if p in self._slices]
             self._hooks.append(
                 unit.register_full_backward_hook(lambda *_, inside=inside: self._take(inside))
             )
@@ -73,11 +75,9 @@ class GradientReduction:
                 alone.pop(p, None)
         for p in alone:
             self._hooks.append(p.register_post_accumulate_grad_hook(lambda p: self._take([p])))
-        for p in slices:
-            p.ds_grad_is_ready = False  # type: ignore[attr-defined]
 
     def _make_groups(self, node_size: int) -> None:
-        """Make communicators of our own: in the default one reductions and gathers would wait for each other."""
+        """Make communicators of our own: in a common one, reductions and gathers of weights would wait for each other."""
         world, L = self._world, node_size
         self._nodes = world // L
         self._inside = self._across = self._all = None
@@ -94,21 +94,28 @@ class GradientReduction:
                 self._across = group if place == self._rank % L else self._across
 
     def finish(self) -> None:
-        """Send what still waits for company; call it after each backward pass."""
+        """Send the small gradients that are still collected; call it after each backward pass."""
         if self._waiting:
-            with self._beside():
+            with self._on_stream():
                 self._send_waiting()
 
     def wait(self) -> None:
-        """Let the current stream (for host memory: the host) wait for all sums; slices without a gradient become zero."""
+        """Let the current stream (for host memory: the host) wait for all sums of the step.
+
+        Raises:
+            RuntimeError: if a parameter received no gradient since the last `forget`, naming it. Every stage gives every
+                trained parameter a gradient in every micro-batch, so something else has taken it.
+        """
+        missing = [s.name for p, s in self._slices.items() if p not in self._written]
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} of {len(self._slices)} trained parameters received no gradient in this step, the first is "
+                f"{missing[0]}; freeze what the loss does not use, and use the DeepSpeed version that pyproject.toml names"
+            )
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             if self._on_host:
                 self._stream.synchronize()
-        for parameter, target in self._slices.items():
-            if parameter not in self._written:
-                target.zero_()
-                self._written.add(parameter)
 
     def forget(self) -> None:
         """Begin a new step: the next gradients replace what the slices hold."""
@@ -122,8 +129,8 @@ class GradientReduction:
         self._slices, self._waiting = {}, []
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take the gradients that parameters have now: large ones are reduced at once, small ones when there are enough."""
-        with self._beside() as stream:
+        """Take the gradients that parameters have now: reduce large ones at once, small ones when there are enough."""
+        with self._on_stream() as stream:
             for parameter in parameters:
                 grad, parameter.grad = parameter.grad, None
                 if grad is None:
@@ -138,8 +145,8 @@ class GradientReduction:
                 self._send_waiting()
 
     @contextmanager
-    def _beside(self) -> Iterator[torch.cuda.Stream | None]:
-        """Work on the reductions' stream, behind what the current one was given so far."""
+    def _on_stream(self) -> Iterator[torch.cuda.Stream | None]:
+        """Work on the stream of the reductions, after everything queued on the current stream so far."""
         if self._stream is None:
             yield None
             return
@@ -152,8 +159,8 @@ class GradientReduction:
 
     @torch.no_grad()
     def _summed(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
-        """Return the float32 sum over all ranks of this rank's slice of a whole gradient (alone: the gradient)."""
-        W, size, numel = self._world, _slice_size(parameter), flat.numel()
+        """Return this rank's slice of a whole gradient, summed over all ranks in float32 (one rank: as it is)."""
+        W, size, numel = self._world, self._slices[parameter].size, flat.numel()
         sizes = [max(0, min(size, numel - r * size)) for r in range(W)]
         own = sizes[self._rank]
         if W == 1:
@@ -178,7 +185,7 @@ class GradientReduction:
 
     @torch.no_grad()
     def _send_waiting(self) -> None:
-        """Sum the small gradients that wait, whole, in one float32 all-reduce."""
+        """Sum the collected small gradients, whole, in one float32 all-reduce."""
         waiting, self._waiting = self._waiting, []
         flat = torch.cat([grad.reshape(-1).float() for _, grad in waiting])
         if self._world > 1:
@@ -186,13 +193,13 @@ class GradientReduction:
         for (parameter, _), whole in zip(
             waiting, flat.split([grad.numel() for _, grad in waiting]), strict=True
         ):
-            start = min(self._rank * _slice_size(parameter), whole.numel())
-            self._store(parameter, whole.narrow(0, start, self._slices[parameter].numel()))
+            own = self._slices[parameter]
+            self._store(parameter, whole.narrow(0, own.start, own.length))
 
     @torch.no_grad()
     def _store(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Write or add this rank's part of a sum, divided by the world size, to its slice."""
-        target = self._slices[parameter]
+        target = self._slices[parameter].gradient
         first, share = parameter not in self._written, 1 / self._world
         self._written.add(parameter)
         if target.device == total.device:
@@ -208,13 +215,8 @@ class GradientReduction:
         )
 
 
-def _slice_size(parameter: Any) -> int:
-    """Return the elements of every rank's slice, padding included."""
-    return int(parameter.partition_numel())
-
-
 def _node_size() -> int:
-    """Return L as the launcher gave it, or the world size where nodes differ or ranks are not numbered node by node."""
+    """Return L as the launcher says, or the world size if nodes differ in size or ranks are not numbered node by node."""
     world, rank = dist.get_world_size(), dist.get_rank()
     size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     place = int(os.environ.get("LOCAL_RANK", rank % size))

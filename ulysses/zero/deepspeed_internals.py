@@ -1,0 +1,200 @@
+"""Everything the engine uses of DeepSpeed beyond its documented interface, each use with its reason.
+
+    parameter p, n elements    cut into W equal flat slices, the last ones padded with zeros; rank r owns slice r
+    sub-group                  parameters whose slices lie one after the other in one flat float32 tensor, its master weights
+
+Nothing else in this repository touches these attributes. They may change with any release, so pyproject.toml pins the version
+they were tested with, and `canary.py` tries all of them on a tiny model before a run builds its own.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+TESTED = "0.19.8"
+
+
+class ParameterSlice(NamedTuple):
+    """This rank's part of one trained parameter: elements [start, start + length) of the flattened parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]  # of the whole parameter
+    numel: int
+    size: int  # elements of every rank's slice, padding included
+    start: int
+    length: int
+    group: int  # its sub-group
+    offset: int  # of the slice in the sub-group's flat tensors
+    gradient: Tensor  # float32 [length]: what the optimizer reads
+
+
+def skip_compiled_collective() -> None:
+    """Keep DeepSpeed from compiling a collective for CPUs with the host's compiler; gloo does the same work.
+
+    The build takes half a minute, and a killed one leaves a lock that every later run waits for.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def gathered_in_place(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration for `zero.Init` whose parameters are each gathered straight into their own memory.
+
+    DeepSpeed's coalesced gather copies every layer once more between the gather and its first use. Only the parameters
+    may read this setting: an engine that reads it stops gathering ahead.
+    """
+    zero = {**config["zero_optimization"], "stage3_allgather_sequential": True}
+    return {**config, "zero_optimization": zero}
+
+
+def own_slice(parameter: Any) -> tuple[Tensor, int, int]:
+    """Return this rank's flat slice, padding included, and the range of the flattened parameter that it holds."""
+    size, numel = parameter.partition_numel(), parameter.ds_numel
+    start = min(dist.get_rank() * size, numel)
+    return parameter.ds_tensor.view(-1), start, min(start + size, numel)
+
+
+def whole_shape(parameter: Any) -> torch.Size:
+    """Return the shape of the whole parameter; between its uses a partitioned parameter is empty itself."""
+    return parameter.ds_shape
+
+
+def whole_bytes(parameter: Any) -> int:
+    """Return the bytes that the whole parameter takes."""
+    return parameter.ds_numel * parameter.ds_tensor.element_size()
+
+
+def leave_gradients_alone(parameters: Iterable[nn.Parameter]) -> None:
+    """Keep DeepSpeed from reducing these gradients: `ds_grad_is_ready = False` is its own word for "not yet".
+
+    Its hooks still run. Those of leaf modules come before ours, because the engine registers its own later, and fill in
+    zeros where a parameter of the module has no gradient.
+    """
+    for parameter in parameters:
+        parameter.ds_grad_is_ready = False  # type: ignore[attr-defined]
+
+
+class Partition:
+    """One rank's float32 master weights, gradients and optimizer state, as DeepSpeed's ZeRO-3 optimizer lays them out.
+
+    Args:
+        engine: what `deepspeed.initialize` returned for a trained model.
+        names: parameter names by id().
+    """
+
+    def __init__(self, engine: Any, names: dict[int, str]) -> None:
+        self._engine, self._zero = engine, engine.optimizer
+        self.on_host: bool = self._zero.offload_optimizer
+        self.masters: list[Tensor] = self._zero.fp32_partitioned_groups_flat
+        self.slices = list(self._slices(names))
+        # DeepSpeed learns in which order the modules run, to gather ahead and to know what may stay gathered. Passes without a
+        # backward half have an order of their own: if one coordinator saw both kinds, it would never learn either order.
+        self._forward_only = copy.copy(self._zero.parameter_offload.param_coordinator)
+        self._forward_only._clear_trace_structures()
+
+    def _slices(self, names: dict[int, str]) -> Iterator[ParameterSlice]:
+        for group, parameters in enumerate(self._zero.fp16_groups):
+            flat, offset = self.gradient(group), 0
+            for p in parameters:
+                _, start, stop = own_slice(p)
+                size, length = p.partition_numel(), stop - start
+                gradient = flat.narrow(0, offset, length)
+                shape = tuple(whole_shape(p))
+                yield ParameterSlice(
+                    names[id(p)], p, shape, p.ds_numel, size, start, length, group, offset, gradient
+                )
+                offset += size
+
+    def gradient(self, group: int) -> Tensor:
+        """Return the flat float32 gradient of a sub-group, which lies where its master weights do."""
+        if self.on_host:
+            return self.masters[group].grad
+        before = sum(master.numel() for master in self.masters[:group])
+        buffer = self._zero.grad_partitions_flat_buffer
+        return buffer.narrow(0, before, self.masters[group].numel())
+
+    def scope(self, group: int) -> str:
+        """Return the scope of a sub-group's parameters, as the optimizer's parameter group names it."""
+        index = self._zero.sub_group_to_group_id[group]
+        return self._zero.optimizer.param_groups[index].get("scope", "default")
+
+    @contextmanager
+    def forward_only(self) -> Iterator[None]:
+        """Gather weights for a pass without a backward half, in the order learnt from such passes."""
+        offload = self._zero.parameter_offload
+        training, offload.param_coordinator = offload.param_coordinator, self._forward_only
+        try:
+            yield
+        finally:
+            offload.param_coordinator = training
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Let the optimizer step and give the new weights to the model.
+
+        These are the parts of DeepSpeed's own step without its norm and its search for overflows, which would read every
+        gradient twice more: the gradient policies have looked at the gradient, checked it and clipped it already.
+        """
+        zero = self._zero
+        zero._pre_step()
+        zero._partition_all_parameters()
+        if not self.on_host:
+            zero.zero_grad(set_to_none=True)
+        for group, master in enumerate(self.masters):
+            if not self.on_host:
+                master.grad = self.gradient(group)  # a view: no copy is needed
+            zero._optimizer_step(group)
+            zero._reassign_or_swap_out_partitioned_parameters(group)
+            if not self.on_host:
+                master.grad = None
+        zero._post_step(set())  # gathers the small parameters that are kept whole
+        self._engine.global_steps += 1
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give master weights that were changed from outside to the model."""
+        self._zero._partition_all_parameters()
+        for group in range(len(self.masters)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)
+        self._zero._post_step(set())
+
+    def drop_gradients(self) -> None:
+        """Begin the next step without an update."""
+        self._zero._pre_step()
+        self._zero.zero_grad(set_to_none=True)
+        if self.on_host:
+            self._zero.reset_cpu_buffers()
+
+    def tensors(self) -> Iterator[Any]:
+        """Yield everything that takes memory for training."""
+        zero = self._zero
+        yield from self.masters
+        yield from (master.grad for master in self.masters)
+        yield from zero.fp16_partitioned_groups_flat
+        yield from getattr(zero, "param_groups_fp16_flat_cpu_memory", [])
+        yield getattr(zero, "grad_partitions_flat_buffer", None)
+        for state in self._zero.optimizer.state.values():
+            yield from state.values()
+
+
+def empty(engine: Any, module: nn.Module, partition: Partition | None) -> None:
+    """Remove DeepSpeed's hooks and free the model's memory; nothing of it may be used afterwards.
+
+    DeepSpeed's own tables refer to the model as long as the process lives, so its tensors are emptied.
+    """
+    engine.destroy()
+    tensors = [
+        t for p in module.parameters() for t in (p.data, p.grad, getattr(p, "ds_tensor", None))
+    ]
+    if partition is not None:
+        tensors += partition.tensors()
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.untyped_storage().resizable():
+            tensor.untyped_storage().resize_(0)
