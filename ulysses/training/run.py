@@ -41,6 +41,7 @@ from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.section import ConfigError
 from ulysses.training.trainer import Trainer
+from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import end_distributed, initialize_distributed
 
 
@@ -89,6 +90,7 @@ class TrainingRun:
                 self.config.parallel.sequence_parallel_size, num_heads=self.plan.num_heads
             )
             self._prove_kernel()
+            check_deepspeed(self.device)
             self._prepare_folder()
             self._build()
         except BaseException as error:

@@ -73,9 +73,10 @@ def end_distributed() -> None:
 def streaming_memory() -> Iterator[None]:
     """Return every block above 1 MiB to the system as soon as it is freed, while weights stream through host memory.
 
-    glibc raises the size from which it asks the system for memory, and later returns it, with every large block that is
-    freed, up to 32 MiB. Parameters that pass one by one would then leave holes in the heap that nobody uses and the
-    process keeps. Afterwards glibc's usual, faster reuse is back. Does nothing without glibc.
+    glibc raises the size from which it asks the system for memory, and later returns it, with every large
+    block that is freed, up to 32 MiB. Parameters that pass one by one would then leave holes in the heap that
+    nobody uses and the process keeps. Afterwards glibc's usual, faster reuse is back. Does nothing without
+    glibc.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

@@ -1,10 +1,12 @@
 """Everything the engine uses of DeepSpeed beyond its documented interface, each use with its reason.
 
-    parameter p, n elements    cut into W equal flat slices, the last ones padded with zeros; rank r owns slice r
-    sub-group                  parameters whose slices lie one after the other in one flat float32 tensor, its master weights
+    parameter p, n elements    cut into W equal flat slices, the last ones padded with zeros; rank r owns
+    slice r sub-group                  parameters whose slices lie one after the other in one flat float32
+    tensor, its master weights
 
-Nothing else in this repository touches these attributes. They may change with any release, so pyproject.toml pins the version
-they were tested with, and `canary.py` tries all of them on a tiny model before a run builds its own.
+Nothing else in this repository touches these attributes. They may change with any release, so pyproject.toml
+pins the version they were tested with, and `canary.py` tries all of them on a tiny model before a run builds
+its own.
 """
 
 import copy
@@ -47,8 +49,8 @@ def skip_compiled_collective() -> None:
 def gathered_in_place(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration for `zero.Init` whose parameters are each gathered straight into their own memory.
 
-    DeepSpeed's coalesced gather copies every layer once more between the gather and its first use. Only the parameters
-    may read this setting: an engine that reads it stops gathering ahead.
+    DeepSpeed's coalesced gather copies every layer once more between the gather and its first use. Only the
+    parameters may read this setting: an engine that reads it stops gathering ahead.
     """
     zero = {**config["zero_optimization"], "stage3_allgather_sequential": True}
     return {**config, "zero_optimization": zero}
@@ -74,8 +76,8 @@ def whole_bytes(parameter: Any) -> int:
 def leave_gradients_alone(parameters: Iterable[nn.Parameter]) -> None:
     """Keep DeepSpeed from reducing these gradients: `ds_grad_is_ready = False` is its own word for "not yet".
 
-    Its hooks still run. Those of leaf modules come before ours, because the engine registers its own later, and fill in
-    zeros where a parameter of the module has no gradient.
+    Its hooks still run. Those of leaf modules come before ours, because the engine registers its own later,
+    and fill in zeros where a parameter of the module has no gradient.
     """
     for parameter in parameters:
         parameter.ds_grad_is_ready = False  # type: ignore[attr-defined]
@@ -94,8 +96,9 @@ class Partition:
         self.on_host: bool = self._zero.offload_optimizer
         self.masters: list[Tensor] = self._zero.fp32_partitioned_groups_flat
         self.slices = list(self._slices(names))
-        # DeepSpeed learns in which order the modules run, to gather ahead and to know what may stay gathered. Passes without a
-        # backward half have an order of their own: if one coordinator saw both kinds, it would never learn either order.
+        # DeepSpeed learns in which order the modules run, to gather ahead and to know what may stay gathered.
+        # Passes without a backward half have an order of their own: if one coordinator saw both kinds, it
+        # would never learn either order.
         self._forward_only = copy.copy(self._zero.parameter_offload.param_coordinator)
         self._forward_only._clear_trace_structures()
 
@@ -139,8 +142,9 @@ class Partition:
     def update(self) -> None:
         """Let the optimizer step and give the new weights to the model.
 
-        These are the parts of DeepSpeed's own step without its norm and its search for overflows, which would read every
-        gradient twice more: the gradient policies have looked at the gradient, checked it and clipped it already.
+        These are the parts of DeepSpeed's own step without its norm and its search for overflows, which would
+        read every gradient twice more: the gradient policies have looked at the gradient, checked it and
+        clipped it already.
         """
         zero = self._zero
         zero._pre_step()

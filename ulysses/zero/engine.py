@@ -3,7 +3,8 @@
     forward(batch) -> backward(loss, last) ... -> gradients() -> step(lr)
     all-gather        reduce.py: averages, fp32    policies        AdamW on this rank's slices
 
-DeepSpeed gathers and releases the weights. It knows nothing of sequence parallelism, and the engine reduces the gradients.
+DeepSpeed gathers and releases the weights. It knows nothing of sequence parallelism, and the engine reduces
+the gradients.
 """
 
 from collections import deque
@@ -44,7 +45,8 @@ class ZeroEngine:
         model: built by `build_partitioned` (or any module; DeepSpeed then partitions it).
         config: from ulysses.zero.settings.derive.
         optimizer: a torch optimizer over the trainable parameters, or None for a frozen model.
-        leaf_modules: module classes whose parameters are gathered and reduced as one unit (one hook instead of many).
+        leaf_modules: module classes whose parameters are gathered and reduced as one unit (one hook instead
+        of many).
         reduce_between: dtype in which sums of gradients travel between nodes.
         node_size: ranks of one node; None asks the launcher.
     """

@@ -49,8 +49,8 @@ def gathered_weights(
 ) -> Iterator[dict[str, Tensor]]:
     """Gather the parameters whose names begin with `prefix`, keyed by the rest of their names; read only.
 
-    A sampler reads them without hooks and without collectives: all ranks enter and leave together, and need no lockstep in
-    between. `more_bytes` is what the caller will allocate meanwhile.
+    A sampler reads them without hooks and without collectives: all ranks enter and leave together, and need
+    no lockstep in between. `more_bytes` is what the caller will allocate meanwhile.
 
     Raises:
         ValueError: on every rank, if the free memory of any rank cannot hold them, with the sizes.

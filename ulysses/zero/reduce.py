@@ -7,9 +7,9 @@
     small gradients           are collected and travel in one float32 all-reduce
     result                    divided by the world size, written to the slice (first micro-batch) or added to it
 
-In bfloat16 this sends half the bytes of a float32 reduce-scatter and needs no float32 copy of every gradient. It rounds
-nothing that a float32 sum would not round, while a bfloat16 reduce-scatter rounds at every hop. Between nodes the partial
-sums travel in float32 or `between`.
+In bfloat16 this sends half the bytes of a float32 reduce-scatter and needs no float32 copy of every gradient.
+It rounds nothing that a float32 sum would not round, while a bfloat16 reduce-scatter rounds at every hop.
+Between nodes the partial sums travel in float32 or `between`.
 
 W = N nodes x L ranks, rank = node * L + place; slice r of a parameter belongs to rank r.
 """
@@ -58,7 +58,8 @@ class GradientReduction:
         self._on_host = any(not s.gradient.is_cuda for s in self._slices.values())
         self._world, self._rank = dist.get_world_size(), dist.get_rank()
         self._make_groups(_node_size() if node_size is None else node_size)
-        # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix products.
+        # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix
+        # products.
         self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None
         self._events: deque[torch.cuda.Event] = deque()
         self._waiting: list[tuple[nn.Parameter, Tensor]] = []
@@ -83,15 +84,11 @@ class GradientReduction:
         self._inside = self._across = self._all = None
         if world == 1:
             return
-        self._all = dist.new_group(list(range(world)))
-        self._inside = self._all
-        if self._nodes > 1:
-            for node in range(self._nodes):  # every rank makes every group, in the same order
-                group = dist.new_group(list(range(node * L, node * L + L)))
-                self._inside = group if node == self._rank // L else self._inside
-            for place in range(L):
-                group = dist.new_group(list(range(place, world, L)))
-                self._across = group if place == self._rank % L else self._across
+        self._inside = self._all = dist.new_group()
+        if self._nodes > 1:  # every rank makes every group, in the same order
+            nodes = [list(range(node * L, node * L + L)) for node in range(self._nodes)]
+            self._inside, _ = dist.new_subgroups_by_enumeration(nodes)
+            self._across, _ = dist.new_subgroups_by_enumeration([list(g) for g in zip(*nodes)])
 
     def finish(self) -> None:
         """Send the small gradients that are still collected; call it after each backward pass."""
@@ -103,7 +100,8 @@ class GradientReduction:
         """Let the current stream (for host memory: the host) wait for all sums of the step.
 
         Raises:
-            RuntimeError: if a parameter received no gradient since the last `forget`, naming it. Every stage gives every
+            RuntimeError: if a parameter received no gradient since the last `forget`, naming it. Every stage
+            gives every
                 trained parameter a gradient in every micro-batch, so something else has taken it.
         """
         missing = [s.name for p, s in self._slices.items() if p not in self._written]
@@ -122,11 +120,14 @@ class GradientReduction:
         self._written.clear()
         self._waiting.clear()
 
-    def close(self) -> None:
-        """Remove the hooks and give the slices back."""
+    def close(self, *, release: bool = False) -> None:
+        """Remove the hooks and forget the slices; `release` gives the communicators back too, all ranks together."""
         for hook in self._hooks:
             hook.remove()
         self._slices, self._waiting = {}, []
+        if release:
+            for group in {self._all, self._inside, self._across} - {None}:
+                dist.destroy_process_group(group)
 
     def _take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take the gradients that parameters have now: reduce large ones at once, small ones when there are enough."""

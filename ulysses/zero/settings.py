@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-# Keys that decide what the engine computes. Setting them from outside would break the gradient rule or the state layout.
+# Keys that decide what the engine computes. Setting them from outside would break the gradient rule or the
+# state layout.
 OWNED = {
     "train_batch_size": "batch.examples",
     "train_micro_batch_size_per_gpu": "batch.tokens_per_microbatch",
@@ -75,15 +76,16 @@ def derive(
         "reduce_bucket_size": 1 << 20,  # smaller gradients travel together (reduce.py)
         "stage3_prefetch_bucket_size": layer_matrices,
         "stage3_param_persistence_threshold": 100_000,
-        # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine itself keeps
-        # the host from running far ahead of the GPU.
+        # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine
+        # itself keeps the host from running far ahead of the GPU.
         "stage3_max_live_parameters": vocabulary_matrices + (4 + gathered_layers) * layer_matrices,
         # A layer is released unless fewer parameters than this come after it in the forward pass.
         "stage3_max_reuse_distance": gathered_layers * layer_matrices + head_matrices
         if gathered_layers
         else 0,
         "sub_group_size": int(1e9),
-        # Off: DeepSpeed would replace torch.nn.functional.linear in the whole process; our projections need no such help.
+        # Off: DeepSpeed would replace torch.nn.functional.linear in the whole process; our projections need
+        # no such help.
         "memory_efficient_linear": False,
     }
     if offload_optimizer:
