@@ -1,8 +1,8 @@
 """Try the installed DeepSpeed on a tiny model before a run builds its own.
 
-The engine uses much of DeepSpeed that is not documented (deepspeed_internals.py). A release that changed any
-of it could train on with wrong gradients. So a model of a few hundred weights takes one step through the real
-engine, and its gradients and new weights are compared with plain torch.
+The engine uses much of DeepSpeed that is not documented (deepspeed_internals.py). A release that changed any of it
+could train on with wrong gradients. So a model of a few hundred weights takes one step through the real engine, and
+its gradients and new weights are compared with plain torch.
 """
 
 import gc
@@ -63,8 +63,9 @@ def check_deepspeed(device: torch.device) -> None:
     Raises:
         RuntimeError: on every rank, naming the installed and the tested version.
     """
-    gc.freeze()  # DeepSpeed collects garbage whenever an engine starts: a third of a second over all that is
-    imported try:
+    # DeepSpeed collects garbage whenever an engine starts: a third of a second over all that has been imported.
+    gc.freeze()
+    try:
         error, reason = _worst_error(device), "its gradients or updates are wrong"
     except (
         AttributeError,
@@ -86,7 +87,7 @@ def check_deepspeed(device: torch.device) -> None:
 
 
 def _worst_error(device: torch.device) -> float:
-    """Take one step of two micro-batches and return the largest relative difference to plain torch on this rank's slices."""
+    """Take one step and return the largest relative difference to plain torch on this rank's slices."""
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = _Waves().slice(
         "x", None, 0, world * MICRO_BATCHES * ROWS * WIDTH, torch.float32, device

@@ -1,8 +1,7 @@
 """Everything the engine uses of DeepSpeed beyond its documented interface, each use with its reason.
 
-    parameter p, n elements    cut into W equal flat slices, the last ones padded with zeros; rank r owns
-    slice r sub-group                  parameters whose slices lie one after the other in one flat float32
-    tensor, its master weights
+    parameter    cut into as many equal flat slices as there are ranks, padded with zeros; rank r owns slice r
+    sub-group    parameters whose slices lie one after the other in one flat float32 tensor, its master weights
 
 Nothing else in this repository touches these attributes. They may change with any release, so pyproject.toml
 pins the version they were tested with, and `canary.py` tries all of them on a tiny model before a run builds

@@ -20,9 +20,10 @@ RESERVE = 0.05  # of the free memory, for what sampling itself allocates
 def full_parameters(
     engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the name and the whole value of every wanted parameter in the model's order; values on rank 0 only, in host memory.
+    """Yield the name and the whole value of every wanted parameter in the model's order.
 
-    All ranks must iterate together. No rank ever holds more than one module's parameters.
+    Values are in host memory and on rank 0 only; the others get None. All ranks must iterate together. No rank ever
+    holds more than one module's parameters.
     """
     main = dist.get_rank() == 0
     seen: set[int] = set()
@@ -63,9 +64,9 @@ def gathered_weights(
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     if float(least) < weights:
         raise ValueError(
-            f"the whole model takes {weights / 2**30:.2f} GiB and the sampler's cache {more_bytes / 2**30:.2f} GiB, but a "
-            f"process has only {(float(least) + more_bytes) / 2**30:.2f} GiB to spare; lower ppo.generation_batch or "
-            "ppo.max_new_tokens, or free memory (memory.offload_optimizer, more GPUs)"
+            f"the whole model takes {weights / 2**30:.2f} GiB and the sampler's cache {more_bytes / 2**30:.2f} GiB, "
+            f"but a process has only {(float(least) + more_bytes) / 2**30:.2f} GiB to spare; lower "
+            "ppo.generation_batch or ppo.max_new_tokens, or free memory (memory.offload_optimizer, more GPUs)"
         )
     with deepspeed.zero.GatheredParameters(list(chosen.values())):
         yield {name: p.data for name, p in chosen.items()}

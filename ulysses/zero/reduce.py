@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ulysses.zero.deepspeed_internals import ParameterSlice, leave_gradients_alone
+from ulysses.zero.deepspeed_internals import TESTED, ParameterSlice, leave_gradients_alone
 
 # Units whose gradients wait for their reduction, and take memory, before the host waits too.
 IN_FLIGHT = 4
@@ -78,7 +78,7 @@ class GradientReduction:
             self._hooks.append(p.register_post_accumulate_grad_hook(lambda p: self._take([p])))
 
     def _make_groups(self, node_size: int) -> None:
-        """Make communicators of our own: in a common one, reductions and gathers of weights would wait for each other."""
+        """Make communicators of our own: in a common one, reductions and gathers would wait for each other."""
         world, L = self._world, node_size
         self._nodes = world // L
         self._inside = self._across = self._all = None
@@ -100,15 +100,14 @@ class GradientReduction:
         """Let the current stream (for host memory: the host) wait for all sums of the step.
 
         Raises:
-            RuntimeError: if a parameter received no gradient since the last `forget`, naming it. Every stage
-            gives every
-                trained parameter a gradient in every micro-batch, so something else has taken it.
+            RuntimeError: if a parameter received no gradient since the last `forget`, naming it. Every stage gives
+                every trained parameter a gradient in every micro-batch, so something else must have taken it.
         """
         missing = [s.name for p, s in self._slices.items() if p not in self._written]
         if missing:
             raise RuntimeError(
-                f"{len(missing)} of {len(self._slices)} trained parameters received no gradient in this step, the first is "
-                f"{missing[0]}; freeze what the loss does not use, and use the DeepSpeed version that pyproject.toml names"
+                f"{len(missing)} of {len(self._slices)} trained parameters received no gradient in this step, the "
+                f"first is {missing[0]}; freeze what the loss does not use, and install deepspeed {TESTED}"
             )
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -121,7 +120,7 @@ class GradientReduction:
         self._waiting.clear()
 
     def close(self, *, release: bool = False) -> None:
-        """Remove the hooks and forget the slices; `release` gives the communicators back too, all ranks together."""
+        """Remove the hooks and forget the slices; `release` gives the communicators back too (all ranks together)."""
         for hook in self._hooks:
             hook.remove()
         self._slices, self._waiting = {}, []
@@ -217,7 +216,7 @@ class GradientReduction:
 
 
 def _node_size() -> int:
-    """Return L as the launcher says, or the world size if nodes differ in size or ranks are not numbered node by node."""
+    """Return L as the launcher says, or the world size if nodes differ or ranks are not numbered node by node."""
     world, rank = dist.get_world_size(), dist.get_rank()
     size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     place = int(os.environ.get("LOCAL_RANK", rank % size))

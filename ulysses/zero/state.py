@@ -140,6 +140,6 @@ def _check_same_parameters(engine: "ZeroEngine", saved: SavedSlices) -> None:
     for name in [*ours, *saved.places]:
         if saved.numel(name) != ours.get(name, 0):
             raise ValueError(
-                f"the checkpoint {saved.folder} belongs to another model: it holds {saved.numel(name)} elements of {name}, "
-                f"this model has {ours.get(name, 0)}; resume with the same model and adapters"
+                f"the checkpoint {saved.folder} belongs to another model: it holds {saved.numel(name)} elements of "
+                f"{name}, this model has {ours.get(name, 0)}; resume with the same model and adapters"
             )
