@@ -1,0 +1,169 @@
+"""Gradient policies that bound the gradient: by its norm, its own history, or the size of the weights."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ulysses.gradients.gradients import Gradients
+from ulysses.gradients.policy import GradientPolicy, Report, StepContext
+
+
+@dataclass
+class ClipGlobalNorm(GradientPolicy):
+    """g *= min(1, max_norm / (||g|| + 1e-6)), as torch's clip_grad_norm_ (Pascanu et al., 1211.5063).
+
+    The norm is taken over all parameters of a scope. A run has one scope, but for PPO, where the policy's and the
+    value's parameters are clipped separately. max_norm 0 does not clip.
+    """
+
+    max_norm: float = 1.0
+    name = "clip_global_norm"
+
+    def __post_init__(self) -> None:
+        if self.max_norm < 0:
+            raise ValueError(
+                f"max_norm is {self.max_norm} but must be at least 0 (0 does not clip)"
+            )
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        report: Report = {}
+        norms = {scope: gradients.norm(scope) for scope in gradients.scopes}  # before any edit
+        for scope, norm in norms.items():
+            factor = self.max_norm / (norm + 1e-6) if self.max_norm else 1.0
+            factor = min(1.0, factor) if math.isfinite(norm) else math.nan
+            if factor < 1:
+                gradients.scale(factor, scope)
+            label = "grad"
+            if len(norms) > 1:
+                label = f"grad/{scope}"
+                report[f"{label}/norm"] = norm
+            report |= {f"{label}/clip_factor": factor, f"{label}/clipped": float(factor < 1)}
+        return report
+
+
+@dataclass
+class ClipMeanAbs(GradientPolicy):
+    """g *= min(1, limit / mean|g|), where mean|g| is the mean over parameters of each one's mean |g|."""
+
+    limit: float = 5.0
+    name = "clip_mean_abs"
+    reads = ("mean_abs",)
+
+    def __post_init__(self) -> None:
+        if self.limit <= 0:
+            raise ValueError(f"limit is {self.limit} but must be above 0")
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        mean = gradients.mean_abs()
+        factor = self.limit / mean if mean > self.limit else 1.0
+        gradients.scale(factor)
+        return {"grad/mean_abs": mean, "grad/mean_abs_factor": factor}
+
+
+@dataclass
+class AutoClip(GradientPolicy):
+    """Clip to the `percentile`-th percentile of all norms so far, this one included (2007.14469; 10 in the paper).
+
+    Only the last `history` norms are kept (the paper keeps all).
+    """
+
+    percentile: float = 10.0
+    history: int = 10_000
+    norms: list[float] = field(default_factory=list, init=False)
+    name = "auto_clip"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.percentile <= 100 or self.history < 1:
+            raise ValueError(
+                f"percentile is {self.percentile} and history {self.history} "
+                "but they must lie in [0, 100] and be at least 1"
+            )
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        norm = gradients.norm()
+        if not math.isfinite(norm):
+            return {}
+        self.norms = [*self.norms, norm][-self.history :]
+        norms = torch.tensor(self.norms, dtype=torch.float64)
+        limit = torch.quantile(norms, self.percentile / 100).item()
+        factor = limit / (norm + 1e-6) if norm > limit else 1.0
+        gradients.scale(factor)
+        return {"grad/auto_clip_limit": limit, "grad/auto_clip_factor": factor}
+
+
+@dataclass
+class ZClip(GradientPolicy):
+    """If z = (||g|| - mu) / sd > threshold, scale the gradient to the norm mu + threshold^2 / z * sd (2504.02507).
+
+    mu and the variance are exponential averages (`decay`) of the norms after clipping; the first `warmup` norms only
+    initialise them. The more extreme a norm is, the closer it lands to mu. ClipGlobalNorm after it bounds all norms.
+    """
+
+    threshold: float = 2.5
+    decay: float = 0.97
+    warmup: int = 25
+    first: list[float] = field(default_factory=list, init=False)
+    mean: float = field(default=0.0, init=False)
+    variance: float = field(default=0.0, init=False)
+    name = "zclip"
+
+    def __post_init__(self) -> None:
+        if self.threshold <= 0 or not 0 < self.decay < 1 or self.warmup < 2:
+            raise ValueError(
+                f"threshold is {self.threshold}, decay {self.decay} and warmup {self.warmup} "
+                "but they must be above 0, between 0 and 1, and at least 2"
+            )
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        norm, z, factor = gradients.norm(), 0.0, 1.0
+        if not math.isfinite(norm):
+            return {}
+        if len(self.first) < self.warmup:
+            self.first = [*self.first, norm]
+            self.mean = math.fsum(self.first) / len(self.first)
+            self.variance = math.fsum((x - self.mean) ** 2 for x in self.first) / len(self.first)
+        else:
+            deviation = math.sqrt(self.variance) + 1e-6
+            z, target = (norm - self.mean) / deviation, norm
+            if z > self.threshold:
+                target = min(norm, self.mean + self.threshold**2 / z * deviation)
+                factor = target / norm
+                gradients.scale(factor)
+            self.mean = self.decay * self.mean + (1 - self.decay) * target
+            squared = (target - self.mean) ** 2
+            self.variance = self.decay * self.variance + (1 - self.decay) * squared
+        return {"grad/zclip_z": z, "grad/zclip_factor": factor}
+
+
+@dataclass
+class AdaptiveGradientClipping(GradientPolicy):
+    """Scale each unit by min(1, clipping * max(||w||, eps) / ||g||) (AGC, 2102.06171, eq. 3).
+
+    A unit is a row of a matrix (one output) or a whole vector. Parameters whose name contains one of `exclude` are
+    left alone (the paper leaves out the last layer). Needs the weights' values.
+    """
+
+    clipping: float = 0.01
+    eps: float = 1e-3
+    exclude: Sequence[str] = ("lm_head", "score")
+    name = "adaptive_gradient_clipping"
+
+    def __post_init__(self) -> None:
+        if self.clipping <= 0 or self.eps <= 0:
+            raise ValueError(
+                f"clipping is {self.clipping} and eps {self.eps} but both must be above 0"
+            )
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        weights, norms = gradients.row_norms()
+        limits = self.clipping * weights.clamp(min=self.eps)
+        over = norms > limits  # a zero or non-finite gradient is left as it is
+        for entry, rows in zip(gradients, over.split([entry.rows for entry in gradients])):
+            if any(part in entry.name for part in self.exclude):
+                rows.fill_(False)
+        clipped = float(over.double().mean()) if over.numel() else 0.0
+        if clipped:
+            gradients.scale_rows(torch.where(over, limits / norms, 1.0))
+        return {"grad/agc_clipped": clipped}

@@ -1,0 +1,100 @@
+"""Gradient policies that change the gradient's direction, or the length of one step."""
+
+import math
+from dataclasses import dataclass
+
+from ulysses.gradients.gradients import Gradients
+from ulysses.gradients.policy import GradientPolicy, Report, StepContext
+
+
+@dataclass
+class GradientNoise(GradientPolicy):
+    """Add N(0, s^2) to every element; set exactly one of sigma, ratio and eta to choose s.
+
+    sigma: s = sigma, absolute. Over N elements its norm is sigma * sqrt(N), more than a large model's gradient.
+    ratio: s = ratio * ||g|| / sqrt(N), so that the noise has `ratio` times the gradient's norm.
+    eta:   s^2 = eta / (1 + step)^decay, annealed (1511.06807, eq. 1; eta 0.01, 0.3 or 1, decay 0.55).
+    The noise is the same on any topology of one device type.
+    """
+
+    sigma: float | None = None
+    ratio: float | None = None
+    eta: float | None = None
+    decay: float = 0.55
+    name = "gradient_noise"
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.sigma, self.ratio, self.eta) if value is not None]
+        if len(given) != 1 or given[0] < 0:
+            raise ValueError(
+                f"sigma is {self.sigma}, ratio {self.ratio} and eta {self.eta} "
+                "but exactly one of them must be set, to at least 0"
+            )
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        norm, root = gradients.norm(), math.sqrt(max(gradients.numel, 1))
+        sigma = self.sigma or 0.0
+        if self.ratio is not None:
+            sigma = self.ratio * norm / root
+        if self.eta is not None:
+            sigma = math.sqrt(self.eta / (1 + context.step) ** self.decay)
+        gradients.add_noise(sigma, seed=context.seed, step=context.step)
+        relative = sigma * root / norm if norm else 0.0
+        return {"grad/noise_sigma": sigma, "grad/noise_to_gradient": relative}
+
+
+@dataclass
+class GradientCentralization(GradientPolicy):
+    """Subtract from each row of a matrix's gradient its mean over all axes but the first (2004.01461, eq. 1).
+
+    Vectors are left alone. Reports the norm that was removed.
+    """
+
+    name = "gradient_centralization"
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        return {"grad/centered_norm": gradients.center()}
+
+
+@dataclass
+class ScaleSmallGradients(GradientPolicy):
+    """Multiply by `factor` every parameter whose mean |g|, as it is now, is below `threshold`.
+
+    Under Adam a constant factor cancels; only a change of the factor matters, for a while.
+    """
+
+    threshold: float = 1e-4
+    factor: float = 1.5
+    name = "scale_small_gradients"
+    reads = ("mean_abs",)
+
+    def __post_init__(self) -> None:
+        if self.threshold < 0 or self.factor <= 0:
+            raise ValueError(
+                f"threshold is {self.threshold} and factor {self.factor} "
+                "but they must be at least 0 and above 0"
+            )
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        small = [mean < self.threshold for mean in gradients.parameter_mean_abs()]
+        gradients.scale_parameters([self.factor if is_small else 1.0 for is_small in small])
+        return {"grad/scaled_parameters": float(sum(small))}
+
+
+@dataclass
+class BoostLearningRate(GradientPolicy):
+    """Multiply the learning rate of this step by `factor`.
+
+    The schedule itself does not change, so nothing compounds: the next step starts from the schedule again.
+    """
+
+    factor: float = 1.2
+    name = "boost_learning_rate"
+
+    def __post_init__(self) -> None:
+        if self.factor <= 0:
+            raise ValueError(f"factor is {self.factor} but must be above 0")
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        context.lr_scale *= self.factor
+        return {"grad/lr_scale": context.lr_scale}

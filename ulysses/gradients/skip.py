@@ -1,0 +1,106 @@
+"""Gradient policies that leave a step out or end the run: non-finite values and spikes."""
+
+import math
+from dataclasses import dataclass, field
+
+from ulysses.gradients.gradients import Gradients
+from ulysses.gradients.policy import GradientPolicy, Report, StepContext
+
+
+@dataclass
+class StopOnNonFinite(GradientPolicy):
+    """Stop the run before the weights change, naming the step and the parameters."""
+
+    name = "stop_on_non_finite"
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        context.stop = _what_is_not_finite(gradients, context)
+        return {}
+
+
+@dataclass
+class SkipNonFinite(GradientPolicy):
+    """Skip the step, and stop the run after more than `limit` such steps in a row (bad weights never recover)."""
+
+    limit: int = 3
+    consecutive: int = field(default=0, init=False)
+    total: int = field(default=0, init=False)
+    name = "skip_non_finite"
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ValueError(
+                f"limit is {self.limit} but must be at least 1; to stop at once use stop_on_non_finite"
+            )
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        reason = _what_is_not_finite(gradients, context)
+        self.consecutive = self.consecutive + 1 if reason else 0
+        self.total += reason is not None
+        if self.consecutive > self.limit:
+            reason = (
+                f"{reason}; {self.consecutive} steps in a row were not finite (limit {self.limit})"
+            )
+            context.stop = reason
+        else:
+            context.skip = reason
+        return {"grad/non_finite_total": float(self.total)}
+
+
+def _what_is_not_finite(gradients: Gradients, context: StepContext) -> str | None:
+    """Return a sentence that names the bad loss or up to three bad parameters; None if all is finite."""
+    found = [] if math.isfinite(context.loss) else [f"the loss is {context.loss}"]
+    if not math.isfinite(gradients.norm()):
+        counts = gradients.nonfinite_counts()
+        bad = [entry.name for entry, count in zip(gradients, counts) if count]
+        more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+        found.append(
+            f"{sum(counts):.0f} gradient elements are inf or nan, in {', '.join(bad[:3])}{more}"
+            if bad
+            else "the gradient norm overflows float32, though every element is finite"
+        )
+    # steps are counted from 1, as in metrics.jsonl
+    return f"step {context.step + 1}: {' and '.join(found)}" if found else None
+
+
+@dataclass
+class SkipSpike(GradientPolicy):
+    """Skip a step whose loss or norm lies more than `sigma` deviations above its mean of the last `window` steps.
+
+    Source: OLMo's skip-step optimizer (6 and 128 there). Nothing is skipped before `warmup` steps are known. Every
+    finite step enters the window, also a skipped one, so that a lasting change of level is accepted after a while. A
+    deviation is at least 1% of the mean, so that small changes after a flat stretch do not look like spikes.
+    """
+
+    sigma: float = 6.0
+    window: int = 128
+    warmup: int = 32
+    losses: list[float] = field(default_factory=list, init=False)
+    norms: list[float] = field(default_factory=list, init=False)
+    name = "skip_spike"
+
+    def __post_init__(self) -> None:
+        if self.sigma <= 0 or not 2 <= self.warmup <= self.window:
+            raise ValueError(
+                f"sigma is {self.sigma}, window {self.window} and warmup {self.warmup} "
+                "but sigma must be above 0 and 2 <= warmup <= window"
+            )
+
+    def apply(self, gradients: Gradients, context: StepContext) -> Report:
+        loss, norm = context.loss, gradients.norm()
+        loss_z, norm_z = self._deviations(self.losses, loss), self._deviations(self.norms, norm)
+        for what, value, z in (("loss", loss, loss_z), ("gradient norm", norm, norm_z)):
+            if z > self.sigma:
+                seen = f"the {what} is {value:.4g}, {z:.1f} deviations above its recent mean"
+                context.skip = f"step {context.step + 1}: {seen}"
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.losses = [*self.losses, loss][-self.window :]
+            self.norms = [*self.norms, norm][-self.window :]
+        return {"grad/loss_z": loss_z, "grad/norm_z": norm_z}
+
+    def _deviations(self, history: list[float], value: float) -> float:
+        if len(history) < self.warmup:
+            return 0.0
+        mean = math.fsum(history) / len(history)
+        variance = math.fsum((x - mean) ** 2 for x in history) / (len(history) - 1)
+        return (value - mean) / max(math.sqrt(variance), 0.01 * abs(mean), 1e-12)
