@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from models.arch import ModelConfig as Shape
-from ulysses.gradients.chain import StepContext
+from ulysses.gradients.policy import StepContext
 from ulysses.memory.case import GIB, Options, Work
 from ulysses.memory.plan import level_name
 from ulysses.memory.step_time import attention_flops, passes

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -14,17 +15,24 @@ SHAPES = {"embed.weight": (11, 7), "mlp.weight": (5, 13), "norm.weight": (9,), "
 LARGE = {"wide.weight": (450, 300)}
 
 
-def parameters(shapes, seed=0, scale=1.0, dtype=torch.float32):
+def parameters(shapes, seed=0, scale=1.0):
     g = torch.Generator().manual_seed(seed)
     made = {}
     for name, shape in shapes.items():
-        made[name] = nn.Parameter(torch.randn(shape, generator=g).to(dtype))
-        made[name].grad = (scale * torch.randn(shape, generator=g)).to(dtype)
+        made[name] = nn.Parameter(torch.randn(shape, generator=g))
+        made[name].grad = scale * torch.randn(shape, generator=g)
     return made
 
 
+def of_norm(norm):
+    """One parameter whose gradient has the norm."""
+    p = nn.Parameter(torch.zeros(4))
+    p.grad = torch.full((4,), norm / 2)
+    return {"p": p}
+
+
 def context(step=0, total=100, **kwargs):
-    return StepContext(step=step, total_steps=total, **({"loss": 1.0, "lr": 1e-3, "seed": 3} | kwargs))
+    return StepContext(step, total, **({"loss": 1.0, "lr": 1e-3, "seed": 3} | kwargs))
 
 
 def grads_of(named):
@@ -36,52 +44,36 @@ def assert_same_gradients(got, want, rtol=1e-6):
         torch.testing.assert_close(got[name], want[name], rtol=rtol, atol=1e-6 * float(want[name].abs().max()) + 1e-12)
 
 
+def slices(named, rank: int, size: int, groups=None) -> list[GradientSlice]:
+    """This rank's slices: the gradients themselves, not copies."""
+    entries = []
+    for name, p in named.items():
+        share = -(-p.numel() // size)
+        part = slice(min(rank * share, p.numel()), min((rank + 1) * share, p.numel()))
+        grad, weight = p.grad.view(-1)[part], p.detach().view(-1)[part]
+        group = (groups or {}).get(name, "default")
+        entries.append(GradientSlice(name, tuple(p.shape), p.numel(), grad, part.start, group, weight))
+    return entries
+
+
 class FakeWorld:
     """Threads that meet at a barrier: every rank sees only its slices, and reduces through here."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.slots, self.calls = size, [None] * size, 0
+        self.size, self.shared, self.calls = size, [torch.empty(0)] * size, 0
         self.barrier = threading.Barrier(size, timeout=20)
 
-    def all_reduce(self, rank: int) -> Callable[[Tensor, str], Tensor]:
-        def reduce(tensor, op):
-            self.slots[rank] = tensor.clone()
+    def view(self, named: dict[str, nn.Parameter], rank: int, groups: dict[str, str] | None = None) -> Gradients:
+        def all_reduce(tensor: Tensor, op: str) -> Tensor:
+            self.shared[rank] = tensor.clone()
             self.barrier.wait()
-            stacked = torch.stack(self.slots)
+            stacked = torch.stack(self.shared)
             self.calls += rank == 0
             self.barrier.wait()
             return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
-        return reduce
-
-    def view(self, named: dict[str, nn.Parameter], rank: int, groups: dict[str, str] | None = None) -> Gradients:
-        entries = []
-        for name, p in named.items():
-            size = -(-p.numel() // self.size)
-            low, high = min(rank * size, p.numel()), min((rank + 1) * size, p.numel())
-            entries.append(
-                GradientSlice(
-                    name, tuple(p.shape), p.numel(), p.grad.view(-1)[low:high], low,
-                    (groups or {}).get(name, "default"), p.detach().view(-1)[low:high],
-                )
-            )  # fmt: skip
-        return Gradients(entries, self.all_reduce(rank))
+        return Gradients(slices(named, rank, self.size, groups), all_reduce)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
-        results, errors = [None] * self.size, []
-
-        def work(rank):
-            try:
-                results[rank] = function(rank)
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(r,)) for r in range(self.size)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if errors:
-            raise errors[0]
-        return results
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(function, range(self.size)))

@@ -19,16 +19,14 @@ from models.arch import ModelConfig
 from tests.engine_case import Case, assert_same_gradients, build_trainer, dataset, plain_gradients
 from tests.harness import device, run_distributed
 from ulysses.gradients import (
-    GRADIENT_POLICIES,
-    PRESETS,
     GradientPolicyChain,
     Gradients,
     StepContext,
     TorchGradients,
     build_chain,
-    gradient_table,
-    preset_tables,
 )
+from ulysses.gradients.chain import GRADIENT_POLICIES
+from ulysses.gradients.table import gradient_table
 from ulysses.training.config import OptimizerConfig
 from ulysses.training.optim import adamw
 from ulysses.zero.gather import full_parameters
@@ -41,7 +39,7 @@ ODD = ModelConfig.from_hf(
 LR, STEPS, TRIALS = 1e-3, 3, 5
 SCALES = [[1.0, 1.2], [1e-5, math.nan], [30.0]]  # mean |g| of the trials of each step; nan: one bad element
 
-CASES: dict[str, list[dict[str, Any]]] = {
+CASES: dict[str, Any] = {
     name: [{"policy": name, **settings}]
     for name, settings in {
         "stop_on_non_finite": {},
@@ -56,21 +54,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
         "scale_small_gradients": {"threshold": 0.5},
         "boost_learning_rate": {},
         "clip_mean_abs": {"limit": 0.3},
+        "ulysses_pro": {"max_norm": 0.5},
     }.items()
 }
-CASES |= {f"preset {name}": preset_tables(name, 0.5) for name in PRESETS}
-CASES |= {
-    "relative": [{"policy": "boost_learning_rate", "when": {"norm_z_below": -3.0, "warmup": 2}}],
-    "late": [{"policy": "gradient_noise", "sigma": 1e-3, "late": {"sigma": 1e-4}}],
-    "annealed": [{"policy": "gradient_noise", "eta": 1e-6}],
-    "scoped": [{"policy": name, "groups": ["value"]} for name in ("gradient_centralization", "boost_learning_rate", "clip_global_norm")],
-}
+CASES |= {"steady": "steady", "default": "default", "annealed": [{"policy": "gradient_noise", "eta": 1e-6}]}
 FOR_GOOD = [  # what the optimizer sees
     {"policy": "skip_non_finite"},
     {"policy": "gradient_noise", "ratio": 0.1},
-    {"policy": "gradient_centralization", "groups": ["policy"]},
+    {"policy": "gradient_centralization"},
     {"policy": "boost_learning_rate", "factor": 1.5},
-    {"policy": "boost_learning_rate", "factor": 0.5, "groups": ["value"]},
     {"policy": "clip_global_norm", "max_norm": 0.7},
 ]
 
@@ -148,7 +140,7 @@ class AgainstPlainTorch(GradientPolicyChain):
         bad = context.step == 1
         view = self._reset(saved, 1.0, bad)
         report = self.for_good.apply(view, context)
-        self.seen.append((report, context.skip, context.lr_scale, context.group_lr_scale))
+        self.seen.append((report, context.skip, context.lr_scale))
         self._step_plain(whole, bad, context, report)
         return report
 
@@ -171,7 +163,7 @@ class AgainstPlainTorch(GradientPolicyChain):
     def _try(self, name: str, saved: Any, whole: Any, factor: float, bad: bool, context: StepContext) -> None:
         where = f"{name}, trial {context.step}"
         report = self.ours[name].apply(self._reset(saved, factor, bad), context)
-        decision = (context.skip, context.stop, context.lr_scale, context.group_lr_scale)
+        decision = (context.skip, context.stop, context.lr_scale)
         self.seen.append((report, *decision))
         found = gathered(self.engine.gradients())  # through a new view: what the optimizer would see
         self._check_padding(where)
@@ -179,7 +171,7 @@ class AgainstPlainTorch(GradientPolicyChain):
             return
         theirs = StepContext(context.step, context.total_steps, loss=context.loss, lr=LR, seed=4)
         wanted = self.theirs[name].apply(self._plain(whole, factor, bad), theirs)
-        assert decision[2:] == (theirs.lr_scale, theirs.group_lr_scale), where
+        assert decision[2] == theirs.lr_scale, where
         for ours_said, theirs_said in zip(decision[:2], (theirs.skip, theirs.stop), strict=True):
             assert (ours_said is None) == (theirs_said is None), where
             assert not bad or ours_said == theirs_said, where  # the same parameter is named
@@ -187,7 +179,7 @@ class AgainstPlainTorch(GradientPolicyChain):
         assert_equal(found, {n: p.grad for n, p in self.plain.items()}, where)
         before = {n: w * factor for n, w in whole.items()}
         edited = not bad and any(not torch.equal(found[n], before[n]) for n in before)
-        if edited or decision != (None, None, 1.0, {}):
+        if edited or decision != (None, None, 1.0):
             self.acted.add(name)
 
     def _check_padding(self, where: str) -> None:
@@ -210,7 +202,7 @@ class AgainstPlainTorch(GradientPolicyChain):
         assert (context.skip is not None) == (theirs.skip is not None) == bad
         if theirs.skip is None:
             for group in self.optimizer.param_groups:
-                group["lr"] = theirs.lr * theirs.lr_scale * theirs.group_lr_scale.get(group["scope"], 1.0)
+                group["lr"] = theirs.lr * theirs.lr_scale
             self.optimizer.step()
 
 

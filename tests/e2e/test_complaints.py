@@ -109,8 +109,8 @@ CASES: dict[str, Any] = {
                          r"also holds step-4, which run.resume = \"auto\" would continue .*run.overwrite = true to delete step-4, or"),
     "another run's checkpoint": (lambda p: arguments(p, run__output=p / "held", run__resume=p / "later/checkpoints/step-4"),
                                  r"run.output also holds step-3, .*run.overwrite = true to delete step-3, or another run.output"),
-    "gradient policy of a scope": (lambda p: arguments(p, gradients__policies=[{"policy": "gradient_centralization", "groups": ["value"]}]),
-                                   r"policies\[0\]: groups is \['value'\] but this stage's are \['default'\]"),
+    "gradient policy": (lambda p: arguments(p, gradients__policies=[{"policy": "gradient_centralization", "when": 1}]),
+                        r"gradients.policies\[0\]: gradient_centralization has no setting 'when'"),
     "owned key": (lambda p: [*arguments(p), "--deepspeed.gradient_clipping", "1.0"], r"deepspeed.gradient_clipping is owned by the engine"),
 }  # fmt: skip
 

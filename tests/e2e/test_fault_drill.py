@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -14,8 +15,7 @@ from tests.e2e.launch import Ranks, metrics, tiny
 CHAIN = [
     {"policy": "skip_non_finite"},
     {"policy": "zclip", "warmup": 2},
-    {"policy": "gradient_noise", "ratio": 0.1, "when": {"mean_abs_below": 1e-5}},
-    {"policy": "boost_learning_rate", "factor": 1.5, "when": {"mean_abs_below": 1e-5}},
+    {"policy": "ulysses_pro"},
     {"policy": "clip_global_norm", "max_norm": 1.0},
 ]
 
@@ -70,7 +70,7 @@ def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path: P
     whole = metrics(tmp_path / "whole")
     assert [m["grad/skipped"] for m in whole] == [0, 1, 0, 0, 0, 0, 0] and whole[1]["loss"] is None
     boosted = [m["lr"] / whole[0]["lr"] for m in whole]
-    assert boosted == [1, 1, 1, 1.5, 1.5, 1.5, 1]
+    assert boosted == pytest.approx([1, 1, 1, 1.2, 1.2, 1.2, 1])
     digests = [saved_digests(tmp_path / "whole", step) for step in range(1, 8)]
     for rank in range(2):  # the skipped step changed no weight, every other one did
         assert [digests[k][rank] == digests[k - 1][rank] for k in range(1, 7)] == [True, False, False, False, False, False]

@@ -10,7 +10,7 @@ import pytest
 
 from losses import DPO_LOSS_TYPES
 from models import ARCHITECTURES
-from ulysses.gradients import GRADIENT_POLICIES, build_chain
+from ulysses.gradients.chain import GRADIENT_POLICIES, build_chain
 from ulysses.training.command_line import known_keys, parse_command_line
 
 ROOT = Path(__file__).resolve().parents[2]

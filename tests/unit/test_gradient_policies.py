@@ -14,93 +14,67 @@ from tests.fake_ranks import (
     assert_same_gradients,
     context,
     grads_of,
+    of_norm,
     parameters,
 )
 from ulysses.gradients import (
-    GRADIENT_POLICIES,
-    AdaptiveGradientClipping,
-    AutoClip,
-    BoostLearningRate,
-    ClipGlobalNorm,
-    ClipMeanAbs,
-    GradientCentralization,
-    GradientNoise,
     GradientPolicyChain,
     Gradients,
     GradientSlice,
-    ScaleSmallGradients,
-    SkipNonFinite,
-    SkipSpike,
-    StopOnNonFinite,
     TorchGradients,
-    ZClip,
     build_chain,
-    preset_tables,
 )
+from ulysses.gradients.chain import GRADIENT_POLICIES
+from ulysses.gradients.clip import (
+    AdaptiveGradientClipping,
+    AutoClip,
+    ClipGlobalNorm,
+    ClipMeanAbs,
+    ZClip,
+)
+from ulysses.gradients.shape import GradientCentralization, GradientNoise, ScaleSmallGradients
+from ulysses.gradients.skip import SkipNonFinite, SkipSpike, StopOnNonFinite
 
-POLICIES = {
-    "clip_global_norm": lambda: ClipGlobalNorm(0.5),
-    "skip_non_finite": lambda: SkipNonFinite(),
-    "stop_on_non_finite": lambda: StopOnNonFinite(),
-    "skip_spike": lambda: SkipSpike(),
-    "zclip": lambda: ZClip(warmup=2),
-    "auto_clip": lambda: AutoClip(50),
-    "adaptive_gradient_clipping": lambda: AdaptiveGradientClipping(0.3, exclude=("conv",)),
-    "gradient_centralization": lambda: GradientCentralization(),
-    "gradient_noise": lambda: GradientNoise(sigma=0.1),
-    "scale_small_gradients": lambda: ScaleSmallGradients(0.8, 1.5),
-    "boost_learning_rate": lambda: BoostLearningRate(1.2),
-    "clip_mean_abs": lambda: ClipMeanAbs(0.3),
+SETTINGS = {
+    "clip_global_norm": {"max_norm": 0.5},
+    "zclip": {"warmup": 2},
+    "auto_clip": {"percentile": 50},
+    "adaptive_gradient_clipping": {"clipping": 0.3, "exclude": ["conv"]},
+    "gradient_noise": {"sigma": 0.1},
+    "scale_small_gradients": {"threshold": 0.8},
+    "clip_mean_abs": {"limit": 0.3},
 }
 
 
-def test_every_policy_is_listed_here():
-    assert set(POLICIES) == {k.name for k in GRADIENT_POLICIES}
-
-
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [kind.name for kind in GRADIENT_POLICIES])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_policies_do_the_same_on_any_partitioning(name, size):
     """Five steps, the fourth with a gradient ten times as large: gradients, reports, decisions and states agree."""
+    shared = [parameters(SHAPES | LARGE, seed=step, scale=10.0 if step == 3 else 1.0) for step in range(5)]
+    alone = [parameters(SHAPES | LARGE, seed=step, scale=10.0 if step == 3 else 1.0) for step in range(5)]
 
-    def steps(view_of, policy):
-        seen = []
-        for step in range(5):
-            named = parameters(SHAPES | LARGE, seed=step, scale=10.0 if step == 3 else 1.0)
-            seen.append((named, context(step)))
-        out = []
-        for named, ctx in seen:
-            chain = GradientPolicyChain([policy])
-            report = chain.apply(view_of(named), ctx)
-            out.append((named, report, ctx, policy.state_dict()))
-        return out
-
-    whole = steps(lambda named: TorchGradients(named.items()), POLICIES[name]())
-    world = FakeWorld(size)
-    shared = [parameters(SHAPES | LARGE, seed=s, scale=10.0 if s == 3 else 1.0) for s in range(5)]
-
-    def one_rank(rank):
-        policy, out = POLICIES[name](), []
-        for step, named in enumerate(shared):
+    def steps(views):
+        chain, out = build_chain([{"policy": name, **SETTINGS.get(name, {})}]), []
+        for step, view in enumerate(views):
             ctx = context(step)
-            out.append((GradientPolicyChain([policy]).apply(world.view(named, rank), ctx), ctx, policy.state_dict()))
+            report = chain.apply(view, ctx)
+            out.append((report, (ctx.lr_scale, ctx.skip, ctx.stop), json.dumps(chain.state_dict())))
         return out
 
-    ranks = world.run(one_rank)
-    for step, (named, report, ctx, state) in enumerate(whole):
-        assert_same_gradients(grads_of(shared[step]), grads_of(named))
-        for rank in ranks:
-            for key, value in report.items():  # a z-score divides by a small spread, which magnifies rounding
-                assert rank[step][0][key] == pytest.approx(value, rel=1e-4 if key.endswith("_z") else 1e-6, abs=1e-9)
-            assert rank[step][1].lr_scale == ctx.lr_scale
-            assert (rank[step][1].skip, rank[step][1].stop) == (ctx.skip, ctx.stop) == (None, None)
-        assert all(r[step][2] == ranks[0][step][2] for r in ranks)
-        json.dumps(state)
+    whole = steps(TorchGradients(named.items()) for named in alone)
+    world = FakeWorld(size)
+    ranks = world.run(lambda rank: steps(world.view(named, rank) for named in shared))
+    assert all(rank == ranks[0] for rank in ranks)
+    for (report, decided, _), (wanted, decisions, _), got, want in zip(ranks[0], whole, shared, alone):
+        assert_same_gradients(grads_of(got), grads_of(want))
+        assert report.keys() == wanted.keys() and decided == decisions and decided[1:] == (None, None)
+        for key, value in wanted.items():  # a z-score divides by a small spread, which magnifies rounding
+            assert report[key] == pytest.approx(value, rel=1e-4 if key.endswith("_z") else 1e-6, abs=1e-9)
 
 
 def test_clip_global_norm_equals_torch():
     ours, theirs = parameters(SHAPES, scale=3.0), parameters(SHAPES, scale=3.0)
-    report = ClipGlobalNorm(1.0).apply(TorchGradients(ours.items()), context())
+    report = build_chain("default").apply(TorchGradients(ours.items()), context())
     total = nn.utils.clip_grad_norm_(theirs.values(), 1.0)
     assert_same_gradients(grads_of(ours), grads_of(theirs))
     assert report["grad_norm"] == pytest.approx(float(total)) and report["grad/clipped"] == 1
@@ -109,15 +83,13 @@ def test_clip_global_norm_equals_torch():
         before = grads_of(untouched)
         assert ClipGlobalNorm(off).apply(TorchGradients(untouched.items()), context())["grad/clipped"] == 0
         assert all(torch.equal(untouched[n].grad, before[n]) for n in before)
-    with pytest.raises(ValueError, match="max_norm is -1"):
-        ClipGlobalNorm(-1)
 
 
 def test_default_chain_measures_once():
     """One collective, one host read: the check for non-finite values and clipping share the norm."""
     named = parameters(SHAPES)
     world = FakeWorld(2)
-    world.run(lambda rank: build_chain(preset_tables("default")).apply(world.view(named, rank), context()))
+    world.run(lambda rank: build_chain("default").apply(world.view(named, rank), context()))
     assert world.calls == 1
 
 
@@ -127,7 +99,7 @@ def test_non_finite_stops_or_skips_naming_step_and_parameter(bad):
     named["mlp.weight"].grad[2, 3] = bad
     world = FakeWorld(4)
     contexts = [context(17) for _ in range(4)]
-    world.run(lambda rank: build_chain(preset_tables("default")).apply(world.view(named, rank), contexts[rank]))
+    world.run(lambda rank: build_chain("default").apply(world.view(named, rank), contexts[rank]))
     for ctx in contexts:
         assert ctx.stop == "step 18: 1 gradient elements are inf or nan, in mlp.weight" and ctx.skip is None
     before = grads_of(named)
@@ -157,32 +129,28 @@ def test_norm_that_overflows_is_told_from_bad_elements():
 
 
 def run_norms(policy, norms, losses=None):
-    """Feed one-parameter gradients of given norms; return contexts, the norms left, and reports."""
+    """Feed one-parameter gradients of given norms; return contexts and the norms left."""
     out = []
     for step, norm in enumerate(norms):
-        p = nn.Parameter(torch.zeros(4))
-        p.grad = torch.full((4,), norm / 2)
-        ctx = context(step, loss=losses[step] if losses else 1.0)
-        report = policy.apply(TorchGradients([("p", p)]), ctx)
-        out.append((ctx, float(p.grad.norm()), report))
+        named, ctx = of_norm(norm), context(step, loss=losses[step] if losses else 1.0)
+        policy.apply(TorchGradients(named.items()), ctx)
+        out.append((ctx, float(named["p"].grad.norm())))
     return out
 
 
 def test_skip_spike():
     wave = [1 + 0.1 * math.sin(i) for i in range(60)]
     quiet = run_norms(SkipSpike(warmup=16, window=32), wave, wave)
-    assert not any(ctx.skip for ctx, _, _ in quiet)
+    assert not any(ctx.skip for ctx, _ in quiet)
     norm_spike = run_norms(SkipSpike(warmup=16, window=32), [*wave, 10.0, *wave], [1.0] * 121)
-    assert [i for i, (ctx, _, _) in enumerate(norm_spike) if ctx.skip] == [60]
+    assert [i for i, (ctx, _) in enumerate(norm_spike) if ctx.skip] == [60]
     assert "step 61: the gradient norm is 10" in norm_spike[60][0].skip
     loss_spike = run_norms(SkipSpike(warmup=16, window=32), [1.0] * 61, [*wave, 9.0])
     assert "the loss is 9" in loss_spike[-1][0].skip
     early = run_norms(SkipSpike(warmup=16, window=32), [1.0, 1.1, 100.0])
-    assert not any(ctx.skip for ctx, _, _ in early)
+    assert not any(ctx.skip for ctx, _ in early)
     level = run_norms(SkipSpike(warmup=16, window=32), [*wave, *(10 * w for w in wave)], [1.0] * 120)
     assert not level[-1][0].skip  # a lasting change of level is accepted
-    with pytest.raises(ValueError, match="2 <= warmup <= window"):
-        SkipSpike(window=4, warmup=8)
 
 
 def test_zclip_equals_its_equation():
@@ -204,7 +172,7 @@ def test_zclip_equals_its_equation():
 def test_auto_clip_equals_its_equation():
     norms = [1.0, 3.0, 2.0, 10.0, 0.5]
     got = run_norms(AutoClip(50), norms)
-    for i, (_, left, _) in enumerate(got):
+    for i, (_, left) in enumerate(got):
         median = torch.tensor(norms[: i + 1], dtype=torch.float64).quantile(0.5).item()
         assert left == pytest.approx(min(norms[i], median), rel=1e-5)
 
@@ -221,7 +189,7 @@ def test_adaptive_gradient_clipping_equals_its_equation():
     AdaptiveGradientClipping(0.3, exclude=("conv",)).apply(TorchGradients(named.items()), context())
     assert_same_gradients(grads_of(named), {n: t.float() for n, t in want.items()})
     bare = Gradients([GradientSlice("a", (2, 2), 4, torch.ones(4))])
-    with pytest.raises(ValueError, match="carries no weights"):
+    with pytest.raises(ValueError, match="made without weights"):
         AdaptiveGradientClipping().apply(bare, context())
 
 
@@ -268,9 +236,6 @@ def test_noise_sizes():
     assert added == pytest.approx(0.5 * norm, rel=0.01) and report["grad/noise_to_gradient"] == pytest.approx(0.5)
     annealed = GradientNoise(eta=0.3).apply(TorchGradients(named.items()), context(step=9))
     assert annealed["grad/noise_sigma"] == pytest.approx(math.sqrt(0.3 / 10**0.55))
-    for wrong in ({}, {"sigma": 1.0, "eta": 1.0}):
-        with pytest.raises(ValueError, match="needs one of sigma, ratio or eta"):
-            GradientNoise(**wrong)
 
 
 def test_scale_small_gradients_and_clip_mean_abs():

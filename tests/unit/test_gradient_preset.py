@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.fake_ranks import FakeWorld
-from ulysses.gradients import StepContext, TorchGradients, build_chain, preset_tables
+from ulysses.gradients import StepContext, TorchGradients, build_chain
 
 STEPS, MAX_NORM, SEED = 50, 1.0, 11
 SHAPES = {"embed": (37, 12), "wide": (300, 250), "norm": (10,), "proj": (6, 5, 2), "bias": (1,)}
@@ -64,7 +64,7 @@ def gradients_at(step):
 
 
 def run_ours(view_of):
-    chain = build_chain(preset_tables("ulysses-pro", MAX_NORM))
+    chain = build_chain("ulysses-pro", MAX_NORM)
     out = []
     for step in range(STEPS):
         named = gradients_at(step)
@@ -101,7 +101,7 @@ def test_the_same_on_three_ranks():
     shared = [gradients_at(step) for step in range(STEPS)]
 
     def one_rank(rank):
-        chain = build_chain(preset_tables("ulysses-pro", MAX_NORM))
+        chain = build_chain("ulysses-pro", MAX_NORM)
         rates = []
         for step, named in enumerate(shared):
             context = StepContext(step, STEPS, loss=1.0, lr=1e-3 * (1 - step / STEPS), seed=SEED)

@@ -30,7 +30,7 @@ def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoints/step-2"
     folder.mkdir(parents=True)
     own = config(tmp_path)
-    chain = own.gradients.chain(own.scopes)
+    chain = own.gradients.chain()
     state = {"format": 1, "step": 2, "config": own.model_dump(mode="json"), "shape": SHAPE.to_hf(), "policies": chain.state_dict()}
     (folder / "run.json").write_text(json.dumps(state))
     return folder

@@ -119,7 +119,7 @@ def check_numbers(config: Config, world_size: int) -> None:
     check_memory(config)
     try:
         check_raw(config.deepspeed)
-        config.gradients.chain(config.scopes)
+        config.gradients.chain()
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

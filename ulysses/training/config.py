@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from ulysses.training.gradient_config import GradientsConfig
+from ulysses.gradients.chain import GradientPolicyChain, Preset, build_chain
 from ulysses.training.section import Section
 from ulysses.training.stages import STAGES
 from ulysses.training.stages.base import Stage
@@ -153,6 +153,21 @@ class OptimizerConfig(Section):
     """Precision in which sums of gradients travel between nodes; inside a node gradients travel as computed and add up in float32."""
 
 
+class GradientsConfig(Section):
+    preset: Preset = "default"
+    """A named chain of gradient policies: "default" (stop on non-finite, clip), "steady" or "ulysses-pro"."""
+    max_norm: float = Field(1.0, ge=0)
+    """Global norm to which a preset clips the gradient; 0 does not clip."""
+    policies: list[dict[str, Any]] = []
+    """The chain written out as tables {policy = name, ...settings}; replaces preset and max_norm."""
+    table_every: int = Field(50, ge=1)
+    """With --debug: steps between tables of the largest and smallest gradients by parameter."""
+
+    def chain(self) -> GradientPolicyChain:
+        """Build the gradient policies; ValueError names the table and the key that cannot be honoured."""
+        return build_chain(self.policies or self.preset, self.max_norm)
+
+
 class MemoryConfig(Section):
     recompute: Literal[
         "auto", "pair", "block", "keep_attention", "keep_exchange", "mlp", "none"
@@ -287,11 +302,6 @@ class Config(Section):
     @property
     def stage_class(self) -> type[Stage]:
         return STAGES[self.stage]
-
-    @property
-    def scopes(self) -> tuple[str, ...]:
-        """The groups that gradient policies can be limited to; () where there is only "default"."""
-        return tuple(self.stage_class.scopes(self))
 
     @property
     def output(self) -> Path:

@@ -17,7 +17,6 @@ from models.arch import ModelConfig as Shape
 from models.hf_format import resolve_model
 from ulysses.data.preview import inspect_examples
 from ulysses.data.sources import is_hub_id, missing_sources
-from ulysses.gradients.presets import explain_thresholds, tables_to_toml
 from ulysses.memory.case import GIB, Machine, Work
 from ulysses.memory.levels import AUTOGRAD, LEVELS
 from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
@@ -68,7 +67,7 @@ def dry_run(config: Config, options: Options) -> int:
         check_disk(plan)
     _print_grid(config, world)
     micro_batches = _print_steps(config, world, plan)
-    _print_gradients(config, shape)
+    print(f"gradient policies: {', '.join(p.name for p in config.gradients.chain().policies)}")
     if shape is not None:
         machine = planned_machine(config, given, world)
         work = planner_work(
@@ -194,16 +193,6 @@ def _print_steps(config: Config, world: int, plan: Plan | None) -> int:
     per_epoch = loader.steps_per_epoch * config.stage_class.steps_per_load(config)
     print(f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}")
     return len(loader.plan(0, 0)[0])
-
-
-def _print_gradients(config: Config, shape: Shape | None) -> None:
-    """Print the chain of gradient policies as TOML, and what its absolute thresholds mean for this model."""
-    g = config.gradients
-    print("" if g.policies else f'\n# the preset "{g.preset}", written out')
-    print(tables_to_toml(g.scoped_tables(config.scopes)).rstrip())
-    if shape is not None:
-        for line in explain_thresholds(g.tables, planner_model(config, shape).trained):
-            print(f"gradients: {line}")
 
 
 def planned_machine(config: Config, given: dict[str, float], world: int) -> Machine:

@@ -25,7 +25,7 @@ def find_checkpoint(config: Config, shape: Shape) -> Path | None:
         return None
     _check_same_model(*found, config, shape)
     try:
-        config.gradients.chain(config.scopes).load_state_dict(found[1]["policies"])
+        config.gradients.chain().load_state_dict(found[1]["policies"])
     except ValueError as error:
         raise ConfigError(f"run.resume: {error}, or another run.output") from None
     return found[0]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from models.hf_format import copy_side_files
 from ulysses.data.chat import ChatTemplate
 from ulysses.gradients.chain import GradientPolicyChain
-from ulysses.gradients.presets import explain_thresholds
 from ulysses.gradients.table import GradientTable
 from ulysses.parallel.kernels import kernels_of, prove_kernel
 from ulysses.parallel.layout import head_layout
@@ -33,7 +32,6 @@ from ulysses.training.failure import FailureWatch, StepError
 from ulysses.training.memory import (
     adapter_parameters,
     choose_memory,
-    planner_model,
     planner_work,
     this_machine,
 )
@@ -105,10 +103,7 @@ class TrainingRun:
             if data is not None:
                 self._say(f"{name} data: {data.report}")
         source = weights_of(config, shape, plan.folder)
-        model, machine = (
-            planner_model(config, shape),
-            this_machine(self.device, device_peak_flops(), config.memory.host_memory),
-        )
+        machine = this_machine(self.device, device_peak_flops(), config.memory.host_memory)
         memory = choose_memory(
             config,
             shape,
@@ -116,8 +111,6 @@ class TrainingRun:
             planner_work(config, config.stage_class.budget(config), world=plan.world_size),
         )
         self._say(memory.line)
-        for line in explain_thresholds(config.gradients.tables, model.trained):
-            self._say(f"gradients: {line}")
         self.engine = build_engine(
             config,
             shape,
@@ -183,7 +176,7 @@ class TrainingRun:
             prove_kernel(kernel, self.device, dtype, local.query, local.key, shape.head_dim)
 
     def _policies(self) -> GradientPolicyChain:
-        chain = self.config.gradients.chain(self.config.scopes)
+        chain = self.config.gradients.chain()
         if self.debug_anywhere:
             chain.watch = GradientTable(
                 self.config.gradients.table_every, self._say if self.mesh.is_main else None

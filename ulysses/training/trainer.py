@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ulysses.gradients.chain import GradientPolicyChain, StepContext
+from ulysses.gradients.chain import GradientPolicyChain
+from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.metrics import MetricSums
@@ -135,14 +136,9 @@ class Trainer:
         return self.metrics
 
     def _learning_rates(self, context: StepContext) -> list[float]:
-        """One per parameter group: the step's, times the group's own factor and what gradient policies made of its scope."""
+        """Return the learning rate of each parameter group: the step's, times the group's own factor."""
         groups, lr = self.engine.optimizer.param_groups, context.lr * context.lr_scale
-        return [
-            lr
-            * g.get("lr_factor", 1.0)
-            * context.group_lr_scale.get(g.get("scope", "default"), 1.0)
-            for g in groups
-        ]
+        return [lr * g.get("lr_factor", 1.0) for g in groups]
 
     def _position(self, step: int) -> tuple[int, int]:
         return divmod(step, self.loader.steps_per_epoch)
