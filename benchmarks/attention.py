@@ -20,8 +20,12 @@ from torch import Tensor
 
 from ulysses import ParallelMesh, Sequence, ShardedBatch, UlyssesAttention, pack_shard
 from ulysses.parallel import gather_tokens
-from ulysses.parallel.kernels import available_kernels
-from ulysses.parallel.layout import causal_cost
+from ulysses.parallel.exchange import (
+    exchange_out_forward,
+    exchange_qkv_backward,
+    exchange_qkv_forward,
+)
+from ulysses.parallel.kernels import available_kernels, resolve_kernel
 
 CHECKED_HEADS = [(14, 2), (12, 2), (28, 4), (24, 8), (40, 8), (32, 8), (16, 2)]
 STAGES = (
@@ -103,7 +107,7 @@ def check(
     """Compare the kernel on all ranks with plain float64 attention on one."""
     head_dim, lengths = options.head_dim, options.lengths
     try:
-        UlyssesAttention(None, *heads, head_dim, kernel).resolve(device, dtype)
+        resolve_kernel(kernel, device, dtype, head_dim)
     except ValueError as refusal:
         say(str(refusal))
         return
@@ -113,10 +117,9 @@ def check(
         torch.randn(batch.num_tokens, h, head_dim, generator=draw, device=device).to(dtype)
         for h in (heads[0], heads[1], heads[1], heads[0])
     ]
-    mine = [
-        torch.cat([x, x.new_zeros(batch.total - batch.num_tokens, *x.shape[1:])])[batch.indices]
-        for x in full
-    ]
+    indices = batch.cu_seqlens[batch.sequence_ids] + batch.positions  # in the pack, tail included
+    tail = batch.attention_plan.total - batch.num_tokens
+    mine = [torch.cat([x, x.new_zeros(tail, *x.shape[1:])])[indices] for x in full]
     attention = UlyssesAttention(batch.mesh, *heads, head_dim, kernel)
     got = out_and_gradients(lambda *x: attention(*x, plan=batch.attention_plan), mine)
     got = [gather_tokens(x, batch) for x in got]
@@ -150,11 +153,12 @@ def measure(
     kernel: str, world: int, options: argparse.Namespace, tokens: int, device: torch.device
 ) -> None:
     heads = (options.heads, options.kv_heads)
-    batch = make([tokens // options.documents] * options.documents, world, heads, device)
+    lengths = [tokens // options.documents] * options.documents
+    batch = make(lengths, world, heads, device)
     plan, dtype = batch.attention_plan, torch.bfloat16 if device.type == "cuda" else torch.float32
     attention = UlyssesAttention(batch.mesh, *heads, options.head_dim, kernel)
     try:
-        attention.resolve(device, dtype)
+        resolve_kernel(kernel, device, dtype, options.head_dim)
     except ValueError as refusal:
         say(str(refusal))
         return
@@ -166,17 +170,15 @@ def measure(
     upstream = torch.randn(shapes[0], device=device, dtype=dtype)
     stages: dict[str, float] = {}
     for repeat in range(options.repeat + 2):
-        exchanged, to_heads = timed(lambda: attention.exchange_qkv(q, k, v, plan), device)
-        leaves = [x.detach().requires_grad_() for x in exchanged]
-        (out, _), forward = timed(lambda x=leaves: attention.attend(*x, plan), device)
-        _, to_tokens = timed(lambda x=out: attention.exchange_out(x.detach(), plan), device)
-        grads, backward = timed(
-            lambda y=out, x=leaves: torch.autograd.grad(y, x, torch.ones_like(y)), device
-        )
-        _, adjoint = timed(
-            lambda y=exchanged, g=grads: torch.autograd.grad(y, (q, k, v), g), device
-        )
-        del exchanged, leaves, out, grads
+        with torch.no_grad():
+            shards, to_heads = timed(lambda: exchange_qkv_forward(q, k, v, plan), device)
+            kept, forward = timed(lambda x=shards: attention.attend_forward(*x, plan), device)
+            _, to_tokens = timed(lambda x=kept[0]: exchange_out_forward(x, plan), device)
+            dout = torch.ones_like(kept[0])
+            saved = (dout, *shards, *kept, plan)
+            grads, backward = timed(lambda x=saved: attention.attend_backward(*x), device)
+            _, adjoint = timed(lambda x=grads: exchange_qkv_backward(*x, plan, *heads), device)
+        del shards, kept, saved, dout, grads
         step = timed(
             lambda: torch.autograd.grad(attention(q, k, v, plan=plan), (q, k, v), upstream), device
         )[1]
@@ -189,7 +191,7 @@ def measure(
     if world > 1:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=batch.mesh.sp_group)
     stages = dict(zip(stages, slowest.tolist()))
-    pairs = causal_cost(batch.cu_seqlens.cpu(), [(0, batch.total)])
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
     work = 4 * pairs * heads[0] * options.head_dim / world / 1e12
     say(
         f"{kernel:9} {tokens:8} tokens {heads[0]}/{heads[1]} heads {batch.mesh.head_parallel_size}x"

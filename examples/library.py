@@ -4,41 +4,37 @@ import torch
 import torch.distributed as dist
 
 from losses import linear_logprobs, token_nll
-from ulysses import PackedBatch, ParallelMesh, Sequence, UlyssesAttention, shard
+from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
 
 LENGTHS = (700, 1, 93, 250)  # documents of one packed batch; any lengths, on any number of ranks
 
 
-def gradient_norm(mesh: ParallelMesh, batch: PackedBatch) -> float:
+def gradient_norm(mesh: ParallelMesh, documents: list[Sequence]) -> float:
     torch.manual_seed(0)  # the same weights on every rank
     embed, out = torch.nn.Embedding(100, 96), torch.nn.Linear(96, 96)
     q, k, v = torch.nn.Linear(96, 96), torch.nn.Linear(96, 32), torch.nn.Linear(96, 32)
     attention = UlyssesAttention(mesh, num_heads=6, num_kv_heads=2, head_dim=16)
-    mine = shard(batch, mesh)  # this rank's tokens, targets and weights
+    mine = pack_shard(documents, mesh)  # this rank's tokens, targets and weights
     x = embed(mine.tokens)
     heads = (layer(x).unflatten(-1, (-1, 16)) for layer in (q, k, v))
     x = x + out(attention(*heads, plan=mine.attention_plan).flatten(-2))
     logps = linear_logprobs(x, embed.weight, mine.targets.clamp(min=0)).logps
-    loss = (
-        token_nll(logps, mine.loss_weights)[0] / batch.loss_weights.sum()
-    )  # local sum / global count
+    count = sum(len(document.tokens) - 1 for document in documents)
+    loss = token_nll(logps, mine.loss_weights)[0] / count  # local sum / global count
     grads = torch.autograd.grad(loss, [p for m in (embed, q, k, v, out) for p in m.parameters()])
     flat = torch.cat([g.flatten() for g in grads])
     if mesh.sp_group is not None:
-        dist.all_reduce(
-            flat, group=mesh.sp_group
-        )  # a rank holds its tokens' share: the sum is the gradient
+        # a rank holds its tokens' share: the sum is the gradient
+        dist.all_reduce(flat, group=mesh.sp_group)
     return flat.norm().item()
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    tokens = torch.randint(100, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1)).split(
-        LENGTHS
-    )
-    batch = PackedBatch.pack([Sequence(t, torch.ones(len(t))) for t in tokens])
-    many = gradient_norm(ParallelMesh(dist.get_world_size(), num_heads=6), batch)
-    one = gradient_norm(ParallelMesh(1), batch)
+    draw = torch.Generator().manual_seed(1)
+    documents = [Sequence(torch.randint(100, (n,), generator=draw), torch.ones(n)) for n in LENGTHS]
+    many = gradient_norm(ParallelMesh(dist.get_world_size(), num_heads=6), documents)
+    one = gradient_norm(ParallelMesh(1), documents)
     if dist.get_rank() == 0:
         print(
             f"gradient norm on {dist.get_world_size()} processes {many:.6f}, on one process {one:.6f}"

@@ -9,21 +9,18 @@ from .gradients import (
     build_chain,
 )
 from .parallel import (
-    PackedBatch,
     ParallelMesh,
     SeqAllToAll4D,
     Sequence,
     ShardedBatch,
     UlyssesAttention,
     pack_shard,
-    shard,
 )
 
 __all__ = [
     "ClipGlobalNorm",
     "GradientPolicy",
     "GradientPolicyChain",
-    "PackedBatch",
     "ParallelMesh",
     "SeqAllToAll4D",
     "Sequence",
@@ -33,5 +30,4 @@ __all__ = [
     "UlyssesAttention",
     "build_chain",
     "pack_shard",
-    "shard",
 ]

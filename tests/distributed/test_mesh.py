@@ -57,20 +57,17 @@ def sums(sp, num_heads):
     mesh = ParallelMesh(sp, num_heads=num_heads)
     batch = pack_shard([Sequence(np.arange(n), np.ones(n)) for n in LENGTHS], mesh, device())
     full = torch.rand(sum(LENGTHS), generator=torch.Generator().manual_seed(1 + mesh.dp_rank), dtype=torch.float64).to(device())
-    padded = torch.cat([full, full.new_full((batch.total - full.numel(),), torch.nan)])  # the tail must not count
-    local = padded[batch.indices].requires_grad_()
+    padded = torch.cat([full, full.new_full((sp,), torch.nan)])  # the tail must not count
+    local = padded[batch.cu_seqlens[batch.sequence_ids] + batch.positions].requires_grad_()
     totals, last = segment_sums(local, batch), sequence_last(local, batch)
     ends = (torch.tensor(LENGTHS).cumsum(0) - 1).to(device())
     torch.testing.assert_close(totals, torch.stack([x.sum() for x in full.split(LENGTHS)]))
     assert torch.equal(last, full[ends])
     weights = torch.arange(1.0, 8, dtype=torch.float64, device=device())
-    (totals * weights).sum().backward()  # as every rank does: its own tokens' share, not sp times it
-    assert torch.equal(local.grad, torch.cat([weights, weights.new_zeros(1)])[batch.sequence_ids])
-    local.grad = None
-    (last * weights).sum().backward()
-    grads = gather_tokens(local.grad, batch)
-    wanted = torch.zeros_like(full).index_put((ends,), weights)
-    assert torch.equal(grads, wanted)
+    (grad,) = torch.autograd.grad((totals * weights).sum(), local)  # this rank's tokens' share, not sp times it
+    assert torch.equal(grad, torch.cat([weights, weights.new_zeros(1)])[batch.sequence_ids])
+    (grad,) = torch.autograd.grad((last * weights).sum(), local)
+    assert torch.equal(gather_tokens(grad, batch), torch.zeros_like(full).index_put((ends,), weights))
     assert torch.equal(gather_tokens(local.detach(), batch), full)
     assert torch.equal(gather_tokens(batch.positions, batch), torch.cat([torch.arange(n) for n in LENGTHS]).to(device()))
     return totals.detach()

@@ -5,75 +5,63 @@ import pytest
 import torch
 
 from tests.unit.test_layout import simulated_mesh
-from ulysses.parallel import (
-    PackedBatch,
-    ParallelMesh,
-    Sequence,
-    pack_shard,
-    segment_sums,
-    sequence_last,
-    shard,
-)
+from ulysses.parallel import ParallelMesh, Sequence, pack_shard, segment_sums, sequence_last
+
+LENGTHS = [5, 1, 37, 1, 1, 60, 13]
 
 
-def sequences(lengths, columns=True):
+def sequences(lengths):
     draw = np.random.default_rng(sum(lengths))
-    result = []
-    for i, n in enumerate(lengths):
-        result.append(
-            Sequence(
-                tokens=draw.integers(0, 1000, n).astype(np.uint32),
-                loss_weights=(draw.random(n) < 0.6).astype(np.uint8),
-                token_columns={"reference_logps": draw.random(n, dtype=np.float32)} if columns else {},
-                columns={"label": i, "margin": i / 2} if columns else {},
-            )
+    return [
+        Sequence(
+            tokens=draw.integers(0, 1000, n).astype(np.uint32),
+            loss_weights=(draw.random(n) < 0.6).astype(np.uint8),
+            token_columns={"reference_logps": draw.random(n, dtype=np.float32)},
+            columns={"label": i, "margin": i / 2},
         )
-    return result
+        for i, n in enumerate(lengths)
+    ]
 
 
 def test_pack_shifts_targets_inside_each_sequence():
     first = Sequence([7, 8, 9], [9.0, 1.0, 0.5], {"c": [1, 2, 3]})
-    batch = PackedBatch.pack([first, Sequence([5], [1.0], {"c": [4]}), Sequence([3, 0], [0, 1], {"c": [5, 6]})])
+    given = [first, Sequence([5], [1.0], {"c": [4]}), Sequence([3, 0], [0, 1], {"c": [5, 6]})]
+    batch = pack_shard(given, ParallelMesh())
     assert batch.tokens.tolist() == [7, 8, 9, 5, 3, 0]
     assert batch.targets.tolist() == [8, 9, -100, -100, 0, -100]  # token 0 is a word like any other
     assert batch.loss_weights.tolist() == [1, 0.5, 0, 0, 1, 0]
     assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 2, 2] and batch.is_last.tolist() == [0, 0, 1, 1, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6] and batch.cu_seqlens.dtype == torch.int32
     assert batch.token_columns["c"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert (batch.num_sequences, batch.total) == (3, 6)
+    assert (batch.num_sequences, batch.num_tokens, batch.num_valid) == (3, 6, 3)
+    assert batch.valid_index.tolist() == [0, 1, 4]
 
 
 @pytest.mark.parametrize("num_heads", [8, 14, 1])
 @pytest.mark.parametrize("sp", [1, 2, 3, 4, 8])
 def test_pack_shard_equals_shard_of_pack_and_shards_hold_every_token_once(sp, num_heads):
-    given = sequences([5, 1, 37, 1, 1, 60, 13])
-    packed = PackedBatch.pack(given)
-    seen = []
+    given, seen, total = sequences(LENGTHS), [], sum(LENGTHS)
+    pack = pack_shard(given, ParallelMesh())
     for rank in range(sp):
-        mesh = simulated_mesh(sp, rank, num_heads)
-        one, two = shard(packed, mesh), pack_shard(given, mesh)
-        for name in vars(one):
-            a, b = getattr(one, name), getattr(two, name)
-            if isinstance(a, torch.Tensor):
-                assert torch.equal(a, b) and a.dtype == b.dtype, name
-            elif isinstance(a, dict):
-                assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
-            elif isinstance(a, int):
-                assert a == b
-        assert one.total % sp == 0 and one.total - packed.total < sp and one.tokens.numel() == one.total // sp
-        real = one.indices < packed.total
-        for name in ("tokens", "targets", "loss_weights", "positions"):
-            assert torch.equal(getattr(one, name)[real], getattr(packed, name)[one.indices[real]])
-        column = packed.token_columns["reference_logps"]
-        assert torch.equal(one.token_columns["reference_logps"][real], column[one.indices[real]])
+        one = pack_shard(given, simulated_mesh(sp, rank, num_heads))
+        indices = one.cu_seqlens[one.sequence_ids] + one.positions
+        real, padded = indices < total, one.attention_plan.total
+        assert padded % sp == 0 and padded - total < sp and one.tokens.numel() == padded // sp
+        for name in ("tokens", "targets", "loss_weights", "positions", "sequence_ids", "is_last"):
+            here, there = getattr(one, name), getattr(pack, name)
+            assert torch.equal(here[real], there[indices[real]]) and here.dtype == there.dtype, name
+        here, there = (b.token_columns["reference_logps"] for b in (one, pack))
+        assert torch.equal(here[real], there[indices[real]]) and here.dtype == there.dtype
         assert (one.targets[~real] == -100).all() and (one.loss_weights[~real] == 0).all()
-        assert (one.sequence_ids[~real] == 7).all() and (one.sequence_ids[real] < 7).all()
-        assert one.num_sequences == 7 and one.num_tokens == packed.total
-        assert one.cu_seqlens[-1] == one.total and one.cu_seqlens.dtype == torch.int32
+        assert (one.sequence_ids[~real] == 7).all() and not one.is_last[~real].any()
+        assert one.num_sequences == 7 and one.num_tokens == total
+        assert one.cu_seqlens[-1] == padded and torch.equal(one.cu_seqlens[:8], pack.cu_seqlens)
         assert one.valid_index.tolist() == one.loss_weights.nonzero().flatten().tolist()
         assert one.num_valid == one.valid_index.numel() == (one.targets != -100).sum()
         assert one.sequence_columns["label"].tolist() == list(range(7))
-        seen += one.indices.tolist()
+        assert one.sequence_columns["margin"].tolist() == [i / 2 for i in range(7)]
+        seen += indices.tolist()
     assert sorted(seen) == list(range(len(seen)))
 
 
@@ -99,18 +87,24 @@ def test_pack_shard_reads_only_its_own_slices():
 
 def test_no_sequences_give_a_batch_without_weight():
     batch = pack_shard([], simulated_mesh(4, 1, 14))
-    assert batch.tokens.tolist() == [0] and batch.num_valid == 0 and batch.total == 4
+    assert batch.tokens.tolist() == [0] and batch.targets.tolist() == [-100] and batch.num_valid == 0
     assert batch.num_sequences == 0 and batch.cu_seqlens.tolist() == [0, 4] and batch.num_tokens == 0
     one = pack_shard([], ParallelMesh())
     assert segment_sums(torch.ones(1), one).shape == (0,) and sequence_last(torch.ones(1), one).shape == (0,)
+
+
+def test_a_rank_with_nothing_but_tail_has_the_columns():
+    given = [Sequence([1], [1], {"c": np.ones(1, np.float64)}, {"label": 1})]
+    tail = pack_shard(given, simulated_mesh(2, 1, 2))
+    assert tail.token_columns["c"].tolist() == [0] and tail.token_columns["c"].dtype == torch.float64
+    assert tail.sequence_columns["label"].tolist() == [1] and tail.sequence_ids.tolist() == [1]
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
     lengths = [100_000, 3, 1, 5000, 65, 64]
     batch = pack_shard([Sequence(np.zeros(n, np.uint8), np.ones(n)) for n in lengths], ParallelMesh())
-    draw = torch.Generator().manual_seed(0)
-    values = torch.rand(batch.total, *shape, generator=draw)
+    values = torch.rand(sum(lengths), *shape, generator=torch.Generator().manual_seed(0))
     values[:100_000] *= 1e6
     values[100_000:] *= 1e-3
     wanted = torch.stack([x.sum(0) for x in values.double().split(lengths)])
@@ -121,35 +115,26 @@ def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
 
 def test_segment_gradients_reach_every_token_once():
     batch = pack_shard(sequences([4, 1, 3]), ParallelMesh())
-    values = torch.rand(8, dtype=torch.float64, requires_grad=True)
-    (segment_sums(values, batch) * torch.tensor([1.0, 10, 100])).sum().backward()
-    assert values.grad.tolist() == [1, 1, 1, 1, 10, 100, 100, 100]
-    values.grad = None
-    (sequence_last(values, batch) * torch.tensor([1.0, 10, 100])).sum().backward()
-    assert values.grad.tolist() == [0, 0, 0, 1, 10, 0, 0, 100]
+    values, factors = torch.rand(8, dtype=torch.float64, requires_grad=True), torch.tensor([1.0, 10, 100])
+    (grad,) = torch.autograd.grad((segment_sums(values, batch) * factors).sum(), values)
+    assert grad.tolist() == [1, 1, 1, 1, 10, 100, 100, 100]
+    (grad,) = torch.autograd.grad((sequence_last(values, batch) * factors).sum(), values)
+    assert grad.tolist() == [0, 0, 0, 1, 10, 0, 0, 100]
     assert torch.equal(sequence_last(values, batch), values[[3, 4, 7]])
 
 
-def test_bad_batches_are_refused():
-    good = PackedBatch.pack(sequences([4, 2]))
-    with pytest.raises(ValueError, match=r"position 1 has target -100 and loss weight 1\.0"):
-        targets, weights = good.targets.clone(), good.loss_weights.clone()
-        targets[1], weights[1] = -100, 1
-        PackedBatch(good.tokens, targets, weights, good.positions, good.cu_seqlens)
-    with pytest.raises(ValueError, match="loss_weights holds a value that is not finite"):
-        PackedBatch.pack([Sequence([1, 2], [0.0, float("nan")])])
-    with pytest.raises(ValueError, match=r"targets has shape \(5,\).* it must be \[6\] and torch\.int64"):
-        PackedBatch(good.tokens, good.targets[1:], good.loss_weights, good.positions, good.cu_seqlens)
-    with pytest.raises(ValueError, match="cu_seqlens must be int32 and run from 0 to the 6 tokens"):
-        PackedBatch(good.tokens, good.targets, good.loss_weights, good.positions, good.cu_seqlens.long())
+def test_bad_sequences_are_refused():
+    with pytest.raises(ValueError, match="loss_weights has a value that is not finite"):
+        pack_shard([Sequence([1, 2], [0.0, float("nan")])], ParallelMesh())
     with pytest.raises(ValueError, match="a sequence has no tokens; drop it"):
         Sequence([], [])
     with pytest.raises(ValueError, match="loss_weights has 2 entries for 3 tokens"):
         Sequence([1, 2, 3], [0, 1])
-    with pytest.raises(ValueError, match=r"sequence 1 has columns \[\], the first one \['label'\]"):
-        PackedBatch.pack([Sequence([1, 2], [0, 1], columns={"label": 1}), Sequence([1, 2], [0, 1])])
-    with pytest.raises(ValueError, match=r"sequence 1 has token columns \[\], the first one \['c'\]"):
-        PackedBatch.pack([Sequence([1, 2], [0, 1], {"c": [0, 0]}), Sequence([1, 2], [0, 1])])
+    plain = Sequence([1, 2], [0, 1])
+    with pytest.raises(ValueError, match=r"sequence 1 has columns \[\] and the first one \['label'\]"):
+        pack_shard([Sequence([1, 2], [0, 1], columns={"label": 1}), plain], ParallelMesh())
+    with pytest.raises(ValueError, match=r"sequence 1 has token_columns \[\] and the first one \['c'\]"):
+        pack_shard([Sequence([1, 2], [0, 1], {"c": [0, 0]}), plain], ParallelMesh())
 
 
 def test_a_pack_past_int32_is_refused_before_anything_is_read():

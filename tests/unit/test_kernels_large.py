@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ulysses.parallel.kernels import Options, available_kernels, varlen_backward, varlen_forward
+from ulysses.parallel.kernels import KernelOptions, available_kernels, varlen_backward, varlen_forward
 from ulysses.parallel.layout import Segments
 
 CUDA = torch.cuda.is_available()
@@ -21,7 +21,7 @@ def segments(count: int) -> Segments:
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_properties(0).total_memory < 70e9, reason="needs a GPU of 80 GB")
 @pytest.mark.parametrize("kernel", available_kernels("cuda") if CUDA else [])
 def test_more_than_two_to_the_31_elements(kernel: str) -> None:
-    total, options = DOCUMENTS * LENGTH, Options(True, HEAD_DIM**-0.5)
+    total, options = DOCUMENTS * LENGTH, KernelOptions(True, HEAD_DIM**-0.5)
     draw = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (
         torch.randn(total, heads, HEAD_DIM, generator=draw, device="cuda", dtype=torch.bfloat16)

@@ -1,16 +1,15 @@
-"""Ulysses sequence parallelism: torch only, usable on its own (copy the folder).
+"""Ulysses sequence parallelism for any model; it needs torch only, and the folder works when copied elsewhere.
 
-Read in this order: mesh, batch, layout, plan, all_to_all, attention, kernels, reduce.
+Read in this order: mesh, layout, batch, exchange, kernels, kernels_document, attention, sums.
 """
 
 from .attention import UlyssesAttention
-from .batch import PackedBatch, Sequence, ShardedBatch, pack_shard, shard
+from .batch import Sequence, ShardedBatch, pack_shard
 from .exchange import SeqAllToAll4D
 from .mesh import ParallelMesh
 from .sums import gather_tokens, segment_sums, sequence_last
 
 __all__ = [
-    "PackedBatch",
     "ParallelMesh",
     "SeqAllToAll4D",
     "Sequence",
@@ -20,5 +19,4 @@ __all__ = [
     "pack_shard",
     "segment_sums",
     "sequence_last",
-    "shard",
 ]

@@ -1,22 +1,22 @@
-"""The collectives of Ulysses and their adjoints: token shards <-> head shards.
+"""The all-to-alls of Ulysses and their adjoints, from token shards to head shards and back.
 
-Plain Ulysses (R = 1), two ranks, q, k and v of one layer in one exchange:
+Plain Ulysses (R = 1) on two ranks; one exchange carries q, k and v of a layer:
 
     rank 0  tokens 0..S-1     [ S, H q | K k | K v ]  --+-->  rank 0  all tokens  [ T, H/2 q | K/2 k | K/2 v ]
     rank 1  tokens S..2S-1    [ S, H q | K k | K v ]  --+-->  rank 1  all tokens  [ T, H/2 q | K/2 k | K/2 v ]
 
-One copy packs the send buffer; what arrives already is [T, heads, E] in packed order, and q', k', v' are views of it.
-A kv head that several ranks need is written once for each of them into the buffer; the adjoint sums their gradients.
+One copy packs the send buffer. What arrives is [T, heads, E] in packed order already, and q', k', v' are views of it.
+A kv head that several ranks need is written into the buffer once for each of them; the adjoint sums their gradients.
 
-With row-parallel ranks (R > 1, layout.py) the same single all-to-all has uneven parts:
+With row-parallel ranks (R > 1, layout.py) the same single all-to-all has parts of two sizes:
 
-    to ranks of my row set        [ S, query q | key k | key v ]        they attend with my rows as queries
-    to all others                 [ S,           key k | key v ]        they only need my rows as keys
+    to ranks of my row set        [ S, query q | key k | key v ]        my rows are queries there
+    to all others                 [ S,           key k | key v ]        my rows are only keys there
 
-and the keys are put into packed order on arrival, one copy for k and v together.
+and the keys are put into packed order when they arrive, in one copy for k and v together.
 
 Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E head dim, U head-parallel and R
-row-parallel size; `query` and `key` are the heads on one rank after the exchange (HeadLayout).
+row-parallel size; `query` and `key` are the numbers of heads on one rank after the exchange (HeadLayout).
 """
 
 import math
@@ -26,17 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .layout import HeadLayout, head_layout
-from .plan import AttentionPlan
+from .layout import AttentionPlan, HeadLayout, head_layout
 
 _WIDE = 16  # bytes that a GPU's thread moves at once
 
 
 class SeqAllToAll4D(torch.autograd.Function):
-    """Trade a scattered axis for a gathered one over `group`.
+    """Split one axis over the P ranks of `group` and gather another.
 
     scatter_idx=2, gather_idx=1 turns [B, S/P, H, E] into [B, S, H/P, E]; scatter_idx=1, gather_idx=2 turns it back.
-    All ranks of the group call it together, in backward too. H (or S) must be divisible by the P ranks.
+    All ranks of the group call it together, in backward too. Raises ValueError if P does not divide the split axis.
     """
 
     @staticmethod
@@ -48,17 +47,15 @@ class SeqAllToAll4D(torch.autograd.Function):
         gather_idx: int = 1,
     ) -> Tensor:
         ctx.group, ctx.axes = group, (scatter_idx, gather_idx)
-        return _trade_axes(input, group, scatter_idx, gather_idx)
+        return _swap_axes(input, group, scatter_idx, gather_idx)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
         scatter_idx, gather_idx = ctx.axes
-        return None, _trade_axes(grad, ctx.group, gather_idx, scatter_idx), None, None
+        return None, _swap_axes(grad, ctx.group, gather_idx, scatter_idx), None, None
 
 
-def _trade_axes(
-    input: Tensor, group: dist.ProcessGroup | None, scatter: int, gather: int
-) -> Tensor:
+def _swap_axes(input: Tensor, group: dist.ProcessGroup | None, scatter: int, gather: int) -> Tensor:
     if input.dim() != 4 or {scatter, gather} != {1, 2}:
         raise ValueError(
             f"input has {input.dim()} axes, scatter_idx {scatter} and gather_idx {gather}; "
@@ -88,7 +85,7 @@ def exchange_qkv(
 
     Returns q' [T/R, query, E], k' and v' [T, key, E]. All ranks of the group call it together, in backward too.
     """
-    if plan.ranks == 1:
+    if plan.mesh.sequence_parallel_size == 1:
         return query, key, value
     return _ExchangeQKV.apply(query, key, value, plan)
 
@@ -112,58 +109,33 @@ def exchange_qkv_forward(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do `exchange_qkv` without recording a graph."""
-    if plan.ranks == 1:
+    mesh = plan.mesh
+    if mesh.sequence_parallel_size == 1:
         return query, key, value
-    heads = head_layout(query.shape[1], key.shape[1], plan.head_parallel_size)
-    got = _pack_heads(query, key, value, heads, plan).exchange(
-        heads, plan
-    )  # what was sent is free again
-    return _split_heads(got, heads, plan)
-
-
-def _pack_heads(
-    query: Tensor, key: Tensor, value: Tensor, heads: HeadLayout, plan: AttentionPlan
-) -> "_Regions":
-    send = _Regions(None, query, heads, plan)
-    copy(send.near[:, :, : heads.query], _by_rank(query, plan))
-    for part in send.key_parts:
-        _write_heads(part[:, :, : heads.key], key, heads)
-        _write_heads(part[:, :, heads.key :], value, heads)
-    return send
-
-
-def _split_heads(
-    got: "_Regions", heads: HeadLayout, plan: AttentionPlan
-) -> tuple[Tensor, Tensor, Tensor]:
-    query = _to_rows(got.near[:, :, : heads.query], plan)
-    if plan.row_parallel_size == 1:
-        keys = _to_rows(got.near[:, :, heads.query :], plan)
+    heads = head_layout(query.shape[1], key.shape[1], mesh.head_parallel_size)
+    received = _pack_heads(query, key, value, heads, plan).exchange()
+    query = _to_rows(received.query, plan)
+    if mesh.row_parallel_size == 1:
+        keys = _to_rows(received.keys[0], plan)
     else:
-        query = dense(
-            query
-        )  # a view would keep the keys' receive buffer alive beside their packed copy
-        keys = got.flat.new_empty(plan.total, 2 * heads.key, got.near.shape[-1])
-        for part, pieces in zip(got.key_parts, plan.pieces):
+        query = dense(query)  # a view would keep the keys' receive buffer alive beside their copy
+        keys = query.new_empty(plan.total, 2 * heads.key, query.shape[-1])
+        for part, pieces in zip(received.keys, plan.pieces):
             rows = _to_rows(part, plan).split([b - a for a, b in pieces])
             for (a, b), values in zip(pieces, rows):
                 copy(keys[a:b], values)
     return query, keys[:, : heads.key], keys[:, heads.key :]
 
 
-def _to_rows(values: Tensor, plan: AttentionPlan) -> Tensor:
-    """Put what U ranks hold of a row set [U, S, ...] into packed order [U * S, ...]; a copy only in a dense batch."""
-    if plan.batch == 1:
-        return values.flatten(0, 1)
-    return dense(values.unflatten(1, (plan.batch, -1)).transpose(0, 1)).flatten(0, 2)
-
-
-def _to_ranks(rows: Tensor, plan: AttentionPlan) -> Tensor:
-    """Undo `_to_rows`."""
-    if plan.batch == 1:
-        return rows.unflatten(0, (plan.head_parallel_size, -1))
-    return dense(
-        rows.unflatten(0, (plan.batch, plan.head_parallel_size, -1)).transpose(0, 1)
-    ).flatten(1, 2)
+def _pack_heads(
+    query: Tensor, key: Tensor, value: Tensor, heads: HeadLayout, plan: AttentionPlan
+) -> "_Buffer":
+    send = _Buffer(plan, heads, query)
+    copy(send.query, _by_rank(query, plan))
+    for part in send.keys:
+        _write_heads(part[:, :, : heads.key], key, heads)
+        _write_heads(part[:, :, heads.key :], value, heads)
+    return send
 
 
 def exchange_qkv_backward(
@@ -175,14 +147,13 @@ def exchange_qkv_backward(
     num_kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply the adjoint of `exchange_qkv`: gradients of head shards -> of token shards; kv copies are summed."""
-    if plan.ranks == 1:
+    if plan.mesh.sequence_parallel_size == 1:
         return dquery, dkey, dvalue
-    heads = head_layout(num_heads, num_kv_heads, plan.head_parallel_size)
-    got = _pack_gradients(dquery, dkey, dvalue, heads, plan).exchange(heads, plan)
-    dquery = dense(got.near[..., : heads.query, :].transpose(0, 1)).flatten(1, 2)
-    total = _sum_rows(got.key_parts)
+    heads = head_layout(num_heads, num_kv_heads, plan.mesh.head_parallel_size)
+    received = _pack_gradients(dquery, dkey, dvalue, heads, plan).exchange()
+    total = _sum_row_sets(received.keys)
     return (
-        dquery,
+        dense(received.query.transpose(0, 1)).flatten(1, 2),
         _sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
         _sum_heads(total[..., heads.key :, :], heads, num_kv_heads).to(dquery.dtype),
     )
@@ -190,52 +161,68 @@ def exchange_qkv_backward(
 
 def _pack_gradients(
     dquery: Tensor, dkey: Tensor, dvalue: Tensor, heads: HeadLayout, plan: AttentionPlan
-) -> "_Regions":
-    send = _Regions(None, dquery, heads, plan)
-    copy(send.near[:, :, : heads.query], _to_ranks(dquery, plan))
-    for part, pieces in zip(send.key_parts, plan.pieces):
+) -> "_Buffer":
+    send = _Buffer(plan, heads, dquery)
+    copy(send.query, _to_ranks(dquery, plan))
+    for part, pieces in zip(send.keys, plan.pieces):
         for grad, slots in ((dkey, slice(heads.key)), (dvalue, slice(heads.key, None))):
             rows = [grad[a:b] for a, b in pieces]
             copy(part[:, :, slots], _to_ranks(rows[0] if len(rows) == 1 else torch.cat(rows), plan))
     return send
 
 
-class _Regions:
-    """One exchange buffer: before [r, U, S, 2 key, E], near [U, S, query + 2 key, E], after [R-1-r, U, S, 2 key, E].
+class _Buffer:
+    """A send or receive buffer of one exchange, with views of its regions.
 
-    `near` goes to, or came from, the ranks of this rank's own row set r; the send and receive buffers look the same.
+        k | v of the row sets before mine    q | k | v of my row set    k | v of the row sets after mine
+
+    query [U, S, query, E]; keys: [U, S, 2 key, E] for every row set, k before v.
     """
 
-    def __init__(self, flat: Tensor | None, like: Tensor, heads: HeadLayout, plan: AttentionPlan):
-        ranks, rows, mine = plan.head_parallel_size, plan.row_parallel_size, plan.row_set
+    def __init__(
+        self, plan: AttentionPlan, heads: HeadLayout, like: Tensor, flat: Tensor | None = None
+    ):
+        self._plan, self._heads, mesh = plan, heads, plan.mesh
+        ranks, rows, mine = mesh.head_parallel_size, mesh.row_parallel_size, mesh.row_set
         shape = (ranks, plan.local_tokens, 2 * heads.key, like.shape[-1])
-        far = math.prod(shape[1:])
-        wide = far + plan.local_tokens * heads.query * like.shape[-1]
-        sizes = (mine * ranks * far, ranks * wide, (rows - 1 - mine) * ranks * far)
-        self.splits = (
-            None
-            if rows == 1
-            else [wide if r == mine else far for r in range(rows) for _ in range(ranks)]
-        )
-        self.flat = like.new_empty(sum(sizes)) if flat is None else flat
-        before, near, after = self.flat.split(sizes)
-        self.near = near.view(ranks, plan.local_tokens, -1, like.shape[-1])
-        own = self.near[:, :, heads.query :]
-        self.key_parts = [
-            *before.view(-1, *shape),
-            own,
-            *after.view(-1, *shape),
-        ]  # k | v of every row set
+        far = math.prod(shape[1:])  # elements for a rank of another row set, and for one of mine
+        near = far + plan.local_tokens * heads.query * like.shape[-1]
+        sizes = (mine * ranks * far, ranks * near, (rows - 1 - mine) * ranks * far)
+        self._splits = [near if r == mine else far for r in range(rows) for _ in range(ranks)]
+        self._flat = like.new_empty(sum(sizes)) if flat is None else flat
+        before, own, after = self._flat.split(sizes)
+        own = own.view(ranks, plan.local_tokens, -1, like.shape[-1])
+        self.query = own[:, :, : heads.query]
+        own_keys = own[:, :, heads.query :]
+        self.keys = [*before.view(-1, *shape), own_keys, *after.view(-1, *shape)]
 
-    def exchange(self, heads: HeadLayout, plan: AttentionPlan) -> "_Regions":
-        received = torch.empty_like(self.flat)
-        dist.all_to_all_single(received, self.flat, self.splits, self.splits, group=plan.group)
-        return _Regions(received, self.near, heads, plan)
+    def exchange(self) -> "_Buffer":
+        """Return the receive buffer; the send buffer is free as soon as the caller drops it."""
+        received = torch.empty_like(self._flat)
+        mesh = self._plan.mesh
+        splits = None if mesh.row_parallel_size == 1 else self._splits
+        dist.all_to_all_single(received, self._flat, splits, splits, group=mesh.sp_group)
+        return _Buffer(self._plan, self._heads, self.query, received)
+
+
+def _to_rows(values: Tensor, plan: AttentionPlan) -> Tensor:
+    """Put a row set's rows [U, S, ...] into packed order [U * S, ...]; only a dense batch needs a copy for that."""
+    if plan.batch == 1:
+        return values.flatten(0, 1)
+    return dense(values.unflatten(1, (plan.batch, -1)).transpose(0, 1)).flatten(0, 2)
+
+
+def _to_ranks(rows: Tensor, plan: AttentionPlan) -> Tensor:
+    """Undo `_to_rows`."""
+    ranks = plan.mesh.head_parallel_size
+    if plan.batch == 1:
+        return rows.unflatten(0, (ranks, -1))
+    return dense(rows.unflatten(0, (plan.batch, ranks, -1)).transpose(0, 1)).flatten(1, 2)
 
 
 def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
     """View [S, U * heads, E] as [U, S, heads, E]."""
-    return values.unflatten(1, (plan.head_parallel_size, -1)).transpose(0, 1)
+    return values.unflatten(1, (plan.mesh.head_parallel_size, -1)).transpose(0, 1)
 
 
 def _write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
@@ -244,12 +231,12 @@ def _write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
         copy(part, values.unflatten(1, (-1, heads.key)).transpose(0, 1))
     elif heads.key == 1:
         copy(part.unflatten(0, (-1, heads.repeat)), values.transpose(0, 1)[:, None, :, None])
-    else:  # a block straddles kv groups
+    else:  # a block of query heads covers parts of several kv groups
         for slot in range(part.shape[0] * heads.key):
             copy(part[slot // heads.key, :, slot % heads.key], values[:, slot // heads.repeat])
 
 
-def _sum_rows(parts: list[Tensor]) -> Tensor:
+def _sum_row_sets(parts: list[Tensor]) -> Tensor:
     """Sum the k | v gradients of all row sets [U, S, 2 key, E], in float32 or better."""
     if len(parts) == 1:
         return parts[0]
@@ -270,7 +257,9 @@ def _sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
 
 def exchange_out(output: Tensor, plan: AttentionPlan) -> Tensor:
     """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E]; differentiable, collective."""
-    return output if plan.ranks == 1 else _ExchangeOut.apply(output, plan)
+    if plan.mesh.sequence_parallel_size == 1:
+        return output
+    return _ExchangeOut.apply(output, plan)
 
 
 class _ExchangeOut(torch.autograd.Function):
@@ -286,29 +275,27 @@ class _ExchangeOut(torch.autograd.Function):
 
 def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
     """Do `exchange_out` without recording a graph."""
-    if plan.ranks == 1:
+    if plan.mesh.sequence_parallel_size == 1:
         return output
-    received = _exchange_near(dense(_to_ranks(output, plan)), plan)
+    received = _exchange_row_set(dense(_to_ranks(output, plan)), plan)
     return dense(received.transpose(0, 1)).flatten(1, 2)
 
 
 def exchange_out_backward(grad: Tensor, plan: AttentionPlan) -> Tensor:
     """Apply the adjoint of `exchange_out`: [S, H, E] -> [T/R, H/U, E]."""
-    if plan.ranks == 1:
+    if plan.mesh.sequence_parallel_size == 1:
         return grad
-    return _to_rows(_exchange_near(dense(_by_rank(grad, plan)), plan), plan)
+    return _to_rows(_exchange_row_set(dense(_by_rank(grad, plan)), plan), plan)
 
 
-def _exchange_near(send: Tensor, plan: AttentionPlan) -> Tensor:
-    """All-to-all among the ranks of one row set; the others get empty parts."""
-    received = torch.empty_like(send)
-    splits = None
-    if plan.row_parallel_size > 1:
-        ranks, part = plan.head_parallel_size, send.numel() // plan.head_parallel_size
-        splits = [
-            part * (r == plan.row_set) for r in range(plan.row_parallel_size) for _ in range(ranks)
-        ]
-    dist.all_to_all_single(received.view(-1), send.view(-1), splits, splits, group=plan.group)
+def _exchange_row_set(send: Tensor, plan: AttentionPlan) -> Tensor:
+    """Exchange among the ranks of one row set; the others get empty parts."""
+    received, splits, mesh = torch.empty_like(send), None, plan.mesh
+    if mesh.row_parallel_size > 1:
+        ranks, part = mesh.head_parallel_size, send.numel() // mesh.head_parallel_size
+        owners = [r == mesh.row_set for r in range(mesh.row_parallel_size) for _ in range(ranks)]
+        splits = [part * own for own in owners]
+    dist.all_to_all_single(received.view(-1), send.view(-1), splits, splits, group=mesh.sp_group)
     return received
 
 
@@ -316,9 +303,10 @@ def _exchange_near(send: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Copy between strided tensors of one dtype; `source` may be broadcast. Without a graph.
+    """Copy between strided tensors of one dtype without recording a graph; `source` may be broadcast.
 
-    torch moves strided tensors element by element; seen as elements of 16 bytes, bfloat16 heads move 2.4 times as fast.
+    torch moves strided tensors element by element. Where 16 bytes can be moved at once, bfloat16 heads copy 2.4 times
+    as fast.
     """
     if _is_wide(target) and _is_wide(source):
         target, source = target.view(torch.complex128), source.view(torch.complex128)
@@ -326,7 +314,7 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Return x with its axes in memory order; x itself if they are. Without a graph."""
+    """Return x in contiguous memory without recording a graph; x itself if it is contiguous."""
     if x.is_contiguous():
         return x
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -335,7 +323,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def _is_wide(x: Tensor) -> bool:
-    """Say whether the rows of the last axis are whole elements of 16 bytes, on a device that has such."""
+    """Tell whether the last axis can be read as elements of 16 bytes, on a device that has such elements."""
     sizes = (x.shape[-1], *x.stride()[:-1], x.storage_offset())
-    whole = all(size * x.element_size() % _WIDE == 0 for size in sizes)
-    return whole and x.stride(-1) == 1 and x.device.type in ("cpu", "cuda")
+    aligned = all(size * x.element_size() % _WIDE == 0 for size in sizes)
+    return aligned and x.stride(-1) == 1 and x.device.type in ("cpu", "cuda")

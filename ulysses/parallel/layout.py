@@ -1,4 +1,4 @@
-"""Who holds which tokens, heads and query rows, for any head count and any degree. Pure functions of host integers.
+"""Which rank holds which tokens, heads and query rows, and the index plans of a batch that follow from it.
 
     sp = U * R ranks, U = gcd(sp, query heads); rank s = r * U + u has head block u and row set r.
 
@@ -8,38 +8,57 @@
         r = 0   |  u=0   |  u=1   |  ...        | heads of u=0 | heads of u=1 | ...   x  rows of set 0
         r = 1   |  u=0   |  u=1   |  ...        | heads of u=0 | heads of u=1 | ...   x  rows of set 1
 
-    q and the output travel along a row of this picture (U ranks); k and v go to every rank that attends with them.
-    R = 1 is plain Ulysses: one row set, contiguous shards.
+Queries and outputs travel between the U ranks of one line of this picture; keys and values go to every rank that
+attends to them. R = 1 is plain Ulysses: one row set and contiguous shards.
 
-Row sets (R > 1) hold equally many tokens and equal causal cost. They are cut from the pack as a necklace: take from
-the circle of remaining tokens the window of T/R tokens whose cost is the mean of what is left (one exists, because the
-windows' mean is that mean), close the circle, repeat. For one long sequence this gives the nested "zigzag"
+With R > 1 all row sets have equally many tokens and the same causal cost. They are cut from the pack like pieces of a
+necklace: bend the remaining tokens into a circle, take the window of T/R tokens that costs the mean of all windows (one
+exists, because cost changes gradually from window to window), close the circle and repeat. For one long sequence this
+gives the nested zigzag
 
         [ 3 | 2 | 1 | 0     0 | 1 | 2 | 3 ]
 
-and for any pack at most 2R - 1 arcs in all. An arc is contiguous in the pack, so its attention is one varlen call on
-contiguous query rows and on a contiguous range of keys: whole documents, except that the first may start in its
-middle (fewer queries than keys, bottom-right causal) and the last may stop early. No key is copied for a second arc.
-Positions travel with their tokens, so nothing else in the engine notices the order.
+and for any pack at most 2R - 1 arcs in total. An arc is contiguous in the pack, so its attention is one kernel call on
+contiguous query rows and a contiguous range of keys. These are whole documents, except that the first one may start in
+the middle (then it has fewer queries than keys, and the causal mask is aligned bottom-right) and the last one may end
+early. No key is copied for a second arc. Positions travel with their tokens, so the rest of the engine does not notice
+the order.
 
-Letters: T packed tokens (tail included), S tokens on this rank, H query heads, K kv heads, U head-parallel and R
-row-parallel size.
+Letters: T packed tokens (tail included), S tokens on this rank, N sequences, H query heads, K kv heads, U head-parallel
+and R row-parallel size.
 """
 
 import math
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .mesh import ParallelMesh
+
 Range = tuple[int, int]
+FAN_IN = 64  # values that one step of a segment sum adds up
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a host tensor to the device; copies to a GPU go through pinned memory and do not make the host wait."""
+    device = torch.device(device)
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+# --- heads -------------------------------------------------------------------------------------------------------
 
 
 class HeadLayout(NamedTuple):
-    """Heads on one rank after the exchange: `query` q heads, `key` k heads and v heads.
+    """Heads on one rank after the exchange: `query` query heads, `key` key heads and as many value heads.
 
-    Kernels need a uniform ratio query/key. `repeat` consecutive slots of the U * key slots sent hold the same kv head:
-    slot j is kv head j // repeat. It is 1 unless kv heads are fewer than U or a block straddles kv groups.
+    Kernels need the same number of query heads for every key head. `repeat` consecutive slots of the U * key slots that
+    are sent hold the same kv head: slot j is kv head j // repeat. It is 1 unless there are fewer kv heads than U, or a
+    block of query heads covers parts of several kv groups.
     """
 
     query: int
@@ -48,9 +67,9 @@ class HeadLayout(NamedTuple):
 
 
 def head_layout(num_heads: int, num_kv_heads: int, head_parallel_size: int) -> HeadLayout:
-    """Split query heads into equal consecutive blocks and find the kv heads that each block needs.
+    """Split the query heads into equal consecutive blocks and find the kv heads that each block needs.
 
-    Raises ValueError if kv heads do not divide query heads, or the blocks would be unequal.
+    Raises ValueError if the kv heads do not divide the query heads, or if the blocks would be unequal.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
@@ -64,118 +83,76 @@ def head_layout(num_heads: int, num_kv_heads: int, head_parallel_size: int) -> H
         )
     block = num_heads // head_parallel_size
     group = num_heads // num_kv_heads
-    ratio = math.gcd(block, group)  # the largest run of query heads that never leaves one kv group
+    ratio = math.gcd(block, group)  # the longest run of query heads that never leaves one kv group
     return HeadLayout(query=block, key=block // ratio, repeat=group // ratio)
 
 
-def padded_total(total: int, sequence_parallel_size: int) -> int:
-    """Round a pack's length up so that every rank holds equally many tokens, at least one."""
-    sp = sequence_parallel_size
-    return max(1, -(-total // sp)) * sp
+# --- tokens and query rows ---------------------------------------------------------------------------------------
 
 
 def row_sets(
     cu_seqlens: Tensor, row_parallel_size: int, head_parallel_size: int = 1
 ) -> list[list[Range]]:
-    """Deal the packed rows to R row sets of equal length and equal causal cost, as sorted contiguous arcs.
+    """Deal the packed rows to R row sets of equal length and equal causal cost, each a list of sorted arcs.
 
-    `cu_seqlens` [N + 1] lies on the host and covers the tail; its end must be a multiple of R * U.
+    `cu_seqlens` [N + 1] is on the host and covers the tail; its last entry must be a multiple of R * U.
     """
-    total = int(cu_seqlens[-1])
-    if total % (row_parallel_size * head_parallel_size):
+    total, ranks = int(cu_seqlens[-1]), row_parallel_size * head_parallel_size
+    if total % ranks:
         raise ValueError(
-            f"{total} tokens do not split evenly over {row_parallel_size * head_parallel_size} ranks"
+            f"the pack has {total} tokens, which {ranks} ranks do not divide; pad it with a tail"
         )
     if row_parallel_size == 1:
         return [[(0, total)]]
-    cu = cu_seqlens.long()
     size = total // row_parallel_size
-    left: list[Range] = [(0, total)]
+    starts = cu_seqlens[:-1].long().repeat_interleave(cu_seqlens.diff().long())
+    left = torch.arange(total)  # the rows that are not dealt yet, as a circle
+    costs = left - starts + 1  # keys that each of them sees
     sets = []
     for remaining in range(row_parallel_size, 1, -1):
-        begin = _balanced_window(cu, left, size, remaining)
-        taken = _cut(left, begin, min(begin + size, size * remaining))
-        wrapped = begin + size - size * remaining
-        if wrapped > 0:
-            taken = _cut(left, 0, wrapped) + taken
-            left = _cut(left, wrapped, begin)
-        else:
-            left = _cut(left, 0, begin) + _cut(left, begin + size, size * remaining)
-        sets.append(_merge(taken))
-        left = _merge(left)
-    sets.append(left)
-    return sets
+        begin = _balanced_window(costs[left], size, remaining)
+        taken = left.roll(-begin)[:size]
+        left = left.roll(-begin)[size:].sort().values
+        sets.append(_arcs(taken.sort().values))
+    return [*sets, _arcs(left)]
 
 
-def _balanced_window(cu: Tensor, left: list[Range], size: int, remaining: int) -> int:
-    """Where in the circle of the arcs `left` a window of `size` tokens has 1/remaining of the whole cost.
-
-    Moved by one token, a window gains the cost of the row it takes and loses that of the row it leaves. Both grow by
-    one per token, so its cost is linear in its start wherever neither end passes the start of a document or an arc.
-    """
-    arcs = torch.tensor(left)
-    offsets = torch.cat([arcs.new_zeros(1), (arcs[:, 1] - arcs[:, 0]).cumsum(0)])
-    count = size * remaining
-    costs = causal_prefix(cu, arcs)
-    before = torch.cat([costs.new_zeros(1), (costs[:, 1] - costs[:, 0]).cumsum(0)])
-
-    def prefix(at: Tensor) -> Tensor:
-        arc = torch.bucketize(at, offsets[1:-1], right=True)
-        return before[arc] + causal_prefix(cu, arcs[arc, 0] + at - offsets[arc]) - costs[arc, 0]
-
-    arc = (torch.bucketize(cu, arcs[:, 0].contiguous(), right=True) - 1).clamp(min=0)
-    inside = (cu >= arcs[arc, 0]) & (cu < arcs[arc, 1])
-    corners = torch.cat([offsets[:-1], (offsets[arc] + cu - arcs[arc, 0])[inside]])
-    starts = torch.cat([corners, (corners - size) % count]).unique()
-    stops = starts + size
-    windows = prefix(stops.clamp(max=count)) - prefix(starts) + prefix((stops - count).clamp(min=0))
-    target = int(before[-1]) // remaining
-    error = windows - target
-    following = error.roll(-1)
-    # The windows' mean is the target, so some window meets it. The first within 0.2% cuts the fewest documents.
-    first = int(
-        torch.nonzero((error.abs() * 500 <= target) | (error.sign() * following.sign() < 0))[0]
-    )
-    if abs(int(error[first])) * 500 <= target:
-        return int(starts[first])
-    end = int(starts[first + 1]) if first + 1 < starts.numel() else count
-    begin, slope = int(starts[first]), int(following[first] - error[first])
-    return begin + round(-int(error[first]) * (end - begin) / slope)
+def _balanced_window(costs: Tensor, size: int, remaining: int) -> int:
+    """Find where in the circle of rows a window of `size` rows has 1/remaining of the whole cost."""
+    before = torch.cat([costs.new_zeros(1), costs, costs[: size - 1]]).cumsum(0)
+    target = int(costs.sum()) // remaining
+    error = (before[size:] - before[:-size] - target).abs()
+    # Of the windows within 0.05% take the first: where it starts at the circle's beginning, it cuts fewer documents.
+    return int(error.clamp(min=target // 2000).argmin())
 
 
-def _cut(arcs: list[Range], start: int, stop: int) -> list[Range]:
-    """The part of concatenated arcs between two offsets."""
-    result, offset = [], 0
-    for a, b in arcs:
-        low, high = max(start - offset, 0), min(stop - offset, b - a)
-        if low < high:
-            result.append((a + low, a + high))
-        offset += b - a
-    return result
-
-
-def _merge(arcs: list[Range]) -> list[Range]:
-    merged: list[Range] = []
-    for a, b in arcs:
-        if merged and merged[-1][1] == a:
-            merged[-1] = (merged[-1][0], b)
-        else:
-            merged.append((a, b))
-    return merged
+def _arcs(rows: Tensor) -> list[Range]:
+    """Write sorted row numbers as contiguous ranges."""
+    bounds = [0, *(1 + torch.nonzero(rows.diff() != 1).flatten()).tolist(), len(rows)]
+    return [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(bounds)]
 
 
 def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int) -> list[Range]:
-    """Packed ranges whose tokens rank r * U + u holds, in its order: the u-th equal part of row set r."""
+    """Return the packed ranges whose tokens rank r * U + u holds, in order: the u-th equal part of row set r."""
     arcs = sets[sp_rank // head_parallel_size]
     size = sum(b - a for a, b in arcs) // head_parallel_size
-    part = sp_rank % head_parallel_size
-    return _cut(arcs, part * size, (part + 1) * size)
+    start = sp_rank % head_parallel_size * size
+    ranges, offset = [], 0
+    for a, b in arcs:
+        low, high = max(start - offset, 0), min(start + size - offset, b - a)
+        if low < high:
+            ranges.append((a + low, a + high))
+        offset += b - a
+    return ranges
+
+
+# --- the plan of attention ---------------------------------------------------------------------------------------
 
 
 class Segments(NamedTuple):
-    """One varlen call: document i's queries are rows cu_q[i]:cu_q[i+1], its keys are cu_k[i]:cu_k[i+1].
+    """The documents of one kernel call: queries cu_q[i]:cu_q[i+1] of document i attend to keys cu_k[i]:cu_k[i+1].
 
-    Causal means bottom-right: the last query sees the last key. `bounds` are the same numbers on the host.
+    Causal masks are aligned bottom-right: the last query sees the last key. `bounds` has the same numbers on the host.
     """
 
     cu_q: Tensor
@@ -185,63 +162,149 @@ class Segments(NamedTuple):
     bounds: tuple[list[int], list[int]] | None = None
 
 
-class ArcCall(NamedTuple):
-    """The varlen call of one arc: its rows among this rank's query rows, its keys among the packed keys.
-
-    Under a causal mask the keys past the arc's end are left out; without one, documents are whole (`keys`, `full`).
-    """
+class VarlenCall(NamedTuple):
+    """One kernel call: a range of this rank's query rows, the range of packed keys they need, and the documents."""
 
     rows: Range
-    causal_keys: Range
-    causal: Segments
     keys: Range
-    full: Segments
+    segments: Segments
 
 
-def arc_calls(cu_seqlens: Tensor, arcs: list[Range]) -> list[ArcCall]:
-    """Describe the attention of each arc against its own documents' keys (host tensors)."""
-    cu = cu_seqlens.to(torch.int64)
-    calls, row = [], 0
-    for a, b in arcs:
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How this rank's tokens are exchanged and which kernel calls its attention makes.
+
+    A plan is made once per batch on the host, moved to the device once and used by every layer. It knows tokens and
+    rows but not heads, so models with different head counts (a policy and a reward model) share it.
+
+    causal_calls, full_calls: one call per arc of this rank's row set, with and without a causal mask. A causal call
+    leaves out the keys after the arc's end; a full one has whole documents.
+    pieces: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
+    batch: 1 for a pack; for a dense batch its number of sequences, each of which is cut over all ranks.
+    """
+
+    mesh: ParallelMesh
+    total: int
+    documents: int
+    causal_calls: tuple[VarlenCall, ...]
+    full_calls: tuple[VarlenCall, ...]
+    pieces: tuple[tuple[Range, ...], ...]
+    batch: int = 1
+
+    @property
+    def local_tokens(self) -> int:
+        return self.total // self.mesh.sequence_parallel_size
+
+
+def packed_plan(
+    cu_seqlens: Tensor,
+    sets: list[list[Range]],
+    mesh: ParallelMesh,
+    device: torch.device | str,
+    batch: int = 1,
+) -> AttentionPlan:
+    """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail."""
+    cu = cu_seqlens.long()
+    causal_calls, full_calls, row = [], [], 0
+    for a, b in sets[mesh.row_set]:
         first = int(torch.searchsorted(cu, a, right=True)) - 1
-        last = int(torch.searchsorted(cu, b, right=False))  # documents first .. last - 1
+        last = int(torch.searchsorted(cu, b))  # the arc touches documents first .. last - 1
         begin, end = int(cu[first]), int(cu[last])
-        cu_q = cu[first : last + 1].clamp(a, b) - a
-        full_k = cu[first : last + 1] - begin
-        causal_k = full_k.clamp(max=b - begin)
-        calls.append(
-            ArcCall(
-                rows=(row, row + b - a),
-                causal_keys=(begin, b),
-                causal=_segments(cu_q, causal_k),
-                keys=(begin, end),
-                full=_segments(cu_q, full_k),
-            )
-        )
+        rows, ends = (row, row + b - a), cu[first : last + 1]
+        causal = _segments(ends.clamp(a, b) - a, ends.clamp(max=b) - begin, device)
+        full = causal if end == b else _segments(ends.clamp(a, b) - a, ends - begin, device)
+        causal_calls.append(VarlenCall(rows, (begin, b), causal))
+        full_calls.append(VarlenCall(rows, (begin, end), full))
         row += b - a
-    return calls
+    return AttentionPlan(
+        mesh=mesh,
+        total=int(cu[-1]),
+        documents=cu.numel() - 1,
+        causal_calls=tuple(causal_calls),
+        full_calls=tuple(full_calls),
+        pieces=tuple(map(tuple, sets)),
+        batch=batch,
+    )
 
 
-def _segments(cu_q: Tensor, cu_k: Tensor) -> Segments:
+def _segments(cu_q: Tensor, cu_k: Tensor, device: torch.device | str) -> Segments:
+    on_device = to_device(cu_q.int(), device)
     return Segments(
-        cu_q=cu_q.int(),
-        cu_k=cu_k.int(),
-        max_q=int((cu_q[1:] - cu_q[:-1]).max()),
-        max_k=int((cu_k[1:] - cu_k[:-1]).max()),
+        cu_q=on_device,
+        cu_k=on_device if torch.equal(cu_q, cu_k) else to_device(cu_k.int(), device),
+        max_q=int(cu_q.diff().max()),
+        max_k=int(cu_k.diff().max()),
         bounds=(cu_q.tolist(), cu_k.tolist()),
     )
 
 
-def causal_cost(cu_seqlens: Tensor, arcs: list[Range]) -> int:
-    """Count the query-key products of causal attention over these rows."""
-    costs = causal_prefix(cu_seqlens.long(), torch.tensor(arcs))
-    return int((costs[:, 1] - costs[:, 0]).sum())
+def dense_plan(
+    batch_size: int, local_tokens: int, mesh: ParallelMesh, device: torch.device | str
+) -> AttentionPlan:
+    """Plan the classic layout [B, S/P, ...]: B sequences of equal length, each cut into P contiguous shards.
+
+    With R > 1 the row sets are contiguous too, so the result is exact but the ranks have unequal causal work. The work
+    is balanced in batches made by `pack_shard`.
+    """
+    length = local_tokens * mesh.sequence_parallel_size
+    share = length // mesh.row_parallel_size
+    sets = [
+        [(b * length + r * share, b * length + (r + 1) * share) for b in range(batch_size)]
+        for r in range(mesh.row_parallel_size)
+    ]
+    if mesh.row_parallel_size == 1:  # one kernel call for all sequences
+        sets = [[(0, batch_size * length)]]
+    return packed_plan(torch.arange(batch_size + 1) * length, sets, mesh, device, batch_size)
 
 
-def causal_prefix(cu: Tensor, rows: Tensor) -> Tensor:
-    """Count the query-key products of causal attention over the packed rows before each of `rows` (host i64)."""
-    lengths = cu[1:] - cu[:-1]
-    before = torch.cat([cu.new_zeros(1), (lengths * (lengths + 1) // 2).cumsum(0)])
-    document = torch.bucketize(rows, cu, right=True) - 1
-    within = rows - cu[document]
-    return before[document] + within * (within + 1) // 2
+def device_plan(
+    cu_seqlens: Tensor, max_seqlen: int | None, local_tokens: int, mesh: ParallelMesh
+) -> AttentionPlan:
+    """Plan from cu_seqlens on the device. With R = 1 and max_seqlen given, the host does not wait for the device."""
+    ranks, rows = mesh.sequence_parallel_size, mesh.row_parallel_size
+    total = local_tokens * ranks
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} with {cu_seqlens.dim()} axes; it must be int32 and 1-dim"
+        )
+    on_host = cu_seqlens.device.type == "cpu"
+    if (on_host or max_seqlen is None) and int(cu_seqlens[-1]) != total:
+        raise ValueError(
+            f"cu_seqlens ends at {int(cu_seqlens[-1])} but the {ranks} ranks hold {total} tokens; "
+            "it must describe the whole pack, with an entry for padding"
+        )
+    if rows > 1 or on_host:
+        host = cu_seqlens.cpu()
+        sets = row_sets(host, rows, mesh.head_parallel_size)
+        return packed_plan(host, sets, mesh, cu_seqlens.device)
+    longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+    segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
+    calls = (VarlenCall((0, total), (0, total), segments),)
+    return AttentionPlan(mesh, total, cu_seqlens.numel() - 1, calls, calls, (((0, total),),))
+
+
+# --- the plan of sums over sequences -----------------------------------------------------------------------------
+
+
+def sum_levels(
+    sequence_ids: Tensor, num_sequences: int, device: torch.device | str
+) -> tuple[Tensor, ...]:
+    """Plan sums over the sequences of a rank's tokens (host ids [S], sorted; ids from N on are left out).
+
+    Returns gather indices [rows, <= FAN_IN] for one level after the other; an index one past the end reads zero. The
+    first level sums tokens to partial sums, the last one ends in N sums. Such a tree is accurate in float32 and gives
+    the same bits in every run.
+    """
+    count = torch.bincount(sequence_ids, minlength=num_sequences + 1)[:num_sequences]
+    levels: list[Tensor] = []
+    size = sequence_ids.numel()
+    while not levels or (count.numel() and int(count.max()) > 1):
+        width = max(1, min(FAN_IN, int(count.max()) if count.numel() else 1))
+        rows = (count + width - 1).div(width, rounding_mode="floor").clamp(min=1)
+        first = (count.cumsum(0) - count).repeat_interleave(rows)
+        within = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
+        offset = within[:, None] * width + torch.arange(width)
+        inside = offset < count.repeat_interleave(rows)[:, None]
+        levels.append(to_device(torch.where(inside, first[:, None] + offset, size), device))
+        count, size = rows, offset.shape[0]
+    return tuple(levels)

@@ -52,13 +52,13 @@ class ParallelMesh:
             raise ValueError(
                 f"num_heads is {num_heads} but must be positive; give the models' query head counts"
             )
-        self.num_heads = heads
         self.sequence_parallel_size = sp
         self.data_parallel_size = self.world_size // sp
         self.sp_rank = self.rank % sp
         self.dp_rank = self.rank // sp
         self.head_parallel_size = math.gcd(sp, *heads)
         self.row_parallel_size = sp // self.head_parallel_size
+        self.row_set = self.sp_rank // self.head_parallel_size
         self.is_main = self.rank == 0
         self.sp_group: dist.ProcessGroup | None = None
         if sp > 1:
