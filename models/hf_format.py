@@ -6,9 +6,10 @@ Reading touches only the bytes asked for; writing never holds more than one tens
 """
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 from models.arch import ModelConfig
 
 CONFIG = "config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-SIDE_FILES = (
-    "generation_config.json",
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -54,9 +56,15 @@ _CHUNK_BYTES = 1 << 26
 
 
 def resolve_model(
-    path_or_id: str, revision: str | None = None, *, need_weights: bool = True
+    path_or_id: str,
+    revision: str | None = None,
+    *,
+    need_weights: bool = True,
+    key: str = "model.path",
 ) -> Path:
     """Return a local folder: the given one, or the hub snapshot of a model id at `revision` (fetched if absent).
+
+    `key` is the setting that named the model; errors begin with it.
 
     Honours HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. Only json, safetensors and tokenizer files are fetched, without the
     weights if `need_weights` is false (a tokenizer or a config alone); the hub client's file locks let every process of
@@ -68,15 +76,15 @@ def resolve_model(
         return folder
     if folder.is_file():
         raise ValueError(
-            f"model.path is the file {folder.absolute()} but must be a folder with config.json; name its folder"
+            f"{key} is the file {folder.absolute()} but must be a folder with config.json; name its folder"
         )
     looks_local = path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1
     if looks_local or folder.parent.is_dir():
         raise FileNotFoundError(
-            f"model.path is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the form "
+            f"{key} is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the form "
             "owner/name; correct the path"
         )
-    folder = _snapshot(path_or_id, revision, need_weights)
+    folder = _snapshot(path_or_id, revision, need_weights, key)
     if need_weights and not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"model {path_or_id} has no .safetensors weights on the hub and other formats can run code when loaded; "
@@ -85,7 +93,7 @@ def resolve_model(
     return folder
 
 
-def _snapshot(model_id: str, revision: str | None, weights: bool) -> Path:
+def _snapshot(model_id: str, revision: str | None, weights: bool, key: str) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     ignored = [*NOT_DOWNLOADED, *([] if weights else ["*.safetensors"])]
@@ -108,15 +116,15 @@ def _snapshot(model_id: str, revision: str | None, weights: bool) -> Path:
             else f"at {constants.ENDPOINT}"
         )
         raise FileNotFoundError(
-            f"model.path is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision "
+            f"{key} is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision "
             f"{revision or 'main'} could not be had {offline} or from the cache {constants.HF_HUB_CACHE} "
             f"({type(error).__name__}: {reason}); give a folder, correct the id, or log in for a gated model"
         ) from error
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """Read config.json of a model folder."""
-    path = Path(folder) / CONFIG
+    """Read config.json of a model folder; an adapter's folder without one has its base's."""
+    path = folder_with(Path(folder), CONFIG) / CONFIG
     raw = _read_json(path)
     if not isinstance(raw, dict):
         raise ValueError(f"{path.absolute()} holds no JSON object; download or write it again")
@@ -132,6 +140,65 @@ def _read_json(path: Path) -> Any:
         raise ValueError(
             f"{path.absolute()} is not valid JSON ({error}); download or write it again"
         ) from None
+
+
+# Fields of adapter_config.json that change what an adapter computes, and the values of a plain LoRA.
+_PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "fan_in_fan_out": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
+}
+_PREFIX = "base_model.model."
+
+
+def read_adapter_config(folder: Path | str) -> dict[str, Any]:
+    """Read adapter_config.json.
+
+    Raises ValueError naming the first field that makes the adapter more than plain LoRA with, at most, a score head.
+    """
+    path = Path(folder) / ADAPTER_CONFIG
+    raw = _read_json(path)
+    for field, plain in _PLAIN_LORA.items():
+        if raw.get(field) not in plain:
+            raise ValueError(
+                f"{path.absolute()} has {field} = {raw.get(field)!r} but only plain LoRA is read; merge the adapter "
+                "into its base with PEFT"
+            )
+    others = set(raw.get("modules_to_save") or ()) - {"score", "classifier"}
+    if others:
+        raise ValueError(
+            f"{path.absolute()} has modules_to_save = {sorted(others)} but only a score head is read besides LoRA; "
+            "merge the adapter into its base with PEFT"
+        )
+    return raw
+
+
+def base_folder(folder: Path | str, *, need_weights: bool = True) -> Path:
+    """Return the local folder of the base model that an adapter's adapter_config.json names."""
+    raw, path = read_adapter_config(folder), (Path(folder) / ADAPTER_CONFIG).absolute()
+    base = raw.get("base_model_name_or_path")
+    key = f"base_model_name_or_path in {path}"
+    if not base:
+        raise ValueError(f"{key} is missing; write the base model's folder or hub id there")
+    found = resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
+    if found.resolve() == Path(folder).resolve():
+        raise ValueError(f"{key} names the adapter's own folder; write the base model's there")
+    return found
+
+
+def folder_with(folder: Path, pattern: str) -> Path:
+    """Return the folder to read such a file from: the model's own or, for an adapter that lacks it, its base's."""
+    if (folder / ADAPTER_CONFIG).exists() and not any(folder.glob(pattern)):
+        return folder_with(base_folder(folder, need_weights=False), pattern)
+    return folder
 
 
 class _File:
@@ -161,13 +228,19 @@ class _File:
                 f"{path.absolute()} has {size} bytes but its header needs {self.start + end}; download it again"
             )
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        entry = self.entries[name]
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is None:
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self.entries[name]["shape"])
+
+    def dtype(self, name: str) -> torch.dtype:
+        stored = self.entries[name]["dtype"]
+        if stored not in _DTYPES:
             raise ValueError(
-                f"{name} in {self.path.absolute()} has dtype {entry['dtype']}, which is not read; convert the weights"
+                f"{name} in {self.path.absolute()} has dtype {stored}, which is not read; convert the weights"
             )
+        return _DTYPES[stored]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        entry, dtype = self.entries[name], self.dtype(name)
         out = torch.empty(stop - start, dtype=dtype)
         if stop == start:
             return out
@@ -188,12 +261,59 @@ class _File:
 
 
 class WeightFiles:
-    """Read the weights of a model folder by name, whole or as flat slices, touching only the bytes asked for."""
+    """Read the weights of a model folder by name, whole or as flat slices, touching only the bytes asked for.
+
+    The folder of a LoRA adapter is read together with its base model: a slice of an adapted matrix is the base's slice
+    plus scale * B A, added in float32. A score head in the adapter's file replaces the base's.
+    """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        files = [_File(path) for path in _weight_paths(self.folder)]
-        self._where = {name: file for file in files for name in file.entries}
+        self.adapter: dict[str, Any] | None = None  # adapter_config.json
+        self._where: dict[str, tuple[_File | WeightFiles, str]] = {}  # name -> (where, name there)
+        self._adapted: set[str] = set()
+        if (self.folder / ADAPTER_CONFIG).is_file():
+            self._read_adapter()
+        else:
+            files = [_File(path) for path in _weight_paths(self.folder)]
+            self._where = {name: (file, name) for file in files for name in file.entries}
+
+    def _read_adapter(self) -> None:
+        path = self.folder / ADAPTER_WEIGHTS
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"there is no file {path.absolute()}; convert the adapter to safetensors"
+            )
+        if (self.folder / WEIGHTS).exists() or (self.folder / INDEX).exists():
+            raise ValueError(
+                f"{self.folder.absolute()} holds an adapter and a whole model; remove one of them"
+            )
+        self.adapter = read_adapter_config(self.folder)
+        rank, alpha = self.adapter["r"], self.adapter.get("lora_alpha", 8)
+        self._scale = alpha / (math.sqrt(rank) if self.adapter.get("use_rslora") else rank)
+        self._pairs, base = _File(path), WeightFiles(base_folder(self.folder))
+        self._where = {name: (base, name) for name in base.names()}
+        for stored in self._pairs.entries:
+            name, dot, kind = stored.removeprefix(_PREFIX).partition(".lora_")
+            if dot and kind in ("A.weight", "B.weight"):
+                self._adapted.add(f"{name}.weight")
+            elif name == "score.weight":
+                self._where[name] = (self._pairs, stored)
+            else:
+                raise ValueError(
+                    f"{path.absolute()} holds {stored}, which is neither a LoRA matrix nor a score head; merge the "
+                    "adapter into its base with PEFT"
+                )
+        for name in self._adapted:
+            a, b = (self._pairs.entries.get(key, {}).get("shape") for key in _pair(name))
+            if name not in base or [a, b] != [
+                [rank, base.shape(name)[1]],
+                [base.shape(name)[0], rank],
+            ]:
+                raise ValueError(
+                    f"{path.absolute()} adapts {name} by matrices of shape {a} and {b}, which the base model "
+                    f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"
+                )
 
     def names(self) -> list[str]:
         """List the stored tensors' names."""
@@ -204,19 +324,31 @@ class WeightFiles:
 
     def shape(self, name: str) -> torch.Size:
         """Return a tensor's shape."""
-        return torch.Size(self._where[name].entries[name]["shape"])
+        file, stored = self._where[name]
+        return file.shape(stored)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return a tensor's stored dtype."""
-        return _DTYPES[self._where[name].entries[name]["dtype"]]
+        """Return a tensor's stored dtype; an adapted matrix has its base's, although it is read in float32."""
+        file, stored = self._where[name]
+        return file.dtype(stored)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
         """Return the tensor in its shape or, if either end is given, its flat elements [start, stop), row-major."""
-        shape = self.shape(name)
-        if start is None and stop is None:
-            return self._where[name].read(name, 0, shape.numel()).view(shape)
-        start, stop, _ = slice(start, stop).indices(shape.numel())
-        return self._where[name].read(name, start, max(start, stop))
+        shape, (file, stored) = self.shape(name), self._where[name]
+        first, last, _ = slice(start, stop).indices(shape.numel())
+        last = max(first, last)
+        flat = file.read(stored, first, last)
+        if name in self._adapted:
+            flat = flat.float() + self._update(name, first, last, shape[1])
+        return flat.view(shape) if start is None and stop is None else flat
+
+    def _update(self, name: str, start: int, stop: int, width: int) -> Tensor:
+        """Return elements [start, stop) of scale * B A, from the rows of B that they lie in."""
+        a, b = _pair(name)
+        rank, first, last = self._pairs.shape(a)[0], start // width, -(-stop // width)
+        down = self._pairs.read(a, 0, rank * width).float().view(rank, width)
+        up = self._pairs.read(b, first * rank, last * rank).float().view(last - first, rank)
+        return (self._scale * (up @ down)).view(-1)[start - first * width : stop - first * width]
 
     def check(
         self, expected: Mapping[str, torch.Size], *, may_lack: tuple[str, ...] = ()
@@ -248,6 +380,11 @@ class WeightFiles:
                 "merge adapters or use the weights of a plain Llama-3 or Qwen2.5 model"
             )
         return missing
+
+
+def _pair(name: str) -> tuple[str, str]:
+    stem = _PREFIX + name.removesuffix(".weight")
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
 
 
 _UNUSED = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
@@ -392,10 +529,12 @@ def write_config(
     )
 
 
-def copy_side_files(source: Path | str, target: Path | str) -> list[str]:
-    """Copy tokenizer, chat template and generation config as they are; returns the names copied."""
+def copy_side_files(
+    source: Path | str, target: Path | str, patterns: Iterable[str] = (GENERATION, *TOKENIZER_FILES)
+) -> list[str]:
+    """Copy tokenizer, chat template and generation config as they are; return the names of the files copied."""
     copied = []
-    for pattern in SIDE_FILES:
+    for pattern in patterns:
         for path in sorted(Path(source).glob(pattern)):
             shutil.copyfile(path, Path(target) / path.name)
             copied.append(path.name)

@@ -17,11 +17,10 @@ from models.hf_format import WeightFiles, WeightWriter, write_config
 from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
 from tests.harness import run_distributed
 from ulysses.data.dataset import TokenizedDataset
-from ulysses.export import export_checkpoint
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, read_shape, weights_of
 from ulysses.training.command_line import check
-from ulysses.training.export_model import export_model
+from ulysses.training.export import export_checkpoint, export_engine
 from ulysses.zero.construct import initialize_distributed
 
 BETA = 0.1
@@ -158,7 +157,7 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int, int]:
     engine = build_engine(config, shape, weights_of(config, shape, place), ParallelMesh(1), "reference", trainable=False)
     loaded = memory()
     memory(reset=True)
-    export_model(engine, out, shape, config, main=dist.get_rank() == 0)
+    export_engine(engine, out, shape, config, step=0, main=dist.get_rank() == 0)
     exported = memory()
     return loaded["VmRSS"] - before, loaded["VmHWM"] - before, exported["VmHWM"] - loaded["VmRSS"]
 
@@ -193,7 +192,7 @@ def test_loading_and_exporting_stream(tmp_path: Path) -> None:
 def test_merged_adapters_over_a_random_base_are_refused(tmp_path: Path) -> None:
     """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
-    state = {"config": {"stage": "pt", "model": model, "data": {"train": "x"}, "run": {"output": "y", "steps": 1}}, "shape": LARGE}
+    state = {"config": {"stage": "pt", "model": model, "data": {"train": "x"}, "run": {"output": "y", "steps": 1}}, "shape": LARGE, "step": 1}
     (tmp_path / "run.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="drawn at random and is in no file"):
         export_checkpoint(tmp_path, tmp_path / "out")

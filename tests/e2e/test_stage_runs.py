@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from examples.demo_data import write_demo
 from models.hf_format import read_config
 from tests.harness import AS_LARGE, run_distributed
-from ulysses.export import export_checkpoint
 from ulysses.training.command_line import check
+from ulysses.training.export import export_checkpoint
 from ulysses.training.memory import adapter_parameters
 from ulysses.training.run import TrainingRun
 from ulysses.training.section import ConfigError

@@ -193,10 +193,15 @@ class ChatTemplate:
         self._check(tokenizer)
 
     @property
+    def end_of_turn(self) -> int:
+        """The id of the token that ends an assistant's turn: EOS where the template writes none."""
+        encoded = self.encode([Message("user", "a"), Message("assistant", "a")])
+        return encoded.tokens[encoded.spans[-1][1] - 1]
+
+    @property
     def stop_tokens(self) -> list[int]:
         """Token ids that end an assistant turn: the template's end-of-turn token and EOS."""
-        encoded = self.encode([Message("user", "a"), Message("assistant", "a")])
-        return sorted({encoded.tokens[encoded.spans[-1][1] - 1], self.encoder.eos})
+        return sorted({self.end_of_turn, self.encoder.eos})
 
     def encode(
         self,

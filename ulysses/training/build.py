@@ -158,13 +158,11 @@ def read_other(other: OtherModel) -> tuple[Shape, Path]:
     Raises ConfigError naming the setting.
     """
     try:
-        folder = resolve_model(other.path)
+        folder = resolve_model(other.path, key=other.setting)
         found = read_config(folder)
     except (ValueError, OSError) as error:
-        sentence = str(error).replace("model.path", other.setting)
-        if other.reward:
-            sentence += "; name a function as module:function, or a reward model"
-        raise ConfigError(sentence) from None
+        hint = "; name a function as module:function, or a reward model" if other.reward else ""
+        raise ConfigError(f"{error}{hint}") from None
     check_weights(found, folder, reward=other.reward, key=other.setting)
     if other.reward and "score.weight" not in WeightFiles(folder):
         raise ConfigError(

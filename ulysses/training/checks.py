@@ -7,13 +7,14 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from models.arch import ModelConfig as Shape
+from models.hf_format import folder_with
 from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.records import DataError
 from ulysses.data.sources import Source, missing_sources, parse_sources, source_digest
@@ -73,6 +74,8 @@ def check_run(config: Config, world_size: int) -> Plan:
     others = {other.setting: read_other(other)[0] for other in stage.other_models(config)}
     refuse(stage.check_model(config, shape, tokenizer, others))
     shape = stage.final_shape(shape, tokenizer)
+    if stage.kind != "text" and not stage.reward:
+        shape = replace(shape, eos_token_id=turn_ends(config, shape, tokenizer))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         kernel, reason = resolve_kernel(
@@ -142,11 +145,11 @@ def check_packages(config: Config) -> None:
 
 def read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
     """Load the tokenizer and check that it fits the model and has a chat template where one is needed."""
-    place = config.model.tokenizer or (str(folder) if folder else None)
-    if place is None:
+    if not (config.model.tokenizer or folder):
         raise ConfigError(
             "model.tokenizer is missing: a model given by arch or config brings none; set it to a folder, a hub id or a tokenizer.json"
         )
+    place = config.model.tokenizer or str(folder_with(folder, "tokenizer*"))
     try:
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
         if config.stage_class.kind != "text":
@@ -194,6 +197,15 @@ def check_disk(plan: Plan) -> None:
             f"run.output {place} has {free / 2**30:.1f} GiB free but {count} checkpoints and the export need {need / 2**30:.1f} GiB; "
             "lower run.keep, set run.export = false, or use another disk"
         )
+
+
+def turn_ends(config: Config, shape: Shape, tokenizer: Any) -> int | tuple[int, ...]:
+    """Return every token that ends a turn, for config.json: the template's and those that the model has learnt."""
+    learnt = shape.eos_token_id if config.model.init == "pretrained" else None
+    ends = learnt if isinstance(learnt, tuple) else (learnt,)
+    template = ChatTemplate(tokenizer, config.data.chat_template)
+    found = sorted({*template.stop_tokens, *(end for end in ends if end is not None)})
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 def read_sources(config: Config) -> list[Source]:

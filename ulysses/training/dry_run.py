@@ -141,9 +141,9 @@ def _plan(
         findings.append("data.train is empty")
     for other in config.stage_class.other_models(config):
         try:
-            resolve_model(other.path, need_weights=False)
+            resolve_model(other.path, need_weights=False, key=other.setting)
         except (ValueError, OSError) as error:
-            findings.append(str(error).replace("model.path", other.setting))
+            findings.append(str(error))
     resume_from = find_checkpoint(config, shape)
     if len(findings) > before or place is None:
         return None

@@ -26,6 +26,7 @@ from ulysses.zero.construct import WeightSource
 
 if TYPE_CHECKING:  # PPO, whose table config.py reads, samples with merged weights
     from ulysses.training.config import LoraConfig
+    from ulysses.training.config import ModelConfig as ModelSection
 
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
 
@@ -145,20 +146,24 @@ class BasePolicy:
 
 
 def save_adapters(
-    folder: Path, tensors: dict[str, Tensor], config: "LoraConfig", *, reward: bool, base: str | None
+    folder: Path, tensors: dict[str, Tensor], config: "ModelSection", *, reward: bool
 ) -> None:
     """Write adapter_model.safetensors and adapter_config.json as peft reads them.
 
     Args:
         tensors: adapters (and score head) by our parameter names.
-        base: folder or hub id of the base model, for the reader's information.
+        config: names the base model, which is written as an absolute path or a hub id.
     """
+    base = config.path if config.init == "pretrained" else None
+    if base and Path(base).expanduser().is_dir():
+        base = str(Path(base).expanduser().absolute())
     named = {
         f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous()
         for name, t in tensors.items()
     }
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    saved = _peft_config(config, reward=reward, base=base)
+    saved = _peft_config(config.lora, reward=reward, base=base)
+    saved.revision = config.revision
     saved.inference_mode = True
     saved.save_pretrained(str(folder))
 

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from models.hf_format import copy_side_files
-from ulysses.data.chat import ChatTemplate
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.table import GradientTable
 from ulysses.parallel.kernels import kernels_of, prove_kernel
@@ -24,10 +22,10 @@ from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import StageParts, build_engine, open_data, step_loader, weights_of
 from ulysses.training.checkpoint import Checkpoints, read_run_state, remove_folder
-from ulysses.training.checks import Plan, check_run, data_digest
+from ulysses.training.checks import check_run, data_digest
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import DTYPES, Config
-from ulysses.training.export_model import export_model
+from ulysses.training.export import export_engine, save_tokenizer
 from ulysses.training.failure import FailureWatch, StepError
 from ulysses.training.memory import (
     adapter_parameters,
@@ -272,9 +270,10 @@ class TrainingRun:
     def export(self, folder: str | Path) -> Path:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together."""
         folder = Path(folder)
-        export_model(self.engine, folder, self.plan.shape, self.config, main=self.mesh.is_main)
-        if self.mesh.is_main:
-            copy_side_files(self.config.output / "tokenizer", folder)
+        step = self.trainer.step if self.trainer is not None else 0
+        main = self.mesh.is_main
+        export_engine(self.engine, folder, self.plan.shape, self.config, step=step, main=main)
+        if main:
             self._say(f"exported {folder}")
         dist.barrier()
         return folder
@@ -368,17 +367,6 @@ class TrainingRun:
         self.watch.close()
         dist.barrier()  # nobody takes the store away from one who still watches it
         end_distributed()
-
-
-def save_tokenizer(plan: Plan, folder: Path) -> None:
-    """Keep tokenizer and generation config with the run, so that an export needs nothing else."""
-    if plan.folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        copy_side_files(plan.folder, folder)
-    template = plan.config.data.chat_template
-    if template != "tokenizer" and plan.config.stage_class.kind != "text":
-        plan.tokenizer.chat_template = ChatTemplate(plan.tokenizer, template).text
-    plan.tokenizer.save_pretrained(str(folder))
 
 
 def _profiler(folder: Path, active: Any, rank: int) -> Any:

@@ -1,0 +1,380 @@
+"""Write the trained model as a Hugging Face folder: from a running engine, from a checkpoint, or by merging an adapter.
+
+    RUN/tokenizer/   tokenizer and generation_config.json, as the run's exports carry them; written at the start
+    RUN/export/      config.json, weights or adapters, the files of RUN/tokenizer, README.md (the model card)
+
+A folder is written under a temporary name beside its target and takes its place whole, so that no file of an earlier
+export stays in it.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from models.arch import ModelConfig as Shape
+from models.decoder import CausalLM, RewardModel
+from models.hf_format import (
+    GENERATION,
+    TOKENIZER_FILES,
+    WeightFiles,
+    WeightWriter,
+    copy_side_files,
+    folder_with,
+    read_config,
+    resolve_model,
+    write_config,
+    write_json,
+)
+from ulysses.data.chat import SPECIAL_NAMES, ChatTemplate
+from ulysses.training.command_line import check
+from ulysses.training.config import DTYPES, Config
+from ulysses.zero.state import SavedSlices
+
+if TYPE_CHECKING:
+    from ulysses.training.checks import Plan
+
+CARD = "README.md"
+Read = Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor | None]]]
+
+
+# ---------------------------------------------------------------- whole folders
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that replaces `folder` when the block ends without an error."""
+    folder = folder.absolute()
+    new, old = (folder.with_name(f".{folder.name}.{word}.tmp") for word in ("new", "old"))
+    if old.exists() and not folder.exists():  # an earlier export was killed between its two renames
+        old.rename(folder)
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    finally:
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise ValueError if the folder already holds a model or an adapter."""
+    if any((out / name).exists() for name in ("config.json", "adapter_config.json")):
+        raise ValueError(
+            f"{out.absolute()} already holds a model; give a folder that does not exist yet"
+        )
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def tokenizer_place(config: Config, folder: Path | None) -> Path:
+    """Return the local folder, or the tokenizer.json, that the run's tokenizer is read from.
+
+    Raises FileNotFoundError or ValueError naming the setting.
+    """
+    if not config.model.tokenizer:
+        return folder_with(folder or Path(), "tokenizer*")
+    place = Path(config.model.tokenizer).expanduser()
+    if place.exists():
+        return place
+    return resolve_model(config.model.tokenizer, need_weights=False, key="model.tokenizer")
+
+
+def save_tokenizer(plan: "Plan", target: Path) -> None:
+    """Write the tokenizer's own files and generation_config.json as every export of the run will carry them.
+
+    tokenizer.json is copied byte for byte. Of tokenizer_config.json only these keys change: a `tokenizer_class` that
+    transformers 4 does not know, special tokens that differ, and `chat_template` if the run brings its own.
+    """
+    config, tokenizer, stage = plan.config, plan.tokenizer, plan.config.stage_class
+    source = tokenizer_place(config, plan.folder)
+    special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
+    template = None
+    if stage.kind != "text":
+        template = ChatTemplate(tokenizer, config.data.chat_template)
+    with whole_folder(target) as new:
+        if plan.folder is not None:
+            copy_side_files(folder_with(plan.folder, GENERATION), new, (GENERATION,))
+        if source.is_file():
+            shutil.copyfile(source, new / "tokenizer.json")
+        else:
+            copy_side_files(source, new, TOKENIZER_FILES)
+        if not (new / "tokenizer.json").exists():  # only vocab.json and merges.txt
+            tokenizer.save_pretrained(str(new))
+        removed: tuple[str, ...] = ()
+        if template is not None:
+            if config.data.chat_template != "tokenizer":
+                removed = ("chat_template",)
+                (new / "chat_template.json").unlink(missing_ok=True)
+            if removed or isinstance(tokenizer.chat_template, str):
+                (new / "chat_template.jinja").write_text(template.text, encoding="utf-8")
+        if template is not None and not stage.reward:
+            special["eos_token"] = tokenizer.convert_ids_to_tokens(template.end_of_turn)
+            ends = {name: plan.shape.to_hf()[name] for name in ("bos_token_id", "eos_token_id")}
+            _edit(new / GENERATION, ends)
+        _edit_tokenizer_config(new / "tokenizer_config.json", special, removed)
+        if (new / "special_tokens_map.json").exists():
+            _edit(new / "special_tokens_map.json", special)
+
+
+def _edit_tokenizer_config(path: Path, special: dict[str, Any], removed: tuple[str, ...]) -> None:
+    if not path.exists():  # a bare tokenizer.json
+        write_json(path, {"clean_up_tokenization_spaces": False})
+    settings = _read(path)
+    known = settings.get("tokenizer_class", "Backend")
+    changes = {"tokenizer_class": "PreTrainedTokenizerFast"} if known.endswith("Backend") else {}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, list):  # transformers 5 writes a list, 4 reads only a dict under this name
+        changes["additional_special_tokens"] = extra
+        removed = (*removed, "extra_special_tokens")
+    _edit(path, special | changes, removed)
+
+
+def _edit(path: Path, values: dict[str, Any], removed: tuple[str, ...] = ()) -> None:
+    """Change keys of a JSON file; a file that says all of it already is left as it is."""
+    before = _read(path)
+    after = {key: value for key, value in before.items() if key not in removed}
+    for key, value in values.items():
+        old = after.get(key)
+        if value is not None and value != (old.get("content") if isinstance(old, dict) else old):
+            after[key] = value
+    if after != before:
+        write_json(path, after)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+# ---------------------------------------------------------------- weights
+
+
+def export_engine(
+    engine: Any, out: Path, shape: Shape, config: Config, *, step: int, main: bool
+) -> None:
+    """Write a ZeroEngine's model to `out`; all ranks call it together, `main` writes."""
+    from ulysses.zero.state import (
+        full_parameters,
+    )  # deepspeed, which a checkpoint's export needs not
+
+    _export(partial(full_parameters, engine), out, shape, config, config.output, step, main=main)
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
+    """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
+
+    Needs no GPU and no process group and holds one parameter at a time. `merge` adds adapters to their base's weights.
+    Raises ValueError if the folder is not a complete checkpoint, `out` already holds a model, or the base of merged
+    adapters is in no file.
+    """
+    try:
+        state = json.loads((checkpoint / "run.json").read_text())
+        shape = Shape.from_hf(state["shape"])
+        state["config"]["model"]["lora"]["merge"] |= merge
+        step = state["step"]
+    except (OSError, ValueError, KeyError):
+        raise ValueError(
+            f"{checkpoint.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N"
+        ) from None
+    refuse_existing(out)
+    config = check(state["config"])
+    lora = config.model.lora
+    if lora.rank and lora.merge and config.model.init == "random":  # a GPU drew other numbers
+        raise ValueError(
+            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
+        )
+    read = partial(_saved_parameters, SavedSlices(checkpoint / "policy"), config, shape)
+    _export(read, out, shape, config, checkpoint.parent.parent, step, main=True)
+
+
+def merge_adapter(folder: Path, out: Path) -> None:
+    """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
+
+    Raises ValueError if the folder holds no plain LoRA adapter or `out` already holds a model.
+    """
+    refuse_existing(out)
+    files = WeightFiles(folder)
+    if files.adapter is None:
+        raise ValueError(f"{folder.absolute()} holds a whole model; give the folder of an adapter")
+    shape, reward = read_config(folder), files.adapter.get("task_type") == "SEQ_CLS"
+    with torch.device("meta"):
+        model: nn.Module = RewardModel(shape) if reward else CausalLM(shape)
+    files.check({name: p.shape for name, p in model.named_parameters()})
+    with whole_folder(out) as new:
+        writer = WeightWriter(new)
+        for name, _ in model.named_parameters():
+            writer.add(name, files.read(name).to(files.dtype(name)))
+        writer.finish()
+        write_config(new, shape, dtype=files.dtype("model.norm.weight"), reward=reward)
+        for pattern in (GENERATION, "tokenizer*"):
+            copy_side_files(folder_with(folder, pattern), new)
+        card = (folder / CARD).read_text() if (folder / CARD).exists() else ""
+        (new / CARD).write_text(card.replace("library_name: peft", "library_name: transformers"))
+
+
+def _export(
+    read: Read, out: Path, shape: Shape, config: Config, run: Path, step: int, *, main: bool
+) -> None:
+    """Write everything an export consists of; `read(wanted)` yields the policy's parameters in the model's order."""
+    with whole_folder(out) if main else nullcontext() as new:
+        _write_weights(read, new, config, reward=config.stage_class.reward)
+        if new is not None:
+            dtype = DTYPES[config.model.dtype]
+            write_config(new, shape, dtype=dtype, reward=config.stage_class.reward)
+            copy_side_files(run / "tokenizer", new)
+            (new / CARD).write_text(model_card(config, run, step), encoding="utf-8")
+
+
+def _write_weights(read: Read, folder: Path | None, config: Config, *, reward: bool) -> None:
+    """Write the weights, or with model.lora.rank and without model.lora.merge the adapters alone.
+
+    All ranks call it together; `folder` is None where nothing is written and the tensors are None.
+    """
+    lora, prefix = config.model.lora, config.stage_class.exported
+    adapters: dict[str, Tensor] = {}
+    if lora.rank:
+        from ulysses.training.lora import base_name, is_adapter, merged, save_adapters
+
+        found = read(lambda name: name.startswith(prefix) and is_adapter(name))
+        adapters = {name.removeprefix(prefix): t for name, t in found if t is not None}
+        if not lora.merge:
+            if folder is not None:
+                save_adapters(folder, adapters, config.model, reward=reward)
+            return
+    writer = WeightWriter(folder) if folder is not None else None
+    for full, tensor in read(lambda name: name.startswith(prefix) and ".lora_" not in name):
+        if writer is not None and tensor is not None:
+            name = full.removeprefix(prefix)
+            if lora.rank:
+                name, tensor = base_name(name), merged(name, tensor, adapters, lora)
+            writer.add(name, tensor)
+    if writer is not None:
+        writer.finish()
+
+
+def _saved_parameters(
+    saved: SavedSlices, config: Config, shape: Shape, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, Tensor]]:
+    """Read the policy's saved parameters, and those that adapters left frozen from where the run read them."""
+    dtype, prefix, lora = (
+        DTYPES[config.model.dtype],
+        config.stage_class.exported,
+        config.model.lora,
+    )
+    with torch.device("meta"):
+        model: nn.Module = RewardModel(shape) if config.stage_class.reward else CausalLM(shape)
+    base = None
+    if lora.rank:
+        from ulysses.training.build import read_shape, weights_of  # heavy, and needed here only
+        from ulysses.training.lora import add_adapters, base_name, is_adapter
+
+        model = add_adapters(model, lora)
+        base = weights_of(config, shape, read_shape(config)[1]) if lora.merge else None
+    for name, parameter in model.named_parameters():
+        if not wanted(prefix + name):
+            continue
+        size = parameter.numel()
+        if base is not None and not is_adapter(name):
+            own = base_name(name)
+            flat = base.slice(own, parameter.shape, 0, size, dtype, torch.device("cpu"))
+        else:
+            flat = torch.empty(size, dtype=torch.float32)
+            saved.read_into(flat, prefix + name, "master")
+        yield prefix + name, flat.to(dtype).view(parameter.shape)
+
+
+# ---------------------------------------------------------------- model card
+
+
+def model_card(config: Config, run: Path, step: int) -> str:
+    """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions."""
+    lora = config.model.lora.rank > 0
+    base, reward = config.model.path, config.stage_class.reward
+    head = [
+        *([f"base_model: {json.dumps(base)}"] if base and config.model.init != "random" else []),
+        f"library_name: {'peft' if lora and not config.model.lora.merge else 'transformers'}",
+        f"pipeline_tag: {'text-classification' if reward else 'text-generation'}",
+        f"tags: [ulysses-engine, {config.stage}{', lora' if lora else ''}]",
+    ]
+    settings = config.model_dump(mode="json", exclude_defaults=True)
+    for section in ("stage", "data", "run", "deepspeed", "memory"):
+        settings.pop(section, None)
+    packages = ["ulysses-engine", "torch", "deepspeed", "transformers", *(["peft"] if lora else [])]
+    tables = {
+        "Data": {
+            f"data.{name}": ", ".join(data_names(getattr(config.data, name)))
+            for name in ("train", "eval")
+        },
+        "Settings": _flat(settings)
+        | {"data.max_length": config.data.max_length, "run.seed": config.run.seed},
+        f"Metrics at step {step}": _metrics(run / "metrics.jsonl", step),
+        "Versions": {name: _version(name) for name in packages},
+    }
+    lines = [
+        "---",
+        *head,
+        "---",
+        "",
+        f"# {Path(base or config.model.arch or 'model').name}, {config.stage}",
+        "",
+        f"Trained by stage `{config.stage}` from {base or config.model.arch or 'a random start'}.",
+    ]
+    for title, table in tables.items():
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            *(f"- `{key}`: {value}" for key, value in table.items() if value != ""),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def data_names(value: Any) -> list[str]:
+    """Return the file names or hub ids of a data setting, without folders and contents."""
+    if isinstance(value, list):
+        return [name for entry in value for name in data_names(entry)]
+    text = str(value.get("path", "") if isinstance(value, dict) else value or "")
+    is_id = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not Path(text).suffix
+    return [text if is_id else Path(text).name] if text else []
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return found
+
+
+def _metrics(path: Path, step: int) -> dict[str, str]:
+    """Return the last logged loss and stage metrics up to a step; speed and memory say nothing about the model."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found: dict[str, str] = {}
+    for line in lines:
+        if line["step"] <= step:
+            found |= {
+                k: f"{v:.6g}"
+                for k, v in line.items()
+                if isinstance(v, float) and (k == "loss" or "/" in k)
+            }
+    return {name: value for name, value in found.items() if not name.startswith("time/")}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
