@@ -2,7 +2,7 @@
 
     model.safetensors  =  8 bytes: header length | JSON header: name -> dtype, shape, offsets | raw tensor bytes
 
-Reading touches only the bytes asked for; writing never holds more than one tensor.
+Reading touches only the bytes asked for; writing never holds more than one shard.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from models.arch import ModelConfig
@@ -48,11 +49,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HEADER_BYTES = (
-    1 << 17
-)  # reserved at the front of a shard that is being written; filled up with spaces
 _CHUNK_BYTES = 1 << 26
+SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
 
 
 def resolve_model(
@@ -418,95 +416,53 @@ def _weight_paths(folder: Path) -> list[Path]:
 
 
 class WeightWriter:
-    """Write a folder's weights as transformers does, one tensor at a time.
+    """Write a folder's weights as transformers does, one tensor at a time, holding one shard in memory.
 
-    Nothing shows under its final name before `finish`. `max_shard_bytes` bounds a file (a larger tensor gets its own).
+    Args:
+        folder: an empty folder; the caller moves it into place when all is written.
+        max_shard_bytes: bounds a file; a larger tensor has a file of its own.
     """
 
-    def __init__(self, folder: Path | str, max_shard_bytes: int = 5 << 30) -> None:
+    def __init__(self, folder: Path | str, max_shard_bytes: int = SHARD_BYTES) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.max_shard_bytes = max_shard_bytes
-        self._shards: list[dict[str, dict[str, Any]]] = []
-        self._stream: Any = None
-        self._bytes = 0
+        self._shards: list[list[str]] = []  # the names in each file written so far
+        self._open: dict[str, Tensor] = {}
+        self._bytes = self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append one tensor (any device, made contiguous) to the current shard."""
-        size = tensor.numel() * tensor.element_size()
-        if any(name in shard for shard in self._shards):
+        """Append one tensor from any device to the current shard."""
+        if name in self._open or any(name in shard for shard in self._shards):
             raise ValueError(f"{name} was added twice; add every parameter once")
-        if (
-            self._stream is None
-            or (self._bytes and self._bytes + size > self.max_shard_bytes)
-            or self._header_is_full(name)
-        ):
+        if self._open and self._bytes + tensor.nbytes > self.max_shard_bytes:
             self._close_shard()
-            self._shards.append({})
-            self._stream = self._temporary(len(self._shards)).open("wb")
-            self._stream.seek(_HEADER_BYTES)
-            self._bytes = 0
-        flat = tensor.detach().reshape(-1)
-        for part in flat.split(
-            _CHUNK_BYTES
-        ):  # in parts, so that a tensor on a GPU is never whole in host memory
-            self._stream.write(part.cpu().contiguous().view(torch.uint8).numpy().data)
-        self._shards[-1][name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [self._bytes, self._bytes + size],
-        }
-        self._bytes += size
+        self._open[name] = tensor.detach().cpu().contiguous()
+        self._bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Give the shards their names, write the index, remove older weights; the folder is loadable from here on."""
+        """Write the last shard, name the files after their number and write the index."""
         self._close_shard()
-        if not self._shards:
-            raise ValueError("no tensor was added; add the model's parameters before finish")
         count = len(self._shards)
-        names = (
-            [WEIGHTS]
-            if count == 1
-            else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        )
-        stale = {*self.folder.glob("model*.safetensors"), self.folder / INDEX} - {
-            self.folder / name for name in names
-        }
-        (self.folder / INDEX).unlink(missing_ok=True)
-        for i, name in enumerate(names):
-            self._temporary(i + 1).replace(self.folder / name)
-        if count > 1:
-            total = sum(
-                e["data_offsets"][1] - e["data_offsets"][0]
-                for shard in self._shards
-                for e in shard.values()
-            )
-            weight_map = {name: file for shard, file in zip(self._shards, names) for name in shard}
-            write_json(
-                self.folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
-            )
-            stale.discard(self.folder / INDEX)
-        for path in stale:
-            path.unlink(missing_ok=True)
+        if count == 1:
+            self._shard(1).rename(self.folder / WEIGHTS)
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards, 1):
+            file = f"model-{number:05d}-of-{count:05d}.safetensors"
+            self._shard(number).rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        write_json(self.folder / INDEX, index)
 
-    def _header_is_full(self, name: str) -> bool:
-        return sum(len(n) + 120 for n in self._shards[-1]) + len(name) + 240 > _HEADER_BYTES
-
-    def _temporary(self, number: int) -> Path:
-        return self.folder / f".model-{number:05d}.safetensors.tmp"
+    def _shard(self, number: int) -> Path:
+        return self.folder / f"model-{number:05d}.safetensors"
 
     def _close_shard(self) -> None:
-        if self._stream is None:
-            return
-        header = json.dumps({"__metadata__": {"format": "pt"}, **self._shards[-1]}).encode()
-        self._stream.seek(0)
-        self._stream.write(
-            (_HEADER_BYTES - 8).to_bytes(8, "little") + header.ljust(_HEADER_BYTES - 8)
-        )
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        self._stream = None
+        self._shards.append(list(self._open))
+        save_file(self._open, self._shard(len(self._shards)), metadata={"format": "pt"})
+        self._total += self._bytes
+        self._open, self._bytes = {}, 0
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -23,6 +23,7 @@ from models.arch import ModelConfig as Shape
 from models.decoder import CausalLM, RewardModel
 from models.hf_format import (
     GENERATION,
+    SHARD_BYTES,
     TOKENIZER_FILES,
     WeightFiles,
     WeightWriter,
@@ -162,14 +163,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def export_engine(
-    engine: Any, out: Path, shape: Shape, config: Config, *, step: int, main: bool
+    engine: Any,
+    out: Path,
+    shape: Shape,
+    config: Config,
+    *,
+    step: int,
+    main: bool,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a ZeroEngine's model to `out`; all ranks call it together, `main` writes."""
-    from ulysses.zero.state import (
-        full_parameters,
-    )  # deepspeed, which a checkpoint's export needs not
+    """Write a ZeroEngine's model to `out` as it is after `step`; all ranks call it together, `main` writes."""
+    # imports deepspeed, which the export of a checkpoint does without
+    from ulysses.zero.state import full_parameters
 
-    _export(partial(full_parameters, engine), out, shape, config, config.output, step, main=main)
+    read = partial(full_parameters, engine)
+    _export(read, out, shape, config, config.output, step, main=main, shard_bytes=shard_bytes)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
@@ -225,11 +233,19 @@ def merge_adapter(folder: Path, out: Path) -> None:
 
 
 def _export(
-    read: Read, out: Path, shape: Shape, config: Config, run: Path, step: int, *, main: bool
+    read: Read,
+    out: Path,
+    shape: Shape,
+    config: Config,
+    run: Path,
+    step: int,
+    *,
+    main: bool,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write everything an export consists of; `read(wanted)` yields the policy's parameters in the model's order."""
     with whole_folder(out) if main else nullcontext() as new:
-        _write_weights(read, new, config, reward=config.stage_class.reward)
+        _write_weights(read, new, config, shard_bytes)
         if new is not None:
             dtype = DTYPES[config.model.dtype]
             write_config(new, shape, dtype=dtype, reward=config.stage_class.reward)
@@ -237,7 +253,7 @@ def _export(
             (new / CARD).write_text(model_card(config, run, step), encoding="utf-8")
 
 
-def _write_weights(read: Read, folder: Path | None, config: Config, *, reward: bool) -> None:
+def _write_weights(read: Read, folder: Path | None, config: Config, shard_bytes: int) -> None:
     """Write the weights, or with model.lora.rank and without model.lora.merge the adapters alone.
 
     All ranks call it together; `folder` is None where nothing is written and the tensors are None.
@@ -251,9 +267,9 @@ def _write_weights(read: Read, folder: Path | None, config: Config, *, reward: b
         adapters = {name.removeprefix(prefix): t for name, t in found if t is not None}
         if not lora.merge:
             if folder is not None:
-                save_adapters(folder, adapters, config.model, reward=reward)
+                save_adapters(folder, adapters, config.model, reward=config.stage_class.reward)
             return
-    writer = WeightWriter(folder) if folder is not None else None
+    writer = WeightWriter(folder, shard_bytes) if folder is not None else None
     for full, tensor in read(lambda name: name.startswith(prefix) and ".lora_" not in name):
         if writer is not None and tensor is not None:
             name = full.removeprefix(prefix)
