@@ -4,6 +4,11 @@ import os
 import sys
 import traceback
 
+from ulysses.training.quiet import quiet, wants_debug
+
+if not wants_debug(sys.argv):
+    quiet()  # before the imports below: libraries speak while they are imported
+
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.dry_run import dry_run, inspect
 from ulysses.training.failure import let_others_tell, tell
@@ -13,7 +18,7 @@ from ulysses.training.section import ConfigError
 
 def main() -> int:
     is_main = os.environ.get("RANK", "0") == "0"
-    debug = "--debug" in sys.argv or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
+    debug = wants_debug(sys.argv)
     try:
         config, options = parse_command_line(sys.argv[1:])
         if options.dry_run:

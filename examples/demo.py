@@ -22,6 +22,8 @@ def launch(ranks: int, config: str, *overrides: str) -> None:
     deepspeed = Path(sys.executable).with_name("deepspeed")
     command = [
         str(deepspeed),
+        "--log_level",
+        "error",
         "--num_gpus",
         str(ranks),
         "--master_port",
@@ -31,7 +33,7 @@ def launch(ranks: int, config: str, *overrides: str) -> None:
         config,
         *overrides,
     ]
-    print("\n$ deepspeed --num_gpus", ranks, " ".join(command[5:]), flush=True)
+    print("\n$ deepspeed --num_gpus", ranks, " ".join(command[7:]), flush=True)
     environment = {**os.environ, "PATH": f"{deepspeed.parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=ROOT, env=environment)
     if done.returncode:

@@ -1,0 +1,41 @@
+"""Keep the terminal for the run's own lines and its progress bar: libraries' notes and warnings stay away.
+
+Imports nothing heavy, because some libraries speak while they are imported.
+"""
+
+import logging
+import os
+import warnings
+
+# They warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
+LOGGERS = (
+    "absl", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "peft", "tensorboard", "tensorflow",
+    "torch", "transformers",
+)  # fmt: skip
+VARIABLES = {
+    "PYTHONWARNINGS": "ignore",  # for processes that this one starts
+    "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns when it is used before a fork
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+
+
+def quiet() -> None:
+    """Silence what libraries say below the level of an error; call it before they are imported.
+
+    What the user asked for through PYTHONWARNINGS, `python -W` or one of the variables stays as it is.
+    """
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    if os.environ["PYTHONWARNINGS"] == "ignore":
+        warnings.simplefilter("ignore")
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # DeepSpeed sets its logger's level when it is imported, so only a filter stays.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def wants_debug(arguments: list[str]) -> bool:
+    """Return whether `--debug` or ULYSSES_DEBUG asks for everything, before the command line is parsed."""
+    return "--debug" in arguments or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
