@@ -1,7 +1,7 @@
 """Checkpoints: complete or absent, rotated, and found again after any death.
 
-    checkpoints/step-12/   run.json  rank-00000.json  rank-00000.master.safetensors ...
-    checkpoints/.step-16.tmp/        what a killed save leaves; never read, removed by the next run
+    checkpoints/step-12/        run.json  rank-00000.json  rank-00000.master.safetensors ...  and a stage's own files
+    checkpoints/.step-16.tmp/   what a killed save leaves behind: never read, and removed by the next save
 
 Files and folders are on the disk before the rename, and the rename before the next step: a power cut, too, leaves a
 complete checkpoint or none.
@@ -19,158 +19,98 @@ import torch.distributed as dist
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import load_state, save_state
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Checkpoints:
-    """The checkpoint folder of one run. All ranks see the same file system and call every method together.
+    """The checkpoint folder of one run; all ranks see the same file system.
 
     Args:
         folder: RUN/checkpoints.
-        keep: how many of the newest stay, besides the best; 0 keeps all.
+        keep: how many of the newest checkpoints stay, besides the best one; 0 keeps all.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int = 0) -> None:
         self.folder = folder
         self.keep = keep
 
     def save(
         self,
-        step: int,
-        engines: dict[str, ZeroEngine],
+        engine: ZeroEngine,
         state: dict[str, Any],
         *,
-        best: int | None,
+        best: int | None = None,
         more: Callable[[Path], None] | None = None,
-    ) -> Path:
-        """Write checkpoints/step-N atomically and remove what rotation no longer keeps.
+    ) -> None:
+        """Write checkpoints/step-N and remove what rotation no longer keeps; all ranks call it together.
 
-        `more` adds files of its own to the folder, on rank 0.
+        Args:
+            state: goes into run.json; its "step" names the folder.
+            best: step of the best checkpoint so far, which stays.
+            more: adds files of its own to the folder, on rank 0.
         """
         rank = dist.get_rank()
         main = rank == 0
-        temporary, final = self.folder / f".step-{step}.tmp", self.folder / f"step-{step}"
+        final = self.folder / f"step-{state['step']}"
+        temporary = final.with_name(f".{final.name}.tmp")
         if main:
             shutil.rmtree(temporary, ignore_errors=True)
-            for name in engines:
-                (temporary / name).mkdir(parents=True)
+            temporary.mkdir(parents=True)
         dist.barrier()
-        for name, engine in engines.items():
-            save_state(engine, temporary / name)
-            _to_disk((temporary / name).glob(f"rank-{rank:05d}.*"))
-        if main and more is not None:
-            more(temporary)
+        save_state(engine, temporary)
+        _flush_to_disk(temporary.glob(f"rank-{rank:05d}.*"))
         if main:
-            (temporary / "run.json").write_text(
-                json.dumps({"format": FORMAT, "step": step, **state}, indent=1)
-            )
-            _to_disk(path for path in temporary.iterdir() if path.is_file())
+            if more is not None:
+                more(temporary)
+            (temporary / "run.json").write_text(json.dumps({"format": FORMAT, **state}, indent=1))
+            _flush_to_disk(p for p in temporary.iterdir() if not p.name.startswith("rank-"))
         dist.barrier()
         if main:
-            _to_disk([*(temporary / name for name in engines), temporary])
+            _flush_to_disk([temporary])
             if final.exists():
                 remove_folder(final)
             os.rename(temporary, final)
-            _to_disk([self.folder])
+            _flush_to_disk([self.folder])
             self._rotate(best)
         dist.barrier()
-        return final
-
-    def load(self, path: Path, engines: dict[str, ZeroEngine]) -> dict[str, Any]:
-        """Restore the engines and return the saved run state.
-
-        Raises ValueError for a folder that is not a complete checkpoint of this engine.
-        """
-        state = read_run_state(path)
-        for name, engine in engines.items():
-            load_state(engine, path / name)
-        return state
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, if there is one."""
-        steps = sorted(_steps(self.folder))
+        steps = self._steps()
         return self.folder / f"step-{steps[-1]}" if steps else None
 
     def not_before(self, chosen: Path, step: int) -> list[Path]:
-        """Return the checkpoints that are neither `chosen`, which is at `step`, nor on the way to it; the oldest first."""
+        """Return the checkpoints, oldest first, that are neither `chosen`, which is at `step`, nor on the way to it."""
         own = chosen.resolve().parent == self.folder.resolve()
-        return [
-            self.folder / f"step-{s}" for s in sorted(_steps(self.folder)) if s > step or not own
-        ]
+        return [self.folder / f"step-{s}" for s in self._steps() if s > step or not own]
+
+    def _steps(self) -> list[int]:
+        names = (path.parent.name.removeprefix("step-") for path in self.folder.glob("step-*/run.json"))
+        return sorted(int(name) for name in names if name.isdigit())
 
     def _rotate(self, best: int | None) -> None:
         if self.keep:
-            for step in sorted(_steps(self.folder))[: -self.keep]:
+            for step in self._steps()[: -self.keep]:
                 if step != best:
                     remove_folder(self.folder / f"step-{step}")
         for leftover in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def resume_point(
-    folder: Path, resume: str, *, overwrite: bool
-) -> tuple[Path, dict[str, Any]] | None:
-    """Decide which checkpoint a run continues, and return it with its state; None starts afresh.
+def load_checkpoint(path: Path, engine: ZeroEngine) -> dict[str, Any]:
+    """Restore the engine and return the saved run state; all ranks call it together.
 
-    Raises:
-        ValueError: for checkpoints that the run would bury or leave to be mistaken for its own, unless `overwrite` lets
-            them be deleted; or for a folder that is no complete checkpoint.
+    Raises ValueError for a folder that is not a complete checkpoint of this engine.
     """
-    checkpoints = Checkpoints(folder, 0)
-    newest = checkpoints.newest()
-    if resume == "never":
-        if newest is not None and not overwrite:
-            raise ValueError(
-                f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue, '
-                "run.overwrite = true to delete them, or another folder"
-            )
-        return None
-    if resume == "auto" and newest is None:
-        return None
-    chosen = Path(resume) if resume != "auto" or newest is None else newest
-    try:
-        state = read_run_state(chosen)
-    except ValueError as error:
-        raise ValueError(f"run.resume: {error}") from None
-    left = [] if resume == "auto" else checkpoints.not_before(chosen, state["step"])
-    if left and not overwrite:
-        raise ValueError(
-            f'run.resume is {chosen} but run.output also holds {left[-1].name}, which run.resume = "auto" would continue next '
-            f"time; set run.overwrite = true to delete {', '.join(p.name for p in left)}, or another run.output"
-        )
-    return chosen, state
-
-
-def _to_disk(paths: Iterable[Path]) -> None:
-    """Wait until files or folders have left the system's memory."""
-    for path in paths:
-        number = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder that is renamed first: a kill in the middle of the removal leaves nothing that looks complete."""
-    doomed = path.with_name(f".{path.name}.old.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.rename(path, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _steps(folder: Path) -> list[int]:
-    return [
-        int(p.name.removeprefix("step-"))
-        for p in folder.glob("step-*")
-        if p.name.removeprefix("step-").isdigit() and (p / "run.json").exists()
-    ]
+    state = read_run_state(path)
+    load_state(engine, path)
+    return state
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
     """Read a checkpoint's run.json.
 
-    Raises ValueError if the folder is not a complete checkpoint, or of another format.
+    Raises ValueError if the folder is not a complete checkpoint, or has another format.
     """
     try:
         state = json.loads((path / "run.json").read_text())
@@ -180,6 +120,75 @@ def read_run_state(path: Path) -> dict[str, Any]:
         ) from None
     if state.get("format") != FORMAT:
         raise ValueError(
-            f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}"
+            f"{path} has checkpoint format {state.get('format')}, but this version reads format {FORMAT}; "
+            "continue it with the version that wrote it"
         )
     return state
+
+
+def resume_point(
+    folder: Path, resume: str, *, overwrite: bool
+) -> tuple[Path, dict[str, Any]] | None:
+    """Decide which checkpoint a run continues, and return it with its state; None starts afresh.
+
+    Raises ValueError for checkpoints that the run would bury or leave to be mistaken for its own, unless `overwrite` lets
+    them be deleted; or for a folder that is not a complete checkpoint.
+    """
+    checkpoints = Checkpoints(folder)
+    newest = checkpoints.newest()
+    if resume == "never":
+        if newest is not None and not overwrite:
+            raise ValueError(
+                f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue, '
+                "run.overwrite = true to delete them, or another folder"
+            )
+        return None
+    chosen = newest if resume == "auto" else Path(resume)
+    if chosen is None:
+        return None
+    try:
+        state = read_run_state(chosen)
+    except ValueError as error:
+        raise ValueError(f"run.resume: {error}") from None
+    left = [] if resume == "auto" else checkpoints.not_before(chosen, state["step"])
+    if left and not overwrite:
+        raise ValueError(
+            f'run.resume is {chosen} but run.output also holds {left[-1].name}, which run.resume = "auto" would continue '
+            f"next time; set run.overwrite = true to delete {', '.join(p.name for p in left)}, or another run.output"
+        )
+    return chosen, state
+
+
+def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
+    """Delete what an earlier run left in its folder, or only what came after the checkpoint that is continued.
+
+    Rank 0 calls it. Returns the deleted checkpoints that came after.
+    """
+    if resume_from is not None:
+        step = read_run_state(resume_from)["step"]
+        later = Checkpoints(output / "checkpoints").not_before(resume_from, step)
+        for path in later:
+            remove_folder(path)
+        return later
+    for name in ("checkpoints", "export", "tensorboard", "metrics.jsonl"):
+        path = output / name
+        remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return []
+
+
+def remove_folder(path: Path) -> None:
+    """Rename a folder and remove it, so that a kill in the middle leaves nothing that looks complete."""
+    doomed = path.with_name(f".{path.name}.old.tmp")
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _flush_to_disk(paths: Iterable[Path]) -> None:
+    """Wait until files or folders have left the system's memory."""
+    for path in paths:
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)

@@ -23,80 +23,58 @@ PEAK_FLOPS = {  # dense bfloat16 FLOP/s by part of the device name, from the ven
 
 
 class MetricSums:
-    """Named (sum, count) pairs of this rank; `reduce` makes them global means with one collective.
+    """Named sums and means of this rank, made global by `reduce` with one collective.
 
     Every rank must add the same names; a rank without data adds zeros.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pairs: dict[str, list[Tensor]] = {}
-        self.sums: dict[str, Tensor] = {}
-        self.largest: dict[str, Tensor] = {}
+        self._sums: dict[str, tuple[Tensor, ...]] = {}  # a plain sum, or a sum and its count
+        self._maxima: dict[str, Tensor] = {}
 
-    def add_sum(self, name: str, value: Tensor | float) -> None:
-        """Add to a plain global sum."""
-        self.sums[name] = (
-            self.sums[name] + self._number(value) if name in self.sums else self._number(value)
-        )
-
-    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
-        """Add to a mean: `total` is a sum over `count` things."""
-        pair = [self._number(total), self._number(count)]
-        if name in self.pairs:
-            old = self.pairs[name]
-            self.pairs[name] = [old[0] + pair[0], old[1] + pair[1]]
-        else:
-            self.pairs[name] = pair
+    def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
+        """Add to a global mean of which `total` is a sum over `count` things, or without a count to a global sum."""
+        new = tuple(self._number(x) for x in ((total,) if count is None else (total, count)))
+        old = self._sums.get(name)
+        self._sums[name] = new if old is None else tuple(a + b for a, b in zip(old, new, strict=True))
 
     def add_max(self, name: str, values: Tensor) -> None:
         """Add to a maximum over all micro-batches and ranks; no values leave it as it is."""
-        start = self.largest.get(
-            name, torch.full((), -math.inf, dtype=torch.float64, device=self.device)
-        )
-        self.largest[name] = torch.cat([start.view(1), values.detach().double().flatten()]).max()
+        old = self._maxima.get(name, self._number(-math.inf))
+        self._maxima[name] = torch.cat([old.view(1), values.detach().double().flatten()]).max()
 
     def _number(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return value.detach().double()
-        return torch.full(
-            (), value, dtype=torch.float64, device=self.device
-        )  # torch.tensor would wait for the GPU
+        # torch.tensor would wait for the GPU
+        return torch.full((), value, dtype=torch.float64, device=self.device)
 
     def reduce(self) -> dict[str, float]:
-        """Return the global sums, means (sum / count) and maxima; a mean whose count is 0 and a maximum of nothing are left out.
+        """Return the global sums, means and maxima; a mean over nothing and a maximum of nothing are left out.
 
         One collective (two with maxima) and one host read each.
         """
-        names, plain = sorted(self.pairs), sorted(self.sums)
-        numbers = [value for name in names for value in self.pairs[name]] + [
-            self.sums[name] for name in plain
-        ]
-        if not numbers:
-            return self._maxima()
-        flat = torch.stack(numbers)
-        if dist.is_initialized():
-            dist.all_reduce(flat)
-        values = flat.tolist()
-        means = {}
-        for i, name in enumerate(names):
-            total, count = values[2 * i], values[2 * i + 1]
-            if count != 0:
-                means[name] = total / count
-        return means | dict(zip(plain, values[2 * len(names) :], strict=True)) | self._maxima()
+        found = {}
+        numbers = iter(_reduced([n for name in sorted(self._sums) for n in self._sums[name]]))
+        for name in sorted(self._sums):
+            total = next(numbers)
+            if len(self._sums[name]) == 1:
+                found[name] = total
+            elif count := next(numbers):
+                found[name] = total / count
+        names = sorted(self._maxima)
+        largest = _reduced([self._maxima[name] for name in names], dist.ReduceOp.MAX)
+        return found | {n: v for n, v in zip(names, largest, strict=True) if v != -math.inf}
 
-    def _maxima(self) -> dict[str, float]:
-        names = sorted(self.largest)
-        if not names:
-            return {}
-        flat = torch.stack([self.largest[name] for name in names])
-        if dist.is_initialized():
-            dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-        return {
-            name: value
-            for name, value in zip(names, flat.tolist(), strict=True)
-            if value != -math.inf
-        }
+
+def _reduced(numbers: list[Tensor], op: Any = dist.ReduceOp.SUM) -> list[float]:
+    if not numbers:
+        return []
+    flat = torch.stack(numbers)
+    if dist.is_initialized():
+        dist.all_reduce(flat, op=op)
+    return flat.tolist()
 
 
 def model_flops(
@@ -136,7 +114,11 @@ def device_peak_flops() -> float | None:
 
 
 class MetricsLog:
-    """Write metrics.jsonl, TensorBoard and optionally W&B, and show a progress bar. Rank 0 only."""
+    """Write metrics.jsonl, TensorBoard and optionally W&B, and show a progress bar. Rank 0 only.
+
+    Args:
+        first_step: what metrics.jsonl holds of later steps is dropped, because a resumed run writes it again.
+    """
 
     def __init__(
         self,
@@ -149,9 +131,10 @@ class MetricsLog:
     ) -> None:
         from tqdm import tqdm
 
-        self.path = folder / "metrics.jsonl"
-        self._keep_until(first_step)
-        self.file = self.path.open("a")
+        path = folder / "metrics.jsonl"
+        if path.exists():
+            _keep_until(path, first_step)
+        self.file = path.open("a")
         self.board = _board(folder / "tensorboard", first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
         self.wandb = None
@@ -159,41 +142,22 @@ class MetricsLog:
             import wandb
 
             self.wandb = wandb.init(
-                project=wandb_project,
-                name=folder.name,
-                config=config,
-                resume="allow",
-                dir=str(folder),
+                project=wandb_project, name=folder.name, config=config, resume="allow", dir=str(folder)
             )
-        self.started = time.time()
-
-    def _keep_until(self, step: int) -> None:
-        """Drop lines that a resumed run will write again."""
-        if self.path.exists():
-            lines = [
-                line
-                for line in self.path.read_text().splitlines()
-                if line.endswith("}") and json.loads(line)["step"] <= step
-            ]
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in lines))
-            temporary.rename(self.path)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Log one object; non-finite numbers become null."""
-        clean = {
-            k: (v if not isinstance(v, float) or math.isfinite(v) else None)
-            for k, v in values.items()
-        }
+        clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self.file.write(json.dumps({"step": step, **clean}) + "\n")
         self.file.flush()
-        for name, value in clean.items():
-            if value is not None and self.board is not None:
-                self.board.add_scalar(name, value, step)
+        if self.board is not None:
+            for name, value in clean.items():
+                if value is not None:
+                    self.board.add_scalar(name, value, step)
         if self.wandb is not None:
             self.wandb.log(clean, step=step)
 
-    def advance(self, step: int, shown: dict[str, str]) -> None:
+    def advance(self, step: int, **shown: str) -> None:
         """Move the progress bar to `step`."""
         self.bar.update(step - self.bar.n)
         self.bar.set_postfix(shown, refresh=False)
@@ -204,20 +168,30 @@ class MetricsLog:
 
     def close(self) -> None:
         self.bar.close()
+        self.file.close()
         if self.board is not None:
             self.board.close()
-        self.file.close()
         if self.wandb is not None:
             self.wandb.finish()
 
 
+def _keep_until(path: Path, step: int) -> None:
+    """Drop the lines of later steps, and a last line that a kill cut short."""
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    temporary.rename(path)
+
+
 def _board(folder: Path, first_step: int) -> Any:
-    """Open TensorBoard's writer; without the package the run says so and goes on."""
+    """Open TensorBoard's writer; without the package, say so and go on."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         print(
-            "tensorboard is not installed, so no event files are written (metrics.jsonl has everything); pip install tensorboard"
+            "tensorboard is not installed, so no event files are written (metrics.jsonl has everything); "
+            "pip install tensorboard"
         )
         return None
     return SummaryWriter(str(folder), purge_step=first_step)

@@ -1,4 +1,4 @@
-"""The loop: batches in, one exact global gradient per step out. It knows no algorithm and no feature.
+"""The loop: step, evaluate, keep the best, save, stop. It knows no algorithm and no feature.
 
 One optimizer step on every rank:
 
@@ -10,10 +10,11 @@ One optimizer step on every rank:
 
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,88 +24,169 @@ from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.metrics import MetricSums
+from ulysses.training.checkpoint import Checkpoints, load_checkpoint
+from ulysses.training.config import RunConfig
+from ulysses.training.failure import StepError
+from ulysses.training.metrics import MetricsLog, MetricSums
 from ulysses.training.stages.base import Stage
 from ulysses.zero.engine import ZeroEngine
 
-Prepared = tuple[
-    list[ShardedBatch], list[ShardedBatch], dict[str, float]
-]  # micro-batches, the stage's side batches, tokens
+
+class StepData(NamedTuple):
+    """One step's data on this rank, with the whole step's tokens and squared sequence lengths over all ranks."""
+
+    batches: list[ShardedBatch]
+    side_batches: list[ShardedBatch]
+    tokens: float
+    squared_lengths: float
 
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Train one engine with one stage.
+    """Train one engine with one stage; all ranks call every method together.
 
     Args:
         loader: gives each step's micro-batches for this data-parallel group (ulysses.data.steps.StepLoader).
         eval_loader: the same over held-out data, or None.
         learning_rate: step -> learning rate, pure.
-        policies: act on the reduced gradient once per step.
+        policies: gradient policies, which act on the reduced gradient once per step.
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
             pass, for MFU.
-        peak_flops: of one device, or None.
+        peak_flops: of one device; None reports no MFU.
+        run: how often to evaluate, save and log, and the run folder. Only `train` and `save` need it.
+        description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
+        say: prints a line.
+
+    Attributes:
+        log: where rank 0 writes the metrics; None on the other ranks.
     """
 
     mesh: ParallelMesh
     engine: ZeroEngine
     stage: Stage
     loader: Any
-    eval_loader: Any
+    eval_loader: Any = None
     total_steps: int
     learning_rate: Callable[[int], float]
     policies: GradientPolicyChain
-    flops: Callable[[float, float, float], float]
-    peak_flops: float | None
-    seed: int
+    flops: Callable[[float, float, float], float] = lambda *_: 0.0
+    peak_flops: float | None = None
+    seed: int = 0
+    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1))
+    description: dict[str, Any] = field(default_factory=dict)
+    say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
         self.step = 0
         self.best: tuple[int, float] | None = None  # (step, eval loss)
         self.metrics: dict[str, float] = {}
-        self.skipped: str | None = (
-            None  # why the last step left the weights alone, if a gradient policy said so
-        )
+        self.log: MetricsLog | None = None
         self.stop_requested = False  # agreed on by all ranks at a step's boundary
         self.stop_wanted = False  # this process was told to stop
-        self._next: tuple[int, Prepared] | None = None
+        self._next: tuple[int, StepData] | None = None
+
+    # ---------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Train to the last step or to a requested stop, and evaluate, save and log as configured.
+
+        Raises StepError for anything that goes wrong, with the step at which it happened.
+        """
+        run = self.run
+        try:
+            while self.step < self.total_steps and not self.stop_requested:
+                with self._profiler():
+                    values = self.train_step()
+                last, improved = self.step == self.total_steps, False
+                if last or (run.eval_every and self.step % run.eval_every == 0):
+                    values = {**values, **self.evaluate()}
+                    loss = values.get("eval/loss")
+                    improved = loss is not None and (self.best is None or loss < self.best[1])
+                    if improved:
+                        self.best = (self.step, loss)
+                self._report(values, last)
+                due = run.save_every and (self.step % run.save_every == 0 or improved)
+                if due or (last and run.save_last) or self.stop_requested:
+                    self.save()
+        except Exception as error:
+            raise StepError(self.step + 1, error) from error
+        if self.stop_requested:
+            self.say(
+                f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with --run.resume auto"
+            )
+
+    def _report(self, values: dict[str, float], last: bool) -> None:
+        if self.log is None:
+            return
+        self.log.advance(
+            self.step,
+            loss=f"{values['loss']:.4f}",
+            lr=f"{values['lr']:.2e}",
+            tokens_per_second=f"{values['tokens_per_second']:.0f}",
+        )
+        evaluated = [f"{k} {v:.4f}" for k, v in sorted(values.items()) if k.startswith("eval/")]
+        if self.step % self.run.log_every == 0 or last or evaluated:
+            self.log.write(self.step, values)
+        if evaluated:
+            self.log.say(f"step {self.step}: " + ", ".join(evaluated))
+
+    def _profiler(self) -> AbstractContextManager[Any]:
+        """Trace the coming step if it is the one that run.profile names."""
+        if self.run.profile != self.step + 1:
+            return nullcontext()
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        file = Path(self.run.output) / f"profile-rank{self.mesh.rank}.json.gz"
+        return torch.profiler.profile(
+            activities=kinds, on_trace_ready=lambda trace: trace.export_chrome_trace(str(file))
+        )
+
+    @contextmanager
+    def stopping_on_sigterm(self) -> Iterator[None]:
+        """Inside the block SIGTERM means: finish the running step, save and stop."""
+
+        def request(*_: Any) -> None:
+            self.stop_wanted = True  # only the reduced sum of these decides: a signal may reach one rank a step earlier
+
+        before = signal.signal(signal.SIGTERM, request)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     # ---------------------------------------------------------------- one step
 
     def train_step(self) -> dict[str, float]:
-        """Take one optimizer step and return its metrics; all ranks call it together.
+        """Take one optimizer step and return its metrics.
 
         Raises FloatingPointError if loss or gradient is not finite; the weights are then untouched.
         """
         began = time.perf_counter()
-        step, device = self.step, self.engine.device
-        torch.manual_seed(
-            _mix(self.seed, step, self.mesh.rank)
-        )  # dropout only: resuming needs no generator state
-        batches, side_batches, amount = self._take(step)
+        step = self.step
+        # Only dropout draws from this generator, so a resumed run needs no generator state.
+        torch.manual_seed(_mix(self.seed, step, self.mesh.rank))
+        data = self._take(step)
         self.stage.step = step
-        self.stage.prepare_step(batches, side_batches)
-        counts = self._counts(batches)
-        metrics = MetricSums(device)
-        for i, batch in enumerate(batches):
+        self.stage.prepare_step(data.batches, data.side_batches)
+        counts = self._counts(data.batches)
+        metrics = MetricSums(self.engine.device)
+        for i, batch in enumerate(data.batches):
             terms = self.stage.losses(batch, metrics)
-            metrics.add_sum("projected", float(batch.num_valid))
+            metrics.add("projected", float(batch.num_valid))
             scaled = [t.value * (t.weight / counts[t.count]) for t in terms]
             for term, value in zip(terms, scaled, strict=True):
-                metrics.add_sum("loss", self.stage.once(value) if term.per_sequence else value)
-            self.engine.backward(
-                sum(scaled) * float(self.mesh.world_size), last=i == len(batches) - 1
-            )
+                metrics.add("loss", self.stage.once(value) if term.per_sequence else value)
+            loss = sum(scaled) * float(self.mesh.world_size)
+            self.engine.backward(loss, last=i == len(data.batches) - 1)
+        # Host work while the device still computes.
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
-            self._next = (
-                step + 1,
-                self._prepare(step + 1),
-            )  # host work while the device still computes
-        gradients = self.engine.gradients()  # built while the device still computes
-        metrics.add_sum("stop", float(self.stop_wanted))
+            self._next = (step + 1, self._prepare(step + 1))
+        gradients = self.engine.gradients()
+        metrics.add("stop", float(self.stop_wanted))
         values = metrics.reduce()
         self.stop_requested = values.pop("stop") > 0
-        amount["projected"] = values.pop("projected", 0.0)
+        projected = values.pop("projected", 0.0)
         values = self.stage.derive(values)
         if step == 0:
             self.stage.check_first_step(values)
@@ -117,22 +199,18 @@ class Trainer:
         )
         report = self.policies.apply(gradients, context)
         if context.stop:
-            raise FloatingPointError(
-                f"{context.stop}; examples {self.loader.indices(*self._position(step))[:8]} ... of the data"
-            )
-        self.skipped = context.skip
+            examples = self.loader.indices(*self._position(step))[:8]
+            raise FloatingPointError(f"{context.stop}; examples {examples} ... of the data")
         if context.skip or not self.stage.accepts(values):
             self.engine.skip_step()
         else:
             self.engine.step(self._learning_rates(context))
+        if context.skip:
+            self.say(f"skipped {context.skip}")
         self.step = step + 1
-        seconds = time.perf_counter() - began
-        self.metrics = {
-            **values,
-            **report,
-            "lr": context.lr * context.lr_scale,
-            **self._speed(amount, seconds),
-        }
+        lr = {"lr": context.lr * context.lr_scale}
+        speed = self._speed(data, projected, time.perf_counter() - began)
+        self.metrics = {**values, **report, **lr, **speed}
         return self.metrics
 
     def _learning_rates(self, context: StepContext) -> list[float]:
@@ -143,19 +221,16 @@ class Trainer:
     def _position(self, step: int) -> tuple[int, int]:
         return divmod(step, self.loader.steps_per_epoch)
 
-    def _take(self, step: int) -> Prepared:
-        if self._next is None or self._next[0] != step:
-            self._next = (step, self._prepare(step))
-        _, prepared = self._next
-        self._next = None
-        return prepared
+    def _take(self, step: int) -> StepData:
+        prepared, self._next = self._next, None
+        return prepared[1] if prepared and prepared[0] == step else self._prepare(step)
 
-    def _prepare(self, step: int) -> Prepared:
-        micro_batches = self.loader.step(*self._position(step))
+    def _prepare(self, step: int) -> StepData:
+        batches = self._shard(self.loader.step(*self._position(step)))
         indices = self.loader.indices(*self._position(step))
         lengths = self.loader.dataset.sequence_lengths[indices].astype("float64")
-        amount = {"tokens": float(lengths.sum()), "squared_lengths": float((lengths**2).sum())}
-        return self._shard(micro_batches), self.stage.side_batches(self.loader, indices), amount
+        side_batches = self.stage.side_batches(self.loader, indices)
+        return StepData(batches, side_batches, float(lengths.sum()), float((lengths**2).sum()))
 
     def _shard(self, micro_batches: list[list[Any]]) -> list[ShardedBatch]:
         return [
@@ -177,21 +252,19 @@ class Trainer:
         flat = torch.stack([own[name].double() for name in names])
         if self.mesh.world_size > 1:
             dist.all_reduce(flat)
-        flat = torch.where(
-            flat > 0, flat, torch.ones_like(flat)
-        )  # nothing to train on: zero loss, zero gradient
+        # nothing to train on: zero loss, zero gradient
+        flat = torch.where(flat > 0, flat, torch.ones_like(flat))
         return {name: flat[i].float() for i, name in enumerate(names)}
 
-    def _speed(self, amount: dict[str, float], seconds: float) -> dict[str, float]:
-        tokens, squares = amount["tokens"], amount["squared_lengths"]
-        out = {"tokens": tokens, "tokens_per_second": tokens / seconds, "seconds": seconds}
+    def _speed(self, data: StepData, projected: float, seconds: float) -> dict[str, float]:
+        out = {
+            "tokens": data.tokens,
+            "tokens_per_second": data.tokens / seconds,
+            "seconds": seconds,
+        }
         if self.peak_flops:
-            out["mfu"] = (
-                self.flops(tokens, squares, amount["projected"])
-                / seconds
-                / self.mesh.world_size
-                / self.peak_flops
-            )
+            rate = self.flops(data.tokens, data.squared_lengths, projected) / seconds
+            out["mfu"] = rate / self.mesh.world_size / self.peak_flops
         if self.engine.device.type == "cuda":
             out["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return out
@@ -199,54 +272,58 @@ class Trainer:
     # ---------------------------------------------------------------- evaluation
 
     def evaluate(self) -> dict[str, float]:
-        """Return `eval/...` metrics over all held-out data with the training's own weighting; all ranks call it together."""
+        """Return `eval/...` metrics over all held-out data with the training's own weighting."""
         if self.eval_loader is None:
             return {}
         own = self.stage.evaluate(self.eval_loader)
         if own is not None:
             return own
         sums = MetricSums(self.engine.device)
-        weights: dict[str, tuple[float, str]] = {}
+        weights: dict[str, float] = {}
         with self.engine.inference():
             for k in range(self.eval_loader.steps_per_epoch):
                 batches = self._shard(self.eval_loader.step(0, k))
-                self.stage.prepare_step(
-                    batches,
-                    self.stage.side_batches(self.eval_loader, self.eval_loader.indices(0, k)),
-                )
+                indices = self.eval_loader.indices(0, k)
+                self.stage.prepare_step(batches, self.stage.side_batches(self.eval_loader, indices))
                 for batch in batches:
                     counts = self.stage.counts(batch)
                     for i, term in enumerate(self.stage.losses(batch, sums)):
-                        weights[f"term{i}"] = (term.weight, term.count)
+                        weights[f"term{i}"] = term.weight
                         value = self.stage.once(term.value) if term.per_sequence else term.value
                         sums.add(f"term{i}", value, counts[term.count])
         means = sums.reduce()
-        loss = sum(weight * means.pop(name, 0.0) for name, (weight, _) in weights.items())
+        loss = sum(weight * means.pop(name, 0.0) for name, weight in weights.items())
         return {"eval/loss": loss, **{f"eval/{k}": v for k, v in self.stage.derive(means).items()}}
 
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
+        """Return everything that `load_state_dict` restores, as plain JSON; the engine and the stage save their own."""
         return {
-            "policies": self.policies.state_dict(),
+            "step": self.step,
             "best": list(self.best) if self.best else None,
+            "policies": self.policies.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self.policies.load_state_dict(state["policies"])
         self.best = (int(state["best"][0]), float(state["best"][1])) if state["best"] else None
+        self.policies.load_state_dict(state["policies"])
 
-    def stop_on_signal(self, resources: ExitStack) -> None:
-        """Finish the running step, save and exit on SIGTERM (decided together at the step's boundary).
+    def save(self) -> None:
+        """Write a checkpoint of this step into the run folder."""
+        checkpoints = Checkpoints(Path(self.run.output) / "checkpoints", self.run.keep)
+        checkpoints.save(
+            self.engine,
+            {**self.state_dict(), **self.description},
+            best=self.best[0] if self.best else None,
+            more=self.stage.save,
+        )
 
-        Closing `resources` gives SIGTERM its old meaning back.
-        """
-
-        def request(*_: Any) -> None:
-            self.stop_wanted = True  # only the reduced sum of these decides: a signal may reach one rank a step earlier
-
-        resources.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, request))
+    def resume(self, checkpoint: Path) -> None:
+        """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""
+        self.load_state_dict(load_checkpoint(checkpoint, self.engine))
+        self.stage.load(checkpoint)
 
 
 def _mix(*numbers: int) -> int:
