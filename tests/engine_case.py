@@ -170,8 +170,7 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     )
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh, engine=engine, stage=made, loader=loader, eval_loader=None, total_steps=case.steps, learning_rate=lambda step: case.lr,
-        policies=chain, flops=lambda *_: 0.0, peak_flops=None, seed=0,
+        mesh=mesh, engine=engine, stage=made, loader=loader, total_steps=case.steps, learning_rate=lambda step: case.lr, policies=chain,
     )  # fmt: skip
     return trainer, chain
 

@@ -169,9 +169,8 @@ def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Tr
     )  # fmt: skip
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh, engine=engine, stage=make_stage(case, engine, mesh), loader=loader, eval_loader=None,
+        mesh=mesh, engine=engine, stage=make_stage(case, engine, mesh), loader=loader,
         total_steps=max(2, case.steps), learning_rate=lambda step: lr, policies=chain,
-        flops=lambda *_: 0.0, peak_flops=None, seed=0,
     )  # fmt: skip
     return trainer, chain
 

@@ -113,8 +113,7 @@ def trainer_of(
         loader = stage.loader(loader)
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh, engine=engine, stage=stage, loader=loader, eval_loader=None, total_steps=steps,
-        learning_rate=lambda step: lr, policies=chain, flops=lambda *_: 0.0, peak_flops=None, seed=0,
+        mesh=mesh, engine=engine, stage=stage, loader=loader, total_steps=steps, learning_rate=lambda step: lr, policies=chain,
     )  # fmt: skip
     return trainer, chain, engines
 
@@ -257,17 +256,16 @@ def resumed(folder: Path, sp: int, config: PpoSection, stop: int, steps: int) ->
     for step in range(steps):
         whole.append(trainer.train_step())
         if step + 1 == stop:
-            Checkpoints(folder, 2).save(stop, {"policy": trainer.engine}, trainer.state_dict(), best=None, more=trainer.stage.save)
+            Checkpoints(folder).save(trainer.engine, trainer.state_dict(), more=trainer.stage.save)
     for engine in engines:
         engine.destroy()
     trainer, _, engines = trainer_of(sp, config, steps=steps, reference_seed=1)
-    checkpoints = Checkpoints(folder, 2)
-    trainer.load_state_dict(checkpoints.load(checkpoints.newest(), {"policy": trainer.engine}))
-    trainer.stage.load(checkpoints.newest())
+    checkpoint = Checkpoints(folder).newest()
+    trainer.resume(checkpoint)
     again = [trainer.train_step() for _ in range(steps - stop)]
     for engine in engines:
         engine.destroy()
-    return whole, again, sorted(p.name for p in checkpoints.newest().iterdir())
+    return whole, again, sorted(p.name for p in checkpoint.iterdir())
 
 
 @pytest.mark.parametrize("stop", [3, 4], ids=["mid-rollout", "between rollouts"])

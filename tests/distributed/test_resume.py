@@ -36,7 +36,7 @@ def whole_run(folder: Path, case: Case = CASE) -> tuple[list[dict[str, float]], 
     """All steps without a stop, with a checkpoint after the third; the metrics and the state it saved."""
     trainer, _ = build_trainer(case, dataset(case.stage))
     metrics = [trainer.train_step() for _ in range(BEFORE)]
-    Checkpoints(folder, 2).save(BEFORE, {"policy": trainer.engine}, trainer.state_dict(), best=None)
+    Checkpoints(folder, 2).save(trainer.engine, trainer.state_dict())
     state = whole_state(trainer.engine)
     metrics += [trainer.train_step() for _ in range(AFTER)]
     trainer.engine.destroy()
@@ -45,8 +45,8 @@ def whole_run(folder: Path, case: Case = CASE) -> tuple[list[dict[str, float]], 
 
 def resumed_run(folder: Path, case: Case) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     trainer, _ = build_trainer(case, dataset(case.stage))
-    checkpoints = Checkpoints(folder, 2)
-    trainer.load_state_dict(checkpoints.load(checkpoints.newest(), {"policy": trainer.engine}))
+    trainer.resume(Checkpoints(folder).newest())
+    assert trainer.step == BEFORE
     state = whole_state(trainer.engine)
     metrics = [trainer.train_step() for _ in range(AFTER)]
     trainer.engine.destroy()
@@ -69,7 +69,7 @@ def order_of_a_save(folder: Path) -> list[str]:
         events.append(os.path.relpath(os.readlink(f"/proc/self/fd/{number}"), folder))
 
     with mock.patch.object(os, "rename", renamed), mock.patch.object(os, "fsync", synced):
-        Checkpoints(folder, 2).save(1, {"policy": trainer.engine}, {}, best=None)
+        Checkpoints(folder, 2).save(trainer.engine, trainer.state_dict())
     trainer.engine.destroy()
     return events
 
@@ -77,17 +77,17 @@ def order_of_a_save(folder: Path) -> list[str]:
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
     folder = tmp_path.resolve()
     first, second = run_distributed(order_of_a_save, 2, folder, with_zero=True)
-    files = {".step-1.tmp/policy/" + "rank-0000{}." + end for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))}
+    files = {".step-1.tmp/" + "rank-0000{}." + end for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))}
     assert set(second) == {name.format(1) for name in files}
     at = first.index("rename step-1")
-    assert set(first[:at]) == {name.format(0) for name in files} | {".step-1.tmp/run.json", ".step-1.tmp/policy", ".step-1.tmp"}
+    assert set(first[:at]) == {name.format(0) for name in files} | {".step-1.tmp/run.json", ".step-1.tmp"}
     assert first[at + 1 :] == ["."]
 
 
 def refusal(folder: Path, case: Case) -> str:
     trainer, _ = build_trainer(case, dataset(case.stage))
     try:
-        Checkpoints(folder, 2).load(folder / f"step-{BEFORE}", {"policy": trainer.engine})
+        trainer.resume(folder / f"step-{BEFORE}")
     except ValueError as error:
         return str(error)
     return ""

@@ -19,6 +19,7 @@ from models.decoder import CausalLM, init_weights
 from models.hf_format import WeightWriter, copy_side_files, write_config
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, run, tiny
 from ulysses.training import failure
+from ulysses.training.checkpoint import FORMAT
 from ulysses.training.checks import check_run
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.section import ConfigError
@@ -41,10 +42,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "bad.toml").write_text('stage = "sft"\n[model\n')
     (folder / "held/checkpoints/step-3").mkdir(parents=True)
-    (folder / "held/checkpoints/step-3/run.json").write_text('{"format": 1, "step": 3}')
+    (folder / "held/checkpoints/step-3/run.json").write_text(json.dumps({"format": FORMAT, "step": 3}))
     for step in (2, 4):
         (folder / f"later/checkpoints/step-{step}").mkdir(parents=True)
-        (folder / f"later/checkpoints/step-{step}/run.json").write_text(json.dumps({"format": 1, "step": step}))
+        (folder / f"later/checkpoints/step-{step}/run.json").write_text(json.dumps({"format": FORMAT, "step": step}))
     write_model(folder / "model")
     tensors = load_file(folder / "model/model.safetensors")
     (folder / "small").mkdir()

@@ -74,11 +74,11 @@ def assert_complete(checkpoints: Path, expected: dict[str, int]) -> None:
     for folder in checkpoints.glob("step-*"):
         state = json.loads((folder / "run.json").read_text())
         assert state["step"] == int(folder.name.removeprefix("step-"))
-        saved = SavedSlices(folder / "policy")
+        saved = SavedSlices(folder)
         assert {name: saved.numel(name) for name in saved.places} == expected
         for rank in range(PROCESSES):
             for kind in KINDS:
-                assert (folder / "policy" / f"rank-{rank:05d}.{kind}.safetensors").exists()
+                assert (folder / f"rank-{rank:05d}.{kind}.safetensors").exists()
 
 
 def wait_until_dead(run: Ranks, seconds: float) -> bool:

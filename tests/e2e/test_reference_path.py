@@ -63,7 +63,7 @@ def with_another(config: dict[str, Any], policy: Path, reference: Path) -> tuple
         for c, r in (e.sequences for e in examples)
     ])  # fmt: skip
     expected = [float(-F.logsigmoid(0.1 * margins).mean()), float(0.1 * margins.mean())]
-    frozen = run.stage.reference
+    frozen = run.trainer.stage.reference
     # "auto" is decided anew for every pack, by each model
     assert {e.module.model.layers[0].self_attn.attention.kernel for e in (run.engine, frozen)} == {"auto"}
     before = [p.ds_tensor.clone() for p in frozen.module.parameters()]

@@ -71,9 +71,7 @@ def train(config: dict[str, Any], stop_after: int | None = None) -> list[dict[st
 
         run.trainer.train_step = step
     run.train()
-    run.engine.destroy()
-    if run.log is not None:
-        run.log.close()
+    run.resources.close()
     lines = (Path(config["run"]["output"]) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines] if dist.get_rank() == 0 else []
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from models.arch import ARCHITECTURES
+from ulysses.training.checkpoint import FORMAT
 from ulysses.training.command_line import check
 from ulysses.training.config import Config
 from ulysses.training.resume import find_checkpoint
@@ -31,7 +32,7 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     own = config(tmp_path)
     chain = own.gradients.chain()
-    state = {"format": 1, "step": 2, "config": own.model_dump(mode="json"), "shape": SHAPE.to_hf(), "policies": chain.state_dict()}
+    state = {"format": FORMAT, "step": 2, "config": own.model_dump(mode="json"), "shape": SHAPE.to_hf(), "policies": chain.state_dict()}
     (folder / "run.json").write_text(json.dumps(state))
     return folder
 
@@ -53,3 +54,10 @@ def test_its_own_checkpoint_is_found(checkpoint: Path, tmp_path: Path) -> None:
 def test_another_runs_checkpoint_is_refused(changes: dict[str, Any], shape: Any, sentence: str, checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         find_checkpoint(config(tmp_path, **changes), shape)
+
+
+def test_a_checkpoint_of_an_older_format_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    state = json.loads((checkpoint / "run.json").read_text())
+    (checkpoint / "run.json").write_text(json.dumps({**state, "format": 1}))
+    with pytest.raises(ConfigError, match="has checkpoint format 1, but this version reads format 2; continue it with the version"):
+        find_checkpoint(config(tmp_path), SHAPE)

@@ -22,9 +22,12 @@ from ulysses.data.records import DataError
 from ulysses.data.sources import parse_sources
 from ulysses.data.steps import StepLoader
 from ulysses.memory.offload import Offloader
+from ulysses.parallel.kernels import kernels_of, prove_kernel
+from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.config import DTYPES, Config, LoraConfig
-from ulysses.training.memory import MemoryChoice, tiling
+from ulysses.training.memory import MemoryChoice, adapter_parameters, tiling
+from ulysses.training.metrics import model_flops
 from ulysses.training.optim import adamw, scoped_groups
 from ulysses.training.section import ConfigError
 from ulysses.training.stages.base import OtherModel
@@ -321,6 +324,34 @@ def total_steps(config: Config, loader: StepLoader) -> int:
     """Return the optimizer steps of the whole run."""
     steps_per_epoch = loader.steps_per_epoch * config.stage_class.steps_per_load(config)
     return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
+
+
+def prove_kernels(plan: "Plan", mesh: ParallelMesh, device: torch.device) -> None:
+    """Raise FloatingPointError if an attention kernel that may run gives wrong results on this device."""
+    config, shape = plan.config, plan.shape
+    heads = head_layout(
+        shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
+    )
+    dtype, exact = DTYPES[config.model.dtype], config.run.deterministic
+    for kernel in kernels_of(
+        config.model.attention, device, dtype, shape.head_dim, deterministic=exact
+    ):
+        prove_kernel(kernel, device, dtype, heads.query, heads.key, shape.head_dim)
+
+
+def model_flops_of(config: Config, shape: Shape) -> Callable[[float, float, float], float]:
+    """Return the model's FLOPs as a function of tokens, squared sequence lengths and tokens whose target is trained."""
+    adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
+    return lambda tokens, squares, projected: model_flops(
+        shape.num_parameters(),
+        shape.num_hidden_layers,
+        shape.num_attention_heads * shape.head_dim,
+        tokens,
+        squares,
+        head=shape.vocab_size * shape.hidden_size,
+        projected=0.0 if config.stage_class.reward else projected,
+        adapters=adapters,
+    )
 
 
 @dataclass

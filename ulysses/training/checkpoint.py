@@ -85,7 +85,9 @@ class Checkpoints:
         return [self.folder / f"step-{s}" for s in self._steps() if s > step or not own]
 
     def _steps(self) -> list[int]:
-        names = (path.parent.name.removeprefix("step-") for path in self.folder.glob("step-*/run.json"))
+        names = (
+            path.parent.name.removeprefix("step-") for path in self.folder.glob("step-*/run.json")
+        )
         return sorted(int(name) for name in names if name.isdigit())
 
     def _rotate(self, best: int | None) -> None:

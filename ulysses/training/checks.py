@@ -17,7 +17,7 @@ from models.arch import ModelConfig as Shape
 from models.hf_format import folder_with
 from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.records import DataError
-from ulysses.data.sources import Source, missing_sources, parse_sources, source_digest
+from ulysses.data.sources import Source, missing_sources, parse_sources
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.training.build import check_weights, read_other, read_shape
 from ulysses.training.config import DTYPES, Config
@@ -214,8 +214,3 @@ def read_sources(config: Config) -> list[Source]:
         return [*parse_sources(config.data.train or []), *parse_sources(config.data.eval or [])]
     except DataError as error:
         raise ConfigError(f"data: {error}") from None
-
-
-def data_digest(plan: Plan) -> list[str]:
-    """Identify the data files' contents, to compare between ranks."""
-    return [str(source_digest(s)) for s in read_sources(plan.config)]

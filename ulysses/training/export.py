@@ -203,7 +203,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
         raise ValueError(
             "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
         )
-    read = partial(_saved_parameters, SavedSlices(checkpoint / "policy"), config, shape)
+    read = partial(_saved_parameters, SavedSlices(checkpoint), config, shape)
     _export(read, out, shape, config, checkpoint.parent.parent, step, main=True)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,9 @@ class MetricSums:
         """Add to a global mean of which `total` is a sum over `count` things, or without a count to a global sum."""
         new = tuple(self._number(x) for x in ((total,) if count is None else (total, count)))
         old = self._sums.get(name)
-        self._sums[name] = new if old is None else tuple(a + b for a, b in zip(old, new, strict=True))
+        self._sums[name] = (
+            new if old is None else tuple(a + b for a, b in zip(old, new, strict=True))
+        )
 
     def add_max(self, name: str, values: Tensor) -> None:
         """Add to a maximum over all micro-batches and ranks; no values leave it as it is."""
@@ -142,7 +143,11 @@ class MetricsLog:
             import wandb
 
             self.wandb = wandb.init(
-                project=wandb_project, name=folder.name, config=config, resume="allow", dir=str(folder)
+                project=wandb_project,
+                name=folder.name,
+                config=config,
+                resume="allow",
+                dir=str(folder),
             )
 
     def write(self, step: int, values: dict[str, float]) -> None:

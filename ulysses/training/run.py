@@ -91,7 +91,7 @@ class TrainingRun:
         """Build engine, stage and trainer, and restore the checkpoint that the run continues."""
         config, prepared, shape = self.config, self.prepared, self.prepared.shape
         stage, resume_from = config.stage_class, prepared.resume_from
-        self._say(prepared.kernel_reason)
+        self._say(f"attention kernel: {prepared.kernel} ({prepared.kernel_reason})")
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data is not None:
                 self._say(f"{name} data: {data.report}")
@@ -123,7 +123,9 @@ class TrainingRun:
             engine=self.engine,
             stage=built,
             loader=built.loader(loader),
-            eval_loader=parts.loader(parts.eval_data, evaluation=True) if parts.eval_data else None,
+            eval_loader=parts.loader(parts.eval_data, evaluation=True)
+            if parts.eval_data is not None
+            else None,
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
             policies=self._policies(),
@@ -224,7 +226,9 @@ class TrainingRun:
                 "configuration, data, checkpoint or library versions differ between the processes; start all of them with the "
                 "same files and versions"
             )
-        return bool(low[2])  # what all must do together follows from this, never from a rank's own flag
+        return bool(
+            low[2]
+        )  # what all must do together follows from this, never from a rank's own flag
 
     def _say(self, text: str) -> None:
         rank = int(os.environ.get("RANK", "0"))
