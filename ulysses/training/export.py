@@ -174,7 +174,7 @@ def export_engine(
 ) -> None:
     """Write a ZeroEngine's model to `out` as it is after `step`; all ranks call it together, `main` writes."""
     # imports deepspeed, which the export of a checkpoint does without
-    from ulysses.zero.state import full_parameters
+    from ulysses.zero.gather import full_parameters
 
     read = partial(full_parameters, engine)
     _export(read, out, shape, config, config.output, step, main=main, shard_bytes=shard_bytes)
