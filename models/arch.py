@@ -1,43 +1,104 @@
-"""The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name."""
+"""The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name.
+
+A family of models is one entry of FAMILIES; the decoder reads the flags of ModelConfig and knows no family.
+"""
 
 import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
-from models import llama, qwen2
 
-_FAMILIES: Mapping[str, ModuleType] = {llama.MODEL_TYPE: llama, qwen2.MODEL_TYPE: qwen2}
+@dataclass(frozen=True)
+class Family:
+    """What sets one `model_type` apart.
 
-# Fields that change what the layers compute. Their neutral values are harmless, any other value is refused.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
-    "n_routed_experts": (None, 0),
-    "moe_intermediate_size": (None, 0),
-    "quantization_config": (None,),
-    "auto_map": (None, {}),
-    "partial_rotary_factor": (None, 1, 1.0),
-    "attention_dropout": (None, 0, 0.0),
-    "hidden_dropout": (None, 0, 0.0),
-    "hidden_act": (None, "silu", "swish"),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "logit_scale": (None, 1, 1.0),
-    "embedding_multiplier": (None, 1, 1.0),
-    "residual_multiplier": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "attention_multiplier": (None,),
-    "scale_emb": (None, 1, 1.0),
-    "scale_depth": (None,),
-    "qk_norm": (None, False),
-    "use_qk_norm": (None, False),
-    "no_rope_layers": (None, []),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
+    Args:
+        prefix: begins the names of transformers' classes.
+        qkv_bias: q_proj, k_proj and v_proj have a bias; o_proj never has one.
+        switched_off: fields of config.json that must be false, and are written so.
+        defaults: what transformers assumes for a field that config.json leaves out.
+    """
+
+    prefix: str
+    qkv_bias: bool
+    switched_off: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+
+_COMMON = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
 }
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        prefix="Llama",
+        qkv_bias=False,
+        switched_off=("attention_bias", "mlp_bias"),
+        defaults=_COMMON | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
+    ),
+    "qwen2": Family(
+        prefix="Qwen2",
+        qkv_bias=True,
+        switched_off=("use_sliding_window",),
+        defaults=_COMMON | {"max_position_embeddings": 32768},
+    ),
+}
+
+# Fields that change what the layers compute, with the values that leave them as they are; any other value is refused.
+_NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
+    (
+        (None, 0),
+        (
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "moe_intermediate_size",
+            "attention_dropout",
+            "hidden_dropout",
+            "qk_norm",
+            "use_qk_norm",
+            "is_encoder_decoder",
+            "add_cross_attention",
+        ),
+    ),
+    (
+        (None, 1),
+        (
+            "partial_rotary_factor",
+            "logit_scale",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logits_scaling",
+            "scale_emb",
+        ),
+    ),
+    (
+        (None, {}, []),
+        (
+            "quantization_config",
+            "auto_map",
+            "attn_logit_softcapping",
+            "final_logit_softcapping",
+            "attention_multiplier",
+            "scale_depth",
+            "no_rope_layers",
+        ),
+    ),
+    ((None, "silu", "swish"), ("hidden_act",)),
+)
+
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_WHOLE = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -52,7 +113,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Describe a Llama-3 or Qwen2.5 model; field names are those of config.json."""
+    """Describe a decoder; field names are those of config.json."""
 
     model_type: str
     vocab_size: int
@@ -74,10 +135,6 @@ class ModelConfig:
     pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        if self.model_type not in _FAMILIES:
-            raise ValueError(
-                f"model_type is {self.model_type!r} but must be one of {', '.join(_FAMILIES)}; use such a model"
-            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads} but must be a multiple of "
@@ -95,42 +152,32 @@ class ModelConfig:
         Raises ValueError, one sentence, for a family, field or value that these models do not compute.
         """
         model_type = str(raw.get("model_type"))
-        if model_type not in _FAMILIES:
+        if model_type not in FAMILIES:
             raise ValueError(
-                f"config.json has model_type {model_type!r} but only {' and '.join(_FAMILIES)} are built here; use a "
+                f"config.json has model_type {model_type!r} but only {' and '.join(FAMILIES)} are built here; use a "
                 "Llama-3 or Qwen2.5 model"
             )
-        family = _FAMILIES[model_type]
-        family.check(raw)
+        family = FAMILIES[model_type]
         _refuse_unsupported(raw, family)
-        known = {**family.DEFAULTS, **{k: v for k, v in raw.items() if v is not None}}
+        known = {**family.defaults, **{k: v for k, v in raw.items() if v is not None}}
         missing = [k for k in _REQUIRED if k not in known]
         if missing:
             raise ValueError(
                 f"config.json has no {', '.join(missing)}; a {model_type} model needs it: add it or re-download the "
                 "file"
             )
-        theta, scaling = _read_rope(raw, family.DEFAULTS["rope_theta"])
-        heads = _number(known, "num_attention_heads")
-        width = _number(known, "hidden_size")
-        eos = known.get("eos_token_id")
+        heads, eos = _number(known, "num_attention_heads"), known.get("eos_token_id")
+        known.setdefault("num_key_value_heads", heads)
+        known.setdefault("head_dim", _number(known, "hidden_size") // heads)
+        theta, scaling = _read_rope(raw, family.defaults["rope_theta"])
         return cls(
             model_type=model_type,
-            vocab_size=_number(known, "vocab_size"),
-            hidden_size=width,
-            intermediate_size=_number(known, "intermediate_size"),
-            num_hidden_layers=_number(known, "num_hidden_layers"),
-            num_attention_heads=heads,
-            num_key_value_heads=_number(
-                {"num_key_value_heads": heads, **known}, "num_key_value_heads"
-            ),
-            head_dim=_number({"head_dim": width // heads, **known}, "head_dim"),
+            **{name: _number(known, name) for name in _WHOLE},
             rms_norm_eps=_number(known, "rms_norm_eps", float),
             rope_theta=theta,
-            max_position_embeddings=_number(known, "max_position_embeddings"),
             rope_scaling=scaling,
             tie_word_embeddings=bool(known["tie_word_embeddings"]),
-            attention_bias=family.QKV_BIAS,
+            attention_bias=family.qkv_bias,
             initializer_range=_number(known, "initializer_range", float),
             bos_token_id=known.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
@@ -142,44 +189,26 @@ class ModelConfig:
 
         `dtype` names the stored weights' type; `reward` describes a sequence classifier with one score.
         """
-        family = _FAMILIES[self.model_type]
-        scaling = self.rope_scaling and {"rope_type": "llama3", **vars(self.rope_scaling)}
+        family, eos = FAMILIES[self.model_type], self.eos_token_id
+        head = "ForSequenceClassification" if reward else "ForCausalLM"
         fields = {
-            "architectures": [family.REWARD_CLASS if reward else family.CAUSAL_LM_CLASS],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
+            "architectures": [family.prefix + head],
+            **vars(self),
+            "rope_scaling": self.rope_scaling
+            and {"rope_type": "llama3", **vars(self.rope_scaling)},
+            "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
             "hidden_act": "silu",
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling,
-            "max_position_embeddings": self.max_position_embeddings,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "initializer_range": self.initializer_range,
-            "bos_token_id": self.bos_token_id,
-            "eos_token_id": list(self.eos_token_id)
-            if isinstance(self.eos_token_id, tuple)
-            else self.eos_token_id,
-            "pad_token_id": self.pad_token_id,
             "use_cache": True,
             "torch_dtype": dtype,
-            **family.hf_fields(),
         }
-        if (
-            self.model_type == "llama"
-            or self.head_dim * self.num_attention_heads != self.hidden_size
-        ):
-            fields["head_dim"] = self.head_dim
+        del fields["attention_bias"]  # implied by model_type
+        fields |= dict.fromkeys(family.switched_off, False)
         if reward:
             fields |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         return fields
 
     def num_parameters(self, *, reward: bool = False) -> int:
-        """Count the parameters: tied embeddings once; `reward` has a score head [1, D] in the place of lm_head."""
+        """Count the parameters, tied embeddings once; with `reward`, a score head [1, D] stands in for lm_head."""
         d, f = self.hidden_size, self.intermediate_size
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = 2 * d * q + 2 * d * kv + 3 * d * f + 2 * d
@@ -188,15 +217,6 @@ class ModelConfig:
         embedding = self.vocab_size * d
         head = d if reward else (0 if self.tie_word_embeddings else embedding)
         return embedding + self.num_hidden_layers * layer + d + head
-
-
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
 
 
 def _number(fields: Mapping[str, Any], name: str, kind: type = int) -> Any:
@@ -215,10 +235,15 @@ def _number(fields: Mapping[str, Any], name: str, kind: type = int) -> Any:
     return kind(value)
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], family: ModuleType) -> None:
-    for field, neutral in _NEUTRAL.items():
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+    neutral = {name: values for values, names in _NEUTRAL for name in names}
+    neutral |= dict.fromkeys(family.switched_off, (None, False))
+    if not raw.get("use_sliding_window", "use_sliding_window" not in family.switched_off):
+        neutral["sliding_window"] = (raw.get("sliding_window"),)
+    neutral.setdefault("sliding_window", (None,))
+    for field, values in neutral.items():
         value = raw.get(field)
-        if value not in neutral:
+        if value not in values:
             shown = "..." if isinstance(value, dict) else repr(value)
             raise ValueError(
                 f"config.json has {field} = {shown}, which these models do not compute; use a model without it"
@@ -229,20 +254,11 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: ModuleType) -> None:
             f"config.json has layer_types {', '.join(sorted(layer_types))} but every layer here is full_attention; "
             "use such a model"
         )
-    if raw.get("sliding_window") is not None and raw.get(
-        "use_sliding_window", raw["model_type"] != "qwen2"
-    ):
-        raise ValueError(
-            f"config.json has sliding_window = {raw['sliding_window']} in use but every layer here attends to the "
-            "whole sequence; use a model without it"
-        )
-    allowed = {family.CAUSAL_LM_CLASS, family.REWARD_CLASS}
-    allowed.add(family.CAUSAL_LM_CLASS.replace("ForCausalLM", "Model"))
+    allowed = [family.prefix + end for end in ("ForCausalLM", "ForSequenceClassification", "Model")]
     other = [name for name in raw.get("architectures") or () if name not in allowed]
     if other:
         raise ValueError(
-            f"config.json names the architecture {other[0]} but only {', '.join(sorted(allowed))} are read; use such "
-            "a model"
+            f"config.json names the architecture {other[0]} but only {', '.join(allowed)} are read; use such a model"
         )
 
 
@@ -265,29 +281,87 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rop
             "another model"
         )
     original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 0)
-    try:
-        return theta, RopeScaling(
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            int(original),
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    missing = [name for name in names if name not in rope]
+    if missing:
+        raise ValueError(f"config.json asks for llama3 rope scaling without {missing[0]}; add it")
+    return theta, RopeScaling(*(float(rope[name]) for name in names), int(original))
+
+
+def _sizes(
+    common: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]
+) -> dict[str, ModelConfig]:
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    return {
+        name: ModelConfig(
+            **{**common, **dict(zip(names, sizes)), "head_dim": sizes[0] // sizes[3], **more}
         )
-    except KeyError as missing:
-        raise ValueError(
-            f"config.json asks for llama3 rope scaling without {missing.args[0]}; add it"
-        ) from None
+        for name, (*sizes, more) in table.items()
+    }
 
 
-def _published(fields: Mapping[str, Any]) -> ModelConfig:
-    scaling = fields.get("rope_scaling")
-    if scaling:
-        scaling = RopeScaling(**{k: v for k, v in scaling.items() if k != "rope_type"})
-    bias = _FAMILIES[fields["model_type"]].QKV_BIAS
-    return ModelConfig(**{**fields, "rope_scaling": scaling, "attention_bias": bias})
+_LLAMA3 = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+_LLAMA31, _LLAMA32 = (
+    {
+        "max_position_embeddings": 131072,
+        "rope_scaling": RopeScaling(factor, 1.0, 4.0, 8192),
+        "tie_word_embeddings": tied,
+    }
+    for factor, tied in ((8.0, False), (32.0, True))
+)
+_QWEN25 = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 131072,
+    "attention_bias": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+}
+_SMALL = {"vocab_size": 151936, "tie_word_embeddings": True}
+_SHORT = {"max_position_embeddings": 32768}
+_EPS5 = {"rms_norm_eps": 1e-5}
 
-
+# name: width, width of the MLP, layers, query heads, kv heads, other fields
 ARCHITECTURES: Mapping[str, ModelConfig] = {
-    name: _published(f) for name, f in {**llama.SIZES, **qwen2.SIZES}.items()
+    **_sizes(
+        _LLAMA3,
+        {
+            "llama3-8b": (4096, 14336, 32, 32, 8, {}),
+            "llama3-70b": (8192, 28672, 80, 64, 8, {}),
+            "llama3.1-8b": (4096, 14336, 32, 32, 8, _LLAMA31),
+            "llama3.1-70b": (8192, 28672, 80, 64, 8, _LLAMA31),
+            "llama3.2-1b": (2048, 8192, 16, 32, 8, _LLAMA32),
+            "llama3.2-3b": (3072, 8192, 28, 24, 8, _LLAMA32),
+        },
+    ),
+    **_sizes(
+        _QWEN25,
+        {
+            "qwen2.5-0.5b": (896, 4864, 24, 14, 2, _SMALL | _SHORT),
+            "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, _SMALL),
+            "qwen2.5-3b": (2048, 11008, 36, 16, 2, _SMALL | _SHORT),
+            "qwen2.5-7b": (3584, 18944, 28, 28, 4, {}),
+            "qwen2.5-14b": (5120, 13824, 48, 40, 8, _EPS5),
+            "qwen2.5-32b": (5120, 27648, 64, 40, 8, _EPS5),
+            "qwen2.5-72b": (8192, 29568, 80, 64, 8, _EPS5),
+        },
+    ),
 }
 
 

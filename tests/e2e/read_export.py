@@ -1,0 +1,52 @@
+"""Read exports with the transformers that is installed; test_export_elsewhere.py runs it in two environments.
+
+    python read_export.py FOLDER...    prints one JSON object per folder
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+
+CONVERSATION = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So. <|im_end|>"}]
+
+
+class AlwaysEnd(LogitsProcessor):
+    """Make the model say <|im_end|> at every place."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(scores).index_fill_(1, torch.tensor([self.end]), 9.0)
+
+
+@torch.no_grad()
+def read(folder: Path) -> dict[str, object]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if (folder / "adapter_config.json").exists():
+        from peft import PeftModel
+
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    ends = AlwaysEnd(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    said = model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, logits_processor=[ends],
+        generation_config=model.generation_config,
+    )  # fmt: skip
+    return {
+        "text": text, "ids": ids[0].tolist(), "eos": tokenizer.eos_token,
+        "special": sorted(tokenizer.all_special_tokens),
+        "said": said.shape[1] - ids.shape[1], "logits": model(ids).logits[0, -1, :8].tolist(),
+    }  # fmt: skip
+
+
+print(json.dumps({"version": transformers.__version__, "found": [read(Path(folder)) for folder in sys.argv[1:]]}))

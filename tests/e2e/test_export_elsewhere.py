@@ -1,0 +1,182 @@
+"""Exports work elsewhere: in transformers 4.57 and 5 and PEFT, and as the model, reference or reward of another run."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models import CausalLM, ModelConfig, init_weights
+from models.hf_format import WeightFiles, WeightWriter, write_config
+from tests.e2e.launch import ROOT, environment, metrics, ranks
+from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
+from ulysses.export import main
+from ulysses.training.build import read_other
+from ulysses.training.export import whole_folder
+from ulysses.training.stages.base import OtherModel
+
+OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]
+BELOW = ["requests", "urllib3", "charset-normalizer"]  # which huggingface_hub 0 needs and 1 does not
+SHAPE = ModelConfig.from_hf({
+    "model_type": "llama", "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1, "eos_token_id": 256,
+})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transformers4() -> Path:
+    """A folder to put first on PYTHONPATH: transformers 4.57 over this environment; made once, in ten seconds."""
+    folder = Path(os.environ.get("TRANSFORMERS_4", f"{tempfile.gettempdir()}/ulysses-tests-transformers-4.57.6"))
+    if not folder.exists():
+        with whole_folder(folder) as new:
+            line = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", new, *OLD, *BELOW]
+            subprocess.run(line, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model as transformers 5 saves one: its only EOS never ends a turn, and it has no chat template."""
+    folder = tmp_path_factory.mktemp("base")
+    model = CausalLM(SHAPE, attention="reference")
+    init_weights(model, seed=1)
+    writer = WeightWriter(folder)
+    for name, parameter in model.named_parameters():
+        writer.add(name, parameter)
+    writer.finish()
+    write_config(folder, SHAPE, dtype=torch.float32)
+    options: Any = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|im_start|>"]}
+    write_tokenizer(folder, CHATML, eos_token="<|endoftext|>", **options)
+    generation = {"eos_token_id": 256, "temperature": 0.6, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def train(stage: str, base: Path, output: Path, **changes: Any) -> list[dict[str, float]]:
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    row: dict[str, Any] = {"sft": {"messages": turns}}.get(stage) or {
+        "prompt": "Why?", "chosen": "Because it is.", "rejected": "No."}  # fmt: skip
+    values = {
+        "model.path": base, "model.dtype": "float32", "data.chat_template": "chatml", "data.max_length": 64,
+        "data.train": write_rows(output.parent / f"{stage}.jsonl", [row] * 4), "data.cache": output.parent / "cache",
+        "batch.examples": 2, "run.steps": 2, "run.output": output, "optimizer.lr": 0.02, "optimizer.warmup": 0,
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }  # fmt: skip
+    line = ["--config", str(ROOT / f"configs/demo/{stage}.toml"), "--model.init", "pretrained", "--data.eval", "[]",
+            "--parallel.sequence_parallel_size", "1", "--run.eval_every", "0", "--model.tokenizer", base]  # fmt: skip
+    for name, value in values.items():
+        line += [f"--{name}", value if isinstance(value, str | Path) else json.dumps(value)]
+    ranks(line, 1, output.parent / "logs").check()
+    return metrics(output)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of an SFT run with adapters; the run's folder is its parent."""
+    run = tmp_path_factory.mktemp("adapters") / "run"
+    train("sft", base, run, model__lora__rank=4)
+    return run / "export"
+
+
+@pytest.fixture(scope="module")
+def merged(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("merged") / "out"
+    assert command("--merge", adapters, out) == 0
+    return out
+
+
+def command(*arguments: Any) -> int:
+    return subprocess.run([sys.executable, "-m", "ulysses.export", *map(str, arguments)], env=environment()).returncode
+
+
+def read(*folders: Path, first: Path | None = None) -> dict[str, Any]:
+    """What transformers reads from exports, this environment's or the one that comes `first`."""
+    line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
+    path = {"PYTHONPATH": str(first)} if first else {}
+    done = subprocess.run(line, env=environment() | path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_transformers_4_and_5_and_peft_read_the_same(base: Path, adapters: Path, merged: Path, transformers4) -> None:
+    """Text, tokens, logits; and generation stops at the template's end of turn, which the base model never knew."""
+    old, new = (read(adapters, merged, first=first) for first in (transformers4, None))
+    assert old["version"].startswith("4.57") and new["version"].startswith("5.")
+    for one, two in zip(old["found"], new["found"], strict=True):
+        assert torch.allclose(torch.tensor(one.pop("logits")), torch.tensor(two.pop("logits")), atol=1e-5)
+        assert one == two and one["said"] == 1 and one["eos"] == "<|im_end|>"
+        assert one["text"].startswith("<|im_start|>user\nHow?<|im_end|>")
+    for export in (adapters, merged):
+        assert (export / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+        before, after = (json.loads((f / "tokenizer_config.json").read_text()) for f in (base, export))
+        changed = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+        more = {"additional_special_tokens": before.pop("extra_special_tokens")}
+        assert after == before | changed | more
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((export / name).read_text())["eos_token_id"] == [256, 258], name
+        assert json.loads((export / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(base, adapters: Path, merged: Path) -> None:
+    run = shutil.copytree(adapters.parent, merged.parent / "again")
+    (run / "export/stale.txt").touch()
+    train("sft", base, run, model__lora__rank=4, model__lora__merge=True, run__resume="auto")
+    names = {path.name for path in (run / "export").iterdir()}
+    gone = {"adapter_model.safetensors", "adapter_config.json", "stale.txt"}
+    assert "model.safetensors" in names and not gone & names
+    assert [path.name for path in run.glob(".*")] == []
+    assert command("--merge", adapters.parent / "checkpoints/step-2", merged.parent / "checkpoint") == 0
+    whole = load_file(run / "export/model.safetensors")
+    for other in (merged, merged.parent / "checkpoint"):
+        found = load_file(other / "model.safetensors")
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_an_adapter_is_a_model_and_a_reference(adapters: Path, merged: Path, tmp_path: Path) -> None:
+    """DPO from the adapter and from the merged weights begin with the same numbers and their own reference."""
+    steps = [
+        train("dpo", folder, tmp_path / f"run{i}", dpo__reference=str(other), run__steps=1, dpo__sft_weight=0.5)[0]
+        for i, (folder, other) in enumerate(((merged, merged), (adapters, merged), (adapters, adapters)))
+    ]
+    for line in steps[1:]:
+        for key in ("loss", "grad_norm", "logps/chosen", "rewards/margins"):
+            assert line[key] == pytest.approx(steps[0][key], rel=1e-4, abs=1e-6), key
+    assert abs(steps[0]["rewards/margins"]) < 1e-6
+
+
+def test_a_reward_models_adapter_is_a_reward(base: Path, tmp_path: Path) -> None:
+    train("rm", base, tmp_path / "run", model__lora__rank=2)
+    folder = tmp_path / "run/export"
+    shape, found = read_other(OtherModel("ppo.reward", str(folder), reward=True))
+    score = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert found == folder and shape.vocab_size == 272 and torch.equal(WeightFiles(folder).read("score.weight"), score)
+
+
+def test_every_export_has_a_model_card(base: Path, adapters: Path, merged: Path) -> None:
+    for folder, library in ((adapters, "peft"), (merged, "transformers")):
+        head, body = (folder / "README.md").read_text().removeprefix("---\n").split("\n---\n")
+        assert f"base_model: {json.dumps(str(base))}\nlibrary_name: {library}\n" in head and "lora" in head
+        for line in ("- `data.train`: sft.jsonl", "- `model.lora.rank`: 4", "- `loss`: ", "- `torch`: "):
+            assert f"\n{line}" in body, line
+        assert str(base.parent) not in body.replace(str(base), "")
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, capsys, adapters: Path, monkeypatch) -> None:
+    out = tmp_path / "out"
+    with whole_folder(out) as new:
+        (new / "first").touch()
+    with pytest.raises(RuntimeError), whole_folder(out) as new:
+        (new / "second").touch()
+        raise RuntimeError
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "first"]
+    monkeypatch.setattr(sys, "argv", ["export", "--merge", str(tmp_path / "none"), str(out)])
+    assert main() == 2 and "is not a complete checkpoint" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["export", "--merge", str(adapters), str(adapters)])
+    assert main() == 2 and "already holds a model" in capsys.readouterr().err
