@@ -1,4 +1,4 @@
-"""Losses of language-model post-training as pure functions on small tensors; needs torch and nothing else.
+"""Losses of language-model post-training as pure functions on small tensors; they need torch and nothing else.
 
     from losses import dpo_loss
     losses, chosen_rewards, rejected_rewards = dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected)

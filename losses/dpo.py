@@ -1,4 +1,4 @@
-"""Direct preference optimisation and its family.
+"""Direct preference optimisation (DPO) and its family of pairwise losses.
 
 DPO in one sentence: raise the chosen answer's log-probability above the rejected one's, both relative to a reference.
 
@@ -63,19 +63,17 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (losses, chosen_rewards, rejected_rewards), each [N]; the rewards are detached.
 
-    All log-probabilities [N] are sums over the completion (float32 or better inside). `loss_type` is one of
-    DPO_LOSS_TYPES; equations and papers stand in `losses.preference`. ipo, simpo, sigmoid_norm and orpo divide by
-    the lengths [N] in completion tokens, which they require (an empty completion counts as length 1); simpo and orpo
-    use no reference, so both may be None. A reward is beta times the log-ratio that the loss sees: length-normalised
-    for those types, the policy's own for simpo and orpo. `label_smoothing` belongs to sigmoid (then cDPO), robust,
-    exo_pair, simpo and sigmoid_norm; `f_divergence` to sigmoid, robust, hinge, exo_pair and discopop.
-    Raises ValueError on combinations that have no meaning.
+    All log-probabilities [N] are sums over the completion. `loss_type` is one of DPO_LOSS_TYPES; their equations and
+    papers are in `losses.preference`. ipo, simpo, sigmoid_norm and orpo require the lengths [N] in completion tokens
+    and divide by them (an empty completion counts as length 1). simpo and orpo use no reference, so both reference
+    arguments may be None. A reward is beta times the log-ratio in the loss: divided by the length for those four types,
+    and the policy's log-probability alone for simpo and orpo. `label_smoothing` applies to sigmoid (which it makes
+    cDPO), robust, exo_pair, simpo and sigmoid_norm; `f_divergence` to sigmoid, robust, hinge, exo_pair and discopop.
+    Raises ValueError if an argument is out of range or does not apply to the loss type.
     """
     _check_settings(loss_type, beta, label_smoothing, simpo_gamma, discopop_tau, f_divergence)
-    chosen, rejected = (
-        at_least_float32(policy_chosen_logps),
-        at_least_float32(policy_rejected_logps),
-    )
+    logps = (policy_chosen_logps, policy_rejected_logps)
+    chosen, rejected = map(at_least_float32, logps)
     if loss_type not in REFERENCE_FREE:
         if reference_chosen_logps is None or reference_rejected_logps is None:
             raise ValueError(
@@ -91,7 +89,7 @@ def dpo_loss(
     if loss_type in LENGTH_NORMALISED:
         if chosen_lengths is None or rejected_lengths is None:
             raise ValueError(
-                f"loss_type {loss_type!r} is length-normalised: pass chosen_lengths and rejected_lengths"
+                f"loss_type {loss_type!r} is length-normalised; pass chosen_lengths and rejected_lengths"
             )
         chosen = chosen / chosen_lengths.clamp(min=1).to(chosen.dtype)
         rejected = rejected / rejected_lengths.clamp(min=1).to(rejected.dtype)
@@ -130,14 +128,13 @@ def dpo_loss(
 def ld_dpo_weights(token_index: Tensor, public_lengths: Tensor, alpha: float) -> Tensor:
     """Return per-token weights [T], 1 up to the pair's shorter length and alpha beyond it: LD-DPO (2409.06411).
 
-    token_index [T] counts from 0 within each completion; public_lengths [T] is min(n_w, n_l) of the token's pair.
-    Sum weight * logp instead of logp, for policy and reference alike, as trl's `ld_alpha` does (trl < 1.0 and
-    LLaMA-Factory's `ld_alpha` weigh the policy only). alpha 1 is plain DPO. Raises ValueError unless 0 <= alpha <= 1.
+    token_index [T] counts from 0 in each completion; public_lengths [T] is min(n_w, n_l) of the token's pair. Sum
+    weight * logp instead of logp, for the policy and the reference, as trl's `ld_alpha` does (trl < 1.0 and
+    LLaMA-Factory's `ld_alpha` weight only the policy). alpha = 1 is plain DPO; outside of [0, 1] it is refused.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"the LD-DPO alpha is {alpha} but must lie in [0, 1]; 1 is plain DPO")
-    one = torch.ones((), dtype=torch.float32, device=token_index.device)
-    return torch.where(token_index < public_lengths, one, one * alpha)
+    return torch.where(token_index < public_lengths, 1.0, alpha).float()
 
 
 def _check_settings(

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: learn from single answers marked good or bad.
+"""Kahneman-Tversky optimisation (KTO): learn from single answers that are marked good or bad.
 
 Shapes: Nw desirable and Nl undesirable examples, M mismatched ones; one summed log-probability per sequence.
 """
@@ -30,11 +30,11 @@ def kto_loss(
     kto (2402.01306, eq. 8), r = policy - reference:
         desirable    lambda_D * (1 - sigmoid(beta * (r - z0)))
         undesirable  lambda_U * (1 - sigmoid(beta * (z0 - r)))
-    z0 is `kl` if given (a caller that knows a whole step's baseline passes it), else
-    max(0, mean(policy_KL - reference_KL)) over answers paired with another example's prompt; it carries no gradient.
-    apo_zero_unpaired (2408.06266; the same name in TRL): 1 - sigmoid(beta r) and sigmoid(beta r), without a baseline.
-    Either side may be empty. Keep lambda_D * Nw / (lambda_U * Nl) within [1, 4/3] (section 4.2 of the paper).
-    Raises ValueError on an unknown loss_type, beta <= 0, negative weights, or kto without a baseline.
+    z0 is `kl` if it is given (pass it to use the baseline of a whole step); otherwise it is
+    max(0, mean(policy_KL - reference_KL)) over answers that are paired with another example's prompt. It carries no
+    gradient. apo_zero_unpaired (2408.06266; the same name in TRL): 1 - sigmoid(beta r) and sigmoid(beta r), without a
+    baseline. Either side may be empty. Keep lambda_D * Nw / (lambda_U * Nl) within [1, 4/3] (section 4.2 of the paper).
+    Raises ValueError if loss_type is unknown, beta <= 0, a weight is negative, or kto has no baseline.
     """
     if loss_type not in KTO_LOSS_TYPES:
         raise ValueError(
@@ -74,7 +74,7 @@ def kto_loss(
 
 
 def kto_baseline(policy_logps: Tensor | None, reference_logps: Tensor | None) -> Tensor:
-    """Return z0 = max(0, mean(policy - reference)) over mismatched examples, detached; ValueError if there is none."""
+    """Return z0 = max(0, mean(policy - reference)) over mismatched examples, detached; it needs at least one."""
     if policy_logps is None or reference_logps is None or not policy_logps.numel():
         raise ValueError(
             "the KTO baseline needs at least one mismatched example; "

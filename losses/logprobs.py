@@ -1,16 +1,17 @@
-"""Target log-probabilities from hidden states without ever holding the logits.
+"""Log-probabilities of targets from hidden states, without ever holding all logits.
 
     hidden [M, D] --+
                     +--> logits [rows, V], one tile of rows at a time --> logps [M], lse [M] (entropy, mean logit)
     weight [V, D] --+                     (dropped, recomputed tile by tile in backward)
 
-Shapes: M projected positions, D width, V vocabulary, R rows of one tile.
+Shapes: M projected positions, D width, V vocabulary, R rows of one tile of logits.
 
-A step costs two forward matrix products (forward, and once more in backward) and two gradient products. Saved for
-backward: the inputs and one float32 log-sum-exp per row. The log-sum-exp is always float32 (float64 for float64
+A step costs two matrix products for the logits (one in forward, one more in backward) and two for the gradients. Saved
+for backward are the inputs and one log-sum-exp per row. The log-sum-exp is always float32 (float64 for float64
 inputs): a bfloat16 log-softmax over 128,256 words is off by more than 1 in a sum over 256 tokens.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -21,18 +22,17 @@ from torch.autograd.function import once_differentiable
 from . import logprobs_triton
 
 IGNORE_INDEX = -100
-CUDA_TILE_BYTES = (
-    1 << 30
-)  # float32 logits of one tile; large tiles amortise rewriting the weight gradient
+# Bytes of the float32 logits of one tile; a large tile means that the weight gradient is rewritten less often.
+CUDA_TILE_BYTES = 1 << 30
 CPU_TILE_BYTES = 64 << 20
 
 
 class LogProbs(NamedTuple):
-    """Hold what a vocabulary head returns, one value per position, float32 (float64 for float64 inputs).
+    """What a vocabulary head returns: one value per position, float32 (float64 for float64 inputs).
 
     logps: log-probability of the target. entropy: -sum_v p_v log p_v. lse: log-sum-exp of the (tempered) logits.
     mean_logit: mean of the logits over the vocabulary, so that `lse - mean_logit` is the mean over v of -log p_v.
-    All four carry gradient; those not asked for are None.
+    All four carry gradients; those that were not asked for are None.
     """
 
     logps: Tensor
@@ -55,12 +55,12 @@ def linear_logprobs(
 ) -> LogProbs:
     """Compute log softmax((hidden @ weight.T + bias) / temperature)[targets] in tiles of rows.
 
-    hidden [M, D] and weight [V, D] of one floating dtype, targets [M] int64 (-100: log-probability 0, no gradient),
+    hidden [M, D] and weight [V, D] have one floating dtype, targets [M] int64 (-100: log-probability 0, no gradient),
     bias [V] or None. M may be 0; the result still connects hidden and weight to the graph, with zero gradients.
-    Gradients are exact under any upstream gradient on any output, for hidden, weight and bias. The weight gradient is
-    accumulated in float32 and returned in the weight's dtype. `tile_rows` bounds the rows of one logits tile;
-    "auto" bounds the tile's bytes (1 GiB on CUDA, 64 MiB on CPU). No host synchronisation on CUDA.
-    Raises ValueError on shapes, dtypes, targets (CPU only) or settings that cannot be honoured.
+    Gradients of hidden, weight and bias are exact under any upstream gradient on any output. The weight gradient is
+    accumulated in float32 and returned in the weight's dtype. `tile_rows` is the most rows that one tile of logits may
+    have; "auto" limits its bytes instead (1 GiB on CUDA, 64 MiB on CPU). On CUDA the host never waits for the device.
+    Raises ValueError if a shape, a dtype, a target (checked on CPU only) or a setting is wrong.
     """
     _check(hidden, weight, targets, temperature, tile_rows, bias)
     rows = _auto_rows(hidden, weight) if tile_rows == "auto" else int(tile_rows)
@@ -105,9 +105,7 @@ def _check(
         raise ValueError(
             f'tile_rows is {tile_rows!r} but must be "auto" or a number of rows, at least 1'
         )
-    if (
-        targets.device.type == "cpu" and targets.numel()
-    ):  # on CUDA this look would be a host synchronisation
+    if targets.device.type == "cpu" and targets.numel():  # on CUDA the host would have to wait
         bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= weight.shape[0]))
         if bad.any():
             raise ValueError(
@@ -117,7 +115,7 @@ def _check(
 
 
 def _auto_rows(hidden: Tensor, weight: Tensor) -> int:
-    """Choose equal tiles: the fewest that respect the byte bound, rounded to whole blocks of 128 rows."""
+    """Choose equal tiles: the fewest that stay within the limit of bytes, in whole blocks of 128 rows."""
     size = 8 if hidden.dtype == torch.float64 else 4
     bound = (CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES) // (
         size * max(weight.shape[0], 1)
@@ -162,7 +160,7 @@ class _LinearLogProbs(torch.autograd.Function):
             top, at = logits.max(-1)
             logp = torch.log_softmax(logits, -1)
             del logits
-            # lse from the largest logit: log p is small there, so no digits are lost even when logits are huge
+            # lse comes from the largest logit: log p is small there, so no digits are lost even if logits are huge
             lse[part] = top - logp.gather(1, at[:, None])[:, 0]
             logps[part] = logp.gather(1, safe[part, None])[:, 0]
             if entropy is not None:
@@ -172,7 +170,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
-        # the saved log-sum-exp must not be the tensor handed out: a caller may change that one in place
+        # the caller may change the returned log-sum-exp in place, so the saved one is another tensor
         return logps, entropy, lse.clone() if want_lse else None, mean
 
     @staticmethod
@@ -185,7 +183,7 @@ class _LinearLogProbs(torch.autograd.Function):
         if g_logp is not None:
             g_logp = g_logp.masked_fill(ignored, 0.0)
         safe = targets.masked_fill(ignored, 0)
-        # the common case: the row's gradient scales the small operands, which saves a pass over the tile
+        # in the common case the row's gradient scales the small operands, which saves a pass over the tile
         only_logps = g_entropy is None and g_lse is None and g_mean is None and not need_bias
         row_scale = g_logp / -ctx.temperature if only_logps and g_logp is not None else None
         projection = _operand(weight)
@@ -234,10 +232,10 @@ def _tiles(total: int, rows: int) -> Iterator[slice]:
 
 
 def _one_hot_difference(logits: Tensor, lse: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn logits [R, V] into p - onehot(target), in `dtype`; the logits' memory may be used.
+    """Return p - onehot(target) [R, V] in `dtype`; it may overwrite the logits.
 
-    The row's upstream gradient is applied to the small operands instead of here. The target's entry is written as
-    expm1(log p): rounding p first would lose 1 - p for confident rows.
+    The row's upstream gradient is applied to the small operands instead. The target's entry is computed as
+    expm1(log p), because rounding p first would lose 1 - p where p is close to 1.
     """
     at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
     if logprobs_triton.usable(logits):
@@ -282,34 +280,40 @@ def _logit_gradient(
 
 
 def _operand(weight: Tensor) -> Tensor:
-    """Return the weight in the dtype the matrix products run in: half dtypes need CUDA's float32-output products."""
+    """Return the weight in the dtype of the matrix products: half precision only where they come out in float32."""
     if weight.dtype in (torch.float32, torch.float64) or _has_wide_mm(weight):
         return weight.detach()
     return weight.detach().float()
 
 
 def _has_wide_mm(weight: Tensor) -> bool:
-    """Tell whether this device multiplies half-precision matrices into float32 (a tiny product, no synchronisation)."""
-    if not weight.is_cuda:
-        return False
-    probe = torch.zeros(16, 16, dtype=weight.dtype, device=weight.device)
-    try:
-        torch.mm(probe, probe, out_dtype=torch.float32)
-        return True
-    except (TypeError, NotImplementedError):
-        return False
+    """Tell whether this device multiplies half-precision matrices into float32."""
+    return weight.is_cuda and _wide_product_runs(weight.dtype, weight.device, False)
 
 
 def _has_wide_addmm(weight: Tensor) -> bool:
     """Tell whether half-precision products can be added into a float32 matrix in place (newer torch on CUDA)."""
-    probe = torch.zeros(16, 16, dtype=weight.dtype, device=weight.device)
-    total = probe.float()
+    return _wide_product_runs(weight.dtype, weight.device, True)
+
+
+@functools.cache
+def _wide_product_runs(dtype: torch.dtype, device: torch.device, add: bool) -> bool:
+    """Try a tiny product once for each dtype and device; the host does not wait for its result."""
+    operand = torch.zeros(16, 16, dtype=dtype, device=device)
+    total = operand.float()
     try:
-        torch.addmm(total, probe, probe, out_dtype=torch.float32, out=total)
+        if add:
+            torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+        else:
+            torch.mm(operand, operand, out_dtype=torch.float32)
         return True
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, NotImplementedError, RuntimeError):
+    except (TypeError, NotImplementedError):
+        return False
+    except (
+        RuntimeError
+    ) as error:  # a torch that wants one dtype for all operands says so; other errors are real
+        if "dtype" not in str(error):
+            raise
         return False
 
 
@@ -329,7 +333,7 @@ def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 def _accumulate(
     total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype, fused: bool
 ) -> Tensor:
-    """Return total + left @ right in `dtype`, in place."""
+    """Add left @ right to `total` in `dtype`, in place; without a total return the product."""
     if total is None:
         return _matmul(left, right, dtype)
     if not fused:

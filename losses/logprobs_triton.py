@@ -1,7 +1,7 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""Triton kernels of logprobs.py: a tile of float32 logits is read once per direction.
+"""Triton kernels of logprobs.py, which read a tile of float32 logits once in forward and once in backward.
 
-Shapes: R rows of the tile, V vocabulary. Row offsets are 64-bit; no atomics, so every result is the same on every run.
+Shapes: R rows of the tile, V vocabulary. Row offsets are 64-bit. Without atomics every run gives the same bits.
 """
 
 import torch
@@ -28,9 +28,8 @@ if triton is not None:
             column = start + tl.arange(0, BLOCK)
             x = tl.load(values + column, mask=column < width, other=-float("inf"))
             higher = tl.maximum(top, tl.max(x, axis=0))
-            shift = tl.where(
-                higher == -float("inf"), 0.0, higher
-            )  # nothing but masked words so far
+            # while all words so far are masked, the maximum is -inf and cannot be subtracted
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
             top = higher
         rest = tl.log(total)
@@ -51,7 +50,7 @@ if triton is not None:
 
 
 def usable(logits: Tensor) -> bool:
-    """Say whether the kernels take these logits: float32 on a GPU."""
+    """Tell whether the kernels can be used for these logits: float32 on a GPU."""
     return (
         triton is not None
         and logits.is_cuda
@@ -61,11 +60,10 @@ def usable(logits: Tensor) -> bool:
 
 
 def log_softmax_at(logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor) -> None:
-    """Write the log-sum-exp of every row of [R, V] into lse [R] and its targets' log-probabilities into logps [R]."""
+    """Write each row's log-sum-exp into lse [R] and its target's log-probability into logps [R]; logits are [R, V]."""
     rows, width = logits.shape
-    at_target = logits.gather(
-        1, targets[:, None]
-    )  # this notices a target beyond the vocabulary, a kernel would read on
+    # gather reports a target outside the vocabulary; a kernel would read other memory
+    at_target = logits.gather(1, targets[:, None])
     with torch.cuda.device(logits.device):
         _log_softmax_at_kernel[(rows,)](
             logits, at_target, lse, logps, width, BLOCK=_BLOCK, num_warps=_WARPS
@@ -75,7 +73,7 @@ def log_softmax_at(logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor) 
 def one_hot_difference(
     logits: Tensor, targets: Tensor, lse: Tensor, at_target: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return exp(logits - lse) [R, V] in `dtype`, with at_target [R] at the targets; float32 in the logits' own memory."""
+    """Return exp(logits - lse) [R, V] in `dtype`, with at_target [R] at the targets; float32 overwrites the logits."""
     rows, width = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     with torch.cuda.device(logits.device):

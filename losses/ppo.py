@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: rewards, advantages and the clipped losses, as pure functions.
+"""Proximal policy optimisation (PPO): rewards, advantages and the clipped losses, as pure functions.
 
 Shapes: N sequences, T tokens: padded [N, T], or packed [T] with cu_seqlens [N + 1] (sequence i is tokens
 cu_seqlens[i] .. cu_seqlens[i + 1] - 1). Token losses return one value per token; the caller divides by a global count.
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from .precision import at_least_float32
 
-MAX_LOG_RATIO = 20.0  # exp of more than this is outside any clip range, and overflows far beyond it
+MAX_LOG_RATIO = (
+    20.0  # the exponential of more is outside any clip range, and of much more it overflows
+)
 
 
 class PolicyLoss(NamedTuple):
-    """Hold per-token policy losses, the probability ratios (detached) and where clipping decided the loss (0 or 1)."""
+    """Per-token policy losses, the probability ratios (detached), and 1 where clipping decided the loss, else 0."""
 
     losses: Tensor
     ratios: Tensor
@@ -23,7 +25,7 @@ class PolicyLoss(NamedTuple):
 
 
 class ValueLoss(NamedTuple):
-    """Hold per-token value losses and where clipping decided the loss (0 or 1)."""
+    """Per-token value losses, and 1 where clipping decided the loss, else 0."""
 
     losses: Tensor
     clipped: Tensor
@@ -41,13 +43,13 @@ def token_rewards(
 ) -> Tensor:
     """Return R_t = -kl_coefficient * kl_t, plus the sequence's score at its last token: [T] (1909.08593, eq. 2).
 
-    kl [T] per token, scores [N], last_index [N] int64: where each answer ends, which is its EOS token when it has one,
-    never the token after it. `score_clip` bounds |score|; `missing_eos_penalty` is then subtracted from the score of
-    answers whose `has_eos` [N] is false. Raises ValueError if the penalty is set without has_eos.
+    kl [T] per token, scores [N], last_index [N] int64: the last token of each answer, which is its EOS token if it has
+    one, never the token after it. `score_clip` limits |score|; after that `missing_eos_penalty` is subtracted from the
+    score of answers whose `has_eos` [N] is false. Raises ValueError if the penalty is set without has_eos.
     """
     if missing_eos_penalty is not None and has_eos is None:
         raise ValueError(
-            "missing_eos_penalty is set but has_eos is missing; tell which answers ended with EOS"
+            "missing_eos_penalty is set but has_eos is missing; pass which answers ended with EOS"
         )
     if scores.shape != last_index.shape:
         raise ValueError(
@@ -69,10 +71,11 @@ def packed_gae(
     """Return (advantages, returns), each [T], detached: generalised advantage estimation (1506.02438, eq. 16).
 
     d_t = R_t + gamma V_{t+1} - V_t,  A_t = d_t + gamma lam A_{t+1},  returns = A + V; V and A are 0 after a sequence's
-    last token. The recurrence is solved for all sequences at once by doubling: after k rounds A_t holds the first 2^k
-    terms of its sum, so log2 of the longest length rounds give all of them, to rounding.
+    last token. The recurrence is solved for all sequences at once by doubling: after k rounds A_t is the sum of its
+    first 2^k terms, so log2(longest length) rounds give all of them.
     """
-    _check_discounts(gamma, lam)
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma is {gamma} and lam {lam} but both must lie in [0, 1]")
     if rewards.shape != values.shape or rewards.dim() != 1:
         raise ValueError(
             f"rewards are {list(rewards.shape)} and values {list(values.shape)} but both must be packed [T]"
@@ -82,7 +85,8 @@ def packed_gae(
     if T == 0:
         return rewards.clone(), values.clone()
     lengths = cu_seqlens.diff()
-    # a device tensor is not read on the host: T bounds every length, at the price of a few empty rounds
+    # a tensor on a GPU is not read, which would make the host wait: T is at least the longest length, so a few rounds
+    # may change nothing
     longest = T if cu_seqlens.is_cuda else int(lengths.max())
     if not cu_seqlens.is_cuda and int(cu_seqlens[-1]) != T:
         raise ValueError(
@@ -91,9 +95,8 @@ def packed_gae(
     ends = torch.repeat_interleave(cu_seqlens[1:].long(), lengths.long(), output_size=T).to(
         rewards.device
     )
-    left = ends - torch.arange(
-        T, device=rewards.device
-    )  # tokens from here to the sequence's end, this one included
+    # tokens from here to the end of the sequence, this one included
+    left = ends - torch.arange(T, device=rewards.device)
     next_values = torch.cat([values[1:], values.new_zeros(1)]).masked_fill(left == 1, 0.0)
     advantages = rewards + gamma * next_values - values
     reach, power = 1, gamma * lam
@@ -107,10 +110,10 @@ def packed_gae(
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), padded [N, T] and 0 where mask is 0: `packed_gae` over the masked-in tokens.
+    """Return (advantages, returns), padded [N, T] and 0 where the mask is 0: `packed_gae` over the other tokens.
 
-    Masked tokens are skipped wherever they stand, so a tool's output inside an answer neither earns nor decays credit;
-    for a contiguous mask this is the textbook recurrence on either padding side.
+    Tokens whose mask is 0 are skipped wherever they are, so a tool's output inside an answer neither earns nor decays
+    credit. For a contiguous mask this is the textbook recurrence, with padding on either side.
     """
     if not rewards.shape == values.shape == mask.shape or rewards.dim() != 2:
         raise ValueError(
@@ -139,13 +142,13 @@ def ppo_policy_loss(
     """Return max(-A rho, -A clip(rho, 1 - clip, 1 + clip_high)) per token, rho = exp(logp - old_logp).
 
     Source: 1707.06347, eq. 7. `clip_high` (default: clip) widens the upper side (DAPO, 2503.14476: 0.28). `dual_clip`
-    c > 1 bounds the loss of tokens with A < 0 by -c A (1912.09729; commonly 3). The log-ratio is cut at +-20,
-    beyond which its gradient is 0 already or absurd.
+    c > 1 limits the loss of tokens with A < 0 to -c A (1912.09729; commonly 3). The log-ratio is cut at +-20, beyond
+    which its gradient is 0 already, or useless.
     """
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
         raise ValueError(
-            f"clip is {clip} and clip_high {high} but they must lie in [0, 1) and be at least 0"
+            f"clip is {clip} and clip_high {high}; clip must be in [0, 1) and clip_high at least 0"
         )
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip} but must be above 1 (commonly 3), or None")
@@ -165,7 +168,7 @@ def ppo_policy_loss(
 def ppo_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = 0.2
 ) -> ValueLoss:
-    """Return max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 per token; clip None or 0 leaves the plain square."""
+    """Return max((V - G)^2, (clip(V, V_old +- clip) - G)^2) / 2 per token; the plain square without a clip."""
     values, old_values, returns = (
         at_least_float32(t) for t in (values, old_values.detach(), returns.detach())
     )
@@ -181,7 +184,7 @@ def ppo_value_loss(
 
 
 def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Tensor:
-    """Return a per-token estimate of KL(policy || reference) from samples of the policy, d = logp - reference logp.
+    """Return an estimate of KL(policy || reference) per token from samples of the policy, d = logp - reference logp.
 
     k1: d (unbiased). k2: d^2 / 2 (low variance, biased). k3: e^-d - 1 + d (unbiased, never negative), with the exponent
     cut at 20. Source: Schulman, "Approximating KL divergence" (2020).
@@ -193,7 +196,7 @@ def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Ten
         return 0.5 * difference.square()
     if kind == "k3":
         return torch.expm1((-difference).clamp(max=MAX_LOG_RATIO)) + difference
-    raise ValueError(f"the KL estimate is {kind!r} but must be k1, k2 or k3")
+    raise ValueError(f"kind is {kind!r} but must be k1, k2 or k3")
 
 
 def whiten(
@@ -206,12 +209,12 @@ def whiten(
 ) -> Tensor:
     """Return (values - mean) / sqrt(variance + 1e-8) where mask is set, 0 elsewhere.
 
-    `shift_mean=False` adds the mean back. Without `mean` and `variance` they are the population moments of the masked
-    values; with them (both or neither) the caller's, such as those of a whole rollout over all ranks, are used.
-    One value, or none, gives zeros, never nan.
+    `shift_mean=False` adds the mean back. `mean` and `variance` are given together or not at all: pass those of a whole
+    rollout over all ranks, or leave them out for the population moments of these values. A single value, or none,
+    gives zeros and never nan.
     """
     if (mean is None) != (variance is None):
-        raise ValueError("whiten got one of mean and variance; pass both or neither")
+        raise ValueError("whiten was given only one of mean and variance; pass both or neither")
     values = at_least_float32(values)
     kept = mask.bool()
     if mean is None or variance is None:
@@ -226,8 +229,8 @@ def whiten(
 class AdaptiveKLController:
     """Steer the KL coefficient towards a target (1909.08593, section 2.2).
 
-    coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon, where kl is the mean summed KL of a sequence and
-    n the sequences seen. All state is `coefficient`. With target None it is a fixed controller.
+    coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon, where kl is the KL of a sequence, averaged over n
+    sequences. Its only state is `coefficient`. With target None the coefficient never changes.
     """
 
     def __init__(
@@ -243,7 +246,7 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, kl: float, sequences: int) -> float:
-        """Return the next coefficient after `sequences` sequences of mean summed KL `kl` (global, so ranks agree)."""
+        """Return the next coefficient after `sequences` sequences of mean KL `kl`; both are global, so ranks agree."""
         if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coefficient *= 1 + error * sequences / self.horizon
@@ -254,8 +257,3 @@ class AdaptiveKLController:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.coefficient = float(state["coefficient"])
-
-
-def _check_discounts(gamma: float, lam: float) -> None:
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ValueError(f"gamma is {gamma} and lam {lam} but both must lie in [0, 1]")

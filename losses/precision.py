@@ -1,4 +1,4 @@
-"""The one precision rule of the losses: float32 inside, float64 stays; gradients take the input's dtype."""
+"""The precision of all losses: they compute in float32, or in float64 for float64 inputs."""
 
 import torch
 from torch import Tensor

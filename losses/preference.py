@@ -1,10 +1,9 @@
-"""The pairwise preference losses, each one small function of log-ratios.
+"""The pairwise preference losses, each as one small function of log-ratios.
 
 Shapes: every tensor is [N], one value per pair. Notation: S = summed log-probability of a completion, n its length,
 r = S_policy - S_reference, w chosen, l rejected, D = r_w - r_l, b = beta, e = label smoothing, s = sigmoid.
-Beside each loss stand its paper and the name under which TRL ("trl") and LLaMA-Factory ("lf") know it; without an "lf"
-name LLaMA-Factory does not have it.
-A new type is one more function here and one more line in `dpo_loss`.
+Each loss names its paper and what it is called in TRL ("trl") and LLaMA-Factory ("lf"); where no "lf" name is given,
+LLaMA-Factory does not have it. A new type needs one more function here and one more case in `dpo_loss`.
 """
 
 import math
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_EXPONENT = 40.0  # e^40 and its square still fit float32, so one absurd pair cannot make a gradient norm infinite
+MAX_EXPONENT = 40.0  # e^40 and its square fit float32, so one extreme pair cannot make the gradient norm infinite
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 
 
@@ -36,7 +35,7 @@ def sigmoid_loss(
 def robust_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """Return [-(1-e) log s(b D) + e log s(-b D)] / (1 - 2e): unbiased under flipped labels (2403.00409; trl "robust").
 
-    It is unbounded below; negative values are right.
+    It is unbounded below; negative values are correct.
     """
     z = beta * delta
     smoothed = -(1 - label_smoothing) * F.logsigmoid(z) + label_smoothing * F.logsigmoid(-z)
@@ -51,7 +50,8 @@ def hinge_loss(delta: Tensor, beta: float) -> Tensor:
 def ipo_loss(delta: Tensor, beta: float) -> Tensor:
     """Return (D - 1/(2b))^2 (2310.12036, eq. 17).
 
-    With D of length-normalised ratios: trl and lf "ipo", confirmed by the authors; sums: OpenRLHF's, here "ipo_sum".
+    With D of length-normalised ratios it is "ipo" (trl and lf, confirmed by the authors); with D of sums it is
+    OpenRLHF's IPO, here "ipo_sum".
     """
     return (delta - 1 / (2 * beta)).square()
 
@@ -90,7 +90,7 @@ def apo_down_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 def discopop_loss(delta: Tensor, beta: float, temperature: float) -> Tensor:
     """Return -(1-k) log s(z) + k exp(-z), z = b D, k = s(z / tau) (LRML, 2406.08414; trl "discopop", tau 0.05)."""
     z = beta * delta
-    # k exp(-z) as one exponential: for tau <= 1 its exponent is never positive, so wide margins cannot overflow
+    # k exp(-z) is one exponential: for tau <= 1 its exponent is never positive, so it cannot overflow
     return -torch.sigmoid(-z / temperature) * F.logsigmoid(z) + torch.exp(
         F.logsigmoid(z / temperature) - z
     )
@@ -99,8 +99,8 @@ def discopop_loss(delta: Tensor, beta: float, temperature: float) -> Tensor:
 def orpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, beta: float) -> Tensor:
     """Return -a_w - b log s(log odds_w - log odds_l), a = S / n, log odds = a - log(1 - e^a).
 
-    Source: 2403.07691 (lf "orpo"; trl's ORPOTrainer). The first term is the chosen answer's mean negative log-likelihood, per
-    pair as in the paper and lf (trl averages it over the batch's tokens).
+    Source: 2403.07691 (lf "orpo"; trl's ORPOTrainer). The first term is the chosen answer's mean negative
+    log-likelihood, per pair as in the paper and lf (trl averages it over the batch's tokens).
     """
     log_odds = (chosen_mean - log1mexp(chosen_mean)) - (rejected_mean - log1mexp(rejected_mean))
     return -chosen_mean - beta * F.logsigmoid(log_odds)
@@ -130,10 +130,10 @@ def divergence_score(ratio: Tensor, divergence: str, alpha: float = 0.5) -> Tens
 
 
 def log1mexp(value: Tensor) -> Tensor:
-    """Return log(1 - e^a) for a <= 0 without losing digits at either end; a is held below 0 by one rounding unit."""
+    """Return log(1 - e^a) for a <= 0 without losing digits at either end; a is kept one rounding unit below 0."""
     value = value.clamp(max=-torch.finfo(value.dtype).eps)
     half = -math.log(2.0)
-    # each branch sees only arguments it can bear: an infinite gradient of the branch not taken would become nan
+    # each branch gets only arguments within its range: an infinite gradient of the unused branch would become nan
     near = torch.log(-torch.expm1(value.clamp(min=half)))
     far = torch.log1p(-torch.exp(value.clamp(max=half)))
     return torch.where(value > half, near, far)

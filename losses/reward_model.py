@@ -18,7 +18,7 @@ def reward_loss(
     """Return -log sigmoid(s_w - s_l - margin) + c * (s_w + s_l)^2 per pair [N].
 
     Bradley-Terry with the margin of Llama 2 (2307.09288, eq. 2) and the centring term of 2312.09244 (c = 0.01 there),
-    which fixes the otherwise free constant of the scores. Raises ValueError on shapes that differ or c < 0.
+    which fixes the constant that pairs leave free in the scores. Raises ValueError if shapes differ or c < 0.
     """
     if chosen_rewards.shape != rejected_rewards.shape or (
         margin is not None and margin.shape != chosen_rewards.shape
@@ -27,7 +27,7 @@ def reward_loss(
             list(t.shape) for t in (chosen_rewards, rejected_rewards, margin) if t is not None
         ]
         raise ValueError(
-            f"chosen_rewards, rejected_rewards and margin have shapes {shapes} but must be one value per pair each"
+            f"chosen_rewards, rejected_rewards and margin have shapes {shapes} but must all be [N], one value per pair"
         )
     if center_coefficient < 0:
         raise ValueError(

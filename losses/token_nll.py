@@ -1,8 +1,8 @@
 """Token losses of pre-training and fine-tuning.
 
-Shapes: every argument holds one value per token, any common shape (a packed [T] or a padded [N, T]).
-Each function returns one value per token; `weighted_sum` turns them into the (sum, count) pair from which an exact
-global mean over micro-batches and ranks is formed.
+Shapes: every argument has one value per token, in any common shape (packed [T] or padded [N, T]).
+Most functions return one value per token; `weighted_sum` turns them into the (sum, count) pair that an exact mean over
+all micro-batches and ranks needs.
 """
 
 import torch
@@ -12,26 +12,23 @@ from .precision import at_least_float32
 
 
 def token_nll(logps: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sum_t w_t * -logps_t, sum_t w_t); divide the global sums, not local means.
+    """Return (sum_t w_t * -logps_t, sum_t w_t); add both up over the whole step before dividing.
 
-    Tokens of weight 0 give neither value nor gradient, whatever their log-probability. With no weighted token the
-    sum is a zero that still carries (zero) gradient.
+    Tokens of weight 0 contribute neither value nor gradient, whatever their log-probability is. If all weights are 0,
+    the sum is a zero that still carries a gradient of zeros.
     """
     return weighted_sum(-at_least_float32(logps), weights)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (sum_t w_t * values_t, sum_t w_t), ignoring whatever stands where the weight is 0."""
+    """Return (sum_t w_t * values_t, sum_t w_t); values of weight 0 are ignored, even if they are not finite."""
     if values.shape != weights.shape:
         raise ValueError(
             f"weights are {list(weights.shape)} but the token values are {list(values.shape)}; give one weight each"
         )
     values = at_least_float32(values)
     weights = weights.to(values.dtype)
-    kept = torch.where(
-        weights != 0, values, torch.zeros((), dtype=values.dtype, device=values.device)
-    )
-    return (kept * weights).sum(), weights.sum()
+    return (torch.where(weights != 0, values, 0) * weights).sum(), weights.sum()
 
 
 def label_smoothed_nll(
@@ -44,11 +41,7 @@ def label_smoothed_nll(
     """
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing is {label_smoothing} but must be at least 0 and below 1")
-    logps, lse, mean_logit = (
-        at_least_float32(logps),
-        at_least_float32(lse),
-        at_least_float32(mean_logit),
-    )
+    logps, lse, mean_logit = map(at_least_float32, (logps, lse, mean_logit))
     return (label_smoothing - 1) * logps + label_smoothing * (lse - mean_logit)
 
 
