@@ -84,31 +84,25 @@ def test_every_head_count_at_every_degree(sp):
         compare(got, one_process(*heads, RAGGED))
 
 
-@pytest.mark.parametrize("stages", [False, True])
 @pytest.mark.parametrize("sp", [2, 4, 3])
-def test_plain_kernel_and_separate_stages(sp, stages):
-    cases = [(14, 2), (28, 4)]
-    results = run_distributed(many_processes, sp, sp, cases, [97, 1, 3], kernel="reference", stages=stages)[0]
+@pytest.mark.parametrize("how", [{"kernel": "reference"}, {"kernel": "reference", "stages": True}, {"causal": False}])
+def test_plain_kernel_separate_stages_and_no_causal_mask(sp, how):
+    cases, causal = [(14, 2), (28, 4), (4, 4)], how.get("causal", True)
+    results = run_distributed(many_processes, sp, sp, cases, RAGGED, **how)[0]
     for heads, got in zip(cases, results):
-        compare(got, one_process(*heads, [97, 1, 3]))
-
-
-@pytest.mark.parametrize("sp", [2, 3, 4])
-def test_without_causal_mask(sp):
-    cases = [(14, 2), (4, 4)]
-    results = run_distributed(many_processes, sp, sp, cases, RAGGED, causal=False)[0]
-    for heads, got in zip(cases, results):
-        compare(got, one_process(*heads, RAGGED, causal=False))
+        compare(got, one_process(*heads, RAGGED, causal=causal))
 
 
 def every_kernel(sp, heads, head_dim, stages):
-    dtype = torch.bfloat16
-    return {k: many_processes(sp, [heads], LONG, k, stages=stages, head_dim=head_dim, dtype=dtype) for k in available_kernels("cuda")}
+    more = {"stages": stages, "head_dim": head_dim, "dtype": torch.bfloat16}
+    return {k: many_processes(sp, [heads], LONG, k, **more) for k in available_kernels("cuda")}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stages", [False, True])
-@pytest.mark.parametrize(("sp", "heads", "head_dim"), [(2, (14, 2), 64), (2, (32, 8), 128), (3, (14, 2), 128), (4, (28, 4), 64)])
+@pytest.mark.parametrize(
+    ("sp", "heads", "head_dim"), [(2, (14, 2), 64), (2, (32, 8), 128), (3, (14, 2), 128), (4, (28, 4), 64)]
+)
 def test_every_kernel_of_this_machine_in_bfloat16(sp, heads, head_dim, stages):
     if gpus() < sp:
         pytest.skip(f"needs {sp} GPUs, one for each rank")
@@ -210,26 +204,6 @@ def test_seq_all_to_all_4d():
         SeqAllToAll4D.apply(None, alone, 0, 1)
 
 
-def one_collective_per_direction(num_heads):
-    calls, real = [], dist.all_to_all_single
-
-    def counted(received, send, output_splits=None, input_splits=None, group=None):
-        calls.append(output_splits)
-        real(received, send, output_splits, input_splits, group=group)
-
-    dist.all_to_all_single = counted
-    mesh = ParallelMesh(4, num_heads=num_heads)
-    batch, _ = packed((30, 1, 17), mesh)
-    x = torch.randn(12, num_heads, E, device=device(), requires_grad=True)
-    UlyssesAttention(mesh, num_heads, num_heads, E)(x, x, x, plan=batch.attention_plan).sum().backward()
-    return len(calls), all(splits is None for splits in calls)
-
-
-def test_one_collective_carries_q_k_and_v():
-    assert run_distributed(one_collective_per_direction, 4, 4) == [(4, True)] * 4  # equal parts
-    assert run_distributed(one_collective_per_direction, 4, 14) == [(4, False)] * 4
-
-
 def test_wrong_inputs_are_refused():
     attention = UlyssesAttention(None, 4, 2, E)
     q, k = torch.ones(6, 4, E), torch.ones(6, 2, E)
@@ -246,18 +220,8 @@ def test_wrong_inputs_are_refused():
             attention(*given)
     with pytest.raises(ValueError, match="num_kv_heads is 3"):
         UlyssesAttention(None, 4, 3, E)
+    with pytest.raises(ValueError, match=r"splits heads 4 ways, .* construct it as ParallelMesh\(..., num_heads=14\)"):
+        UlyssesAttention(simulated_mesh(4, 0, 4), 14, 2, E)
     batch, _ = packed([5], ParallelMesh())
     with pytest.raises(ValueError, match="the query has 6 tokens but the plan gives this rank 5"):
         attention(q, k, k, plan=batch.attention_plan)
-
-
-def undivided_heads():
-    with pytest.raises(ValueError) as caught:
-        UlyssesAttention(ParallelMesh(4), 14, 2, E)
-    return str(caught.value)
-
-
-def test_a_mesh_made_without_the_head_count_is_refused_with_the_remedy():
-    message = run_distributed(undivided_heads, 4)[0]
-    assert "the mesh splits heads 4 ways, which does not divide 14 query heads" in message
-    assert "ParallelMesh(..., num_heads=14)" in message
