@@ -15,7 +15,7 @@ from models.decoder import CausalLM, LayerMemory, init_weights
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
 from tests.shuffled_loader import ShuffledLoader
-from ulysses.data.dataset import Example
+from ulysses.data.encode import Example
 from ulysses.data.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.parallel.batch import Sequence, pack_shard

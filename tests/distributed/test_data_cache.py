@@ -1,4 +1,4 @@
-"""One process per node writes the tokenised data; the others watch files and never hang."""
+"""One process writes the tokenised data; the others wait for it, hear of its failure, and never hang."""
 
 import os
 import time
@@ -7,11 +7,11 @@ import pytest
 
 from tests.harness import run_distributed
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
-from ulysses.data.cache import build_once
+from ulysses.data import DataError
+from ulysses.data.cache import build_once, file_system
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.dataset import open_dataset
 from ulysses.data.encode import DataSettings
-from ulysses.data.records import DataError
 from ulysses.data.sources import Source
 
 
@@ -30,7 +30,7 @@ def open_on_rank(tokenizer_folder, source, cache, late_rank):
 
 
 @pytest.mark.parametrize("late_rank", [0, 1])
-def test_all_ranks_see_what_rank_0_wrote(tmp_path, late_rank):
+def test_all_ranks_see_what_one_wrote(tmp_path, late_rank):
     folder = write_tokenizer(tmp_path / "tokenizer", CHATML)
     source = write_rows(tmp_path / "x.jsonl", [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(50)])
     results = run_distributed(open_on_rank, 3, folder, source, tmp_path / "cache", late_rank)
@@ -45,44 +45,73 @@ def test_the_writers_error_reaches_every_rank(tmp_path):
     assert len(set(results)) == 1 and "x.jsonl row 2 has no answer" in results[0]
 
 
-def wait_for_a_writer_that_dies(folder, how):
-    """Rank 0 is killed in the middle of writing, or never comes."""
-    rank = int(os.environ["RANK"])
-    if rank == 0:
+def fail_once(folder, calls):
+    def build(temporary):
+        with calls.open("a") as file:
+            file.write("x")
+        time.sleep(1.0)  # all ranks are waiting by now
+        raise DataError("row 3 is odd")
+
+    with pytest.raises(DataError, match="row 3 is odd"):
+        build_once(folder, build)
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_those_who_wait_do_not_repeat_a_failure_but_the_next_start_does(tmp_path, monkeypatch, network):
+    if network:
+        monkeypatch.setattr("ulysses.data.cache.NETWORK", "")  # every file system counts as one of a network
+    run_distributed(fail_once, 3, tmp_path / "data", tmp_path / "calls")
+    assert (tmp_path / "calls").read_text() == "x"
+    assert build_once(tmp_path / "data", lambda folder: (folder / "whole").write_text("x"))
+    assert os.listdir(tmp_path / "data") == ["whole"] and sorted(os.listdir(tmp_path)) == ["calls", "data"]
+
+
+def build_after_a_death(folder):
+    """Rank 0 is killed in the middle of writing while the others wait; one of them takes over."""
+
+    def build(temporary):
+        if os.environ["RANK"] == "0":
+            (temporary / "half").write_text("half")
+            time.sleep(0.5)
+            os.kill(os.getpid(), 9)
+        (temporary / "whole").write_text("x")
+
+    if os.environ["RANK"] == "0":
         child = os.fork()
         if child == 0:
-            if how == "killed":
-                os.environ["LOCAL_RANK"] = "0"
-
-                def build(temporary):
-                    (temporary / "half").write_text("half")
-                    os.kill(os.getpid(), 9)
-
-                build_once(folder, build)
-            os._exit(0)
+            build_once(folder, build)
         os.waitpid(child, 0)
         return "gone"
+    time.sleep(0.3)
+    built = build_once(folder, build)
+    return built, os.listdir(folder)
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_a_dead_writer_hangs_nobody(tmp_path, monkeypatch, network):
+    if network:
+        monkeypatch.setattr("ulysses.data.cache.NETWORK", "")
+        monkeypatch.setattr("ulysses.data.cache.LEASE_SECONDS", 1.5)
     begun = time.monotonic()
-    with pytest.raises(DataError, match=r"LOCAL_RANK 0.*has been silent"):
-        build_once(folder, lambda _: None, silence=1.0, start=1.0)
-    return time.monotonic() - begun < 10 and not folder.exists()
-
-
-@pytest.mark.parametrize("how", ["killed", "absent"])
-def test_a_dead_writer_hangs_nobody(tmp_path, how):
-    assert run_distributed(wait_for_a_writer_that_dies, 2, tmp_path / "data", how) == ["gone", True]
-    assert build_once(tmp_path / "data", lambda folder: (folder / "whole").write_text("x"))  # the next start repairs
-    assert os.listdir(tmp_path / "data") == ["whole"]
+    results = run_distributed(build_after_a_death, 3, tmp_path / "data")
+    assert results[0] == "gone" and sorted(results[1:]) == [(False, ["whole"]), (True, ["whole"])]
+    assert time.monotonic() - begun < 20
 
 
 def slow_writer(folder):
     def build(temporary):
-        time.sleep(2.5)  # longer than `silence`: the heartbeat keeps the others waiting
+        time.sleep(2.5)  # longer than the lease: its holder renews it
         (temporary / "whole").write_text("x")
 
-    built = build_once(folder, build, silence=2.0)
-    return built, os.listdir(folder)
+    return build_once(folder, build), os.listdir(folder)
 
 
-def test_a_slow_writer_is_waited_for(tmp_path):
-    assert run_distributed(slow_writer, 2, tmp_path / "data") == [(True, ["whole"]), (False, ["whole"])]
+def test_a_slow_writer_on_a_network_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("ulysses.data.cache.NETWORK", "")
+    monkeypatch.setattr("ulysses.data.cache.LEASE_SECONDS", 1.0)
+    results = run_distributed(slow_writer, 2, tmp_path / "data")
+    assert sorted(results) == [(False, ["whole"]), (True, ["whole"])]
+
+
+def test_the_file_system_of_a_folder_is_known(tmp_path):
+    assert file_system(tmp_path / "not" / "there") == file_system(tmp_path) != ""

@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 
 from examples.demo_data import write_demo  # noqa: E402
+from ulysses.data import BadRowError, DropRowError  # noqa: E402
 from ulysses.data.chat import load_tokenizer  # noqa: E402
 from ulysses.data.formats import detect_format, parse_row  # noqa: E402
-from ulysses.data.records import BadRowError, DropRowError, Report  # noqa: E402
 from ulysses.data.sources import Source, read_rows, source_files  # noqa: E402
 
 KINDS = {"pt": "text", "sft": "sequence", "rm": "pair", "dpo": "pair", "kto": "unpaired", "ppo": "prompt"}
@@ -106,14 +106,14 @@ def split(stage: str, files: Iterable[Path], folder: Path, parts: int) -> tuple[
     train, held_out = [], []
     for number, path in enumerate(f for given in files for f in source_files(Source(str(given)))):
         sides: tuple[list[Any], list[Any]] = ([], [])
-        for file, at, row in read_rows(Source(str(path)), KINDS[stage], Report()):
+        for _, _, row in read_rows(Source(str(path))):
             text = row.get("text", "") if stage == "pt" else ""
             if len(text) > 200_000:
                 cut = text.rfind("\n", 0, len(text) - len(text) // parts) + 1
                 sides[0].append({"text": text[:cut]})
                 sides[1].append({"text": text[cut:]})
             else:
-                sides[zlib.crc32((text or question(row, stage, file, at)).encode()) % parts == 0].append(row)
+                sides[zlib.crc32((text or question(row, stage)).encode()) % parts == 0].append(row)
         for rows, side, paths in ((sides[0], "train", train), (sides[1], "eval", held_out)):
             if rows:
                 paths.append(folder / f"{stage}_{side}_{number}.jsonl")
@@ -121,10 +121,10 @@ def split(stage: str, files: Iterable[Path], folder: Path, parts: int) -> tuple[
     return train, held_out
 
 
-def question(row: dict[str, Any], stage: str, file: str, number: int) -> str:
+def question(row: dict[str, Any], stage: str) -> str:
     """Return what the user says first; a row that cannot be trained on goes by its text."""
     try:
-        record = parse_row(row, detect_format(row), KINDS[stage], file, number)[0]
+        record = parse_row(row, detect_format(row), KINDS[stage])[0]
     except (BadRowError, DropRowError):
         return json.dumps(row)
     return next(m.content for m in (*record.prompt, *(m for answer in record.answers for m in answer)) if m.role == "user")

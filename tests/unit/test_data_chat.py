@@ -6,8 +6,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_tokenizer import CHATML, LLAMA3, write_tokenizer
+from ulysses.data import DataError, DropRowError
 from ulysses.data.chat import ChatTemplate, TextEncoder, load_tokenizer
-from ulysses.data.records import DataError, DropRowError, Message
+from ulysses.data.messages import Message
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}

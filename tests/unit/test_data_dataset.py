@@ -10,15 +10,16 @@ import pytest
 
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from tests.unit.test_layout import simulated_mesh
+from ulysses.data import DataError
 from ulysses.data.cache import build_once
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.dataset import TokenizedDataset, open_dataset, write_dataset
-from ulysses.data.encode import DataSettings, EncodedExample
-from ulysses.data.preview import inspect_examples
-from ulysses.data.records import DataError, Report
+from ulysses.data.encode import DataSettings, Example
+from ulysses.data.formats import Report
+from ulysses.data.preview import preview_examples
 from ulysses.data.sources import Source
 from ulysses.data.steps import StepLoader
-from ulysses.parallel.batch import pack_shard
+from ulysses.parallel.batch import Sequence, pack_shard
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
@@ -98,10 +99,10 @@ def test_sft_truncation_policies(tokenizer, open_rows):
             {"messages": [{"role": "user", "content": "q" * 100}, BOT]}]
     start = open_rows(rows, "sequence", 60)
     assert [len(e.sequences[0].tokens) for e in start] == [int(start.lengths[0]), 60]
-    assert start.report.dropped == {"no trained token is left after truncation": 1} and start.report.truncated == 1
+    assert start.report.dropped == {"no trained token is left after truncation": 1} and start.report.notes == {"truncated": 1}
     assert "rows.jsonl row 3" in str(start.report)
     end = open_rows(rows, "sequence", 60, truncation="keep_end")
-    assert len(end) == 3 and trained(tokenizer, end[2].sequences[0]) == "answer<|im_end|>" and end.report.truncated == 2
+    assert len(end) == 3 and trained(tokenizer, end[2].sequences[0]) == "answer<|im_end|>" and end.report.notes == {"truncated": 2}
     drop = open_rows(rows, "sequence", 60, truncation="drop")
     assert len(drop) == 1 and drop.report.dropped == {"longer than max_length": 2}
     with pytest.raises(DataError, match=r"rows.jsonl row 2 has \d+ tokens but data.max_length is 60; raise it"):
@@ -155,13 +156,15 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(tmp_path, tokenizer,
     whole = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "one")
     monkeypatch.setattr("ulysses.data.sources.CHUNK_CHARACTERS", 5000)
     parts = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "two")
-    assert whole.fingerprint == parts.fingerprint and len(whole) == -(-len(text) // 999)
+    assert np.array_equal(whole[0].sequences[0].tokens, parts[0].sequences[0].tokens)
+    assert (whole.folder / "tokens.bin").read_bytes() == (parts.folder / "tokens.bin").read_bytes()
+    assert len(whole) == -(-len(text) // 999)
 
 
 def test_a_rank_maps_only_its_slice_of_a_document_of_five_million_tokens(tmp_path):
     """Measured by the kernel: how much of the memory-mapped tokens this process has touched."""
     count, sp = 5_000_000, 8
-    document = EncodedExample([np.arange(count, dtype=np.int32)], [np.ones(count, np.float32)])
+    document = Example(0, (Sequence(np.arange(count, dtype=np.int32), np.ones(count, np.float32)),))
     write_dataset(tmp_path, "text", [document], Report(), ["one.txt"])
     dataset = TokenizedDataset(tmp_path)
     loader = StepLoader(dataset, 1, tokens_per_microbatch=count)
@@ -222,7 +225,7 @@ def test_cache_is_keyed_by_content(tmp_path, tokenizer, open_rows):
                      tmp_path / "cache", chat_template="qwen2.5"),
     ]  # fmt: skip
     assert len({d.folder for d in [first, *others]}) == 5
-    assert len({d.fingerprint for d in [first, *others]}) == 4  # max_length 400 changed no token
+    assert len({d.fingerprint for d in [first, *others]}) == 5
     assert len(os.listdir(tmp_path / "cache" / "tokenized")) == 5  # and no file of a writer is left
     assert TokenizedDataset(first.folder)[0].sequences[0].tokens.tolist() == first[0].sequences[0].tokens.tolist()
 
@@ -253,14 +256,15 @@ def test_too_many_weights_are_refused(open_rows):
 
 def test_inspection_shows_the_trained_tokens(tokenizer, open_rows):
     stream = io.StringIO()
-    inspect_examples(open_rows([{"messages": [USER, BOT]}], "sequence"), tokenizer, 5, stream=stream)
+    preview_examples(open_rows([{"messages": [USER, BOT]}], "sequence"), tokenizer, 5, stream=stream)
     text = stream.getvalue()
     assert "<|im_start|>assistant\n[[answer<|im_end|>]]\n" in text and "8 trained" not in text.split("\n")[1]
     assert "7 trained" in text and "read 1 rows, kept 1 examples" in text
-    stream = io.StringIO()
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
     pair = open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair")
-    inspect_examples(pair, tokenizer, 1, stream=stream, color=True)
-    assert "(chosen)" in stream.getvalue() and "\x1b[30;42mbad<|im_end|>\x1b[0m" in stream.getvalue()
+    preview_examples(pair, tokenizer, 1, stream=terminal)
+    assert "(chosen)" in terminal.getvalue() and "\x1b[30;42mbad<|im_end|>\x1b[0m" in terminal.getvalue()
 
 
 def test_report_survives_the_cache(open_rows):

@@ -42,7 +42,7 @@ def test_chosen_and_rejected_have_the_same_lengths(demo, split):
     pairs = rows(demo / "a" / f"dpo_{split}.jsonl")
     sides = [sorted(len(r[side][0]["content"]) for r in pairs) for side in ("chosen", "rejected")]
     assert sides[0] == sides[1]
-    assert dataset.report.dropped == {} and dataset.report.truncated == 0
+    assert dataset.report.dropped == {} and dataset.report.notes == {}
 
 
 def test_held_out_questions_are_new(demo):

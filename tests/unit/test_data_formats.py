@@ -6,13 +6,13 @@ import json
 import pytest
 
 from tests.tiny_tokenizer import write_rows
-from ulysses.data.records import DataError, Report
+from ulysses.data import DataError
+from ulysses.data.formats import Report, read_records
 from ulysses.data.sources import (
     CHUNK_CHARACTERS,
     Source,
     missing_sources,
     parse_sources,
-    read_records,
     source_digest,
 )
 
@@ -86,7 +86,7 @@ def test_preference_formats(tmp_path, row):
     unpaired, _ = read(tmp_path, [row], "unpaired")
     assert [(flat(r), r.columns["label"]) for r in unpaired] == [(([Q], [[A]]), 1.0), (([Q], [[B]]), 0.0)]
     prompts, _ = read(tmp_path, [row], "prompt")
-    assert [flat(r) for r in prompts] == [([Q], [])] and prompts[0].raw == row
+    assert [flat(r) for r in prompts] == [([Q], [])] and prompts[0].row == row
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(tmp_path, row, 
 @pytest.mark.parametrize("form", [{"prompt": "q"}, {"messages": [USER]}, {"instruction": "q"}])
 def test_what_stands_beside_a_prompt_is_the_rewards_own(tmp_path, form, more):
     records, _ = read(tmp_path, [form | more], "prompt")
-    assert [flat(r) for r in records] == [([Q], [])] and records[0].raw == form | more
+    assert [flat(r) for r in records] == [([Q], [])] and records[0].row == form | more
 
 
 def test_ranked_list_gives_all_pairs_and_margin_is_kept(tmp_path):
@@ -145,7 +145,7 @@ def test_kto_prompt_is_everything_before_the_last_answer(tmp_path):
 def test_prompts_keep_the_raw_row_under_its_own_names(tmp_path):
     row = {"ask": "q", "answer": "18"}
     records, _ = read(tmp_path, [row, {"ask": "z", "answer": "1"}], "prompt", columns={"question": "ask"})
-    assert flat(records[0]) == ([Q], []) and records[0].raw == row
+    assert flat(records[0]) == ([Q], []) and records[0].row == row
 
 
 def test_tools_and_function_calls(tmp_path):
@@ -248,7 +248,7 @@ def test_broken_json_line_is_named_or_dropped(tmp_path):
         list(read_records([Source(str(path))], "sequence", Report()))
     report = Report()
     assert len(list(read_records([Source(str(path))], "sequence", report, bad_rows="drop"))) == 2
-    assert report.dropped == {"broken JSON line": 1} and report.read == 3
+    assert report.dropped == {"is not valid JSON": 1} and report.read == 3
     path.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(DataError, match=r"row 1 is not valid UTF-8"):
         list(read_records([Source(str(path))], "text", Report()))
@@ -270,7 +270,7 @@ def test_file_kinds_give_the_same_records(tmp_path):
         report = Report()
         records = list(read_records([Source(str(tmp_path / name))], "sequence", report))
         assert [flat(r) for r in records] == expected, name
-        assert [r.row for r in records] == [1, 2, 3]
+        assert [r.where.rsplit(" ", 1)[1] for r in records] == ["1", "2", "3"]
     (tmp_path / "folder").mkdir()
     for name in ("a.json", "a.csv"):
         (tmp_path / name).rename(tmp_path / "folder" / name)
@@ -320,9 +320,9 @@ def test_sources_and_their_mistakes(tmp_path):
     (tmp_path / "x.docx").write_text("")
     with pytest.raises(DataError, match=r"x.docx is none of"):
         list(read_records([Source(str(tmp_path / "x.docx"))], "text", Report()))
-    with pytest.raises(DataError, match=r"no column 'words' named in columns"):
+    with pytest.raises(DataError, match=r"no column 'words', which columns names"):
         read(tmp_path, [GOOD], "sequence", columns={"prompt": "words"})
-    with pytest.raises(DataError, match=r"fit no known format"):
+    with pytest.raises(DataError, match=r"fit none of the formats"):
         read(tmp_path, [{"foo": 1}], "sequence")
     with pytest.raises(DataError, match=r"plain text, which only stage pt"):
         read(tmp_path, [{"text": "x"}], "sequence")
@@ -331,10 +331,10 @@ def test_sources_and_their_mistakes(tmp_path):
 def test_digest_follows_content_not_place(tmp_path):
     first = Source(write_rows(tmp_path / "a.jsonl", [GOOD]))
     second = Source(write_rows(tmp_path / "b.jsonl", [GOOD]))
-    assert source_digest(first) == source_digest(second)
+    assert source_digest(first, tmp_path) == source_digest(second, tmp_path)
     write_rows(tmp_path / "b.jsonl", [GOOD, GOOD])
-    assert source_digest(first) != source_digest(second)
-    assert source_digest(first) != source_digest(Source(first.path, format="alpaca"))
+    assert source_digest(first, tmp_path) != source_digest(second, tmp_path)
+    assert source_digest(first, tmp_path) != source_digest(Source(first.path, format="alpaca"), tmp_path)
 
 
 def test_long_text_is_streamed_in_parts_without_loss(tmp_path):
@@ -344,7 +344,7 @@ def test_long_text_is_streamed_in_parts_without_loss(tmp_path):
     report = Report()
     parts = list(read_records([Source(str(path))], "text", report))
     assert len(parts) > 1 and max(len(p.text) for p in parts) <= 2 * CHUNK_CHARACTERS + 64
-    assert "".join(p.text for p in parts) == text and report.read == 1 and {p.row for p in parts} == {1}
+    assert "".join(p.text for p in parts) == text and report.read == 1 and {p.where for p in parts} == {f"{path} row 1"}
     rows, _ = read(tmp_path, [{"text": text}], "text")
     assert len(rows) > 1 and "".join(p.text for p in rows) == text
 
@@ -354,7 +354,7 @@ def test_text_file_with_separator_is_several_documents(tmp_path):
     path.write_text("one\n===\ntwo\n\nlines\n===\n \n===\nthree")
     records = list(read_records([Source(str(path), separator="\n===\n")], "text", Report()))
     assert [r.text for r in records] == ["one", "two\n\nlines", "three"]
-    assert len({r.row for r in records}) == 3
+    assert len({r.where for r in records}) == 3
 
 
 def test_max_examples(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.shuffled_loader import ShuffledLoader
-from ulysses.data.dataset import Example
+from ulysses.data.encode import Example
 from ulysses.data.steps import StepLoader, example_cost, pack_step, shuffled
 
 

@@ -1,133 +1,105 @@
-"""Build a folder once per node while the other processes watch files, not a collective.
+"""Build a folder in one process while the others wait for it, on one machine or on a shared file system.
 
-    LOCAL_RANK 0     writes  <name>.<pid>.tmp/ ...  and touches  <name>.<launch>.writing  every second
-                     then renames the folder to  <name>/          (or leaves the sentence in  <name>.<launch>.failed)
-    other processes  wait for  <name>/ ; raise that sentence; or give up when the writer is silent
+    first process    holds  NAME.lock  and writes  NAME.HOST-PID.tmp/ ,  which it renames to  NAME/  at the end
+    other processes  wait for the lock, then find  NAME/ ,  or the reason of the failure in  NAME.failed
 
-Renaming is atomic, so a folder that exists is whole; a killed writer leaves only a .tmp folder.
+Renaming is atomic, so a folder that exists is complete. A process that dies gives up its lock, and the next one builds.
 """
 
-import contextlib
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ulysses.data.records import DataError
+from filelock import BaseFileLock, FileLock, SoftFileLease
 
-BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 60.0  # a writer that has not touched its file for so long is dead
+from ulysses.data import DataError
+
+LEASE_SECONDS = (
+    60.0  # a holder on a network file system that shows no sign of life for so long counts as dead
+)
 ABANDONED_SECONDS = 86400.0
-START_SECONDS = 600.0  # and one that has not begun by then never will
+NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse.")
 
 
-def build_once(
-    folder: Path,
-    build: Callable[[Path], None],
-    *,
-    writer: bool | None = None,
-    silence: float = SILENCE_SECONDS,
-    start: float = START_SECONDS,
-) -> bool:
-    """Make sure that `folder` exists, calling build(temporary folder) in one process of the node if it does not.
+def lock_file(path: Path) -> BaseFileLock:
+    """Return a lock to be held in a `with` statement, by one process at a time; `path` is the lock file.
 
-    Not a collective: processes may come at different times. True if this process built it.
+    A local file system has native locks, which end with their process. On a network file system, where other machines
+    may not see these, the lock is a lease that its holder renews; all processes must agree on LEASE_SECONDS.
+    """
+    if file_system(path.parent).startswith(NETWORK):
+        return SoftFileLease(path, lease_duration=LEASE_SECONDS)
+    return FileLock(path)
 
-    Args:
-        writer: whether this process builds; by default the one with LOCAL_RANK 0 (or without LOCAL_RANK).
-        silence: seconds without a sign of life after which the writer counts as dead.
-        start: seconds to wait for its first sign of life.
 
-    Raises DataError: the writer's own error, in every process; or the writer died.
+def file_system(folder: Path) -> str:
+    """Return the type of the file system that holds `folder`, such as ext4 or nfs4; "" where Linux does not tell."""
+    mounts = Path("/proc/self/mounts")
+    found = ("", "")
+    for line in mounts.read_text().splitlines() if mounts.exists() else ():
+        point, kind = line.split()[1:3]
+        if folder.resolve().is_relative_to(point) and len(point) >= len(found[0]):
+            found = (point, kind)
+    return found[1]
+
+
+def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
+    """Make sure that `folder` exists: the first process to come calls build(temporary folder), the others wait.
+
+    This is no collective: processes may come at different times, and one that never comes holds up nobody. Return
+    whether this process built the folder.
+
+    Raises DataError: the folder cannot be written. An error of `build` is raised in the process that called it, and as
+    a DataError in those that waited for it.
     """
     if folder.is_dir():
         return False
-    writer = os.environ.get("LOCAL_RANK", "0") == "0" if writer is None else writer
-    launch = _launch()
-    beat = folder.with_name(f"{folder.name}.{launch}.writing")
-    failure = folder.with_name(f"{folder.name}.{launch}.failed")
-    if not writer:
-        _watch(folder, failure, silence, start)
-        return False
+    failed, lock = (folder.with_name(f"{folder.name}.{end}") for end in ("failed", "lock"))
+    temporary = folder.with_name(f"{folder.name}.{os.uname().nodename}-{os.getpid()}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        failure.unlink(missing_ok=True)
-        beat.touch()
-        _remove_abandoned(folder)
+        earlier = failed.read_text() if failed.exists() else ""
+        with lock_file(lock):
+            if folder.is_dir():
+                return False
+            failure = failed.read_text() if failed.exists() else ""
+            if failure != earlier:  # the process that we waited for has failed
+                raise DataError(json.loads(failure)["error"])
+            _remove_abandoned(folder)
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                temporary.mkdir()
+                build(temporary)
+                _publish(temporary, folder)
+            except BaseException as error:
+                note = {"error": str(error) or type(error).__name__, "time": time.time()}
+                failed.write_text(json.dumps(note))
+                raise
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            failed.unlink(missing_ok=True)
+            return True
     except OSError as error:
-        raise _unwritable(folder, error) from None
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-    stop = threading.Event()
-    thread = threading.Thread(target=_keep_touching, args=(beat, stop), daemon=True)
-    thread.start()
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        build(temporary)
-        _publish(temporary, folder)
-    except BaseException as error:
-        if isinstance(error, OSError):
-            error = _unwritable(folder, error)
-        with contextlib.suppress(OSError):  # a full disk must not hide the error
-            _write_atomically(failure, json.dumps({"error": str(error) or type(error).__name__}))
-        raise error from None
+        raise DataError(
+            f"the data cache {folder.parent} cannot be written: {error.strerror or error}; "
+            "set data.cache to another folder"
+        ) from None
     finally:
-        stop.set()
-        thread.join()
-        beat.unlink(missing_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-    return True
-
-
-def _watch(folder: Path, failure: Path, silence: float, start: float) -> None:
-    last_beat, seen = 0.0, time.monotonic()
-    pause = 0.02
-    while not folder.is_dir():
-        if failure.exists():
-            raise DataError(json.loads(failure.read_text())["error"])
-        beat = max(map(_modified, folder.parent.glob(f"{folder.name}.*.writing")), default=0.0)
         if (
-            beat != last_beat and time.time() - beat < silence
-        ):  # an older one was left by a killed run
-            last_beat, seen = beat, time.monotonic()
-        limit = silence if last_beat else start
-        if time.monotonic() - seen > limit and not folder.is_dir():
-            raise DataError(
-                f"the process with LOCAL_RANK 0, which should write {folder}, has been silent for "
-                f"{limit:g} s; look for its error and start again"
-            )
-        time.sleep(pause)
-        pause = min(0.5, pause * 1.5)
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _unwritable(folder: Path, error: OSError) -> DataError:
-    problem = error.strerror or error
-    return DataError(
-        f"the data cache {folder.parent} cannot be written: {problem}; set data.cache to another folder"
-    )
+            folder.is_dir()
+        ):  # nobody needs the lock any more: those who wait look for the folder first
+            lock.unlink(missing_ok=True)
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed writers of the same content left more than a day ago."""
+    """Remove what killed processes left of the same folder more than a day ago."""
     for old in folder.parent.glob(f"{folder.name}.*.tmp"):
-        newest = max((p.stat().st_mtime for p in [old, *old.iterdir()]), default=0.0)
+        newest = max(path.stat().st_mtime for path in [old, *old.iterdir()])
         if time.time() - newest > ABANDONED_SECONDS:
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _keep_touching(path: Path, stop: threading.Event) -> None:
-    while not stop.wait(BEAT_SECONDS):
-        path.touch()
 
 
 def _publish(temporary: Path, folder: Path) -> None:
@@ -137,21 +109,5 @@ def _publish(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
     except OSError:
-        if not folder.is_dir():  # another run built the same content first: use that
+        if not folder.is_dir():  # a process that took our lease for dead has built the same content
             raise
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
-
-
-def _launch() -> str:
-    """Name what the processes of one launch on this node share: their parent and its rendezvous."""
-    parts = (
-        os.getppid(),
-        os.environ.get("MASTER_PORT", "0"),
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
-    )
-    return "-".join(map(str, parts))

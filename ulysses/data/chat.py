@@ -1,124 +1,112 @@
-"""Conversations -> tokens and the exact spans of tokens that the assistant wrote (the only `transformers` import).
+"""Tokenise conversations, and find exactly the tokens that the assistant wrote (only this file imports transformers).
 
     messages --template--> "<header>question<end><header>" "answer<end>" ...    cut where the assistant begins and ends,
                             tokens, not trained             tokens, trained     then each piece is tokenised on its own
 
-Pieces make the mask exact: a prompt's tokens are the same with and without its answer, as at inference. Special-token
-strings inside a message stay text; only the template writes special tokens.
+Because pieces are tokenised on their own, a prompt has the same tokens with and without its answer, as it has at
+inference. Strings inside a message that look like special tokens stay text; only the template writes special tokens.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ulysses.data.records import DataError, DropRowError, Message
+from ulysses.data import DataError, DropRowError
+from ulysses.data.messages import Message
 
 NAMED_TEMPLATES = ("llama3", "qwen2.5", "chatml", "plain")
-TURN_ENDS = (
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|end|>",
-    "</s>",
-)
-OPEN, CLOSE, GUARD = (
-    "\ufdd0",
-    "\ufdd1",
-    "\ufdd2",
-)  # Unicode noncharacters, never in text meant for interchange
+TURN_ENDS = "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
+# Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
+OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+Piece = tuple[
+    list[str | int], bool
+]  # texts and ids of special tokens, and whether they are trained
 
 
 def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from a folder, a hub id or a bare tokenizer.json; never runs code from the folder.
+    """Load a tokenizer from a folder, a hub id or a bare tokenizer.json; code in the folder is never run.
 
     Args:
-        special: bos_token, eos_token, ... by their text; a bare tokenizer.json needs at least eos_token.
+        special: the texts of bos_token, eos_token, ...; a bare tokenizer.json needs at least eos_token.
 
-    Raises DataError: nothing there, or a named token is not in the vocabulary.
+    Raises DataError: there is no tokenizer, or a named token is not in its vocabulary.
     """
     place = Path(path).expanduser()
     file = place if place.is_file() else place / "tokenizer.json"
     try:
-        if file.is_file() and (place.is_file() or not (place / "tokenizer_config.json").exists()):
+        if file.is_file() and not (place / "tokenizer_config.json").exists():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(file))
         elif place.is_dir() and not file.exists():
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(place), trust_remote_code=False, use_fast=True
-            )
+            tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
         else:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                str(place) if place.is_dir() else str(path)
-            )
-    except Exception as error:  # every library layer raises its own class
+            name = str(place if place.is_dir() else path)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+    except Exception as error:  # every layer below has its own classes
         problem = " ".join(str(error).split())[:300]
         raise DataError(
             f"no tokenizer could be loaded from {path} ({place.absolute()}): {problem}"
         ) from None
-    vocabulary = tokenizer.get_vocab()
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    known = ", ".join(token.content for token in added.values() if token.special) or "none"
     for name, text in special.items():
         if name not in SPECIAL_NAMES:
             raise DataError(f"special token {name!r} is unknown; name {', '.join(SPECIAL_NAMES)}")
-        if text not in vocabulary:
+        if text not in tokenizer.get_vocab():
             raise DataError(
-                f"{name} is {text!r}, which is not in the vocabulary of {file}; its special tokens are "
-                f"{', '.join(_special_texts(tokenizer)) or 'none'}"
+                f"{name} is {text!r}, which is not in the vocabulary of {file}; its special tokens are {known}"
             )
         setattr(tokenizer, name, text)
     if tokenizer.eos_token is None:
         raise DataError(
             f"the tokenizer {path} names no EOS token; name one, for example "
-            'model.special_tokens = { eos_token = "<|endoftext|>" } (its special tokens are '
-            f"{', '.join(_special_texts(tokenizer)) or 'none'})"
+            f'model.special_tokens = {{ eos_token = "<|endoftext|>" }} (its special tokens are {known})'
         )
     return tokenizer
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Hash everything of a tokenizer that decides tokens (not its chat template)."""
+    """Hash everything of a tokenizer that decides tokens, which its chat template does not."""
     names = [getattr(tokenizer, name) for name in SPECIAL_NAMES]
     text = tokenizer.backend_tokenizer.to_str() + json.dumps(names)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _special_texts(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return [token.content for _, token in sorted(added.items()) if token.special]
-
-
 class TextEncoder:
-    """Tokenise plain text: special-token strings in it stay text, nothing is put around it.
+    """Tokenise plain text: strings in it that look like special tokens stay text, and nothing is put around it.
 
-    `bos` is None unless the tokenizer itself begins texts with it.
+    Attributes:
+        special: ids of the special tokens by their text.
+        special_pattern: matches a special token, which is the match's last group, with the white space that it strips.
+        bos: None unless the tokenizer itself begins texts with it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.backend = Tokenizer.from_str(
-            tokenizer.backend_tokenizer.to_str()
-        )  # ours: the settings below stay here
+        # A copy, so that these settings do not change the caller's tokenizer.
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
-        added = self.backend.get_added_tokens_decoder()
-        self.special = {token.content: number for number, token in added.items() if token.special}
-        patterns = []
-        for token in sorted(added.values(), key=lambda t: -len(t.content)):
+        added = self.backend.get_added_tokens_decoder().items()
+        self.special = {token.content: number for number, token in added if token.special}
+        # One group per way of stripping, not one per token: `re` then skips to the first characters that they share.
+        groups: dict[tuple[str, str], list[str]] = {}
+        for _, token in sorted(added, key=lambda item: -len(item[1].content)):
             if token.special:
-                left, right = (r"\s*" if side else "" for side in (token.lstrip, token.rstrip))
-                patterns.append(f"{left}({re.escape(token.content)}){right}")
+                strips = (r"\s*" * token.lstrip, r"\s*" * token.rstrip)
+                groups.setdefault(strips, []).append(re.escape(token.content))
+        patterns = (f"{left}({'|'.join(texts)}){right}" for (left, right), texts in groups.items())
         self.special_pattern = re.compile("|".join(patterns) or r"(?!)")
         self.eos = int(tokenizer.eos_token_id)
         first = tokenizer("a")["input_ids"][:1]
@@ -126,23 +114,34 @@ class TextEncoder:
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text."""
-        return [
-            e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def guard(self, value: Any) -> Any:
+        """Break strings in data that look like special tokens with a mark that split_special takes out again."""
+        if isinstance(value, str):
+            if any(mark in value for mark in (OPEN, CLOSE, GUARD)):
+                raise DropRowError("it holds one of the Unicode noncharacters U+FDD0 to U+FDD2")
+            return self.special_pattern.sub(_broken, value)
+        if isinstance(value, dict):
+            return {self.guard(key): self.guard(entry) for key, entry in value.items()}
+        return [self.guard(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     def split_special(self, text: str) -> list[str | int]:
         """Cut rendered text into plain texts and the ids of the special tokens between them."""
         parts: list[str | int] = []
         start = 0
         for match in self.special_pattern.finditer(text):
-            parts += [text[start : match.start()], self.special[match[match.lastindex or 0]]]
+            before = text[start : match.start()]
+            parts += [before.replace(GUARD, ""), self.special[match[match.lastindex or 0]]]
             start = match.end()
-        parts.append(text[start:])
-        return [
-            part.replace(GUARD, "") if isinstance(part, str) else part
-            for part in parts
-            if part != ""
-        ]
+        parts.append(text[start:].replace(GUARD, ""))
+        return [part for part in parts if part != ""]
+
+
+def _broken(match: re.Match[str]) -> str:
+    first = match.start(match.lastindex or 0) - match.start() + 1
+    return match[0][:first] + GUARD + match[0][first:]
 
 
 class Encoded(NamedTuple):
@@ -152,15 +151,10 @@ class Encoded(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-class _Piece(NamedTuple):
-    parts: list[str | int]  # plain texts and special token ids
-    trained: bool
-
-
 class _Generation(Extension):
     """{% generation %} ... {% endgeneration %} puts marks around what the assistant wrote."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2 asks for this class attribute)
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -177,20 +171,25 @@ class ChatTemplate:
     Args:
         template: "tokenizer" (its own), "llama3", "qwen2.5", "chatml", "plain", or the path of a .jinja file.
 
-    Raises DataError: no such template, or it writes special tokens that the tokenizer does not have.
+    Raises DataError: there is no such template, or it writes special tokens that the tokenizer does not have.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str = "tokenizer") -> None:
         self.encoder = TextEncoder(tokenizer)
-        self.name = template
         self.text = _template_text(tokenizer, template)
         self.marks_generation = re.search(r"\{%-?\s*generation\b", self.text) is not None
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        # There is no strftime_now: templates then write their fixed date, and tokens do not change by the day.
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
         try:
-            self._compiled = _environment().from_string(self.text)
+            self._compiled = environment.from_string(self.text)
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
-        self._check(tokenizer)
+        self._check(template, tokenizer)
 
     @property
     def end_of_turn(self) -> int:
@@ -200,7 +199,7 @@ class ChatTemplate:
 
     @property
     def stop_tokens(self) -> list[int]:
-        """Token ids that end an assistant turn: the template's end-of-turn token and EOS."""
+        """Ids of the tokens that end an assistant turn: the template's end-of-turn token and EOS."""
         return sorted({self.end_of_turn, self.encoder.eos})
 
     def encode(
@@ -209,67 +208,57 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         generation_prompt: bool = False,
     ) -> Encoded:
-        """Tokenise one conversation; see encode_batch. DropRowError if the template cannot express it."""
-        outcome = self.encode_batch([(messages, tools, generation_prompt)])[0]
-        if isinstance(outcome, DropRowError):
-            raise outcome
-        return outcome
+        """Tokenise one conversation; see pieces."""
+        return self.encode_batch([self.pieces(messages, tools, generation_prompt)])[0]
 
-    def encode_batch(
-        self, conversations: Iterable[tuple[Sequence[Message], Sequence[Any], bool]]
-    ) -> list[Encoded | DropRowError]:
-        """Tokenise (messages, tools, generation_prompt) triples.
+    def encode_batch(self, conversations: Sequence[Sequence[Piece]]) -> list[Encoded]:
+        """Tokenise the pieces of several conversations at once, which is faster.
 
-        The tokens begin with exactly one BOS where the tokenizer or the template asks for one. They end with the last
-        assistant message's end-of-turn token (EOS where the template writes none), or with the opening of the
-        assistant's turn if generation_prompt.
+        The tokens begin with exactly one BOS where the tokenizer or the template asks for one.
         """
-        outcomes: list[list[_Piece] | DropRowError] = []
-        texts: dict[str, list[int]] = {}
-        for messages, tools, generation_prompt in conversations:
-            try:
-                pieces = self._pieces(messages, tools, generation_prompt)
-            except DropRowError as error:
-                outcomes.append(error)
-                continue
-            cut = [_Piece(self.encoder.split_special(text), trained) for text, trained in pieces]
-            texts.update(
-                (part, []) for piece in cut for part in piece.parts if isinstance(part, str)
-            )
-            outcomes.append(cut)
-        texts = dict(zip(texts, self.encoder.encode_texts(list(texts))))
-        return [self._join(o, texts) if isinstance(o, list) else o for o in outcomes]
+        parts = (part for pieces in conversations for piece, _ in pieces for part in piece)
+        texts = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
+        ids = dict(zip(texts, self.encoder.encode_texts(texts)))
+        encoded = []
+        for pieces in conversations:
+            tokens: list[int] = []
+            spans = []
+            first = next((part for piece, _ in pieces for part in piece), None)
+            if self.encoder.bos not in (None, first):
+                tokens.append(self.encoder.bos)
+            for piece, trained in pieces:
+                start = len(tokens)
+                for part in piece:
+                    tokens += ids[part] if isinstance(part, str) else [part]
+                if trained:
+                    spans.append((start, len(tokens)))
+            encoded.append(Encoded(tokens, spans))
+        return encoded
 
-    def _join(self, pieces: "list[_Piece]", texts: dict[str, list[int]]) -> Encoded:
-        tokens: list[int] = []
-        spans = []
-        for piece in pieces:
-            start = len(tokens)
-            for part in piece.parts:
-                tokens += texts[part] if isinstance(part, str) else [part]
-            if piece.trained:
-                spans.append((start, len(tokens)))
-        bos = self.encoder.bos
-        if bos is not None and tokens[:1] != [bos]:
-            tokens, spans = [bos, *tokens], [(start + 1, stop + 1) for start, stop in spans]
-        return Encoded(tokens, spans)
-
-    def _pieces(
+    def pieces(
         self, messages: Sequence[Message], tools: Sequence[Any], generation_prompt: bool
-    ) -> list[tuple[str, bool]]:
-        """Render and cut into (text, written by the assistant)."""
+    ) -> list[Piece]:
+        """Render a conversation and cut it where the assistant begins and ends.
+
+        It ends with the last assistant message's end-of-turn token (EOS where the template writes none), or with the
+        opening of the assistant's turn if `generation_prompt`. DropRowError if the template cannot express it.
+        """
         if tools and "tools" not in self.text:
             raise DropRowError("the chat template has no place for tools")
-        if any(m.tool_calls for m in messages) and "tool_calls" not in self.text:
+        if "tool_calls" not in self.text and any(message.tool_calls for message in messages):
             raise DropRowError("the chat template has no place for tool calls")
-        plain = [self._message(m) for m in messages]
-        guarded_tools = self._guard(list(tools)) or None
-        rendered = self._render(plain, guarded_tools, generation_prompt)
+        plain = []
+        for message in messages:
+            plain.append({"role": message.role, "content": self.encoder.guard(message.content)})
+            if message.tool_calls:
+                plain[-1]["tool_calls"] = self.encoder.guard(message.tool_calls)
+        guarded_tools = self.encoder.guard(tools) or None
+        text = self._render(plain, guarded_tools, generation_prompt)
         if self.marks_generation:
-            text, spans = _take_marks(rendered)
+            text, spans = _take_marks(text)
         else:
-            text, spans = rendered, self._spans_by_prefix(plain, guarded_tools, rendered)
-        expected = sum(m.role == "assistant" for m in messages)
+            spans = self._spans_by_prefix(plain, guarded_tools, text)
+        expected = sum(message.role == "assistant" for message in messages)
         if len(spans) != expected:
             raise DropRowError(
                 f"the chat template shows {len(spans)} of {expected} assistant messages"
@@ -278,13 +267,14 @@ class ChatTemplate:
         at = 0
         for index, (start, stop) in enumerate(spans):
             stop, ended = self._turn_end(text, start, stop)
-            last = index == len(spans) - 1
             answer = text[start:stop]
-            if last and not ended and not generation_prompt:
+            if index == len(spans) - 1 and not ended and not generation_prompt:
                 answer += self._special_names["eos_token"]
             pieces += [(text[at:start], False), (answer, True)]
             at = stop
-        return [*pieces, (text[at:], False)] if generation_prompt or not spans else pieces
+        if generation_prompt or not spans:
+            pieces.append((text[at:], False))
+        return [(self.encoder.split_special(piece), trained) for piece, trained in pieces]
 
     def _turn_end(self, text: str, start: int, stop: int) -> tuple[int, bool]:
         """Move the end of an answer to just after its end-of-turn token, if it has one."""
@@ -325,34 +315,16 @@ class ChatTemplate:
         except (TemplateError, TypeError) as error:
             raise DropRowError(f"the chat template refuses it: {error}") from None
 
-    def _message(self, message: Message) -> dict[str, Any]:
-        plain = {"role": message.role, "content": self._guard(message.content)}
-        if message.tool_calls:
-            plain["tool_calls"] = self._guard(list(message.tool_calls))
-        return plain
-
-    def _guard(self, value: Any) -> Any:
-        """Break special-token strings inside data with a mark that split_special takes out again."""
-        if isinstance(value, str):
-            if OPEN in value or CLOSE in value or GUARD in value:
-                raise DropRowError("it holds one of the Unicode noncharacters U+FDD0 to U+FDD2")
-            return self.encoder.special_pattern.sub(_broken, value)
-        if isinstance(value, dict):
-            return {self._guard(key): self._guard(entry) for key, entry in value.items()}
-        return [self._guard(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-    def _check(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def _check(self, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
         question = [{"role": "user", "content": "a"}]
         try:
             opened, closed = self._render(question, None, True), self._render(question, None, False)
             answered = self._render([*question, {"role": "assistant", "content": "a"}], None, False)
         except DropRowError as error:
-            raise DataError(
-                f"chat template {self.name} cannot render one question: {error}"
-            ) from None
+            raise DataError(f"chat template {name} cannot render one question: {error}") from None
         if opened == closed and not self.marks_generation:
             raise DataError(
-                f"chat template {self.name} knows neither add_generation_prompt nor {{% generation %}}, so "
+                f"chat template {name} knows neither add_generation_prompt nor {{% generation %}}, so "
                 "the assistant's tokens cannot be told apart; add one of them"
             )
         absent = sorted(
@@ -361,7 +333,7 @@ class ChatTemplate:
         if absent:
             has = ", ".join(self.encoder.special) or "none"
             raise DataError(
-                f"chat template {self.name} writes {', '.join(absent)}, which the tokenizer does not have "
+                f"chat template {name} writes {', '.join(absent)}, which the tokenizer does not have "
                 f"(its special tokens are {has}); set data.chat_template to another of "
                 f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
             )
@@ -371,11 +343,6 @@ class ChatTemplate:
                 "this tokenizer puts a space before every text (SentencePiece style), so the parts of a "
                 "chat cannot be tokenised on their own; use a byte-level tokenizer such as Llama-3's"
             )
-
-
-def _broken(match: re.Match[str]) -> str:
-    first = match.start(match.lastindex or 0) - match.start() + 1
-    return match[0][:first] + GUARD + match[0][first:]
 
 
 def _take_marks(rendered: str) -> tuple[str, list[tuple[int, int]]]:
@@ -413,19 +380,11 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, name: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _environment() -> Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    return environment  # no strftime_now: templates then use their fixed date, and data does not change by the day
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)

@@ -1,4 +1,4 @@
-"""Print tokenised examples with the trained tokens highlighted, to see what the loss sees."""
+"""Print tokenised examples with the trained tokens marked, to show what the loss sees."""
 
 import sys
 from itertools import pairwise
@@ -7,50 +7,37 @@ from typing import Any, TextIO
 import numpy as np
 
 from ulysses.data.dataset import TokenizedDataset
+from ulysses.parallel.batch import Sequence
 
 TRAINED, PLAIN, BOLD, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
-def inspect_examples(
-    dataset: TokenizedDataset,
-    tokenizer: Any,
-    count: int,
-    *,
-    stream: TextIO | None = None,
-    color: bool | None = None,
+def preview_examples(
+    dataset: TokenizedDataset, tokenizer: Any, count: int, stream: TextIO | None = None
 ) -> None:
-    """Print the first `count` examples decoded; without colour, trained tokens stand between [[ and ]].
-
-    Args:
-        color: use terminal colours; by default only where the stream is a terminal.
-    """
+    """Print the first `count` examples decoded: trained tokens in colour on a terminal, elsewhere in [[ and ]]."""
     stream = stream or sys.stdout
-    color = stream.isatty() if color is None else color
-    begin, end = (TRAINED, RESET + PLAIN) if color else ("[[", "]]")
+    in_color = stream.isatty()
     names = ("chosen", "rejected") if dataset.kind == "pair" else (dataset.kind,)
     for index in range(min(count, len(dataset))):
         example = dataset[index]
         numbers = "".join(f", {name} {value:g}" for name, value in example.columns.items())
         for name, sequence in zip(names, example.sequences):
-            weights = np.asarray(sequence.loss_weights)
-            trained = int((weights[1:] != 0).sum())
-            title = f"example {index} ({name}): {len(weights)} tokens, {trained} trained{numbers}"
-            print(f"{BOLD}{title}{RESET}" if color else title, file=stream)
-            print(
-                (PLAIN if color else "")
-                + _marked(tokenizer, sequence.tokens, weights, begin, end)
-                + (RESET if color else ""),
-                file=stream,
-            )
+            trained = int(np.count_nonzero(sequence.loss_weights[1:]))
+            title = f"example {index} ({name}): {len(sequence.tokens)} tokens, {trained} trained{numbers}"
+            print(f"{BOLD}{title}{RESET}" if in_color else title, file=stream)
+            marks = (TRAINED, RESET + PLAIN) if in_color else ("[[", "]]")
+            text = _marked(tokenizer, sequence, *marks)
+            print(f"{PLAIN}{text}{RESET}" if in_color else text, file=stream)
     print(dataset.report, file=stream)
 
 
-def _marked(tokenizer: Any, tokens: Any, weights: np.ndarray, begin: str, end: str) -> str:
-    is_trained = weights != 0
+def _marked(tokenizer: Any, sequence: Sequence, begin: str, end: str) -> str:
+    is_trained = np.asarray(sequence.loss_weights) != 0
     is_trained[0] = False  # nothing predicts the first token
-    edges = [0, *(np.flatnonzero(is_trained[1:] != is_trained[:-1]) + 1), len(weights)]
+    edges = [0, *(np.flatnonzero(is_trained[1:] != is_trained[:-1]) + 1), len(is_trained)]
     text = ""
     for start, stop in pairwise(edges):
-        part = tokenizer.decode([int(t) for t in tokens[start:stop]], skip_special_tokens=False)
+        part = tokenizer.decode(sequence.tokens[start:stop].tolist(), skip_special_tokens=False)
         text += begin + part + end if is_trained[start] else part
     return text

@@ -5,9 +5,9 @@
     data-parallel 0      [9 | 3 2 ]                         every micro-batch holds at most the budget of tokens,
     data-parallel 1      [7 | 3 1 ]                         and all groups have the same number of micro-batches
 
-The order does not depend on the topology; packing only rearranges the examples inside a step. An epoch's last step may be
-smaller and is trained too. The position in the data is (seed, epoch, k) and there is no other state, so every rank
-computes the whole plan and takes its own part of it.
+The order does not depend on the topology; packing only rearranges the examples inside a step. The last step of an epoch
+may be smaller and is trained too. The position in the data is (seed, epoch, k) and there is no other state, so every
+rank computes the whole plan and takes its own part of it.
 """
 
 import math
@@ -155,8 +155,8 @@ def pack_step(
         costs: relative work of each example; by default that of one sequence of its length.
 
     Returns the micro-batches of each group as lists of positions in `lengths`. All groups get the same number of
-    micro-batches, as few as packing finds; some are empty if there are fewer examples than groups. Micro-batches with the
-    same index run at the same time on all groups, so they get similar costs.
+    micro-batches, as few as packing finds; some are empty if there are fewer examples than groups. Micro-batches with
+    the same index run at the same time on all groups, so they get similar costs.
 
     Raises ValueError: an example is longer than the budget.
     """

@@ -16,9 +16,9 @@ from models.decoder import CausalLM, LayerMemory, RewardModel, init_parameter
 from models.hf_format import WeightFiles, read_config, resolve_model
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
+from ulysses.data import DataError
 from ulysses.data.dataset import TokenizedDataset, open_dataset
 from ulysses.data.encode import DataSettings
-from ulysses.data.records import DataError
 from ulysses.data.sources import parse_sources
 from ulysses.data.steps import StepLoader
 from ulysses.memory.offload import Offloader

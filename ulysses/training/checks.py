@@ -15,8 +15,8 @@ import torch
 
 from models.arch import ModelConfig as Shape
 from models.hf_format import folder_with
+from ulysses.data import DataError
 from ulysses.data.chat import ChatTemplate, load_tokenizer
-from ulysses.data.records import DataError
 from ulysses.data.sources import Source, missing_sources, parse_sources
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.training.build import check_weights, read_other, read_shape

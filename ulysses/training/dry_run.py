@@ -15,7 +15,7 @@ import torch
 from models.arch import ARCHITECTURES
 from models.arch import ModelConfig as Shape
 from models.hf_format import resolve_model
-from ulysses.data.preview import inspect_examples
+from ulysses.data.preview import preview_examples
 from ulysses.data.sources import is_hub_id, missing_sources
 from ulysses.memory.case import GIB, Machine, Work
 from ulysses.memory.levels import AUTOGRAD, LEVELS
@@ -322,7 +322,7 @@ def inspect(config: Config, options: Options) -> int:
         return 0
     plan = check_run(config, int(os.environ.get("WORLD_SIZE", "1")))
     train, _ = open_data(plan)
-    inspect_examples(train, plan.tokenizer, options.inspect or 1)
+    preview_examples(train, plan.tokenizer, options.inspect or 1)
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ulysses.data.dataset import Example
+from ulysses.data.encode import Example
 from ulysses.data.steps import StepLoader, shuffled
 from ulysses.training.rollout import Rollout
 
