@@ -2,7 +2,6 @@
 
 import os
 import sys
-import traceback
 
 from ulysses.training.quiet import quiet, wants_debug
 
@@ -11,13 +10,12 @@ if not wants_debug(sys.argv):
 
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.dry_run import dry_run, inspect
-from ulysses.training.failure import let_others_tell, tell
+from ulysses.training.failure import complain, tell
 from ulysses.training.run import TrainingRun
 from ulysses.training.section import ConfigError
 
 
 def main() -> int:
-    is_main = os.environ.get("RANK", "0") == "0"
     debug = wants_debug(sys.argv)
     try:
         config, options = parse_command_line(sys.argv[1:])
@@ -29,14 +27,7 @@ def main() -> int:
             run.train()
         return 0
     except ConfigError as error:
-        if is_main:
-            print(f"error: {error}", file=sys.stderr)
-        elif os.environ.get("LOCAL_RANK") == "0":  # another node may lack what the first one has
-            print(f"error (node of rank {os.environ['RANK']}): {error}", file=sys.stderr)
-        if debug:
-            traceback.print_exc()
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            let_others_tell()
+        complain(error, debug=debug)
         return 2
     except Exception as error:
         tell(error, debug=debug)

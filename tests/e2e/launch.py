@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from tests.harness import AS_LARGE, free_port, hide_gpus
-from ulysses.training import failure
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -165,7 +164,6 @@ def _become_rank(rank: int, world: int, port: int, arguments: list[str], logs: P
                               MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
         os.chdir(cwd)
         torch.set_num_threads(1)
-        failure.TELLER_SECONDS = 0.0  # no launcher would end this process while it waits
         if before is not None:
             before(rank)
         sys.argv = ["train.py", *arguments]
