@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence as Several
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +23,7 @@ import torch.distributed as dist
 
 from models.arch import ModelConfig as Shape
 from ulysses.gradients.policy import StepContext
-from ulysses.memory.case import GIB, Options, Work
-from ulysses.memory.plan import level_name
-from ulysses.memory.step_time import attention_flops, passes
+from ulysses.memory.plan import GIB, Case, Machine, MemorySettings, Work, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
@@ -37,9 +36,7 @@ from ulysses.training.memory import (
     check_memory,
     choose_memory,
     plain_model,
-    planner_work,
     this_machine,
-    tiling,
 )
 from ulysses.training.metrics import PEAK_FLOPS, device_peak_flops, model_flops
 from ulysses.zero.engine import ZeroEngine
@@ -55,7 +52,6 @@ class Bench(NamedTuple):
     shape: Shape
     mesh: ParallelMesh
     engine: ZeroEngine
-    gathered_layers: int = 0
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
@@ -101,25 +97,18 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def build(
-    config: Config,
-    device: torch.device,
-    gathered_layers: int = 0,
-) -> Bench:
-    """Create mesh and engine with all activations kept; all ranks call it together.
-
-    `gathered_layers`: how many layers' gathered weights stay for the backward pass; what `planned` chose for the longest pack.
-    """
+def build(config: Config, device: torch.device) -> Bench:
+    """Create mesh and engine with all activations kept; all ranks call it together."""
     shape, _ = read_shape(config)
     mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)
     resolve_kernel(
         config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim
     )  # refuses before it allocates
-    kept = MemoryChoice(("none",) * shape.num_hidden_layers, gathered_layers=gathered_layers)
+    kept = MemoryChoice(("none",) * shape.num_hidden_layers)
     engine = build_engine(
         config, shape, RandomWeights(shape, 0), mesh, config.model.attention, memory=kept
     )
-    return Bench(config, shape, mesh, engine, gathered_layers)
+    return Bench(config, shape, mesh, engine)
 
 
 def planned(config: Config, shape: Shape, device: torch.device, tokens: int) -> MemoryChoice:
@@ -129,11 +118,11 @@ def planned(config: Config, shape: Shape, device: torch.device, tokens: int) -> 
     """
     config = changed(config, "data", max_length=tokens)
     machine = this_machine(device, device_peak_flops(), config.memory.host_memory)
-    return choose_memory(config, shape, machine, planner_work(config, tokens))
+    return choose_memory(config, shape, machine, tokens)
 
 
 def remember(bench: Bench, tokens: int) -> MemoryChoice:
-    """Set what `planned` chooses for packs of `tokens`; the engine's gathered layers stay as they were built."""
+    """Set what `planned` chooses for packs of `tokens`."""
     choice = planned(bench.config, bench.shape, bench.engine.device, tokens)
     decoder: Any = bench.engine.module.model
     decoder.set_memory(*layer_memory(bench.config, bench.shape, choice))
@@ -214,24 +203,21 @@ def measure(
     rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
     levels = choice.recompute if choice else ("none",) * shape.num_hidden_layers
     work = Work(tokens, mesh.sequence_parallel_size, documents=documents)
-    executed = (
-        groups
-        * executed_flops(shape, levels, work, Options(tiling=tiling(bench.config)))
-        / seconds
-        / mesh.world_size
-    )
+    executed = executed_flops(shape, levels, work) * mesh.sequence_parallel_size / seconds
+    executed *= groups / mesh.world_size
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     attention, dtype = bench.config.model.attention, DTYPES[bench.config.model.dtype]
     kernel = resolve_kernel(
         attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents
     ).name
-    chunks, away = (choice.head_chunks, choice.offloaded_layers) if choice else (1, 0)
+    away = choice.offloaded_layers if choice else 0
+    runs = [(level, len(list(same))) for level, same in groupby(levels)]
     return {
         "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
         "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size, "adapters": adapters,
         "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
-        "kernel": kernel, "head_chunks": chunks, "recompute": level_name(levels), "offload": away, "gathered": bench.gathered_layers,
+        "kernel": kernel, "recompute": "+".join(f"{level}*{count}" for level, count in runs), "offload": away,
         "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
         "seconds": round(seconds, 4), "first_s": round(times[0], 2), "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
         "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,
@@ -241,15 +227,10 @@ def measure(
     }  # fmt: skip
 
 
-def executed_flops(shape: Shape, levels: Several[str], work: Work, options: Options) -> float:
-    """Count what a data-parallel group's step really computes, as the planner counts it; the head's logits are computed twice."""
-    model = plain_model(shape)
-    attention = attention_flops(model, work) * work.sp
-    layers = [passes(model, work, options, level) for level in levels]
-    return (
-        sum(p.matrices * work.tokens + p.attention * attention for p in layers)
-        + 8.0 * work.tokens * model.vocabulary_parameters
-    )
+def executed_flops(shape: Shape, levels: Several[str], work: Work) -> float:
+    """Count what a rank's step really computes, as the planner counts it; at most two neighbouring levels are mixed."""
+    memory = MemorySettings(levels[0], levels[-1], list(levels).count(levels[-1]))
+    return sum(step_flops(Case(plain_model(shape), Machine(1, 0), work, memory)))
 
 
 def wait(device: torch.device) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 from common import FIT, changed, launch, parser, settings, table
 
-from ulysses.memory.case import GIB, Machine
-from ulysses.memory.plan import longest_sequence
+from ulysses.memory.plan import GIB, Machine, longest_sequence
 from ulysses.training.build import read_shape
-from ulysses.training.memory import allowed_levels, free_host_bytes, planner_model, planner_options
+from ulysses.training.memory import allowed_levels, free_host_bytes, planner_case
 
 COLUMNS = (
     "sp", "dp", "seq", "recompute", "offload", "peak_gib", "device_gib", "host_gib", "fit_seconds", "seconds", "tok_s_gpu",
@@ -104,10 +103,9 @@ def search(a: Any, rest: list[str], degree: int) -> list[dict[str, Any]]:
     machine = Machine(
         a.gpus, a.gpu_memory * GIB, config.memory.host_memory * GIB or free_host_bytes()
     )
-    model, options = planner_model(config, shape), planner_options(config, shape)
-    planned = longest_sequence(
-        model, machine, degree, options, levels=allowed_levels(config), offload=a.offload
-    )
+    case = planner_case(config, shape, machine, BLOCK)
+    case = case._replace(work=case.work._replace(documents=1))
+    planned = longest_sequence(case, allowed_levels(config), a.offload)
     print(f"degree {degree}: {planned:,} tokens planned", flush=True)
     rows: list[dict[str, Any]] = []
     fits, fails, tokens = 0, 0, max(planned // a.block, 1) * a.block

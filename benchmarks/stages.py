@@ -21,7 +21,9 @@ from typing import Any
 
 from common import parser, say, table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for examples/, which is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # for examples/, which is not installed
 
 from examples.demo_data import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
 

@@ -26,7 +26,6 @@ from common import (
     leave,
     measure,
     parser,
-    planned,
     random_pack,
     remember,
     say,
@@ -34,17 +33,13 @@ from common import (
     table,
     take_step,
 )
-from plan_accuracy import beside
 
-from models.arch import ModelConfig as Shape
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.training.build import read_shape
-from ulysses.training.config import Config
 from ulysses.training.section import ConfigError
 from ulysses.zero.construct import initialize_distributed
 
 COLUMNS = (
-    "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "gathered", "seconds", "tok_s_gpu", "model_tflops_gpu",
+    "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
     "mfu", "executed", "predicted_seconds", "peak_gib", "predicted_peak_gib", "host_gib", "ratio", "fit_seconds", "note",
 )  # fmt: skip
 SPEEDS = (
@@ -143,14 +138,7 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
         (seq, level, changed(config, "memory", recompute=level, offload=offload))
         for seq, level, offload in zip(a.seq, levels, offloads, strict=True)
     ]
-    shape, _ = read_shape(config)
-    bench = build(
-        config,
-        device,
-        gathered_layers=min(
-            gathered(here, shape, device, seq * a.documents) for seq, _, here in cases
-        ),
-    )
+    bench = build(config, device)
     if a.skip_attention:
         skip_attention(bench)
     if a.warm:
@@ -167,7 +155,6 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
         try:
             choice = remember(here, seq * a.documents)
             row = measure(here, seq, documents=a.documents, steps=a.steps, choice=choice)
-            row |= beside(row)
         except ConfigError as error:
             row["refused"] = str(error)
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -190,14 +177,6 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     if a.profile and "refused" not in rows[-1]:
         profile(a, bench)
     return rows
-
-
-def gathered(config: Config, shape: Shape, device: torch.device, tokens: int) -> int:
-    """Return the layers whose gathered weights a run of such packs would keep; 0 where it would be refused."""
-    try:
-        return planned(config, shape, device, tokens).gathered_layers
-    except ConfigError:
-        return 0
 
 
 def skip_attention(bench: Bench) -> None:

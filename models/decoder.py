@@ -19,10 +19,9 @@ from models.layers import DecoderLayer, Embedding, RMSNorm
 from models.noise import embedding_noise
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import inverse_frequencies, rotary_table
-from ulysses.memory.levels import AUTOGRAD, check_level
+from ulysses.memory.levels import Pair, check_level
 from ulysses.memory.offload import Offloader
-from ulysses.memory.pairs import in_pairs, run_pair
-from ulysses.memory.tiling import TilingOptions
+from ulysses.memory.tiling import TileRows
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
@@ -34,7 +33,7 @@ class LayerMemory(NamedTuple):
     """Say what the layers keep for backward; the fields are explained at `Decoder.set_memory`."""
 
     recompute: str | Sequence[str] = "none"
-    tiling: TilingOptions | None = None
+    mlp_tile: TileRows = "auto"
     offloader: Offloader | None = None
     offload: bool | Sequence[bool] = True
 
@@ -79,25 +78,28 @@ class Decoder(nn.Module):
         ):  # moved once: a copy makes the host wait
             self._frequencies = inverse_frequencies(self.config, device)
         rope = rotary_table(batch.positions, self._frequencies)
-        every: list[Any] = list(self.layers)
-        for layers in in_pairs(every, [layer.recompute for layer in every]):
-            if len(layers) > 1 and torch.is_grad_enabled():
-                hidden = run_pair(layers, hidden, rope, batch.attention_plan)
-                continue
-            for layer in layers:
-                hidden = layer(hidden, rope, batch.attention_plan)
+        pair: Pair | None = None
+        for layer in self.layers:
+            if layer.recompute != "pair":
+                pair = None
+            elif pair is None:
+                pair = Pair(layer)
+            hidden = layer(hidden, rope, batch.attention_plan, pair)
+            if pair is not None and pair.first is not layer:
+                pair = None  # complete
         return hidden
 
     def set_memory(
         self,
         recompute: str | Sequence[str],
-        tiling: TilingOptions | None = None,
+        mlp_tile: TileRows = "auto",
         offloader: Offloader | None = None,
         offload: bool | Sequence[bool] = True,
     ) -> None:
-        """Say what the layers keep for backward: one recompute level for all or one per layer, the same on all ranks.
+        """Set what the layers keep for backward: one recompute level for all or one per layer, the same on all ranks.
 
-        With an offloader, the layers for which `offload` is true keep it in host memory; levels "mlp" and "none" ignore it.
+        `mlp_tile` rows of an MLP run at a time, except where level "none" keeps its whole graph. With an offloader, the
+        layers for which `offload` is true keep what they keep in host memory; level "none" ignores it.
         """
         count = len(self.layers)
         levels = [recompute] * count if isinstance(recompute, str) else list(recompute)
@@ -107,22 +109,14 @@ class Decoder(nn.Module):
                 raise ValueError(
                     f"{name} lists {len(values)} layers but the model has {count}; give one value, or one per layer"
                 )
-        tiling = tiling or TilingOptions()
-        tiling.check_heads(
-            self.config.num_attention_heads,
-            self.config.num_key_value_heads,
-            self.mesh.head_parallel_size if self.mesh else 1,
-        )
-        whole = [level for level in levels if level in AUTOGRAD]
-        if tiling.head_chunks > 1 and whole:
+        if mlp_tile != "auto" and mlp_tile < 0:
             raise ValueError(
-                f'head_chunks is {tiling.head_chunks} but recompute "{whole[0]}" keeps all heads at once; '
-                "set head_chunks to 1 or choose another recompute level"
+                f'mlp_tile is {mlp_tile} but must be "auto", 0 (never tile) or a number of rows'
             )
         for layer, level, away in zip(self.layers, levels, offloads):
             check_level(level)
             assert isinstance(layer, DecoderLayer)
-            layer.recompute, layer.tiling = level, tiling
+            layer.recompute, layer.mlp_tile = level, mlp_tile
             layer.offloader = offloader if away else None
 
 

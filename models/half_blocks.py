@@ -12,7 +12,6 @@ are plain (`is_plain`): adapters, hooks and partitioned parameters go through th
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -26,13 +25,20 @@ from ulysses.memory.tiling import tiles
 Rope = tuple[Tensor, Tensor]
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Return whether the module has a hook of any kind, which only a call of the module itself would run."""
+    hooks = module._forward_hooks, module._forward_pre_hooks
+    return any(hooks) or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def is_plain(*modules: nn.Module) -> bool:
-    """Say whether the modules' weights may be read directly: own classes, no hooks, not partitioned."""
+    """Return whether the modules' weights may be read directly: classes of ours, without hooks, not partitioned."""
     return all(
-        type(m).__module__.startswith("models.") and not m._forward_hooks and not m._forward_pre_hooks
+        type(m).__module__.startswith("models.")
+        and not is_watched(m)
         and cast(Tensor, m.weight).numel() > 0
         for m in modules
-    )  # fmt: skip
+    )
 
 
 class ProjectWeights(NamedTuple):
@@ -109,142 +115,39 @@ class _Project(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights, cos, sin = ctx.saved_tensors
-        w, wanted = ProjectWeights(*weights), ctx.needs_input_grad[1:8]
+        w, wanted = ProjectWeights(*weights), ctx.needs_input_grad[2:8]
+        grad_query, grad_key = rotate_pair(grads[0], grads[1], cos, sin, back=True)
+        flat = [g.flatten(1) for g in (grad_query, grad_key, grads[2])]
+        x = rms_norm(hidden, w.norm, ctx.eps)
+        matrices = [g.t() @ x if want else None for g, want in zip(flat, wanted[:3])]
+        del x
+        biases = [_column_sums(g) if want else None for g, want in zip(flat, wanted[3:])]
+        grad_x = (flat[0] @ w.query).addmm_(flat[1], w.key).addmm_(flat[2], w.value)
+        grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, w.norm, ctx.eps)
+        return grad_hidden, grad_norm.to(w.norm.dtype), *matrices, *biases, None, None, None, None
+
+
+def output(hidden: Tensor, attended: Tensor, weight: Tensor) -> Tensor:
+    """Return hidden [S, D] plus the projection of the attention output [S, H, E]."""
+    return _Output.apply(hidden, attended, weight)
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, attended: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(attended, weight)
+        return F.linear(attended.flatten(1), weight).add_(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attended, weight = ctx.saved_tensors
+        _, for_attended, for_weight = ctx.needs_input_grad
         return (
-            *_project_backward(hidden, grads, w, (cos, sin), ctx.eps, wanted),
-            None,
-            None,
-            None,
-            None,
+            grad,
+            (grad @ weight).view_as(attended) if for_attended else None,
+            grad.t() @ attended.flatten(1) if for_weight else None,
         )
-
-
-class HeadGroups:
-    """Project equal groups of heads one at a time, and add up what their gradients say of hidden and weights.
-
-    Nothing of all heads exists at once; the norm runs again for each group. Without a graph.
-    """
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weights: ProjectWeights,
-        rope: Rope,
-        eps: float,
-        head_dim: int,
-        count: int,
-    ) -> None:
-        self._hidden, self._weights, self._rope, self._eps, self._head_dim = (
-            hidden,
-            weights,
-            rope,
-            eps,
-            head_dim,
-        )
-        norm, *matrices = weights
-        rows = [(None,) * count if m is None else m.chunk(count) for m in matrices]
-        self._groups = [ProjectWeights(norm, *part) for part in zip(*rows)]
-        self._wanted = [w is not None and w.requires_grad for w in weights]
-        self._grad_x: Tensor | None = None
-        self._found: list[Any] = [None] * count
-
-    @torch.no_grad()
-    def project(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a group's query, key and value, positions rotated in."""
-        return project(self._hidden, self._groups[index], self._rope, self._eps, self._head_dim)
-
-    @torch.no_grad()
-    def add(self, index: int, grads: Sequence[Tensor]) -> None:
-        """Take the gradients of a group's query, key and value."""
-        self._grad_x, self._found[index] = _projection_backward(
-            rms_norm(self._hidden, self._weights.norm, self._eps),
-            grads,
-            self._groups[index],
-            self._rope,
-            self._wanted[1:],
-            self._grad_x,
-        )
-
-    @torch.no_grad()
-    def gradients(self) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the gradients of hidden and, by id, of the trainable weights; all groups have been added."""
-        assert self._grad_x is not None
-        grad_hidden, grad_norm = rms_norm_backward(
-            self._grad_x, self._hidden, self._weights.norm, self._eps
-        )
-        self._grad_x = None
-        rows = [
-            None if parts[0] is None else parts[0] if len(parts) == 1 else torch.cat(parts)
-            for parts in zip(*self._found)
-        ]
-        found = [grad_norm.to(self._weights.norm.dtype), *rows]
-        return grad_hidden, {
-            id(w): g
-            for w, g, want in zip(self._weights, found, self._wanted)
-            if want and g is not None
-        }
-
-
-class OutputGroups:
-    """Add the projected attention output to hidden; its gradient is computed for one group of heads at a time. Without a graph."""
-
-    def __init__(self, weight: Tensor, head_dim: int, count: int) -> None:
-        self._weight, self._head_dim, self._columns = weight, head_dim, weight.shape[1] // count
-        self._attended: Tensor | None = None
-        self._grad: Tensor | None = None
-
-    @torch.no_grad()
-    def run(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """Return hidden [S, D] + the projection of attended [S, H, E]."""
-        self._attended = attended.flatten(1)
-        return F.linear(self._attended, self._weight).add_(hidden)
-
-    @torch.no_grad()
-    def gradients(self, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Take the gradient of the sum [S, D]; return hidden's, which is the same, and the weight's if it is trained."""
-        assert self._attended is not None
-        found = [grad.t() @ self._attended] if self._weight.requires_grad else []
-        self._grad, self._attended = grad, None
-        return grad, found
-
-    @torch.no_grad()
-    def part(self, index: int) -> Tensor:
-        """Return the gradient [S, H/count, E] of a group's attention output."""
-        assert self._grad is not None
-        columns = self._weight[:, index * self._columns : (index + 1) * self._columns]
-        return (self._grad @ columns).unflatten(1, (-1, self._head_dim))
-
-
-def _project_backward(
-    hidden: Tensor,
-    grads: Sequence[Tensor],
-    w: ProjectWeights,
-    rope: Rope,
-    eps: float,
-    wanted: Sequence[bool],
-) -> tuple[Any, ...]:
-    grad_x, found = _projection_backward(rms_norm(hidden, w.norm, eps), grads, w, rope, wanted[1:])
-    grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, w.norm, eps)
-    return grad_hidden, grad_norm.to(w.norm.dtype), *found
-
-
-def _projection_backward(
-    x: Tensor,
-    grads: Sequence[Tensor],
-    w: ProjectWeights,
-    rope: Rope,
-    wanted: Sequence[bool],
-    total: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the gradient of the normalised rows x, added to `total`, and those of the matrices and biases."""
-    grad_query, grad_key = rotate_pair(grads[0], grads[1], *rope, back=True)
-    flat = [g.flatten(1) for g in (grad_query, grad_key, grads[2])]
-    found: list[Tensor | None] = [g.t() @ x if want else None for g, want in zip(flat, wanted[:3])]
-    del x
-    found += [_column_sums(g) if want else None for g, want in zip(flat, wanted[3:6])]
-    total = flat[0] @ w.query if total is None else total.addmm_(flat[0], w.query)
-    total.addmm_(flat[1], w.key).addmm_(flat[2], w.value)
-    return total, found
 
 
 def _column_sums(x: Tensor) -> Tensor:
@@ -280,30 +183,30 @@ class _FeedForward(torch.autograd.Function):
 
 @torch.no_grad()
 def feed_forward_tiles(
-    hidden: Tensor, weights: FeedForwardWeights, eps: float, tile_rows: int
+    hidden: Tensor, weights: FeedForwardWeights, eps: float, tile: int
 ) -> Tensor:
-    """Do `feed_forward` in tiles of rows, without a graph."""
+    """Return `feed_forward` in tiles of rows, without a graph."""
+    if tile >= hidden.shape[0]:
+        return feed_forward(hidden, weights, eps)
     out = torch.empty_like(hidden)
-    for part in tiles(hidden.shape[0], tile_rows):
+    for part in tiles(hidden.shape[0], tile):
         rows = hidden[part]
-        torch.add(
-            rows,
-            F.linear(activate(*_gate_up(rms_norm(rows, weights.norm, eps), weights)), weights.down),
-            out=out[part],
-        )
+        active = activate(*_gate_up(rms_norm(rows, weights.norm, eps), weights))
+        torch.add(rows, F.linear(active, weights.down), out=out[part])
+        del active
     return out
 
 
 @torch.no_grad()
 def feed_forward_gradients(
-    hidden: Tensor, grad: Tensor, weights: FeedForwardWeights, eps: float, tile_rows: int
+    hidden: Tensor, grad: Tensor, weights: FeedForwardWeights, eps: float, tile: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of hidden and of the trainable weights, in order; several tiles' sums are float32."""
-    whole = tile_rows >= hidden.shape[0]
+    whole = tile >= hidden.shape[0]
     sums = _Sums(weights, [w.requires_grad for w in weights], wide=not whole)
     grad = grad.contiguous()
     grad_hidden = None if whole else torch.empty_like(hidden)
-    for part in tiles(hidden.shape[0], tile_rows):
+    for part in tiles(hidden.shape[0], tile):
         rows = hidden[part]
         x = rms_norm(rows, weights.norm, eps)
         gate, up = _gate_up(x, weights)

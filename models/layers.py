@@ -8,7 +8,6 @@ that is wrapped by an adapter or watched by a hook is called as a module, and se
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 from models import half_blocks
 from models.arch import ModelConfig
 from models.fused import rms_norm, rotate, swiglu
-from ulysses.memory.levels import AUTOGRAD, run_layer
+from ulysses.memory.levels import Pair, run_layer
 from ulysses.memory.offload import Offloader
-from ulysses.memory.replay import RandomState, has_dropout, replay
-from ulysses.memory.tiling import TilingOptions, run_tiles, tile_gradients, tiled
+from ulysses.memory.tiling import TileRows, run_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 
 
@@ -72,6 +70,10 @@ class Attention(nn.Module):
         self.o_proj = Linear(H * E, D, bias=False)
         self.attention = attention
 
+    def forward(self, x: Tensor, rope: half_blocks.Rope, plan: Any) -> Tensor:
+        """Return the projected attention output of normalised x [S, D]; a layer without hooks calls the parts one by one."""
+        return self.o_proj(self.attention(*self.project(x, rope), plan=plan).flatten(1))
+
     def project(self, x: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of normalised x [S, D]; positions rotated in."""
         q, k, v = (
@@ -98,9 +100,9 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Run one layer on this rank's tokens; the unit that ZeRO-3 gathers as a whole.
 
-    forward(hidden [S, D], (cos, sin) each [S, E/2], plan) -> hidden [S, D]; `plan` is the batch's attention plan.
-    `recompute`, `tiling` and `offloader` say what its graph keeps; `Decoder.set_memory` sets them. `puts_off`: nothing is
-    computed before backward (ulysses/memory/pairs.py).
+    forward(hidden [S, D], (cos, sin) each [S, E/2], plan) -> hidden [S, D]; `plan` is the batch's attention plan, `pair`
+    what this layer shares with its neighbour at level "pair". `recompute`, `mlp_tile` and `offloader` say what its graph
+    keeps; `Decoder.set_memory` sets them. With a hook on self_attn, or on the attention inside, the graph keeps everything.
     """
 
     def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
@@ -110,15 +112,17 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         self.recompute: str = "none"
-        self.tiling = TilingOptions()
+        self.mlp_tile: TileRows = "auto"
         self.offloader: Offloader | None = None
-        self.puts_off = False
 
-    def forward(self, hidden: Tensor, rope: half_blocks.Rope, plan: Any) -> Tensor:
-        backward = torch.is_grad_enabled()
-        tile_rows = self.tiling.rows(hidden.shape[0], self.recompute if backward else "")
-        attention = self.self_attn.attention
-        if backward and self.recompute not in AUTOGRAD:
+    def forward(
+        self, hidden: Tensor, rope: half_blocks.Rope, plan: Any, pair: Pair | None = None
+    ) -> Tensor:
+        tile = tile_rows(hidden.shape[0], self.mlp_tile)
+        attention, learns = self.self_attn.attention, torch.is_grad_enabled()
+        if half_blocks.is_watched(self.self_attn) or half_blocks.is_watched(attention):
+            middle = hidden + self.self_attn(self.input_layernorm(hidden), rope, plan)
+        elif learns and self.recompute != "none":
             return run_layer(
                 self,
                 attention,
@@ -126,95 +130,58 @@ class DecoderLayer(nn.Module):
                 rope,
                 plan,
                 level=self.recompute,
-                tile_rows=tile_rows,
-                head_chunks=self.tiling.head_chunks,
+                tile=tile,
                 offloader=self.offloader,
-                put_off=self.puts_off,
+                pair=pair,
             )
-        middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
-        whole = tile_rows >= middle.shape[0] and not (backward and self.recompute == "mlp")
-        if whole:
-            return self.feed_forward(middle)
-        run = partial(self.feed_forward_tiles, tile_rows=tile_rows)
-        if not backward:
-            return run(middle)
-        random = RandomState() if self.draws() else None
-
-        def gradients(rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-            with replay(random):
-                return self.feed_forward_gradients(rows, grad, tile_rows)
-
-        return tiled(run, gradients, middle, self.stage_parameters()[2])
+        else:
+            middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
+        return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle, tile)
 
     def project(self, hidden: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
-        weights = self._project_weights()
-        if weights is None:
-            return self.self_attn.project(self.input_layernorm(hidden), rope)
-        return half_blocks.project(
-            hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim
-        )
-
-    def head_groups(
-        self, hidden: Tensor, rope: half_blocks.Rope, count: int
-    ) -> half_blocks.HeadGroups | None:
-        """Return `project` for `count` groups of heads one after the other, or None if the modules themselves must run."""
-        weights = self._project_weights()
-        if weights is None:
-            return None
-        return half_blocks.HeadGroups(
-            hidden, weights, rope, self.input_layernorm.eps, self.self_attn.head_dim, count
-        )
-
-    def _project_weights(self) -> half_blocks.ProjectWeights | None:
         norm, a = self.input_layernorm, self.self_attn
         q, k, v = a.q_proj, a.k_proj, a.v_proj
         if not half_blocks.is_plain(norm, q, k, v):
-            return None
-        return half_blocks.ProjectWeights(
+            return a.project(norm(hidden), rope)
+        weights = half_blocks.ProjectWeights(
             norm.weight, q.weight, k.weight, v.weight, q.bias, k.bias, v.bias
         )
+        return half_blocks.project(hidden, weights, rope, norm.eps, a.head_dim)
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Add the projected attention output [S, H, E] to the layer's input."""
-        return hidden + self.self_attn.o_proj(attended.flatten(1))
-
-    def output_groups(self, count: int) -> half_blocks.OutputGroups | None:
-        """Return `output` with gradients for `count` groups of heads one after the other, or None if the module itself must run."""
         o = self.self_attn.o_proj
-        return (
-            half_blocks.OutputGroups(o.weight, self.self_attn.head_dim, count)
-            if half_blocks.is_plain(o)
-            else None
-        )
+        if not half_blocks.is_plain(o):
+            return hidden + o(attended.flatten(1))
+        return half_blocks.output(hidden, attended, o.weight)
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
-        """Add the MLP of the normalised rows; row by row independent, so it can run in tiles."""
+        """Add the MLP of the normalised rows; each row is independent, so it can run in tiles."""
         weights = self._feed_forward_weights()
         if weights is None:
             return self._feed_forward_by_modules(hidden)
         return half_blocks.feed_forward(hidden, weights, self.post_attention_layernorm.eps)
 
-    def feed_forward_tiles(self, rows: Tensor, tile_rows: int) -> Tensor:
-        """Run `feed_forward` tile by tile, without a graph."""
+    def feed_forward_tiles(self, rows: Tensor, tile: int) -> Tensor:
+        """Run `feed_forward` in tiles, without a graph."""
         weights = self._feed_forward_weights()
         if weights is None:
-            return run_tiles(self._feed_forward_by_modules, rows, tile_rows)
+            return run_tiles(self._feed_forward_by_modules, rows, tile)
         return half_blocks.feed_forward_tiles(
-            rows, weights, self.post_attention_layernorm.eps, tile_rows
+            rows, weights, self.post_attention_layernorm.eps, tile
         )
 
     def feed_forward_gradients(
-        self, rows: Tensor, grad: Tensor, tile_rows: int
+        self, rows: Tensor, grad: Tensor, tile: int
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run forward and backward tile by tile; return the gradients of `rows` and of `stage_parameters()[2]`."""
+        """Run forward and backward of each tile; return the gradients of `rows` and of `stage_parameters()[2]`."""
         weights = self._feed_forward_weights()
         if weights is None:
-            return tile_gradients(
-                self._feed_forward_by_modules, rows, grad, self.stage_parameters()[2], tile_rows
-            )
+            run, parameters = self._feed_forward_by_modules, self.stage_parameters()[2]
+            return tile_gradients(run, rows, grad, parameters, tile)
         return half_blocks.feed_forward_gradients(
-            rows, grad, weights, self.post_attention_layernorm.eps, tile_rows
+            rows, grad, weights, self.post_attention_layernorm.eps, tile
         )
 
     def _feed_forward_by_modules(self, hidden: Tensor) -> Tensor:
@@ -222,13 +189,10 @@ class DecoderLayer(nn.Module):
 
     def _feed_forward_weights(self) -> half_blocks.FeedForwardWeights | None:
         norm, mlp = self.post_attention_layernorm, self.mlp
-        if mlp._forward_hooks or not half_blocks.is_plain(
-            norm, mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        ):
+        gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        if half_blocks.is_watched(mlp) or not half_blocks.is_plain(norm, gate, up, down):
             return None
-        return half_blocks.FeedForwardWeights(
-            norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
-        )
+        return half_blocks.FeedForwardWeights(norm.weight, gate.weight, up.weight, down.weight)
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
         """Return the trainable parameters of project, of output and of feed_forward, adapters included."""
@@ -240,23 +204,18 @@ class DecoderLayer(nn.Module):
         )
 
     def draws(self) -> bool:
-        """Say whether active dropout hides in a wrapped projection."""
-        a, mlp = self.self_attn, self.mlp
-        projections = (
-            a.q_proj,
-            a.k_proj,
-            a.v_proj,
-            a.o_proj,
-            mlp.gate_proj,
-            mlp.up_proj,
-            mlp.down_proj,
+        """Return whether an adapter around a projection has active dropout, to be drawn again in backward."""
+        return any(
+            isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 and m.training
+            for projection in (*self.self_attn.children(), *self.mlp.children())
+            if type(projection) is not Linear  # runs in every pass: a plain module is not walked
+            for m in projection.modules()
         )
-        return any(type(p) is not Linear and has_dropout(p) for p in projections)
 
 
 def _trainable(*modules: nn.Module) -> list[nn.Parameter]:
     found: list[nn.Parameter] = []
-    for module in modules:  # runs twice per layer and step: a plain module is not walked
+    for module in modules:
         own = module.parameters() if module._modules else module._parameters.values()
         found += [p for p in own if p is not None and p.requires_grad]
     return found

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from models import CausalLM, LayerMemory, ModelConfig, init_weights
-from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 
@@ -14,7 +13,7 @@ CONFIG = ModelConfig.from_hf({
     "model_type": "qwen2", "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
 })  # fmt: skip
-TILED = TilingOptions(mlp_rows=7)
+TILE = 7  # rows of an MLP tile: 26 rows are 4 of them
 
 
 def batch() -> ShardedBatch:

@@ -22,7 +22,6 @@ from tests.engine_case import (
 )
 from tests.shuffled_loader import ShuffledLoader
 from ulysses.data.steps import StepLoader
-from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights
@@ -57,7 +56,6 @@ class StageCase:
     labels: tuple[int, ...] = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)
     shape: ModelConfig = SHAPE
     attention: str = "auto"
-    head_chunks: int = 1
     ragged: bool = False  # sequences of one token, and answers so short that shards hold no trained token
 
 
@@ -134,7 +132,7 @@ class StartedAdapters(AdapterWeights):
 
 def make_model(case: StageCase, mesh: Any, attention: str | None = None) -> torch.nn.Module:
     cls = RewardModel if case.stage == "rm" else CausalLM
-    memory = LayerMemory(case.recompute, TilingOptions(head_chunks=case.head_chunks))
+    memory = LayerMemory(case.recompute)
     model = cls(case.shape, mesh, attention=attention or case.attention, memory=memory)
     if case.lora_rank:
         add_adapters(model, LoraConfig(rank=case.lora_rank, targets=list(case.targets)))

@@ -16,7 +16,6 @@ from models.layers import DecoderLayer
 from tests.engine_case import HostWeights, optimizer_of, zero_settings
 from tests.harness import run_distributed
 from ulysses.memory.levels import LEVELS
-from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import matrix_sizes
@@ -33,10 +32,10 @@ SHAPE = ModelConfig.from_hf({
 })  # fmt: skip
 
 
-def engine_of(adapters: bool, gathered_layers: int = 0) -> ZeroEngine:
+def engine_of(adapters: bool) -> ZeroEngine:
     """A trained engine none of whose parameters is too small to be partitioned between uses."""
     initialize_distributed()
-    mesh, settings = ParallelMesh(1), zero_settings(**matrix_sizes(SHAPE), gathered_layers=gathered_layers)
+    mesh, settings = ParallelMesh(1), zero_settings(**matrix_sizes(SHAPE))
 
     def create() -> CausalLM:
         model = CausalLM(SHAPE, mesh)
@@ -76,9 +75,9 @@ def test_no_gathered_weight_outlives_its_layers_forward(adapters: bool) -> None:
         assert found["torch_is_whole"] and found["alive"] == 0, found
 
 
-def whole_after_an_evaluation(gathered_layers: int) -> list[bool]:
+def whole_after_an_evaluation() -> list[bool]:
     """After each kind of evaluation and use: were the whole weights those of the start?"""
-    engine, source, found = engine_of(False, gathered_layers), HostWeights(SHAPE, 0), []
+    engine, source, found = engine_of(False), HostWeights(SHAPE, 0), []
     for _ in range(3):  # DeepSpeed gathers ahead from the third pass on
         engine.backward(engine(batch()).logps.sum(), last=True)
         engine.step([0.0] * len(engine.optimizer.param_groups))
@@ -101,15 +100,14 @@ def whole_after_an_evaluation(gathered_layers: int) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("gathered_layers", [0, 3])
-def test_whole_weights_after_an_evaluation(gathered_layers: int) -> None:
-    for found in run_distributed(whole_after_an_evaluation, 2, gathered_layers, with_zero=True, cpu=True):
+def test_whole_weights_after_an_evaluation() -> None:
+    for found in run_distributed(whole_after_an_evaluation, 2, with_zero=True, cpu=True):
         assert len(found) > 2 * 9 * LAYERS and all(found), found
 
 
-def gathers(adapters: bool, gathered_layers: int, levels: tuple[str, ...] = LEVELS[1:]) -> dict[str, dict[str, int]]:
+def gathers(levels: tuple[str, ...] = LEVELS[:-1]) -> dict[str, dict[str, int]]:
     """How often each parameter is gathered in a step, by level; the ranks disagree about the number of tiles."""
-    engine = engine_of(adapters, gathered_layers)
+    engine = engine_of(False)
     decoder: Any = engine.module.model
     decoder.set_memory(levels[-1])
 
@@ -132,7 +130,7 @@ def gathers(adapters: bool, gathered_layers: int, levels: tuple[str, ...] = LEVE
     found = {}
     for level in levels:
         for rows in (0, 4 + 3 * dist.get_rank()):
-            decoder.set_memory(level, TilingOptions(mlp_rows=rows))
+            decoder.set_memory(level, rows)
             evaluate()
             calls.clear()
             engine.backward(engine(batch()).logps.sum(), last=True)
@@ -146,25 +144,16 @@ def test_weights_are_gathered_once_per_direction() -> None:
 
     A pass without a backward half before each step changes nothing of that.
     """
-    for found in run_distributed(gathers, 2, False, 0, with_zero=True, cpu=True):
-        assert len(found) == 2 * len(LEVELS[1:])
+    for found in run_distributed(gathers, 2, with_zero=True, cpu=True):
+        assert len(found) == 2 * len(LEVELS[:-1])
         for case, calls in found.items():
             last = ("lm_head", "model.norm", f"model.layers.{LAYERS - 1}.")
             assert len(calls) == 3 + 9 * LAYERS
             assert all(count == 2 or (count == 1 and name.startswith(last)) for name, count in calls.items()), (case, calls)
 
 
-def test_pairs_gather_three_times() -> None:
-    for found in run_distributed(gathers, 2, False, 0, ("pair",), with_zero=True, cpu=True):
+def test_the_first_layer_of_a_pair_is_gathered_once_more() -> None:
+    for found in run_distributed(gathers, 2, ("pair",), with_zero=True, cpu=True):
         for case, calls in found.items():
             layers = {int(name.split("layers.")[1].split(".")[0]): count for name, count in calls.items() if "layers." in name}
-            assert layers == dict.fromkeys(range(LAYERS), 3), case
-
-
-@pytest.mark.parametrize("adapters", [False, True])
-def test_the_last_layers_are_gathered_once_if_told_so(adapters: bool) -> None:
-    for kept in (2, 4) if adapters else (2, 4, LAYERS):
-        for found in run_distributed(gathers, 2, adapters, kept, with_zero=True, cpu=True):
-            for case, calls in found.items():
-                layers = {int(name.split("layers.")[1].split(".")[0]): count for name, count in calls.items() if "layers." in name}
-                assert layers == {i: 1 if i >= LAYERS - kept else 2 for i in range(LAYERS)}, (kept, case)
+            assert layers == {i: (2 if i < LAYERS - 1 else 1) if i % 2 else 3 for i in range(LAYERS)}, case

@@ -39,28 +39,28 @@ TOPOLOGIES = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "pt": {"z_loss": 1e-3}, "rm": {"center_coefficient": 0.1}, "kto": {"beta": 0.3, "desirable_weight": 1.5},
 }  # fmt: skip
-LEVELS = ("none", "pair", "block", "keep_attention", "keep_exchange")
+LEVELS = ("none", "pair", "block", "keep_attention")
 SAMPLED = [
     ("sft", "6/2 2x2", "none", "reference"),
     ("sft", "14/2 2x2", "block", "auto"),
     ("sft", "3/1 1x2", "keep_attention", "auto"),
-    ("sft", "3/1 1x4", "keep_exchange", "reference"),
+    ("sft", "3/1 1x4", "keep_attention", "reference"),
     ("sft", "3/1 1x2 dp 2", "block", "reference"),
     ("sft", "6/2 2x2 dim 64", "keep_attention", "auto"),
     ("sft", "4/2 1x3", "none", "auto"),
     ("sft", "14/2 2x2", "pair", "auto"),
-    ("sft", "6/2 3x1", "keep_exchange", "auto"),
-    ("dpo", "6/2 2x2", "keep_exchange", "auto"),
+    ("sft", "6/2 3x1", "keep_attention", "auto"),
+    ("dpo", "6/2 2x2", "keep_attention", "auto"),
     ("dpo", "14/2 2x2", "keep_attention", "reference"),
     ("dpo", "3/1 1x2", "none", "reference"),
     ("dpo", "3/1 1x4", "block", "auto"),
-    ("dpo", "3/1 1x2 dp 2", "keep_exchange", "auto"),
+    ("dpo", "3/1 1x2 dp 2", "keep_attention", "auto"),
     ("dpo", "6/2 2x2 dim 64", "none", "reference"),
     ("dpo", "6/2 3x1", "none", "auto"),
     ("dpo", "6/2 3x1", "pair", "auto"),
     ("pt", "3/1 1x4", "none", "auto"),
     ("pt", "6/2 2x2 dim 64", "block", "reference"),
-    ("rm", "14/2 2x2", "keep_exchange", "reference"),
+    ("rm", "14/2 2x2", "keep_attention", "reference"),
     ("rm", "3/1 1x2 dp 2", "keep_attention", "auto"),
     ("kto", "6/2 2x2", "block", "auto"),
     ("kto", "6/2 2x2", "pair", "auto"),
@@ -90,8 +90,8 @@ def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: 
 
 
 @pytest.mark.parametrize("level", ["pair", "block", "keep_attention"])
-def test_heads_in_groups(level: str) -> None:
-    check(*case_of("dpo", "4/2 1x3", level, head_chunks=2))
+def test_levels_on_row_parallel_ranks(level: str) -> None:
+    check(*case_of("dpo", "4/2 1x3", level))
 
 
 @pytest.mark.full

@@ -12,7 +12,6 @@ from models import CausalLM, LayerMemory, ModelConfig, RewardModel, init_paramet
 from models.layers import DecoderLayer
 from tests.harness import device, gpus, run_distributed
 from ulysses.memory.levels import LEVELS
-from ulysses.memory.tiling import TilingOptions
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import available_kernels
 from ulysses.parallel.mesh import ParallelMesh
@@ -98,7 +97,7 @@ def levels_and_counts() -> dict[str, Any]:
     results = {}
     for level in LEVELS:
         for rows in (0, 5 + 3 * dist.get_rank()):  # ranks disagree about the number of tiles
-            model = CausalLM(UNTIED, mesh, memory=LayerMemory(level, TilingOptions(mlp_rows=rows)))
+            model = CausalLM(UNTIED, mesh, memory=LayerMemory(level, rows))
             init_weights(model, seed=0)
             model.to(device())
             calls.clear()
@@ -109,29 +108,16 @@ def levels_and_counts() -> dict[str, Any]:
                 dist.all_reduce(p.grad)
             error = worst_error({n: p.grad for n, p in model.named_parameters()}, expected)
             results[f"{level} {'tiled' if rows else 'whole'}"] = (error, count)
-    for level in LEVELS[:4]:
-        model = CausalLM(UNTIED, mesh, memory=LayerMemory(level, TilingOptions(head_chunks=2)))
-        init_weights(model, seed=0)
-        model.to(device())
-        calls.clear()
-        with mock.patch.object(dist, "all_to_all_single", counted):
-            loss_of(model, batch).backward()
-        count = calls["all_to_all"] / UNTIED.num_hidden_layers
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-        error = worst_error({n: p.grad for n, p in model.named_parameters()}, expected)
-        results[f"{level} chunked"] = (error, count)
     return results
 
 
 def test_every_level_equals_one_process_and_repeats_only_its_collectives() -> None:
     for results in run_distributed(levels_and_counts, 2):
-        table = {"pair": 7, "block": 6, "keep_attention": 6, "keep_exchange": 4, "mlp": 4, "none": 4}
-        in_two_chunks = {"pair": 2 * 5 + 3, "block": 2 * 7, "keep_attention": 2 * 6, "keep_exchange": 2 * 4}  # block: q, k, v once more
+        table = {"pair": 7, "block": 6, "keep_attention": 6, "none": 4}
         for case, (error, count) in results.items():
             assert error < 1e-5, (case, error)
-            level, tiling = case.split()
-            assert count == (in_two_chunks if tiling == "chunked" else table)[level], (case, count)
+            level, _ = case.split()
+            assert count == table[level], (case, count)
 
 
 def reward_scores(sp: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,14 +176,13 @@ def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool, kernel:
     mine = sequences() if sp == world else sequences()[rank::world]
     batch = pack_shard(mine, mesh, device())
     results = {}
-    tiled = TilingOptions(mlp_rows=4 + 3 * rank)
-    cases: list[Any] = [(level, tiled) for level in LEVELS]
-    for level, tiling in (*cases, ("block", None), (["keep_attention", "none"], None)):
-        decoder.set_memory(level, tiling)
+    cases: list[Any] = [(level, 4 + 3 * rank) for level in LEVELS]
+    for level, rows in (*cases, ("block", 0), (["keep_attention", "none"], 0)):
+        decoder.set_memory(level, rows)
         engine.set_gradient_accumulation_boundary(True)
         engine.backward(loss_of(engine, batch) * world, scale_wrt_gas=False)
         found = {n: deepspeed.utils.safe_get_full_grad(p).float().clone() for n, p in trainable.items()}
-        results[f"{level} {'tiled' if tiling else 'whole'}"] = worst_error(found, expected)
+        results[f"{level} {'tiled' if rows else 'whole'}"] = worst_error(found, expected)
         engine.optimizer.zero_grad()
     engine.destroy()
     return results

@@ -1,40 +1,183 @@
-"""Predict a training step's memory and time from plain numbers, and choose what to recompute and offload.
+"""Predict a training step's bytes and seconds from plain numbers, and choose what the layers keep.
 
-What is predicted: peak.py (bytes) and step_time.py (seconds); what was measured: calibration.py and
-benchmarks/measured.jsonl, with the errors that benchmarks/plan_accuracy.py prints.
+    allocated = states + the largest moment
+        head moment:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
+        layer moment:   all that the layers up to it keep; two gathered layers, one's gradients, its attention or its MLP
+        forward moment: a pass without gradient, of the model itself or of another one (nothing is kept yet)
+        rollout moment: the whole policy, the KV cache, the prompts' first pass          (PPO; nothing is kept yet)
+    device = allocated * (1 + SLACK) + CUDA context + NCCL's buffers    (without the allocator's cache, which it gives back)
+    host   = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
 
-The layers need not be alike: the last ones may keep more than the first ones. With equal layers, time and memory are
-linear in how many have a level, so two levels at most are ever worth mixing.
+ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over all
+ranks in bfloat16; a frozen one costs its weight. Measured steps judge all this (tests/unit/test_plan.py).
+
+Shapes: S local tokens, D width, F feed-forward width, V vocabulary, N a layer's matrices, W processes.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from itertools import takewhile
+from math import gcd
+from typing import Any, NamedTuple
 
-from ulysses.memory.case import Machine, Model, Options, Work, shards
-from ulysses.memory.levels import AUTOGRAD
-from ulysses.memory.peak import peak_bytes, pinned_per_layer
-from ulysses.memory.step_time import step_seconds
-from ulysses.memory.tiling import head_chunk_counts
+from ulysses.memory.levels import LEVELS
+from ulysses.memory.offload import CHUNK_BYTES
+from ulysses.memory.tiling import TileRows, tile_rows
+from ulysses.parallel.layout import HeadLayout, head_layout
 
+GIB = 1 << 30
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
-WORTH = 0.02  # share of a step's time that layers on the host, more groups of heads or kept gathered weights must save
 HOST_FILL = 0.9  # share of a node's free memory that training may take
-FASTEST_FIRST = ("none", "mlp", "keep_exchange", "keep_attention", "block", "pair")
+LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
+WORKING_GROUPS = (
+    2  # offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
+)
+PROCESS_BYTES = 4e9  # host memory of one process: interpreter, libraries, NCCL's shared buffers
+SLACK = 0.03  # fragments that the allocator cannot give back, as a share of its peak
+CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on an H200
+COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
+
+# Rates measured on H200, as shares of the machine's peaks.
+MATRICES = 0.55  # matrix products, the elementwise kernels between them included
+ATTENTION = 0.63  # attention kernels
+EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
+GATHER = 0.37  # all-gathers and reduce-scatters
+HBM = 0.6  # the optimizer's update, decoding
+STEP_SECONDS = 0.015  # per micro-batch: metadata, the first gather, the last reduction, metrics
+TOKEN_LAYER_SECONDS = 2.5e-4  # the host's time for one layer of one decoded token
+UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
+
+
+class Model(NamedTuple):
+    """A model's shape; `parameters` and `trained` count all and the trained ones, of all decoders."""
+
+    width: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    layers: int
+    parameters: int
+    trained: int
+    has_head: bool = True  # False: a score per token instead of the vocabulary
+    decoders: int = (
+        1  # 2: a second stack of layers runs on the same tokens (a separate value model)
+    )
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        return 2 * self.width * (self.query_width + self.kv_width)
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.attention_parameters + 3 * self.width * self.intermediate
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        return self.vocabulary * self.width
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the matrices themselves are trained, rather than adapters."""
+        return 2 * self.trained > self.parameters
+
+
+class Machine(NamedTuple):
+    """GPUs and memory in bytes, speeds in FLOP/s and bytes/s per GPU; the defaults are an H200 node's."""
+
+    gpus: int
+    gpu_bytes: float
+    host_bytes: float = 0.0  # per node, free for training; 0 if unknown
+    gpus_per_node: int = 8
+    peak_flops: float = 989e12
+    link: float = 450e9  # between GPUs of a node, one direction
+    node_link: float = 50e9  # between nodes
+    hbm: float = 4.8e12
+    host_link: float = 15e9  # all GPUs of a node copying at once
+
+    @property
+    def local_processes(self) -> int:
+        return min(self.gpus, self.gpus_per_node)
+
+    @property
+    def host_budget(self) -> float:
+        """The host memory that one process may take."""
+        return HOST_FILL * self.host_bytes / self.local_processes
+
+    def link_over(self, ranks: int) -> float:
+        """Return the speed of the slowest link between so many neighbouring ranks."""
+        return self.link if ranks <= self.gpus_per_node else min(self.link, self.node_link)
+
+
+class Rollout(NamedTuple):
+    """What one process decodes before `steps` optimizer steps: PPO's answers, `batch` of them at a time."""
+
+    answers: int
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    steps: int
+    merged: bool = False  # adapters are added into a copy of the matrices first
+
+
+class Work(NamedTuple):
+    """What a step computes: `tokens` of one micro-batch per sequence-parallel group, in `documents` of equal length."""
+
+    tokens: int
+    sp: int = 1
+    micro_batches: int = 1
+    documents: int = 1  # 2 for one pair
+    forwards: float = (
+        0.0  # passes without gradient over the same tokens (live reference, KTO's baseline)
+    )
+    rollout: Rollout | None = None
+    common_heads: int = (
+        0  # common divisor of the heads of all models that share the mesh; 0: one model
+    )
+
+    @property
+    def local(self) -> int:
+        return -(-self.tokens // self.sp)
+
+
+class MemorySettings(NamedTuple):
+    """The memory settings of a run.
+
+    level: recompute level of the layers. The last `upper_layers` have the level `upper` instead, which keeps more: their
+    backward comes first, and what they kept is free again when the others start to recompute.
+    offloaded_layers: how many, from the first on, keep their tensors on the host.
+    """
+
+    level: str = "none"
+    upper: str = "none"
+    upper_layers: int = 0
+    offloaded_layers: int = 0
+    mlp_tile: TileRows = "auto"
+    logits_rows: int = 0  # 0: tiles of LOGITS_TILE_BYTES
+    element_size: int = 2
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    others: tuple[Model, ...] = ()  # frozen models that the run holds as well
+    saves: bool = False  # checkpoints are written: their copy passes through host memory
 
 
 class Prediction(NamedTuple):
-    """Hold bytes per rank and seconds per optimizer step.
+    """Bytes of one rank.
 
-    gpu_bytes: all that the GPU holds. allocated: the allocator's peak, of which states, kept and working are parts.
-    offloaded: activations; moved: all that the settings moved to the host. host_bytes includes both.
+    gpu: all that the GPU must hold. allocated: the allocator's peak, of which states, kept and working are parts.
+    host: the host's; offloaded: pinned memory for activations; moved: all that the settings moved to the host.
     """
 
-    gpu_bytes: float
-    host_bytes: float
-    seconds: float
+    gpu: float
+    host: float
     allocated: float
     states: float
     kept: float
@@ -42,350 +185,316 @@ class Prediction(NamedTuple):
     offloaded: float
     moved: float
 
-    def fits_gpu(self, machine: Machine) -> bool:
-        return self.gpu_bytes <= FILL * machine.gpu_bytes
 
-    def fits_host(self, machine: Machine) -> bool:
-        """Say whether the node has room for what is moved there; one of unknown memory has, but no activations are sent there.
+class Case(NamedTuple):
+    """What the planner is asked about: a model's step on a machine with some memory settings."""
 
-        Where nothing is moved, the estimate of what is free decides nothing: some kernels report memory that grows on demand.
-        """
-        return not self.moved or not machine.host_bytes or self.host_bytes <= host_budget(machine)
+    model: Model
+    machine: Machine
+    work: Work
+    settings: MemorySettings
 
-    def fits(self, machine: Machine) -> bool:
-        """Say whether GPU and host have room, with their reserves."""
-        return self.fits_gpu(machine) and self.fits_host(machine)
-
-
-def host_budget(machine: Machine) -> float:
-    """Return the host memory that one process may take."""
-    return HOST_FILL * machine.host_bytes / machine.local_processes
-
-
-class Choice(NamedTuple):
-    """Hold memory settings with chosen levels and offload, and what is predicted for them."""
-
-    options: Options
-    layers: int
-    prediction: Prediction
-
-    @property
-    def offloaded_layers(self) -> int:
-        return self.options.offloaded_layers
-
-    @property
-    def level(self) -> str:
-        return self.options.level
-
-    @property
-    def head_chunks(self) -> int:
-        return self.options.tiling.head_chunks
+    def having(self, **settings: Any) -> "Case":
+        """Return the case with some settings replaced."""
+        return self._replace(settings=self.settings._replace(**settings))
 
     @property
     def levels(self) -> tuple[str, ...]:
-        """Return every layer's level, the first layer's first."""
-        below = self.layers - self.options.upper_layers
-        return (self.options.level,) * below + (self.options.upper,) * self.options.upper_layers
+        """Every layer's level, the first layer's first."""
+        s = self.settings
+        return (s.level,) * (self.model.layers - s.upper_layers) + (s.upper,) * s.upper_layers
 
     @property
     def name(self) -> str:
-        return level_name(self.levels)
+        """The levels in short: "block", or "block*20+none*12" where the layers differ."""
+        s, count = self.settings, self.settings.upper_layers
+        return f"{s.level}*{self.model.layers - count}+{s.upper}*{count}" if count else s.level
+
+    @property
+    def shards(self) -> tuple[int, int, HeadLayout]:
+        """How many ranks split the heads, how many the query rows, and the heads on each rank."""
+        sp, model = self.work.sp, self.model
+        ranks = gcd(sp, model.heads, self.work.common_heads)
+        return ranks, sp // ranks, head_layout(model.heads, model.kv_heads, ranks)
+
+    def fits_gpu(self) -> bool:
+        return predict(self).gpu <= FILL * self.machine.gpu_bytes
+
+    def fits_host(self) -> bool:
+        """Return whether the node has room for what is moved there; a node of unknown memory has.
+
+        Where nothing is moved, what seems free decides nothing: some kernels report memory that grows on demand.
+        """
+        p, machine = predict(self), self.machine
+        return not p.moved or not machine.host_bytes or p.host <= machine.host_budget
+
+    def fits(self) -> bool:
+        return self.fits_gpu() and self.fits_host()
 
 
-def level_name(levels: tuple[str, ...]) -> str:
-    """Return "block", or "block*20+none*12" where the layers differ."""
-    runs: list[tuple[str, int]] = []
-    for level in levels:
-        if runs and runs[-1][0] == level:
-            runs[-1] = level, runs[-1][1] + 1
-        else:
-            runs.append((level, 1))
-    return runs[0][0] if len(runs) == 1 else "+".join(f"{level}*{count}" for level, count in runs)
+def predict(case: Case) -> Prediction:
+    """Predict the bytes of a rank."""
+    model, s, world = case.model, case.settings, case.machine.gpus
+    weights = s.element_size * (model.parameters + sum(m.parameters for m in s.others)) / world
+    trained = 16 * model.trained / world  # float32 weights have a separate master too
+    states = weights * (not s.offload_parameters) + trained * (not s.offload_optimizer)
+    below = model.layers - s.upper_layers
+    away = min(s.offloaded_layers, below) if s.level != "none" else 0
+    pair = s.level == "pair"
+    here = below - away + min(away, WORKING_GROUPS * (1 + pair))
+    if pair:  # an odd layer keeps its own input, and the pair at work its second layer's too
+        here += below % 2 + 2
+    upper = kept_bytes(case, s.upper) * s.upper_layers
+    kept = model.decoders * (kept_bytes(case, s.level) * here + upper)
+    moments = [_head_moment(case)]
+    if below:  # the upper layers are done by then, and what they kept is free
+        moments.append(_layer_moment(case, s.level) - upper)
+    if s.upper_layers:
+        moments.append(_layer_moment(case, s.upper))
+    working = max(moments)
+    passes = [_forward_moment(case._replace(model=m)) for m in (model, *s.others)]
+    allocated = states + max(kept + working, _rollout_moment(case), *passes)
+    gpu = allocated * (1 + SLACK) + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
+    offloaded = model.decoders * pinned_bytes(case) * away
+    moved = weights + trained - states + offloaded
+    saving = 4 * model.trained / world if s.saves else 0  # one kind of the state at a time
+    host = moved + saving + PROCESS_BYTES
+    return Prediction(gpu, host, allocated, states, kept, working, offloaded, moved)
 
 
-def level_list(name: str, layers: int) -> tuple[str, ...]:
-    """Return every layer's level from what `level_name` wrote.
-
-    Raises:
-        ValueError: for counts that are not the model's layers.
-    """
-    if "*" not in name:
-        return (name,) * layers
-    found: list[str] = []
-    for part in name.split("+"):
-        level, _, count = part.partition("*")
-        found += [level] * int(count or 1)
-    if len(found) != layers:
-        raise ValueError(
-            f"recompute {name} lists {len(found)} layers but the model has {layers}; make the counts add up"
-        )
-    return tuple(found)
+def kept_bytes(case: Case, level: str) -> float:
+    """Return the bytes that one layer's graph keeps at a level, weights aside; the log-sum-exp is float32."""
+    model, out = case.model, case.model.query_width
+    kept = model.width // 2 if level == "pair" else model.width
+    if level in ("keep_attention", "none"):
+        kept += out
+    if level == "none":  # q', k', v', out if it is exchanged, middle, gate and up
+        kept += out * (1 + (case.work.sp > 1)) + 2 * _held(case)
+        kept += model.width + 2 * model.intermediate
+        if not model.is_full:  # adapters keep the inputs of the projections as well
+            kept += 2 * model.width + model.intermediate
+    lse = 4 * model.heads if level in ("keep_attention", "none") else 0
+    return float(kept * case.settings.element_size + lse) * case.work.local
 
 
-def predict(model: Model, machine: Machine, work: Work, options: Options) -> Prediction:
-    """Predict peak GPU bytes and host bytes of a rank, and seconds per step."""
-    peak = peak_bytes(model, machine.gpus, work, options)
-    seconds = step_seconds(model, machine, work, options)
-    return Prediction(
-        peak.device,
-        peak.host,
-        seconds,
-        peak.allocated,
-        peak.states,
-        peak.kept,
-        peak.working,
-        peak.offloaded,
-        peak.moved,
-    )
+def pinned_bytes(case: Case) -> float:
+    """Return the most host bytes that one layer's activations take: any tensor's last chunk may stay partly empty."""
+    tensors = 3 if case.settings.level == "keep_attention" else 1
+    return kept_bytes(case, case.settings.level) + CHUNK_BYTES * tensors
 
 
-def most_offloaded(model: Model, machine: Machine, work: Work, options: Options) -> int:
-    """Return how many layers' activations the host has room for, beside what it holds anyway."""
-    here = peak_bytes(model, machine.gpus, work, options._replace(offloaded_layers=0)).host
-    each = model.decoders * pinned_per_layer(model, work.sp, work.local, options)
-    return max(
-        0, min(model.layers - options.upper_layers, int((host_budget(machine) - here) // each))
-    )
+def _held(case: Case) -> int:
+    """Return the width of the keys that a rank holds after the exchange, per local token: copies and gathered rows included."""
+    head_ranks, row_ranks, layout = case.shards
+    return layout.key * head_ranks * row_ranks * case.model.head_dim
 
 
-def _choice(model: Model, machine: Machine, work: Work, options: Options) -> Choice:
-    return Choice(options, model.layers, predict(model, machine, work, options))
+def _packed(case: Case) -> int:
+    """Return the width of what an exchange of q, k and v holds: its inputs, its buffer and its results."""
+    row_ranks = case.shards[1]  # keys and values go to every row set
+    return 3 * (case.model.query_width + 2 * case.model.kv_width * row_ranks)
 
 
-def choices(
-    model: Model,
-    machine: Machine,
-    work: Work,
-    options: Options,
-    *,
-    levels: tuple[str, ...],
-    offload: str,
-) -> Iterator[Choice]:
-    """Yield one choice per level, the same for all layers.
-
-    offload: "none", "checkpoints" (all layers that the host holds) or "auto" (the fewest that fit). Of
-    `options.head_chunks` each takes the fewest that fit, more of them rather than one more layer offloaded.
-    """
-    for level in levels:
-        if level in AUTOGRAD and offload == "checkpoints":
-            continue
-        counts = _chunk_counts(model, work, options, level)
-        found = [
-            _in_chunks(model, machine, work, options._replace(level=level), count, offload)
-            for count in counts
-        ]
-        yield min(found, key=partial(_reluctance, machine))
+def _gathered(case: Case) -> int:
+    """Return the bytes of two layers' gathered weights."""
+    return 2 * case.settings.element_size * case.model.layer_parameters * (case.machine.gpus > 1)
 
 
-def _chunk_counts(model: Model, work: Work, options: Options, *levels: str) -> tuple[int, ...]:
-    """Return the numbers of groups of heads that may be chosen for layers of such levels, the fewest first."""
-    allowed = head_chunk_counts(
-        model.heads, model.kv_heads, shards(model, work.sp).head_ranks
-    )  # not the same at every degree
-    counts = tuple(count for count in options.head_chunks if count in allowed)
-    return (
-        counts
-        if counts and not any(level in AUTOGRAD for level in levels)
-        else (options.tiling.head_chunks,)
-    )
+def _logits_tile(case: Case) -> int:
+    """Return the bytes of one tile of logits, in float32 and in the weights' dtype."""
+    s, V = case.settings, case.model.vocabulary
+    rows = s.logits_rows or max(1, LOGITS_TILE_BYTES // (4 * V))
+    return min(case.work.local, rows) * V * (4 + s.element_size)
 
 
-def _reluctance(machine: Machine, choice: Choice) -> tuple[bool, int, float]:
-    """Order choices of one level: what fits first, with little offloaded; the first of equals has the fewest chunks."""
-    fits = choice.prediction.fits(machine)
-    return not fits, choice.offloaded_layers, 0.0 if fits else choice.prediction.gpu_bytes
+def _head_moment(case: Case) -> float:
+    model, size, world = case.model, case.settings.element_size, case.machine.gpus
+    words = model.vocabulary_parameters
+    # the rows' hidden states and gradients, the rotary table, gathered weights
+    fixed = (3 * size * model.width + 4 * model.head_dim) * case.work.local + _gathered(case)
+    fixed += size * words * (world > 1)
+    if not model.has_head:  # the embedding's gradient, whole, and its reduction
+        return fixed + 2 * size * words * model.is_full
+    if not model.is_full:
+        return fixed + _logits_tile(case)
+    # the float32 sum over the tiles, then its cast, the buffer it travels in and the float32 sum over the ranks
+    reduction = (2 * size + 4 / world) * words * (world > 1)
+    return fixed + 4 * words + max(_logits_tile(case), reduction)
 
 
-def _in_chunks(
-    model: Model, machine: Machine, work: Work, options: Options, chunks: int, offload: str
-) -> Choice:
-    tiling = replace(options.tiling, head_chunks=chunks)
-    here = options._replace(upper_layers=0, offloaded_layers=0, tiling=tiling)
-    if offload != "none" and options.level not in AUTOGRAD:
-        most = most_offloaded(model, machine, work, here)
-        here = here._replace(
-            offloaded_layers=_fewest(model, machine, work, here, most)
-            if offload == "auto"
-            else most
-        )
-    return _choice(model, machine, work, here)
-
-
-def _fewest(model: Model, machine: Machine, work: Work, options: Options, most: int) -> int:
-    """Return the fewest offloaded layers that make the GPU suffice, `most` if none do."""
-
-    def fits(layers: int) -> bool:
-        return _choice(
-            model, machine, work, options._replace(offloaded_layers=layers)
-        ).prediction.fits_gpu(machine)
-
-    return bisect_left(range(most), True, key=fits)
-
-
-def mixtures(
-    model: Model,
-    machine: Machine,
-    work: Work,
-    options: Options,
-    *,
-    levels: tuple[str, ...],
-    offload: str,
-) -> Iterator[Choice]:
-    """Yield, for each two levels, groups of heads and several numbers of offloaded layers, as many layers of the faster one as fit."""
-    ordered = [level for level in FASTEST_FIRST if level in levels]
-    for level, upper in (
-        (level, upper) for place, level in enumerate(ordered) for upper in ordered[:place]
-    ):
-        for chunks in _chunk_counts(model, work, options, level, upper):
-            tiling = replace(options.tiling, head_chunks=chunks)
-            alone = options._replace(
-                level=level, upper=upper, upper_layers=0, offloaded_layers=0, tiling=tiling
-            )
-            most = (
-                0
-                if offload == "none" or level in AUTOGRAD
-                else most_offloaded(model, machine, work, alone)
-            )
-            for away in (
-                [most]
-                if offload == "checkpoints"
-                else range(0, most + 1, max(1, model.layers // 16))
-            ):
-                here = alone._replace(offloaded_layers=away)
-                count = _most_upper(model, machine, work, here)
-                if count:
-                    yield _choice(model, machine, work, here._replace(upper_layers=count))
-
-
-def _most_upper(model: Model, machine: Machine, work: Work, options: Options) -> int:
-    """Return how many last layers can have the upper level; 0 if none fit, or if all do (then it needs no mixture)."""
-
-    def too_many(layers: int) -> bool:
-        return not _choice(
-            model, machine, work, options._replace(upper_layers=layers)
-        ).prediction.fits(machine)
-
-    return bisect_left(range(1, model.layers - options.offloaded_layers), True, key=too_many)
-
-
-def choose_level(
-    model: Model,
-    machine: Machine,
-    work: Work,
-    options: Options,
-    *,
-    levels: tuple[str, ...] = FASTEST_FIRST,
-    offload: str = "none",
-) -> Choice | None:
-    """Return the fastest predicted choice that fits, the simpler and higher one where two are alike; None: none fits.
-
-    With several `levels` the layers may get two of them. Heads go in groups, and with offload "auto" layers to the host, only
-    where that saves more than WORTH.
-    """
-    fitting = [
-        c
-        for c in choices(model, machine, work, options, levels=levels, offload=offload)
-        if c.prediction.fits(machine)
-    ]
+def _layer_moment(case: Case, level: str) -> float:
+    model, size, S = case.model, case.settings.element_size, case.work.local
+    D, F, q, held = model.width, model.intermediate, model.query_width, _held(case)
+    rows = S if level == "none" else tile_rows(S, case.settings.mlp_tile)
+    fixed = _gathered(case) + 4 * model.head_dim * S
     if (
-        not any(c.options.level == levels[0] and not c.offloaded_layers for c in fitting)
-        and len(levels) > 1
-    ):
-        mixed = mixtures(model, machine, work, options, levels=levels, offload=offload)
-        fitting += [c for c in mixed if c.prediction.fits(machine)]
-    limit = (1 + WORTH) * min((c.prediction.seconds for c in fitting), default=0.0)
-    fast = (c for c in fitting if c.prediction.seconds <= limit)
-    return min(
-        fast,
-        key=lambda c: (
-            c.offloaded_layers * (offload == "auto"),
-            c.head_chunks,
-            round(c.prediction.seconds, 4),
-        ),
-        default=None,
-    )
+        model.is_full
+    ):  # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's
+        fixed += size * (model.layer_parameters + model.vocabulary_parameters)
+        fixed += 4 * 3 * D * F * (rows < S)
+    wrapped = (
+        1 if model.is_full else 2
+    )  # projections called as modules keep every intermediate of a tile
+    # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and measured steps take one
+    # more; before and after them: what the exchanges pack
+    attention = max(6 * q + 8 * held, _packed(case)) - (q + 2 * held) * (level == "none")
+    attention += 2 * D + q * (level in ("block", "pair"))  # two gradients of the residual, out
+    return fixed + size * max(4 * S * D + 4 * wrapped * rows * F, S * attention)
 
 
-def keep_gathered(model: Model, machine: Machine, work: Work, choice: Choice) -> Choice:
-    """Return the choice with as many layers' gathered weights kept from the forward to the backward pass as fit.
+def _forward_moment(case: Case) -> float:
+    """Return the bytes of a pass without gradient: two gathered layers and one's work, or the head."""
+    model, size, S = case.model, case.settings.element_size, case.work.local
+    mlp = 3 * tile_rows(S, case.settings.mlp_tile) * model.intermediate
+    layer, head = size * max(mlp, S * _packed(case)), 0
+    if model.has_head:
+        head = size * model.vocabulary_parameters * (case.machine.gpus > 1) + _logits_tile(case)
+    rows = (2 * size * model.width + 4 * model.head_dim) * S
+    return rows + _gathered(case) + max(layer, head)
 
-    That saves one of two gathers: a few percent of a short step, more where links between nodes limit it, nothing of a long one. So
-    only where nothing is recomputed, or where more than WORTH is predicted to be saved.
+
+def _rollout_moment(case: Case) -> float:
+    model, size, rollout = case.model, case.settings.element_size, case.work.rollout
+    if rollout is None:
+        return 0.0
+    policy = size * (model.layers * model.layer_parameters + 2 * model.vocabulary_parameters)
+    count = min(rollout.answers, rollout.batch)
+    length = rollout.prompt_tokens + rollout.new_tokens
+    cache = 2 * size * model.layers * count * length * model.kv_width
+    prompts = size * count * rollout.prompt_tokens * (3 * model.intermediate + 4 * model.width)
+    # float64 logits, log-probabilities, what top_p keeps, their sums
+    drawing = 4 * 8 * count * model.vocabulary
+    return policy * (1 + rollout.merged) + cache + max(prompts, drawing)
+
+
+def step_flops(case: Case) -> tuple[float, float]:
+    """Count the FLOPs that one rank executes for a micro-batch: matrix products, attention kernels.
+
+    Recomputation counts; adapters' frozen matrices have no gradient of their own (4 N instead of 6 N); causal attention
+    counts half of the square.
     """
+    model, work = case.model, case.work
+    S, N, F = work.tokens / work.sp, model.layer_parameters, model.width * model.intermediate
+    forward = 2.0 * work.tokens**2 / work.documents * model.query_width / work.sp
+    again = model.attention_parameters + (2 if model.is_full else 3) * F
+    directions = 3 if model.is_full else 2
+    matrices = attention = 0.0
+    for level in case.levels:
+        pair = level == "pair"  # the forward pass of every second layer once more
+        matrices += directions * N + again * (level != "none") + N / 2 * pair
+        attention += 3.5 + (level in ("block", "pair")) + pair / 2
+    head = model.vocabulary_parameters if model.has_head else 0  # logits are computed twice
+    matrices = model.decoders * matrices + head * (directions + 1)
+    matrices += work.forwards * (model.layers * N + head) + 3 * model.trained * (not model.is_full)
+    return 2 * S * matrices, forward * (model.decoders * attention + work.forwards * model.layers)
 
-    def keeping(layers: int) -> Choice:
-        return _choice(model, machine, work, choice.options._replace(gathered_layers=layers))
 
-    if machine.gpus == 1 or work.rollout is not None:
-        return choice
-    kept = keeping(
-        bisect_left(
-            range(1, model.layers + 1),
-            True,
-            key=lambda layers: not keeping(layers).prediction.fits(machine),
-        )
-    )
-    saves = kept.prediction.seconds < (1 - WORTH) * choice.prediction.seconds
-    return kept if saves or set(choice.levels) == {"none"} else choice
+def step_seconds(case: Case) -> float:
+    """Estimate the seconds of one optimizer step: FLOPs and bytes over the rates measured on H200."""
+    (model, machine, work, s), W = case, case.machine.gpus
+    matrices, attention = step_flops(case)
+    seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
+    # exchanges: twice forward and backward, three times where the layers exchange again
+    head_ranks, _, layout = case.shards
+    heads = 2 * layout.query * (head_ranks - 1) + 2 * layout.key * (work.sp - 1)
+    times = 2 * model.layers + sum(level != "none" for level in case.levels)
+    sent = model.decoders * times * s.element_size * model.head_dim * heads * work.local
+    seconds += sent / (EXCHANGE * machine.link_over(work.sp))
+    # beside the computation: weights are gathered twice and gradients reduced; copies to and from the host
+    traffic = s.element_size * ((2 + work.forwards) * model.parameters + model.trained)
+    traffic *= (W - 1) / W / (GATHER * machine.link_over(W))
+    moved = 4 * model.trained / W * s.offload_optimizer
+    moved += 2 * s.element_size * model.parameters / W * s.offload_parameters
+    moved += 2 * s.offloaded_layers * model.decoders * kept_bytes(case, s.level)
+    micro_batch = max(seconds, traffic, moved / machine.host_link) + STEP_SECONDS
+    update = UPDATE_BYTES * model.trained / W
+    update /= machine.host_link if s.offload_optimizer else HBM * machine.hbm
+    return work.micro_batches * micro_batch + update + _rollout_seconds(case)
+
+
+def _rollout_seconds(case: Case) -> float:
+    """Return one step's share of decoding: one token of all answers at a time, reading weights and half the cache."""
+    model, machine, rollout = case.model, case.machine, case.work.rollout
+    if rollout is None:
+        return 0.0
+    batches = -(-rollout.answers // rollout.batch)
+    policy = model.layers * model.layer_parameters + model.vocabulary_parameters
+    cached = rollout.answers / batches * (rollout.prompt_tokens + rollout.new_tokens / 2)
+    read = case.settings.element_size * (policy + 2 * model.layers * cached * model.kv_width)
+    token = max(read / (HBM * machine.hbm), model.layers * TOKEN_LAYER_SECONDS)
+    prompts = 2 * policy * rollout.answers * rollout.prompt_tokens
+    prompts /= MATRICES * machine.peak_flops
+    return (batches * rollout.new_tokens * token + prompts) / rollout.steps
+
+
+def one_level(case: Case, level: str, offload: str = "none") -> Case:
+    """Return the case with one level for all layers.
+
+    offload: "none"; "auto", the fewest layers that make the GPU suffice, else all that the host holds; "checkpoints", all
+    that the host holds.
+    """
+    case = case.having(level=level, upper_layers=0, offloaded_layers=0)
+    if offload == "none" or level == "none":
+        return case
+    each = case.model.decoders * pinned_bytes(case)
+    most = int((case.machine.host_budget - predict(case).host) // each)
+    away = max(0, min(case.model.layers, most))
+    if offload == "auto":
+        fits = [case.having(offloaded_layers=n).fits_gpu() for n in range(away)]
+        away = fits.index(True) if True in fits else away
+    return case.having(offloaded_layers=away)
+
+
+def choose(case: Case, levels: tuple[str, ...] = LEVELS, offload: str = "none") -> Case | None:
+    """Return the fastest level that fits, with the next faster one on as many of the last layers as fit; None: none fits.
+
+    `levels` are those to choose from, the fastest first. Of a level that fits only with layers on the host, all layers have it.
+    """
+    for faster, level in zip(("", *levels), levels):
+        found = one_level(case, level, offload)
+        if not found.fits():
+            continue
+        if faster and not found.settings.offloaded_layers:
+            mixed = (
+                found.having(upper=faster, upper_layers=n) for n in range(1, case.model.layers)
+            )
+            for found in takewhile(Case.fits, mixed):
+                pass
+        return found
+    return None
 
 
 def longest_sequence(
-    model: Model,
-    machine: Machine,
-    sp: int,
-    options: Options,
-    *,
-    documents: int = 1,
-    levels: tuple[str, ...] = FASTEST_FIRST,
-    offload: str = "none",
-    like: Work | None = None,
-    limit: int = 1 << 27,
+    case: Case, levels: tuple[str, ...] = LEVELS, offload: str = "none", limit: int = 1 << 27
 ) -> int:
-    """Return the longest document in tokens, a multiple of 1024, that some level fits; 0 if not even 1024 do.
+    """Return the most tokens per document, a multiple of 1024, that some level fits; 0 if not even 1024 do.
 
-    `documents` share the micro-batch: 2 for a pair, whose sides may both be that long. `like` gives the rest of the work.
+    The case's work says how many equal documents share the micro-batch and how many ranks share it.
     """
 
-    like = like or Work(0)
-
     def fits(blocks: int) -> bool:
-        work = like._replace(
-            tokens=1024 * blocks * documents, sp=sp, micro_batches=1, documents=documents
-        )
-        found = choices(model, machine, work, options, levels=levels, offload=offload)
-        return any(c.prediction.fits(machine) for c in found)
+        work = case.work._replace(tokens=1024 * blocks * case.work.documents)
+        return any(one_level(case._replace(work=work), x, offload).fits() for x in levels)
 
     # all powers of two are tried: MLP tiles set in at some length, and a longer sequence can need less than a shorter one
     low = max((1 << i for i in range(max(limit >> 10, 1).bit_length()) if fits(1 << i)), default=0)
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return 1024 * low
+    return 1024 * (low + bisect_left(range(low + 1, 2 * low), True, key=lambda n: not fits(n)))
 
 
-def recommend(
-    model: Model,
-    machine: Machine,
-    work: Work,
-    options: Options,
-    *,
-    batches: int = 1 << 10,
-    levels: tuple[str, ...] = FASTEST_FIRST,
-    offloads: tuple[str, ...] = ("none", "auto"),
-) -> tuple[int, str, Choice] | None:
-    """Return degree, offload and levels of the fastest step of `batches` micro-batches like `work`; None: none fits.
+def recommend(case: Case, batches: int) -> tuple[str, Case] | None:
+    """Return offload, degree and levels of the fastest step of `batches` micro-batches like the case's; None: none fits.
 
-    Offload is taken where a degree does not fit without it, or is slower by more than WORTH. Groups without a micro-batch of
-    their own wait.
+    Layers are offloaded only if no degree fits without. Groups without a micro-batch of their own wait.
     """
-    found: list[tuple[float, int, str, Choice]] = []
-    for sp in (d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0):
-        here = work._replace(sp=sp, micro_batches=-(-batches // (machine.gpus // sp)))
-        best = float("inf")
-        for offload in offloads:
-            choice = choose_level(model, machine, here, options, levels=levels, offload=offload)
-            if choice is not None and choice.prediction.seconds < (1 - WORTH) * best:
-                best = choice.prediction.seconds
-                found.append((best, sp, offload, choice))
-    return min(found, key=lambda f: f[0])[1:] if found else None
+    gpus = case.machine.gpus
+    for offload in ("none", "auto"):
+        works = [
+            case.work._replace(sp=sp, micro_batches=-(-batches // (gpus // sp)))
+            for sp in range(1, gpus + 1)
+            if gpus % sp == 0
+        ]
+        found = [choose(case._replace(work=work), offload=offload) for work in works]
+        fitting = [choice for choice in found if choice is not None]
+        if fitting:
+            return offload, min(fitting, key=step_seconds)
+    return None

@@ -26,7 +26,7 @@ from ulysses.parallel.kernels import kernels_of, prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.config import DTYPES, Config, LoraConfig
-from ulysses.training.memory import MemoryChoice, adapter_parameters, tiling
+from ulysses.training.memory import MemoryChoice, adapter_parameters
 from ulysses.training.metrics import model_flops
 from ulysses.training.optim import adamw, scoped_groups
 from ulysses.training.section import ConfigError
@@ -174,25 +174,23 @@ def read_other(other: OtherModel) -> tuple[Shape, Path]:
     return found, folder
 
 
-def matrix_sizes(shape: Shape, *, reward: bool = False) -> dict[str, int]:
-    """Return the parameters in one layer's matrices, in embedding and head, and in the head, as ulysses.zero.settings.derive takes them."""
+def matrix_sizes(shape: Shape) -> dict[str, int]:
+    """Return the parameters in one layer's matrices, and in embedding and head, as ulysses.zero.settings.derive takes them."""
     D, E = shape.hidden_size, shape.head_dim
     attention = 2 * D * E * (shape.num_attention_heads + shape.num_key_value_heads)
-    layer, head = attention + 3 * D * shape.intermediate_size, shape.vocab_size * D
     return {
-        "layer_matrices": layer,
-        "vocabulary_matrices": 2 * head,
-        "head_matrices": 0 if reward else head,
+        "layer_matrices": attention + 3 * D * shape.intermediate_size,
+        "vocabulary_matrices": 2 * shape.vocab_size * D,
     }
 
 
 def layer_memory(config: Config, shape: Shape, memory: MemoryChoice | None) -> LayerMemory:
     """Return what the layers of the trained model keep, and where; None: of a frozen one, which keeps nothing."""
+    tile = config.memory.mlp_tile
     if memory is None:
-        return LayerMemory(tiling=tiling(config, 1))
-    cut = tiling(config, memory.head_chunks)
+        return LayerMemory(mlp_tile=tile)
     if not memory.offloaded_layers:
-        return LayerMemory(memory.recompute, cut)
+        return LayerMemory(memory.recompute, tile)
     # the first layers' activations wait longest for their backward, so they leave the GPU first
     away = [i < memory.offloaded_layers for i in range(shape.num_hidden_layers)]
     device = (
@@ -200,7 +198,7 @@ def layer_memory(config: Config, shape: Shape, memory: MemoryChoice | None) -> L
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
-    return LayerMemory(memory.recompute, cut, Offloader(device, memory.host_bytes), away)
+    return LayerMemory(memory.recompute, tile, Offloader(device, memory.host_bytes), away)
 
 
 def build_engine(
@@ -227,8 +225,7 @@ def build_engine(
         dtype=DTYPES[config.model.dtype],
         offload_optimizer=config.memory.offload_optimizer and trainable,
         offload_parameters=config.memory.offload_parameters,
-        **matrix_sizes(shape, reward=reward),
-        gathered_layers=memory.gathered_layers if memory is not None and trainable else 0,
+        **matrix_sizes(shape),
         raw=config.deepspeed,
     )
 

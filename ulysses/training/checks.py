@@ -23,7 +23,6 @@ from ulysses.training.build import check_weights, read_other, read_shape
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.determinism import require_determinism
 from ulysses.training.memory import (
-    check_head_chunks,
     check_memory,
     planner_model,
 )
@@ -69,7 +68,6 @@ def check_run(config: Config, world_size: int) -> Plan:
     shape, folder = read_shape(config)
     if config.model.init == "pretrained" and folder is not None:
         check_weights(shape, folder, reward=stage.reward)
-    check_head_chunks(config, shape)
     tokenizer = read_tokenizer(config, folder, shape)
     others = {other.setting: read_other(other)[0] for other in stage.other_models(config)}
     refuse(stage.check_model(config, shape, tokenizer, others))

@@ -169,10 +169,8 @@ class GradientsConfig(Section):
 
 
 class MemoryConfig(Section):
-    recompute: Literal[
-        "auto", "pair", "block", "keep_attention", "keep_exchange", "mlp", "none"
-    ] = "auto"
-    """What backward recomputes: pairs of blocks, blocks, all but the attention kernel, all but kernel and exchanges, MLPs, or nothing."""
+    recompute: Literal["auto", "none", "keep_attention", "block", "pair"] = "auto"
+    """What backward computes again: nothing, all but the attention kernel, each layer, or each pair of layers, which keeps least."""
     offload: Literal["auto", "none", "checkpoints"] = "none"
     """Layer checkpoints in pinned host memory."""
     offload_optimizer: bool = False
@@ -182,13 +180,9 @@ class MemoryConfig(Section):
     host_memory: float = Field(0.0, ge=0)
     """GiB of each node that training may take, where the kernel reports too little because more comes on demand; 0 asks it."""
     mlp_tile: int | Literal["auto"] = "auto"
-    """Rows per MLP tile; 0 never tiles; with "auto" and recompute "none", layers run it in tiles (as "mlp") only to fit."""
+    """Rows per MLP tile; 0 never tiles. Layers that recompute nothing run their MLP whole."""
     logits_tile: int | Literal["auto"] = "auto"
     """Rows per tile of the vocabulary projection."""
-    gathered_layers: int | Literal["auto"] = "auto"
-    """Last layers whose gathered weights stay on the GPU from the forward to the backward pass; "auto" takes what is left over."""
-    head_chunks: int | Literal["auto"] = "auto"
-    """Groups of heads attended to one after the other, for less memory; 1 is all at once, "auto" takes more where that makes room."""
 
 
 class RunConfig(Section):

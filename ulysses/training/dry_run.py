@@ -10,16 +10,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from models.arch import ARCHITECTURES
 from models.arch import ModelConfig as Shape
 from models.hf_format import resolve_model
 from ulysses.data.preview import preview_examples
 from ulysses.data.sources import is_hub_id, missing_sources
-from ulysses.memory.case import GIB, Machine, Work
-from ulysses.memory.levels import AUTOGRAD, LEVELS
-from ulysses.memory.plan import FASTEST_FIRST, choices, longest_sequence, recommend
 from ulysses.training.build import check_weights, open_data, read_shape, step_loader, total_steps
 from ulysses.training.checks import (
     Plan,
@@ -31,20 +26,12 @@ from ulysses.training.checks import (
 )
 from ulysses.training.config import Config, Options
 from ulysses.training.memory import (
-    allowed_levels,
-    check_head_chunks,
-    choose_memory,
-    free_host_bytes,
-    planner_model,
-    planner_options,
-    planner_work,
+    plan_lines,
 )
-from ulysses.training.metrics import device_peak_flops
 from ulysses.training.resume import find_checkpoint
 from ulysses.training.section import ConfigError
 
 ABSENT = 3  # exit code: the configuration is right, but weights or data are not here
-ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 
 
 def dry_run(config: Config, options: Options) -> int:
@@ -60,8 +47,6 @@ def dry_run(config: Config, options: Options) -> int:
     check_numbers(config, world)
     findings: list[str] = []
     shape, folder = _shape(config, findings)
-    if shape is not None:
-        check_head_chunks(config, shape)
     plan = _plan(config, world, shape, folder, findings) if shape is not None else None
     if plan is not None and not given:
         check_disk(plan)
@@ -69,17 +54,9 @@ def dry_run(config: Config, options: Options) -> int:
     micro_batches = _print_steps(config, world, plan)
     print(f"gradient policies: {', '.join(p.name for p in config.gradients.chain().policies)}")
     if shape is not None:
-        machine = planned_machine(config, given, world)
-        work = planner_work(
-            config, config.stage_class.budget(config), micro_batches=micro_batches, world=world
-        )
-        print_plan(config, shape, machine, work)
-        try:
-            print(choose_memory(config, shape, machine, work).line)
-        except ConfigError as error:
-            if "gpu_memory" in given or torch.cuda.is_available():
-                raise
-            print(f"does not fit: {error}")
+        print()
+        for line in plan_lines(config, shape, given, world, micro_batches):
+            print(line)
     for finding in findings:
         print(f"finding: {finding}")
     return ABSENT if findings else 0
@@ -193,127 +170,6 @@ def _print_steps(config: Config, world: int, plan: Plan | None) -> int:
     per_epoch = loader.steps_per_epoch * config.stage_class.steps_per_load(config)
     print(f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}")
     return len(loader.plan(0, 0)[0])
-
-
-def planned_machine(config: Config, given: dict[str, float], world: int) -> Machine:
-    """Return the machine to plan for: the one described, else this one, else GPUs of 80 GiB."""
-    here = torch.cuda.is_available()
-    gib = given.get("gpu_memory") or (
-        torch.cuda.get_device_properties(0).total_memory / GIB if here else ASSUMED_GIB
-    )
-    host = given.get("host_memory", config.memory.host_memory) * GIB or (
-        0 if "gpus" in given else free_host_bytes()
-    )
-    machine = Machine(
-        world, gib * GIB, host, int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8)))
-    )
-    peak = device_peak_flops()
-    if peak:
-        machine = machine._replace(peak_flops=peak)
-    if config.model.dtype == "float32":
-        machine = machine._replace(
-            peak_flops=machine.peak_flops / 15
-        )  # H200's float32 beside its bfloat16
-    note = "" if here or "gpu_memory" in given else " (assumed; --gpu-memory says otherwise)"
-    memory = (
-        f"{host / GIB:.0f} GiB of host memory per node"
-        if host
-        else "host memory unknown (--host-memory)"
-    )
-    speed = "" if peak else ", as fast as an H200"
-    print(
-        f"\npredicted for {world} GPU{'s' if world > 1 else ''} of {gib:.1f} GiB{note}{speed}, {memory}:"
-    )
-    return machine
-
-
-def print_plan(config: Config, shape: Shape, machine: Machine, work: Work) -> None:
-    """Print a line per level, the longest sequence, and the degree, levels and offload to use."""
-    model, options, offload = (
-        planner_model(config, shape),
-        planner_options(config, shape),
-        config.memory.offload,
-    )
-    micro = f"{work.micro_batches} micro-batch{'es' if work.micro_batches > 1 else ''} per group and step"
-    fullest = (
-        f"{work.tokens:,} tokens in {work.documents} sequence{'s' if work.documents > 1 else ''}"
-    )
-    print(
-        f"{model.parameters:,} parameters, {model.trained:,} trained; {micro}, the fullest: {fullest}"
-    )
-    if options.frozen_parameters:
-        print(f"beside it {options.frozen_parameters:,} frozen parameters of other models")
-    print(
-        f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
-    )
-    for c in choices(
-        model, machine, work, options, levels=tuple(reversed(LEVELS)), offload=offload
-    ):
-        p = c.prediction
-        host = p.host_bytes * machine.local_processes / GIB
-        numbers = f"{p.gpu_bytes / GIB:9.1f}{host:17.1f}{c.offloaded_layers:18}{p.seconds:10.2f}"
-        print(f"  {c.level:<16}{numbers}{'' if p.fits(machine) else '   does not fit'}")
-    stage = config.stage_class
-    if work.rollout is not None:
-        print(
-            f"  (each step's share of a rollout of {stage.examples_per_load(config)} answers included)"
-        )
-    count = stage.sequences_per_example
-    example = stage.longest_example(config) - config.data.max_length
-    for sp in sorted({d for d in (work.sp, machine.gpus) if machine.gpus % d == 0}):
-        longest = longest_sequence(
-            model,
-            machine,
-            sp,
-            options,
-            documents=count,
-            offload=offload,
-            levels=allowed_levels(config),
-            like=work,
-        )
-        each = (
-            " on each side of a pair"
-            if count == 2
-            else f", {example:,} of them the answer"
-            if example
-            else ""
-        )
-        print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{each}")
-    _print_recommendation(config, shape, machine, work)
-
-
-def _print_recommendation(config: Config, shape: Shape, machine: Machine, work: Work) -> None:
-    """Print the fastest settings for this length; what the configuration fixes by hand is left open here."""
-    model, options = planner_model(config, shape), planner_options(config, shape)
-    batches = min(
-        config.stage_class.examples_per_step(config), work.micro_batches * machine.gpus // work.sp
-    )
-    levels = tuple(x for x in FASTEST_FIRST if x not in AUTOGRAD or options.tiling.head_chunks == 1)
-    for more in (
-        {},
-        {"offload_optimizer": True},
-        {"offload_optimizer": True, "offload_parameters": True},
-    ):
-        found = recommend(
-            model, machine, work, options._replace(**more), batches=batches, levels=levels
-        )
-        if found is not None:
-            sp, offload, choice = found
-            text = (
-                f'parallel.sequence_parallel_size = {sp}, memory.recompute = "auto" ({choice.name})'
-            )
-            text += f', memory.offload = "{offload}"' + "".join(
-                f", memory.{name} = true" for name in more
-            )
-            p = choice.prediction
-            host = f"{p.host_bytes * machine.local_processes / GIB:.0f} GiB of a node"
-            print(
-                f"recommended for this length: {text}: {p.gpu_bytes / GIB:.1f} GiB, {host}, {p.seconds:.2f} s / step"
-            )
-            return
-    print(
-        "no sequence_parallel_size fits this length on these GPUs, with any recompute and offload"
-    )
 
 
 def inspect(config: Config, options: Options) -> int:

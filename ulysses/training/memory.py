@@ -1,6 +1,7 @@
 """From the [memory] section to what the layers do: levels, offload and tiles, decided once and alike on all ranks."""
 
 import os
+from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
 from typing import NamedTuple
@@ -10,38 +11,40 @@ import torch.distributed as dist
 
 from models.arch import ModelConfig as Shape
 from models.hf_format import read_config, resolve_model
-from ulysses.memory.case import GIB, Machine, Model, Options, Work
-from ulysses.memory.levels import AUTOGRAD, LEVELS
+from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
-    FASTEST_FIRST,
-    Choice,
-    choices,
-    choose_level,
-    host_budget,
-    keep_gathered,
+    GIB,
+    Case,
+    Machine,
+    MemorySettings,
+    Model,
+    Work,
+    choose,
+    longest_sequence,
+    one_level,
+    predict,
+    recommend,
+    step_seconds,
 )
-from ulysses.memory.tiling import TilingOptions, head_chunk_counts
 from ulysses.training.config import Config
+from ulysses.training.metrics import device_peak_flops
 from ulysses.training.section import ConfigError
 
 ELEMENT_SIZE = {"bfloat16": 2, "float32": 4}
+ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 
 
 class MemoryChoice(NamedTuple):
-    """Say what each of the trained model's layers keeps, the first layer's first, and where; `line` says why."""
+    """What each of the trained model's layers keeps, the first layer's first, and where; `line` says why."""
 
-    recompute: tuple[str, ...] = ()
+    recompute: tuple[str, ...]
     offloaded_layers: int = 0
     host_bytes: int = 0  # budget of pinned memory of one process
     line: str = ""
-    head_chunks: int = 1
-    gathered_layers: int = (
-        0  # the last ones, whose gathered weights stay from the forward to the backward pass
-    )
 
 
 def check_memory(config: Config) -> None:
-    """Refuse memory settings that contradict each other or have no meaning."""
+    """Raise ConfigError for memory settings that contradict each other or have no meaning."""
     memory = config.memory
     if memory.mlp_tile != "auto" and memory.mlp_tile < 0:
         raise ConfigError(
@@ -51,74 +54,18 @@ def check_memory(config: Config) -> None:
         raise ConfigError(
             f'memory.logits_tile is {memory.logits_tile} but must be "auto" or at least 1 row'
         )
-    if memory.gathered_layers != "auto" and memory.gathered_layers < 0:
+    if memory.recompute != "none":
+        return
+    if memory.offload == "checkpoints":
         raise ConfigError(
-            f'memory.gathered_layers is {memory.gathered_layers} but must be "auto", 0 (none) or a number of layers'
+            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set memory.recompute to '
+            '"auto", "keep_attention", "block" or "pair", or memory.offload to "none"'
         )
-    if memory.head_chunks != "auto" and memory.head_chunks < 1:
+    if memory.mlp_tile not in ("auto", 0):
         raise ConfigError(
-            f'memory.head_chunks is {memory.head_chunks} but must be "auto", 1 (all heads at once) or a number of groups'
+            f'memory.mlp_tile is {memory.mlp_tile} but memory.recompute "none" keeps every MLP whole; set memory.mlp_tile to '
+            '"auto", or memory.recompute to "auto", "keep_attention", "block" or "pair"'
         )
-    if memory.head_chunks not in ("auto", 1) and memory.recompute in AUTOGRAD:
-        raise ConfigError(
-            f'memory.head_chunks is {memory.head_chunks} but memory.recompute "{memory.recompute}" keeps all heads at once; set '
-            'memory.head_chunks to 1, or memory.recompute to "auto", "pair", "block", "keep_attention" or "keep_exchange"'
-        )
-    if memory.offload == "checkpoints" and memory.recompute in AUTOGRAD:
-        raise ConfigError(
-            f'memory.offload is "checkpoints" but memory.recompute "{memory.recompute}" makes no checkpoints; set memory.recompute to '
-            '"auto", "pair", "block", "keep_attention" or "keep_exchange", or memory.offload to "none"'
-        )
-
-
-def check_head_chunks(config: Config, shape: Shape) -> None:
-    """Refuse a number of head groups that the model's heads, or the ranks that share them, do not allow."""
-    try:
-        tiling(config).check_heads(
-            shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape)
-        )
-    except ValueError as error:
-        raise ConfigError(f"memory.{error}") from None
-
-
-def planner_work(config: Config, tokens: int, *, micro_batches: int = 1, world: int = 1) -> Work:
-    """Return the planner's view of a step on `world` processes whose micro-batches are full of longest sequences."""
-    stage = config.stage_class
-    documents = max(stage.sequences_per_example, tokens // stage.longest_example(config))
-    return Work(
-        tokens,
-        config.parallel.sequence_parallel_size,
-        micro_batches,
-        documents,
-        stage.extra_forwards(config),
-        stage.planned_rollout(config, world),
-    )
-
-
-def _head_divisor(config: Config, shape: Shape) -> int:
-    """Return what the ranks that exchange heads must divide besides the trained model's: one mesh serves all; 0 for no other."""
-    return gcd(
-        *(
-            _other(other.path, shape).num_attention_heads
-            for other in config.stage_class.other_models(config)
-        )
-    )
-
-
-def _head_ranks(config: Config, shape: Shape) -> int:
-    return gcd(
-        config.parallel.sequence_parallel_size,
-        shape.num_attention_heads,
-        _head_divisor(config, shape),
-    )
-
-
-def tiling(config: Config, head_chunks: int | None = None) -> TilingOptions:
-    """Return how the layers cut their MLPs and heads; `head_chunks` is what was chosen, None what is set ("auto": 1)."""
-    wanted = config.memory.head_chunks if head_chunks is None else head_chunks
-    return TilingOptions(
-        mlp_rows=config.memory.mlp_tile, head_chunks=1 if wanted == "auto" else wanted
-    )
 
 
 def adapter_parameters(config: Config, shape: Shape) -> int:
@@ -157,9 +104,7 @@ def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Mod
 def planner_model(config: Config, shape: Shape) -> Model:
     """Return the planner's view of the trained model; PPO's value is part of it."""
     adapters = adapter_parameters(config, shape) if config.model.lora.rank else 0
-    model = plain_model(shape, adapters=adapters, reward=config.stage_class.reward)._replace(
-        head_divisor=_head_divisor(config, shape)
-    )
+    model = plain_model(shape, adapters=adapters, reward=config.stage_class.reward)
     where = config.stage_class.value(config)
     if not where:
         return model
@@ -171,32 +116,36 @@ def planner_model(config: Config, shape: Shape) -> Model:
     )
 
 
-def planner_options(config: Config, shape: Shape) -> Options:
-    """Return the planner's view of the settings, models beside the trained one included."""
-    memory, rows = config.memory, config.memory.logits_tile
-    stage = config.stage_class
-    frozen = sum(
-        _other(other.path, shape).num_parameters(reward=other.reward)
+def planner_case(
+    config: Config, shape: Shape, machine: Machine, tokens: int, micro_batches: int = 1
+) -> Case:
+    """Return the planner's view of a run: micro-batches of `tokens`, full of longest sequences."""
+    memory, rows, stage = config.memory, config.memory.logits_tile, config.stage_class
+    others = [
+        plain_model(_other(other.path, shape), reward=other.reward)
         for other in stage.other_models(config)
-    )
+    ]
     if stage.keeps_initial(config):
-        frozen += shape.num_parameters()
-    counts = head_chunk_counts(
-        shape.num_attention_heads, shape.num_key_value_heads, _head_ranks(config, shape)
-    )
-    return Options(
-        tiling=tiling(config),
-        head_chunks=counts if memory.head_chunks == "auto" else (),
+        others.append(plain_model(shape))
+    settings = MemorySettings(
+        mlp_tile=memory.mlp_tile,
         logits_rows=0 if rows == "auto" else rows,
         element_size=ELEMENT_SIZE[config.model.dtype],
-        gathered_layers=0
-        if memory.gathered_layers == "auto"
-        else min(memory.gathered_layers, shape.num_hidden_layers),
         offload_optimizer=memory.offload_optimizer,
         offload_parameters=memory.offload_parameters,
-        frozen_parameters=frozen,
+        others=tuple(others),
         saves=True,
     )
+    work = Work(
+        tokens,
+        config.parallel.sequence_parallel_size,
+        micro_batches,
+        max(stage.sequences_per_example, tokens // stage.longest_example(config)),
+        stage.extra_forwards(config),
+        stage.planned_rollout(config, machine.gpus),
+        gcd(shape.num_attention_heads, *(other.heads for other in others)),
+    )
+    return Case(planner_model(config, shape), machine, work, settings)
 
 
 def _other(path: str, shape: Shape) -> Shape:
@@ -208,27 +157,17 @@ def _other(path: str, shape: Shape) -> Shape:
 
 
 def allowed_levels(config: Config) -> tuple[str, ...]:
-    """Return the levels that the settings leave open, the fastest first; MLPs are cut "auto"-matically where "none" needs it."""
-    wanted, memory = config.memory.recompute, config.memory
-    levels = (
-        FASTEST_FIRST
-        if wanted == "auto"
-        else AUTOGRAD[::-1]
-        if wanted == "none" and memory.mlp_tile == "auto"
-        else (wanted,)
-    )
-    without = (
-        AUTOGRAD
-        if memory.offload == "checkpoints" or (wanted == "auto" and tiling(config).head_chunks > 1)
-        else ()
-    )
-    return tuple(level for level in levels if level not in without)
+    """Return the levels that the settings leave open, the fastest first."""
+    wanted = config.memory.recompute
+    if wanted != "auto":
+        return (wanted,)
+    return LEVELS[1:] if config.memory.offload == "checkpoints" else LEVELS
 
 
 def choose_memory(
-    config: Config, shape: Shape, machine: Machine | None, work: Work
+    config: Config, shape: Shape, machine: Machine | None, tokens: int
 ) -> MemoryChoice:
-    """Decide every layer's level and the offload for one machine (None: CPU, where "auto" keeps everything).
+    """Decide every layer's level and the offload for micro-batches of `tokens` (machine None: CPU, where "auto" keeps everything).
 
     Settings made by hand are honoured while the GPU's whole memory might do; the line says if the reserve is gone, or if the
     host seems too small although nothing is moved there.
@@ -238,87 +177,64 @@ def choose_memory(
     """
     levels, offload, layers = allowed_levels(config), config.memory.offload, shape.num_hidden_layers
     if machine is None:
-        away = layers if offload == "checkpoints" else 0
-        level = levels[-1] if offload == "checkpoints" else levels[0]
         why = " (auto: CPU)" if config.memory.recompute == "auto" else ""
-        gathered = planner_options(config, shape).gathered_layers
-        return MemoryChoice(
-            (level,) * layers,
-            away,
-            0,
-            f"memory: recompute {level}{why}",
-            tiling(config).head_chunks,
-            gathered,
-        )
+        away = layers if offload == "checkpoints" else 0
+        return MemoryChoice((levels[0],) * layers, away, 0, f"memory: recompute {levels[0]}{why}")
     if offload == "checkpoints" and not machine.host_bytes:
         raise ConfigError(
             'memory.offload is "checkpoints" but the node\'s memory is unknown, so nothing can be moved there; set memory.host_memory'
         )
-    model, options = planner_model(config, shape), planner_options(config, shape)
-    choice = choose_level(model, machine, work, options, levels=levels, offload=offload)
+    case = planner_case(config, shape, machine, tokens)
+    choice = choose(case, levels, offload)
     fits = choice is not None
     if choice is None:
-        found = list(choices(model, machine, work, options, levels=levels, offload=offload))
-        choice = min(
-            found, key=lambda c: (not c.prediction.fits_host(machine), c.prediction.gpu_bytes)
-        )
-        _refuse_too_large(config, model, machine, work, choice)
-    if fits and config.memory.gathered_layers == "auto":
-        choice = keep_gathered(model, machine, work, choice)
-    elsewhere = choice.prediction.host_bytes - choice.prediction.offloaded
-    room = int(host_budget(machine) - elsewhere) if choice.offloaded_layers else 0
-    line = _line(config, machine, choice, fits)
-    gathered = choice.options.gathered_layers
-    return MemoryChoice(
-        choice.levels, choice.offloaded_layers, room, line, choice.head_chunks, gathered
-    )
+        found = [one_level(case, level, offload) for level in levels]
+        choice = min(found, key=lambda c: (not c.fits_host(), predict(c).gpu))
+        _refuse_too_large(config, choice)
+    away, p = choice.settings.offloaded_layers, predict(choice)
+    room = int(machine.host_budget - p.host + p.offloaded) if away else 0
+    return MemoryChoice(choice.levels, away, room, _line(config, choice, fits))
 
 
-def _line(config: Config, machine: Machine, choice: Choice, fits: bool) -> str:
+def _line(config: Config, choice: Case, fits: bool) -> str:
+    p, machine, away = predict(choice), choice.machine, choice.settings.offloaded_layers
     why = "auto: " if config.memory.recompute == "auto" else ""
-    need, have = choice.prediction.gpu_bytes / GIB, machine.gpu_bytes / GIB
-    text = f"memory: recompute {choice.name} ({why}{need:.1f} GiB predicted of {have:.1f} GiB)"
-    if choice.head_chunks > 1:
-        text += f"; attention in {choice.head_chunks} groups of heads"
-    if choice.options.gathered_layers:
-        text += f"; weights of {choice.options.gathered_layers} of {choice.layers} layers stay gathered for the backward pass"
-    if choice.offloaded_layers:
-        text += f"; {choice.offloaded_layers} of {choice.layers} layers' activations in host memory"
+    text = f"memory: recompute {choice.name} ({why}{p.gpu / GIB:.1f} GiB predicted of {machine.gpu_bytes / GIB:.1f} GiB)"
+    if away:
+        text += f"; {away} of {choice.model.layers} layers' activations in host memory"
     if machine.host_bytes:
-        text += f"; host {choice.prediction.host_bytes / GIB:.1f} GiB per process of {host_budget(machine) / GIB:.1f} GiB"
-        if choice.prediction.host_bytes > host_budget(machine):
+        text += f"; host {p.host / GIB:.1f} GiB per process of {machine.host_budget / GIB:.1f} GiB"
+        if p.host > machine.host_budget:
             text += " that seem free (if the node has more, memory.host_memory says so)"
     return text if fits else text + "; this leaves less than the usual reserve and may run out"
 
 
-def _refuse_too_large(
-    config: Config, model: Model, machine: Machine, work: Work, smallest: Choice
-) -> None:
+def _refuse_too_large(config: Config, smallest: Case) -> None:
     """Refuse a run whose smallest choice is predicted to exceed the GPU's whole memory, or the host's share."""
-    p, memory = smallest.prediction, config.memory
-    if not p.fits_host(machine):
-        named = (
-            ("offload_optimizer", memory.offload_optimizer),
-            ("offload_parameters", memory.offload_parameters),
-        )
-        ways = [f"set memory.{name} = false" for name, on in named if on]
+    p, memory, machine = predict(smallest), config.memory, smallest.machine
+    if not smallest.fits_host():
+        ways = [
+            f"set memory.{name} = false"
+            for name in ("offload_optimizer", "offload_parameters")
+            if getattr(memory, name)
+        ]
         raise ConfigError(
-            f"each process needs {p.host_bytes / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is offloaded, but "
-            f"has {host_budget(machine) / GIB:.1f} GiB, its share of the node's {machine.host_bytes / GIB:.1f} GiB; {', '.join(ways)}, "
-            "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
+            f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is offloaded, "
+            f"but has {machine.host_budget / GIB:.1f} GiB, its share of the node's {machine.host_bytes / GIB:.1f} GiB; "
+            f"{', '.join(ways)}, use more nodes, or set memory.host_memory if the node has more than its kernel reports"
         )
-    if p.gpu_bytes > machine.gpu_bytes:
+    if p.gpu > machine.gpu_bytes:
         what = (
-            f'with memory.recompute = "{config.memory.recompute}"'
-            if config.memory.recompute != "auto"
-            else ""
+            "even with the least kept in memory"
+            if memory.recompute == "auto"
+            else f'with memory.recompute = "{memory.recompute}"'
         )
-        rest = p.gpu_bytes - p.states - p.kept - p.working
+        rest = p.gpu - p.states - p.kept - p.working
         raise ConfigError(
-            f"the run needs {p.gpu_bytes / GIB:.1f} GiB on each GPU {what or 'even with the least kept in memory'} (weights, "
+            f"the run needs {p.gpu / GIB:.1f} GiB on each GPU {what} (weights, "
             f"optimizer and gradients {p.states / GIB:.1f}, activations {p.kept / GIB:.1f}, work {p.working / GIB:.1f}, "
-            f"CUDA, NCCL and {'rollouts' if work.rollout else 'reserve'} {rest / GIB:.1f}) but a GPU has "
-            f"{machine.gpu_bytes / GIB:.1f} GiB; {_advice(config, model)}"
+            f"CUDA, NCCL and {'rollouts' if smallest.work.rollout else 'reserve'} {rest / GIB:.1f}) but a GPU has "
+            f"{machine.gpu_bytes / GIB:.1f} GiB; {_advice(config, smallest.model)}"
         )
 
 
@@ -327,7 +243,7 @@ def _advice(config: Config, model: Model) -> str:
         "use more GPUs with a larger parallel.sequence_parallel_size",
         "lower batch.tokens_per_microbatch or data.max_length",
     ]
-    if config.memory.recompute not in ("auto", LEVELS[0]):
+    if config.memory.recompute not in ("auto", LEVELS[-1]):
         ways.insert(0, 'set memory.recompute = "auto"')
     if config.memory.offload == "none":
         ways.append('set memory.offload = "auto"')
@@ -336,6 +252,104 @@ def _advice(config: Config, model: Model) -> str:
     if model.is_full:
         ways.append("train adapters (model.lora.rank)")
     return ", ".join(ways[:-1]) + f" or {ways[-1]}"
+
+
+def planned_machine(config: Config, given: dict[str, float], world: int) -> Machine:
+    """Return the machine to plan for: the one that --gpus and the like describe, else this one, else GPUs of 80 GiB."""
+    gib, host = given.get("gpu_memory"), given.get("host_memory", config.memory.host_memory) * GIB
+    if gib is None:
+        here = torch.cuda.is_available()
+        gib = torch.cuda.get_device_properties(0).total_memory / GIB if here else ASSUMED_GIB
+    if not host and "gpus" not in given:
+        host = free_host_bytes()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8)))
+    machine = Machine(world, gib * GIB, host, local)
+    machine = machine._replace(peak_flops=device_peak_flops() or machine.peak_flops)
+    if config.model.dtype == "float32":  # an H200's float32 is that much slower than its bfloat16
+        machine = machine._replace(peak_flops=machine.peak_flops / 15)
+    return machine
+
+
+def plan_lines(
+    config: Config, shape: Shape, given: dict[str, float], world: int, micro_batches: int
+) -> Iterator[str]:
+    """Yield what --dry-run prints about memory and time: each level, the longest sequence, the settings to use, the run's own.
+
+    `given` holds --gpus, --gpu-memory and --host-memory, as far as they were given.
+
+    Raises:
+        ConfigError: at the end, if the run does not fit a GPU whose memory is known.
+    """
+    machine, offload = planned_machine(config, given, world), config.memory.offload
+    stage = config.stage_class
+    tokens = stage.budget(config)
+    known = "gpu_memory" in given or torch.cuda.is_available()
+    case = planner_case(config, shape, machine, tokens, micro_batches)
+    model, work = case.model, case.work
+    yield (
+        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB"
+        + ("" if known else " (assumed; --gpu-memory says otherwise)")
+        + ("" if device_peak_flops() else ", as fast as an H200")
+        + (
+            f", {machine.host_bytes / GIB:.0f} GiB of host memory per node:"
+            if machine.host_bytes
+            else ", host memory unknown (--host-memory):"
+        )
+    )
+    yield (
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {micro_batches} micro-batch{'es' * (micro_batches > 1)} "
+        f"per group and step, the fullest: {tokens:,} tokens in {work.documents} sequence{'s' * (work.documents > 1)}"
+    )
+    if case.settings.others:
+        frozen = sum(other.parameters for other in case.settings.others)
+        yield f"beside it {frozen:,} frozen parameters of other models"
+    yield f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
+    for level in LEVELS:
+        if level == "none" and offload == "checkpoints":
+            continue
+        choice = one_level(case, level, offload)
+        p = predict(choice)
+        yield (
+            f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
+            f"{choice.settings.offloaded_layers:18}{step_seconds(choice):10.2f}{'' if choice.fits() else '   does not fit'}"
+        )
+    if work.rollout is not None:
+        yield f"  (each step's share of a rollout of {stage.examples_per_load(config)} answers included)"
+    answer = stage.longest_example(config) - config.data.max_length
+    note = f", {answer:,} of them the answer" if answer else ""
+    if stage.sequences_per_example == 2:
+        note = " on each side of a pair"
+    for sp in sorted({d for d in (work.sp, world) if world % d == 0}):
+        like = work._replace(sp=sp, documents=stage.sequences_per_example)
+        longest = longest_sequence(case._replace(work=like), allowed_levels(config), offload)
+        yield f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}"
+    yield _recommendation(config, case)
+    try:
+        yield choose_memory(config, shape, machine, tokens).line
+    except ConfigError as error:
+        if known:
+            raise
+        yield f"does not fit: {error}"
+
+
+def _recommendation(config: Config, case: Case) -> str:
+    """Return the fastest settings for this length; what the configuration fixes by hand is left open here."""
+    gpus, work = case.machine.gpus, case.work
+    examples = config.stage_class.examples_per_step(config)
+    batches = min(examples, work.micro_batches * gpus // work.sp)
+    for names in ((), ("offload_optimizer",), ("offload_optimizer", "offload_parameters")):
+        found = recommend(case.having(**dict.fromkeys(names, True)), batches)
+        if found is not None:
+            offload, choice = found
+            p, more = predict(choice), "".join(f", memory.{name} = true" for name in names)
+            return (
+                f"recommended for this length: parallel.sequence_parallel_size = {choice.work.sp}, "
+                f'memory.recompute = "auto" ({choice.name}), memory.offload = "{offload}"{more}: {p.gpu / GIB:.1f} GiB, '
+                f"{p.host * case.machine.local_processes / GIB:.0f} GiB of a node, {step_seconds(choice):.2f} s / step"
+            )
+    return (
+        "no sequence_parallel_size fits this length on these GPUs, with any recompute and offload"
+    )
 
 
 def this_machine(

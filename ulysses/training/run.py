@@ -33,7 +33,7 @@ from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.export import export_engine, save_tokenizer
 from ulysses.training.failure import FailureWatch
-from ulysses.training.memory import choose_memory, planner_work, this_machine
+from ulysses.training.memory import choose_memory, this_machine
 from ulysses.training.metrics import MetricsLog, device_peak_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.section import ConfigError
@@ -96,8 +96,7 @@ class TrainingRun:
             if data is not None:
                 self._say(f"{name} data: {data.report}")
         machine = this_machine(self.device, device_peak_flops(), config.memory.host_memory)
-        work = planner_work(config, stage.budget(config), world=self.mesh.world_size)
-        memory = choose_memory(config, shape, machine, work)
+        memory = choose_memory(config, shape, machine, stage.budget(config))
         self._say(memory.line)
         source = weights_of(config, shape, prepared.folder)
         self.engine = build_engine(

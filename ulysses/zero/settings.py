@@ -49,8 +49,6 @@ def derive(
     offload_parameters: bool = False,
     layer_matrices: int = 1 << 20,
     vocabulary_matrices: int = 0,
-    head_matrices: int = 0,
-    gathered_layers: int = 0,
     raw: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the configuration dictionary for `deepspeed.initialize` and `zero.Init`.
@@ -59,8 +57,6 @@ def derive(
         dtype: dtype of the weights, torch.bfloat16 or torch.float32.
         layer_matrices: parameters in the matrices of one decoder layer; exactly one layer is gathered ahead.
         vocabulary_matrices: parameters of embedding and head together.
-        head_matrices: parameters of the head, which comes after all layers.
-        gathered_layers: the last layers whose gathered weights stay from the forward to the backward pass.
         raw: the user's own DeepSpeed keys.
 
     Raises:
@@ -78,11 +74,8 @@ def derive(
         "stage3_param_persistence_threshold": 100_000,
         # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine
         # itself keeps the host from running far ahead of the GPU.
-        "stage3_max_live_parameters": vocabulary_matrices + (4 + gathered_layers) * layer_matrices,
-        # A layer is released unless fewer parameters than this come after it in the forward pass.
-        "stage3_max_reuse_distance": gathered_layers * layer_matrices + head_matrices
-        if gathered_layers
-        else 0,
+        "stage3_max_live_parameters": vocabulary_matrices + 4 * layer_matrices,
+        "stage3_max_reuse_distance": 0,  # a layer is released after its forward pass, whatever comes next
         "sub_group_size": int(1e9),
         # Off: DeepSpeed would replace torch.nn.functional.linear in the whole process; our projections need
         # no such help.

@@ -21,7 +21,7 @@ from ulysses.training.metrics import MetricSums
 
 if TYPE_CHECKING:  # config.py imports every stage for its table
     from models.arch import ModelConfig as Shape
-    from ulysses.memory.case import Rollout
+    from ulysses.memory.plan import Rollout
     from ulysses.training.build import StageParts
     from ulysses.training.config import Config
 

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from losses.ppo import ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig as Shape
 from models.sampler import SamplingOptions
-from ulysses.memory.case import Rollout as PlannedRollout
+from ulysses.memory.plan import Rollout as PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.training.metrics import MetricSums
 from ulysses.training.rewards import is_function, load_function
