@@ -6,7 +6,6 @@
 Shapes: S local tokens, D width, V vocabulary, N sequences.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from losses.logprobs import LogProbs
 from models.arch import ModelConfig
 from models.layers import DecoderLayer, Embedding, RMSNorm
-from models.noise import embedding_noise
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import inverse_frequencies, rotary_table
 from ulysses.memory.levels import Pair, check_level
@@ -25,8 +23,10 @@ from ulysses.memory.tiling import TileRows
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.random_keys import STEP, keyed_generator, scatter_bits, uniform_bits, wrapped
 
 Kernel = str | Callable[..., Any]
+NOISE_ROWS = 4096  # hashed at once: their 8 bytes per element live for a moment
 
 
 class LayerMemory(NamedTuple):
@@ -118,6 +118,31 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             layer.recompute, layer.mlp_tile = level, mlp_tile
             layer.offloader = offloader if away else None
+
+
+def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) -> Tensor:
+    """Return NEFTune's noise (2310.05914), U(-1, 1) * alpha / sqrt(L * D) for every local token: float32 [S, D].
+
+    L is the length of the token's own sequence. Each element is a hash of (seed, the sequence's key, position, column),
+    the same on every topology and in every packing order. The sequence's key is its column "noise_key" (an integer,
+    such as the example's index), or its place in the batch.
+    """
+    lengths = batch.cu_seqlens.diff().to(torch.int64)
+    keys = batch.sequence_columns.get("noise_key")
+    if keys is None:
+        keys = torch.arange(len(lengths), device=lengths.device)
+    keys = keys.to(lengths.device, torch.int64)
+    keys = torch.cat([keys, keys.new_zeros(len(lengths) - len(keys))])  # a padding tail has no key
+    rows = scatter_bits(keys[batch.sequence_ids] + wrapped(seed * 0x5851F42D + 1))
+    rows = scatter_bits(rows + batch.positions)
+    scale = alpha / (lengths[batch.sequence_ids].float() * width).sqrt()
+    columns = torch.arange(1, width + 1, device=rows.device) * STEP
+    noise = torch.empty(len(rows), width, device=rows.device)
+    for start in range(0, len(rows), NOISE_ROWS):
+        part = slice(start, start + NOISE_ROWS)
+        bits = uniform_bits(scatter_bits(rows[part, None] + columns))
+        noise[part] = (bits.double() * 2.0**-52 - 1.0).float() * scale[part, None]
+    return noise
 
 
 class CausalLM(nn.Module):
@@ -220,8 +245,7 @@ def init_parameter(
     if name.endswith("norm.weight"):
         return torch.ones(tuple(shape), device=device, dtype=dtype)
     std = 1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range
-    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device=device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
+    generator = keyed_generator(device, seed, name)
     return (
         torch.empty(tuple(shape), device=device, dtype=torch.float32)
         .normal_(0.0, std, generator=generator)

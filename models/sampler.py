@@ -23,6 +23,7 @@ from torch import Tensor
 from models.arch import ModelConfig
 from models.fused import rms_norm, rotate_pair, swiglu
 from models.rope import inverse_frequencies, rotary_table
+from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
 LOOK = 16  # tokens
 
@@ -69,21 +70,10 @@ class Completion:
 
 def uniforms(seed: int, rollout: int, prompts: Sequence[int], token: int) -> np.ndarray:
     """Return u in [0, 1) for token number `token` of every prompt, float64: a hash of (seed, rollout, prompt, token)."""
-    state = np.asarray(prompts, np.uint64)
-    with np.errstate(over="ignore"):
-        for part in (seed, rollout, token):
-            state = _scatter(
-                state + np.uint64(part & (2**64 - 1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
-            )
-        return (_scatter(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _scatter(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele et al. 2014): a bijection of 64-bit numbers that scatters neighbours."""
-    values = (values + np.uint64(0x9E3779B97F4A7C15)) & np.uint64(2**64 - 1)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    state = np.asarray(prompts, np.int64)
+    for part in (seed, rollout, token):
+        state = scatter_bits(state + wrapped((part + 1) * STEP + 1))
+    return uniform_bits(scatter_bits(state + STEP)) * 2.0**-53
 
 
 def cache_bytes(config: ModelConfig, sequences: int, longest: int, dtype: torch.dtype) -> int:

@@ -139,7 +139,7 @@ def test_positions_without_weight_cost_nothing_and_an_empty_head_still_runs() ->
 
 
 def test_noise_does_not_depend_on_the_packing() -> None:
-    from models.noise import embedding_noise
+    from models.decoder import embedding_noise
 
     rows = random_rows()
     sequences = [Sequence(row, torch.ones(len(row)), columns={"noise_key": float(i)}) for i, row in enumerate(rows)]

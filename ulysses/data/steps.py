@@ -17,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 import numpy as np
 
 from ulysses.data.dataset import Example, TokenizedDataset
+from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
 
 # At this many tokens attention costs as much as the rest of the model; it is about 12 times the model's width.
 ATTENTION_LENGTH = 50_000.0
@@ -205,16 +206,8 @@ def _deal(bins: list[list[int]], work: list[float], groups: int) -> list[list[li
 
 def shuffled(count: int, *key: int) -> np.ndarray:
     """Return a permutation of range(count) that depends on the key alone, not on any library's version."""
-    state = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        for part in key:
-            state = _mix(np.asarray([part], np.uint64) + state)[0]
-        return np.argsort(_mix(np.arange(count, dtype=np.uint64) + state), kind="stable")
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """Scatter 64-bit numbers with the finaliser of splitmix64, a bijection (Steele et al. 2014)."""
-    values = values * np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    state = STEP
+    for part in key:
+        state = int(scatter_bits(np.asarray([wrapped((part + state) * STEP)]))[0])
+    numbers = scatter_bits(np.arange(count) * STEP + wrapped(state * STEP))
+    return np.argsort(numbers.view(np.uint64), kind="stable")

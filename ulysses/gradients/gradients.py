@@ -9,13 +9,14 @@ Every method is called on all ranks together. The floats it returns, and so the 
 on all ranks.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from ulysses.parallel.random_keys import seed_of
 
 ORDERS = {"norm": 2.0, "mean_abs": 1.0, "max_abs": math.inf}  # statistic -> order of a slice's norm
 NORM_RUN = 1024
@@ -315,8 +316,7 @@ def _add_noise(entry: GradientSlice, sigma: float, key: str) -> None:
     for i in range(0, len(blocks), BLOCKS_TOGETHER):
         drawn = blocks[i : i + BLOCKS_TOGETHER]
         for block, row in zip(drawn, noise.split(NOISE_BLOCK)):
-            digest = hashlib.blake2b(f"{key}/{block}".encode(), digest_size=8).digest()
-            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+            generator.manual_seed(seed_of(key, block))
             row.normal_(generator=generator)
         first = drawn[0] * NOISE_BLOCK
         low, high = max(start, first), min(end, first + len(drawn) * NOISE_BLOCK)

@@ -6,7 +6,6 @@ The base with adapters switched off is the reference of DPO and KTO, so no secon
 Source: Hu et al. 2021 (2106.09685); the files are those of peft.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from models.layers import Linear
+from ulysses.parallel.random_keys import keyed_generator
 from ulysses.zero.construct import WeightSource
 
 if TYPE_CHECKING:  # PPO, whose table config.py reads, samples with merged weights
@@ -88,10 +88,7 @@ class AdapterWeights:
         if ".lora_B." in name:
             return torch.zeros(stop - start, dtype=dtype, device=device)
         if ".lora_A." in name:
-            key = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
-            generator = torch.Generator(device=device).manual_seed(
-                int.from_bytes(key[:8], "little") >> 1
-            )
+            generator = keyed_generator(device, self.seed, name)
             bound = 1 / math.sqrt(shape[1])
             whole = torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
             return whole.view(-1)[start:stop].to(dtype)

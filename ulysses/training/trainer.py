@@ -24,6 +24,7 @@ from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.random_keys import seed_of
 from ulysses.training.checkpoint import Checkpoints, load_checkpoint
 from ulysses.training.config import RunConfig
 from ulysses.training.failure import StepError
@@ -165,7 +166,7 @@ class Trainer:
         began = time.perf_counter()
         step = self.step
         # Only dropout draws from this generator, so a resumed run needs no generator state.
-        torch.manual_seed(_mix(self.seed, step, self.mesh.rank))
+        torch.manual_seed(seed_of(self.seed, step, self.mesh.rank))
         data = self._take(step)
         self.stage.step = step
         self.stage.prepare_step(data.batches, data.side_batches)
@@ -324,11 +325,3 @@ class Trainer:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""
         self.load_state_dict(load_checkpoint(checkpoint, self.engine))
         self.stage.load(checkpoint)
-
-
-def _mix(*numbers: int) -> int:
-    value = 0x9E3779B97F4A7C15
-    for n in numbers:
-        value = ((value ^ n) * 0xBF58476D1CE4E5B9) & (2**63 - 1)
-        value ^= value >> 31
-    return value
