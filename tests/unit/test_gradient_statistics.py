@@ -53,7 +53,8 @@ def test_idle_gradient_policies_need_one_collective_together():
     named = parameters(SHAPES)
     before, world = grads_of(named), FakeWorld(2)
     value = before["mlp.weight"].double()
-    for report in world.run(lambda rank: build_chain(tables).apply(world.view(named, rank, {"mlp.weight": "value"}), context())):
+    scopes = {"mlp.weight": "value"}
+    for report in world.run(lambda rank: build_chain(tables).apply(world.view(named, rank, scopes), context())):
         assert report["grad/value/norm"] == pytest.approx(value.norm().item(), rel=1e-6)
     assert world.calls == 1
     # row norms are another matter: one more, and no edit where no row is too long
