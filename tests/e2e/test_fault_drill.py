@@ -51,7 +51,7 @@ def start(tmp_path: Path, name: str, faults: list[dict[str, Any]], **settings: A
 
 def saved_digests(folder: Path, step: int) -> list[str]:
     """Each rank's master weights in a checkpoint."""
-    files = [folder / f"checkpoints/step-{step}/policy/rank-{rank:05d}.master.safetensors" for rank in range(2)]
+    files = [folder / f"checkpoints/step-{step}/rank-{rank:05d}.master.safetensors" for rank in range(2)]
     return [hashlib.sha256(load_file(f)["data"].numpy().tobytes()).hexdigest() for f in files]
 
 
