@@ -12,46 +12,23 @@ from torch import nn
 from losses.dpo import dpo_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, init_weights
-from models.layers import DecoderLayer
-from tests.harness import AS_LARGE, device
 from tests.shuffled_loader import ShuffledLoader
+from tests.zero_case import HostWeights, trained_engine, whole_gradients
 from ulysses.data.encode import Example
 from ulysses.data.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import RandomWeights
-from ulysses.training.config import OptimizerConfig
-from ulysses.training.optim import adamw
 from ulysses.training.stages.dpo import DpoSection, DpoStage
 from ulysses.training.stages.sft import SftSection, SftStage
 from ulysses.training.trainer import Trainer
-from ulysses.zero.construct import build_partitioned, initialize_distributed
-from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.settings import derive, merge
+from ulysses.zero.construct import initialize_distributed
 
 SHAPE = ModelConfig.from_hf(
     {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
      "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512,
      "hidden_act": "silu", "initializer_range": 0.1}
 )  # fmt: skip
-
-
-class HostWeights(RandomWeights):
-    """The values that the formula's model has on the CPU, whatever device the shards lie on."""
-
-    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return super().slice(name, shape, start, stop, dtype, torch.device("cpu")).to(device)
-
-
-def zero_settings(dtype: torch.dtype = torch.float32, raw: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of a run whose tiny model is partitioned like a large one; `raw` may change that."""
-    return merge(derive(dtype=dtype, raw=AS_LARGE, **options), raw or {})
-
-
-def optimizer_of(model: Any, lr: float = 0.0, *, offload: bool = False, **options: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that a run takes on this rank's device."""
-    return adamw(model, OptimizerConfig(lr=lr), on_gpu=device().type == "cuda" and not offload, **options)
 
 
 class ListDataset:
@@ -129,14 +106,7 @@ class CaptureChain(GradientPolicyChain):
         self.steps: list[dict[str, torch.Tensor]] = []
 
     def apply(self, gradients: Any, context: Any) -> dict[str, float]:
-        whole = {}
-        for entry in gradients:
-            flat = torch.zeros(entry.numel, device=device())
-            flat[entry.start : entry.start + entry.grad.numel()] = entry.grad
-            if dist.is_initialized():
-                dist.all_reduce(flat)
-            whole[entry.name] = flat.view(entry.shape).cpu()
-        self.steps.append(whole)
+        self.steps.append(whole_gradients(gradients))
         return {"grad_norm": gradients.norm()}
 
 
@@ -145,14 +115,14 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
     away = {"offload_optimizer": case.offload_optimizer, "offload_parameters": case.offload_parameters}
-    settings = zero_settings(case.dtype, case.raw, **away)
 
     def create() -> CausalLM:
         return CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))
 
-    model = build_partitioned(create, settings, HostWeights(case.shape, 0))
-    optimizer = case.optimizer(model) if case.optimizer else optimizer_of(model, case.lr, offload=case.offload_optimizer)
-    engine = ZeroEngine(model.train(), settings, optimizer, (DecoderLayer,), case.reduce_between, case.node_size)
+    engine = trained_engine(
+        create, HostWeights(case.shape, 0), case.lr, optimizer=case.optimizer, dtype=case.dtype, raw=case.raw,
+        reduce_between=case.reduce_between, node_size=case.node_size, **away,
+    )  # fmt: skip
     if stage is not None:
         made = stage(engine, mesh)
     elif case.stage == "sft":

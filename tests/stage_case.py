@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from losses.dpo import REFERENCE_FREE, dpo_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
-from models.layers import DecoderLayer
 from tests.engine_case import (
     SHAPE,
     CaptureChain,
     ListDataset,
-    optimizer_of,
     sequences,
-    zero_settings,
 )
 from tests.shuffled_loader import ShuffledLoader
+from tests.zero_case import trained_engine
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -33,8 +31,7 @@ from ulysses.training.stages.pt import PtSection, PtStage
 from ulysses.training.stages.rm import RmSection, RmStage
 from ulysses.training.stages.sft import SftSection, SftStage
 from ulysses.training.trainer import Trainer
-from ulysses.zero.construct import build_partitioned, initialize_distributed
-from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.construct import initialize_distributed
 
 MAX_LENGTH = 50
 
@@ -157,10 +154,8 @@ def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Tr
     """Build everything on this rank; all ranks call it together."""
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    settings = zero_settings()
     source = StartedAdapters(RandomWeights(case.shape, 0), 0)
-    model = build_partitioned(lambda: make_model(case, mesh), settings, source)
-    engine = ZeroEngine(model.train(), settings, optimizer_of(model, lr), (DecoderLayer,))
+    engine = trained_engine(lambda: make_model(case, mesh), source, lr)
     loader = ShuffledLoader(
         stage_dataset(case) if data is None else data, case.examples, tokens_per_microbatch=case.budget, seed=3,
         data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,

@@ -13,15 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.layers import DecoderLayer
-from tests.engine_case import HostWeights, optimizer_of, zero_settings
 from tests.harness import run_distributed
+from tests.zero_case import HostWeights, trained_engine
 from ulysses.memory.levels import LEVELS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import matrix_sizes
 from ulysses.training.config import LoraConfig
 from ulysses.training.lora import AdapterWeights, add_adapters
-from ulysses.zero.construct import build_partitioned, initialize_distributed
+from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import full_parameters, gathered_weights
 
@@ -35,15 +35,13 @@ SHAPE = ModelConfig.from_hf({
 def engine_of(adapters: bool) -> ZeroEngine:
     """A trained engine none of whose parameters is too small to be partitioned between uses."""
     initialize_distributed()
-    mesh, settings = ParallelMesh(1), zero_settings(**matrix_sizes(SHAPE))
+    mesh, source = ParallelMesh(1), HostWeights(SHAPE, 0)
 
     def create() -> CausalLM:
         model = CausalLM(SHAPE, mesh)
         return add_adapters(model, LoraConfig(rank=4)) if adapters else model
 
-    source = HostWeights(SHAPE, 0)
-    model = build_partitioned(create, settings, AdapterWeights(source, 0) if adapters else source)
-    return ZeroEngine(model.train(), settings, optimizer_of(model), (DecoderLayer,))
+    return trained_engine(create, AdapterWeights(source, 0) if adapters else source, **matrix_sizes(SHAPE))
 
 
 def batch() -> ShardedBatch:

@@ -8,14 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import CausalLM, LayerMemory, ModelConfig, RewardModel, init_parameter, init_weights
-from models.layers import DecoderLayer
+from models import CausalLM, LayerMemory, ModelConfig, RewardModel, init_weights
+from models.decoder import Decoder
 from tests.harness import device, gpus, run_distributed
+from tests.stage_case import StartedAdapters
+from tests.zero_case import HostWeights, trained_engine, whole_gradients
 from ulysses.memory.levels import LEVELS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import available_kernels
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import gather_tokens, sequence_last
+from ulysses.training.config import LoraConfig
+from ulysses.training.lora import add_adapters
 from ulysses.zero.construct import initialize_distributed
 
 SIZE = {
@@ -43,36 +47,22 @@ def loss_of(model: Any, batch: ShardedBatch) -> torch.Tensor:
     return -(model(batch).logps * batch.loss_weights).sum()
 
 
-def adapted(model: CausalLM) -> Any:
-    """Wrap some projections with LoRA adapters of fixed random weights."""
-    from peft import LoraConfig, get_peft_model
+def make(config: ModelConfig, mesh: ParallelMesh | None, adapters: bool, kernel: str = "auto") -> Any:
+    model = CausalLM(config, mesh, attention=kernel)
+    targets: Any = ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    return add_adapters(model, LoraConfig(rank=3, targets=targets)) if adapters else model
 
-    wrapped = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "o_proj", "gate_proj", "down_proj"]))
-    for name, parameter in wrapped.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(len(name)))
-    return wrapped
+
+def source_of(config: ModelConfig, adapters: bool) -> Any:
+    return StartedAdapters(HostWeights(config, 0), 0) if adapters else HostWeights(config, 0)
 
 
 def one_process(config: ModelConfig, adapters: bool = False) -> dict[str, torch.Tensor]:
-    model: Any = CausalLM(config)
-    init_weights(model, seed=0)
-    model = adapted(model) if adapters else model
-    mesh = ParallelMesh.__new__(ParallelMesh)
-    vars(mesh).update(
-        world_size=1,
-        rank=0,
-        sequence_parallel_size=1,
-        data_parallel_size=1,
-        sp_rank=0,
-        dp_rank=0,
-        sp_group=None,
-        is_main=True,
-        head_parallel_size=1,
-        row_parallel_size=1,
-        num_heads=(),
-    )
-    loss_of(model, pack_shard(sequences(), mesh)).backward()
+    """Gradients of plain torch; called outside of the ranks."""
+    model, source = make(config, None, adapters), source_of(config, adapters)
+    for name, p in model.named_parameters():
+        p.data.copy_(source.slice(name, p.shape, 0, p.numel(), p.dtype, p.device).view(p.shape))
+    loss_of(model, pack_shard(sequences(), ParallelMesh(1))).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -82,10 +72,9 @@ def worst_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     return max(float((found[n].cpu() - g).norm()) / max(float(g.norm()), 1e-3 * whole) for n, g in expected.items())
 
 
-def levels_and_counts() -> dict[str, Any]:
+def levels_and_counts(expected: dict[str, torch.Tensor]) -> dict[str, Any]:
     """At sp 2: gradients of every level and tiling, and how many all-to-alls a layer takes."""
     mesh = ParallelMesh(2)
-    expected = one_process(UNTIED)
     batch = pack_shard(sequences(), mesh, device())
     calls: Counter[str] = Counter()
     real = dist.all_to_all_single
@@ -112,7 +101,7 @@ def levels_and_counts() -> dict[str, Any]:
 
 
 def test_every_level_equals_one_process_and_repeats_only_its_collectives() -> None:
-    for results in run_distributed(levels_and_counts, 2):
+    for results in run_distributed(levels_and_counts, 2, one_process(UNTIED)):
         table = {"pair": 7, "block": 6, "keep_attention": 6, "none": 4}
         for case, (error, count) in results.items():
             assert error < 1e-5, (case, error)
@@ -137,53 +126,22 @@ def test_reward_scores_do_not_depend_on_the_ranks() -> None:
         torch.testing.assert_close(values, one[1], rtol=1e-5, atol=1e-6)
 
 
-def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool, kernel: str = "auto") -> dict[str, float]:
-    """Real ZeRO-3 with the layer as leaf module: every level and tiling against plain torch in one process."""
-    import deepspeed
-
+def under_zero(
+    config: ModelConfig, sp: int, dtype: torch.dtype, adapters: bool, expected: dict[str, torch.Tensor], kernel: str = "auto"
+) -> dict[str, float]:
+    """Every level and tiling in the engine against plain torch in one process."""
     initialize_distributed()
-    mesh = ParallelMesh(sp)
-    expected = one_process(config, adapters)
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": dtype == "bfloat16"},
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    }
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if adapters:
-        model: Any = CausalLM(config, mesh)
-        init_weights(model, seed=0)
-        decoder, model = model.model, adapted(model)
-    else:
-        with deepspeed.zero.Init(config_dict_or_path=settings, mem_efficient_linear=False):
-            model = CausalLM(config, mesh, attention=kernel)
-        decoder = model.model
-        for name, parameter in model.named_parameters():
-            shard = parameter.ds_tensor
-            whole = torch.nn.functional.pad(
-                init_parameter(name, parameter.ds_shape, config, 0).view(-1),
-                (0, world * shard.ds_numel - parameter.ds_numel),
-            )
-            shard.data.copy_(whole[rank * shard.ds_numel : (rank + 1) * shard.ds_numel])
-    deepspeed.utils.set_z3_leaf_modules(model, [DecoderLayer])
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(trainable.values(), lr=0.1)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    mine = sequences() if sp == world else sequences()[rank::world]
-    batch = pack_shard(mine, mesh, device())
+    mesh, rank, world = ParallelMesh(sp), dist.get_rank(), dist.get_world_size()
+    engine = trained_engine(lambda: make(config, mesh, adapters, kernel), source_of(config, adapters), dtype=dtype)
+    decoder = next(m for m in engine.module.modules() if isinstance(m, Decoder))
+    batch = pack_shard(sequences() if sp == world else sequences()[rank::world], mesh, device())
+    rows = 4 + 3 * rank
     results = {}
-    cases: list[Any] = [(level, 4 + 3 * rank) for level in LEVELS]
-    for level, rows in (*cases, ("block", 0), (["keep_attention", "none"], 0)):
-        decoder.set_memory(level, rows)
-        engine.set_gradient_accumulation_boundary(True)
-        engine.backward(loss_of(engine, batch) * world, scale_wrt_gas=False)
-        found = {n: deepspeed.utils.safe_get_full_grad(p).float().clone() for n, p in trainable.items()}
-        results[f"{level} {'tiled' if rows else 'whole'}"] = worst_error(found, expected)
-        engine.optimizer.zero_grad()
+    for level, mlp_rows in (*((level, rows) for level in LEVELS), ("block", 0), (["keep_attention", "none"], 0)):
+        decoder.set_memory(level, mlp_rows)
+        engine.backward(loss_of(engine, batch) * world, last=True)
+        results[f"{level} {'tiled' if mlp_rows else 'whole'}"] = worst_error(whole_gradients(engine.gradients()), expected)
+        engine.skip_step()
     engine.destroy()
     return results
 
@@ -191,19 +149,18 @@ def under_zero(config: ModelConfig, sp: int, dtype: str, adapters: bool, kernel:
 @pytest.mark.parametrize(
     ("config", "sp", "dtype", "adapters", "tolerance"),
     [
-        (UNTIED, 2, "float32", False, 1e-5),
-        (TIED, 1, "float32", False, 1e-5),
-        (TIED, 2, "bfloat16", False, 0.1),
-        (UNTIED, 2, "float32", True, 1e-5),
+        (UNTIED, 2, torch.float32, False, 1e-5),
+        (TIED, 1, torch.float32, False, 1e-5),
+        (TIED, 2, torch.bfloat16, False, 0.1),
+        (UNTIED, 2, torch.float32, True, 1e-5),
     ],
     ids=["untied", "tied-dp", "bfloat16", "adapters"],
 )
 def test_zero3_gradients_at_every_level(
-    config: ModelConfig, sp: int, dtype: str, adapters: bool, tolerance: float
+    config: ModelConfig, sp: int, dtype: torch.dtype, adapters: bool, tolerance: float
 ) -> None:
-    if adapters:
-        import peft  # noqa: F401 (imported once, before the ranks fork)
-    for results in run_distributed(under_zero, 2, config, sp, dtype, adapters, with_zero=True):
+    expected = one_process(config, adapters)
+    for results in run_distributed(under_zero, 2, config, sp, dtype, adapters, expected, with_zero=True):
         assert len(results) == len(LEVELS) + 2
         for case, error in results.items():
             assert error < tolerance, (case, error)
@@ -213,14 +170,15 @@ def test_zero3_gradients_at_every_level(
 WIDE = ModelConfig.from_hf({**SIZE, "model_type": "llama", "hidden_size": 256, "tie_word_embeddings": False})
 
 
-def every_kernel() -> dict[str, dict[str, float]]:
-    return {kernel: under_zero(WIDE, 2, "bfloat16", False, kernel) for kernel in available_kernels("cuda")}
+def every_kernel(expected: dict[str, torch.Tensor]) -> dict[str, dict[str, float]]:
+    names = available_kernels("cuda")
+    return {name: under_zero(WIDE, 2, torch.bfloat16, False, expected, name) for name in names}
 
 
 @pytest.mark.gpu
 def test_every_kernel_of_this_machine_under_zero3() -> None:
     if gpus() < 2:
         pytest.skip("needs 2 GPUs, one for each rank")
-    for results in run_distributed(every_kernel, 2, with_zero=True):
+    for results in run_distributed(every_kernel, 2, one_process(WIDE), with_zero=True):
         for kernel, errors in results.items():
             assert max(errors.values()) < 0.1, (kernel, errors)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from losses.logprobs import linear_logprobs
 from tests.harness import device, run_distributed
+from tests.zero_case import whole_gradients
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
@@ -95,13 +96,8 @@ def ours() -> dict[str, float]:
     count = (targets != -100).sum()
     dist.all_reduce(count)
     engine.backward(engine(x, targets) * (WORLD / count), last=True)
-    found = {}
-    for entry in engine.gradients():
-        flat = torch.zeros(entry.numel, device=device())
-        flat[entry.start : entry.start + entry.grad.numel()] = entry.grad
-        dist.all_reduce(flat)
-        found[entry.name] = float((flat.cpu() - exact()[entry.name].view(-1)).norm() / exact()[entry.name].norm())
-    return found
+    found = whole_gradients(engine.gradients())
+    return {name: float((found[name] - g).norm() / g.norm()) for name, g in exact().items()}
 
 
 @pytest.mark.parametrize(("stage", "reduce_scatter", "factor"), [(3, True, 1.0), (3, False, WORLD), (2, True, WORLD)])

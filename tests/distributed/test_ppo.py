@@ -11,21 +11,18 @@ import torch.distributed as dist
 
 from losses.ppo import ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
-from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
 from models.sampler import SamplingOptions
 from tests.engine_case import (
     SHAPE,
     CaptureChain,
-    HostWeights,
     ListDataset,
     assert_same_gradients,
-    optimizer_of,
     sequences,
-    zero_settings,
 )
 from tests.harness import run_distributed
 from tests.shuffled_loader import ShuffledLoader
+from tests.zero_case import HostWeights, frozen_engine, trained_engine
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -35,7 +32,7 @@ from ulysses.training.optim import scoped_groups
 from ulysses.training.rollout import RolloutMaker
 from ulysses.training.stages.ppo import PpoSection, PpoStage
 from ulysses.training.trainer import Trainer
-from ulysses.zero.construct import build_partitioned, initialize_distributed
+from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import gathered_weights
 
@@ -70,20 +67,17 @@ def prompts(count: int = 14) -> PromptDataset:
 
 
 def engine_of(mesh: ParallelMesh, config: PpoSection, seed: int = 0, lr: float = 1e-3, shape: ModelConfig = SHAPE) -> ZeroEngine:
-    settings = zero_settings()
-    model = build_partitioned(
-        lambda: PolicyValue(shape, mesh, separate=config.value == "separate"), settings, PolicyValueWeights(HostWeights(shape, seed))
-    )
-    groups = scoped_groups(model, 0.0, {"policy": 1.0, "value": config.value_lr_factor})
-    return ZeroEngine(model.train(), settings, optimizer_of(model, lr, groups=groups), (DecoderLayer,))
+    def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+        return scoped_groups(model, 0.0, {"policy": 1.0, "value": config.value_lr_factor})
+
+    source = PolicyValueWeights(HostWeights(shape, seed))
+    return trained_engine(lambda: PolicyValue(shape, mesh, separate=config.value == "separate"), source, lr, groups=groups)
 
 
 def frozen_policy(mesh: ParallelMesh, seed: int, shape: ModelConfig) -> ZeroEngine:
     from models.decoder import CausalLM
 
-    settings = zero_settings()
-    model = build_partitioned(lambda: CausalLM(shape, mesh), settings, HostWeights(shape, seed)).requires_grad_(False)
-    return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
+    return frozen_engine(lambda: CausalLM(shape, mesh), HostWeights(shape, seed))
 
 
 def trainer_of(
@@ -341,10 +335,9 @@ def model_scores() -> bool:
 
     initialize_distributed()
     mesh = ParallelMesh(2, num_heads=SHAPE.num_attention_heads)
-    config, settings, source = PpoSection(), zero_settings(), HostWeights(SHAPE, 4)
+    config, source = PpoSection(), HostWeights(SHAPE, 4)
     engine = engine_of(mesh, config)
-    model = build_partitioned(lambda: RewardModel(SHAPE, mesh), settings, source).requires_grad_(False)
-    scorer = ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
+    scorer = frozen_engine(lambda: RewardModel(SHAPE, mesh), source)
     maker = RolloutMaker(
         engine, None, None, scorer, shape=SHAPE, tokenizer=None, mesh=mesh, config=config, options=OPTIONS, budget=128, seed=1
     )

@@ -1,0 +1,69 @@
+"""Tiny models under real ZeRO-3, built as a run builds them; tests that need an engine take it from here."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from models.layers import DecoderLayer
+from tests.harness import AS_LARGE, device
+from ulysses.gradients.gradients import Gradients
+from ulysses.training.build import RandomWeights
+from ulysses.training.config import OptimizerConfig
+from ulysses.training.optim import adamw
+from ulysses.zero.construct import WeightSource, build_partitioned
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.settings import derive, merge
+
+
+class HostWeights(RandomWeights):
+    """The values that the formula's model has on the CPU, whatever device the shards lie on."""
+
+    def slice(
+        self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return super().slice(name, shape, start, stop, dtype, torch.device("cpu")).to(device)
+
+
+def trained_engine(
+    create: Callable[[], nn.Module],
+    source: WeightSource,
+    lr: float = 0.0,
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    raw: dict[str, Any] | None = None,
+    reduce_between: torch.dtype = torch.float32,
+    node_size: int | None = None,
+    **settings: Any,
+) -> ZeroEngine:
+    """Build a model and its AdamW, partitioned like a large one; `raw` are DeepSpeed's keys, `settings` those of `derive`."""
+    config = merge(derive(dtype=dtype, raw=AS_LARGE, **settings), raw or {})
+    model = build_partitioned(create, config, source)
+    if optimizer is None:
+        fused = device().type == "cuda" and not settings.get("offload_optimizer")
+        made = adamw(model, OptimizerConfig(lr=lr), on_gpu=fused, groups=groups(model) if groups else None)
+    else:
+        made = optimizer(model)
+    return ZeroEngine(model.train(), config, made, (DecoderLayer,), reduce_between, node_size)
+
+
+def frozen_engine(create: Callable[[], nn.Module], source: WeightSource) -> ZeroEngine:
+    """Build a model that is not trained."""
+    config = derive(dtype=torch.float32, raw=AS_LARGE)
+    model = build_partitioned(create, config, source).requires_grad_(False)
+    return ZeroEngine(model.eval(), config, None, (DecoderLayer,))
+
+
+def whole_gradients(gradients: Gradients) -> dict[str, torch.Tensor]:
+    """Put every parameter's gradient together from all ranks' slices; all ranks call it together."""
+    whole = {}
+    for entry in gradients:
+        flat = torch.zeros(entry.numel, device=device())
+        flat[entry.start : entry.start + entry.grad.numel()] = entry.grad
+        dist.all_reduce(flat)
+        whole[entry.name] = flat.view(entry.shape).cpu()
+    return whole
