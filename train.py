@@ -19,10 +19,12 @@ def main() -> int:
     debug = wants_debug(sys.argv)
     try:
         config, options = parse_command_line(sys.argv[1:])
+        if (options.dry_run or options.inspect) and os.environ.get("RANK", "0") != "0":
+            return 0
         if options.dry_run:
             return dry_run(config, options)
         if options.inspect:
-            return inspect(config, options)
+            return inspect(config, options.inspect)
         with TrainingRun(config, debug=debug) as run:
             run.train()
         return 0

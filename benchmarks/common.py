@@ -27,7 +27,7 @@ from ulysses.memory.plan import GIB, Case, Machine, MemorySettings, Work, step_f
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import DTYPES, RandomWeights, build_engine, layer_memory, read_shape
+from ulysses.training.build import DTYPES, RandomWeights, build_engine, layer_memory
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.memory import (
@@ -39,6 +39,7 @@ from ulysses.training.memory import (
     this_machine,
 )
 from ulysses.training.metrics import PEAK_FLOPS, device_peak_flops, model_flops
+from ulysses.training.prepare import read_shape
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped

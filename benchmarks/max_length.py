@@ -17,8 +17,8 @@ from typing import Any
 from common import FIT, changed, launch, parser, settings, table
 
 from ulysses.memory.plan import GIB, Machine, longest_sequence
-from ulysses.training.build import read_shape
 from ulysses.training.memory import allowed_levels, free_host_bytes, planner_case
+from ulysses.training.prepare import read_shape
 
 COLUMNS = (
     "sp", "dp", "seq", "recompute", "offload", "peak_gib", "device_gib", "host_gib", "fit_seconds", "seconds", "tok_s_gpu",

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ulysses.training.determinism import require_determinism
-
 RANK_DEVICE = "ULYSSES_TEST_RANK_DEVICE"  # set in a rank's own process
 
 # DeepSpeed keys that make a tiny model work like a large one. Small parameters are never taken apart, and of a tiny model all
@@ -139,6 +137,8 @@ def _child(
         meet = f"file://{folder / 'store'}"  # a free port could be taken by another test's rank before it is listened on
         torch.set_num_threads(1)
         if deterministic:
+            from ulysses.training.prepare import require_determinism  # heavy, and needed here only
+
             require_determinism()
         if cuda:
             os.environ[RANK_DEVICE] = f"cuda:{rank}"

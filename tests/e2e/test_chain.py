@@ -15,7 +15,7 @@ import pytest
 from models.hf_format import read_config
 from tests.e2e.chain import AFTER, KINDS, TINY, Chain, demo_data, launch, read_lines, repeated
 from tests.e2e.launch import ROOT, Ranks, environment
-from ulysses.training.build import check_weights
+from ulysses.training.prepare import check_weights
 
 # A model whose matrices are gathered ahead and given back, and whose small ones stay whole, as on GPUs (tests.harness.AS_LARGE
 # says why); with fewer layers nothing would be in flight when an evaluation ends and the export begins.

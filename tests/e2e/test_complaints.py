@@ -19,8 +19,8 @@ from models.decoder import CausalLM, init_weights
 from models.hf_format import WeightWriter, copy_side_files, write_config
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, run, tiny
 from ulysses.training.checkpoint import FORMAT
-from ulysses.training.checks import check_run
 from ulysses.training.command_line import parse_command_line
+from ulysses.training.prepare import prepare
 from ulysses.training.section import ConfigError
 
 DATA = ROOT / "configs/demo/data"
@@ -170,11 +170,11 @@ def test_what_the_run_holds_already_counts_as_free_disk(place: Path, tmp_path: P
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * each))
     with pytest.raises(ConfigError, match="GiB free but 4 checkpoints and the export need"):
-        check_run(config, 1)
+        prepare(config, 1)
     saved = tmp_path / "run/checkpoints/step-2/policy"
     saved.mkdir(parents=True)
     (saved / "rank-00000.master.safetensors").write_bytes(bytes(3 * each))
-    check_run(config, 1)
+    prepare(config, 1)
 
 
 def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> None:

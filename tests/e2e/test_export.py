@@ -18,9 +18,10 @@ from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
 from tests.harness import run_distributed
 from ulysses.data.dataset import TokenizedDataset
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import build_engine, read_shape, weights_of
+from ulysses.training.build import build_engine, weights_of
 from ulysses.training.command_line import check
 from ulysses.training.export import export_checkpoint, export_engine
+from ulysses.training.prepare import read_shape
 from ulysses.zero.construct import initialize_distributed
 
 BETA = 0.1

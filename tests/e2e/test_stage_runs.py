@@ -234,11 +234,11 @@ def test_adapters_load_with_peft(demo, base, tmp_path) -> None:
 def nll(model: Any, demo: Path) -> float:
     """Mean over the held-out SFT data's trained tokens, computed by transformers."""
     from ulysses.training.build import open_data
-    from ulysses.training.checks import check_run
+    from ulysses.training.prepare import prepare
 
-    plan = check_run(check(settings(demo, "sft", demo / "nowhere")), 1)
+    prepared = prepare(check(settings(demo, "sft", demo / "nowhere")), 1)
     total, count = 0.0, 0.0
-    for example in open_data(plan)[1]:
+    for example in open_data(prepared)[1]:
         s = example.sequences[0]
         tokens, weights = torch.tensor(np.array(s.tokens)).long(), torch.tensor(np.array(s.loss_weights)).double()[1:]
         with torch.no_grad():

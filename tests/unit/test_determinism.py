@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ulysses.training import checks
 from ulysses.training.command_line import parse_command_line
-from ulysses.training.determinism import CUBLAS, require_determinism
+from ulysses.training.prepare import CUBLAS, prepare, require_determinism
 from ulysses.training.section import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,29 +32,24 @@ def test_operations_without_a_deterministic_kernel_will_raise() -> None:
     assert os.environ[CUBLAS] == ":4096:8"
 
 
-def test_a_users_own_workspace_is_kept_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_workspace_is_kept_or_refuses_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUBLAS, ":16:8")
     require_determinism()
     assert os.environ[CUBLAS] == ":16:8"
     monkeypatch.setenv(CUBLAS, ":0:0")
-    with pytest.raises(ValueError, match=r"CUBLAS_WORKSPACE_CONFIG is ':0:0' but deterministic runs need :4096:8 or :16:8; unset it"):
-        require_determinism()
+    sentence = r"run\.deterministic: CUBLAS_WORKSPACE_CONFIG is ':0:0' but must be :4096:8 or :16:8; unset it"
+    config = parse_command_line(["--config", str(ROOT / "configs/demo/sft.toml"), "--run.deterministic"]).config
+    with pytest.raises(ConfigError, match=sentence):
+        prepare(config, 1)
 
 
 def test_too_late_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="CUDA has started in this process, too late .*; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
+    with pytest.raises(ConfigError, match="CUDA has already started in this process; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
         require_determinism()
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv(CUBLAS, ":4096:8")  # set before Python started: all is well
     require_determinism()
-
-
-def test_a_run_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CUBLAS, ":0:0")
-    config = parse_command_line(["--config", str(ROOT / "configs/demo/sft.toml"), "--run.deterministic", "true"]).config
-    with pytest.raises(ConfigError, match=r"run\.deterministic: CUBLAS_WORKSPACE_CONFIG is ':0:0'"):
-        checks.check_run(config, 1)
 
 
 def test_our_triton_kernels_use_no_atomics() -> None:

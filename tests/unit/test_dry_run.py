@@ -10,7 +10,8 @@ import pytest
 
 from models.arch import ARCHITECTURES
 from ulysses.training.command_line import parse_command_line
-from ulysses.training.dry_run import dry_run, published_shape
+from ulysses.training.dry_run import dry_run
+from ulysses.training.prepare import published_shape
 from ulysses.training.section import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs/demo"
@@ -40,7 +41,7 @@ def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"longest sequence at sequence_parallel_size 8: [\d,]{9,} tokens", text)
     assert re.search(r"recommended for this length: parallel.sequence_parallel_size = \d", text)
     assert "memory: recompute none (auto: " in text and "GiB predicted of 139.8 GiB)" in text
-    assert "finding: data.train is empty" in text and "finding: model.tokenizer is not set" in text
+    assert "finding: data.train is empty" in text and "finding: model.tokenizer is missing" in text
 
 
 def test_pairs_hold_two_sequences(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,13 +73,13 @@ def test_absent_weights_and_data_are_findings(capsys: pytest.CaptureFixture[str]
     base = ["--stage", "sft", "--run.steps", 2, "--model.path", model, *tokenizer, "--data.max_length", 64]
     code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", "--run.output", tmp_path / "run")
     assert code == 3 and "finding: data: " in text and "none.jsonl" in text
-    assert f"finding: model.path: {model} holds no .safetensors weights" in text and "memory: recompute" in text
+    assert f"finding: model.path: there is neither model.safetensors nor model.safetensors.index.json in {model}" in text and "memory: recompute" in text
     base[5] = tmp_path / "Qwen2.5-7B"
     code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", *NODE)
-    assert code == 3 and "planned with the published shape of that name" in text and "7,615,616,512 parameters" in text
+    assert code == 3 and "the model is planned with the published shape of" in text and "7,615,616,512 parameters" in text
     base[5] = tmp_path / "other"
     code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", *NODE)
-    assert code == 3 and "there is no memory plan without it" in text
+    assert code == 3 and "there is no plan of its memory" in text
 
 
 def test_everything_present_is_zero(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_everything_present_is_zero(capsys: pytest.CaptureFixture[str], tmp_path
 def test_wrong_settings_are_still_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="sequence_parallel_size is 3 but must divide the 8 processes"):
         run(capsys, *arch(sp=3), *NODE)
-    with pytest.raises(ConfigError, match="use them with --dry-run"):
+    with pytest.raises(ConfigError, match="add --dry-run or leave them out"):
         parse_command_line([*map(str, arch()), "--gpus", "8"])
 
 
@@ -107,7 +108,7 @@ def test_shipped_configurations_are_planned(config: Path, capsys: pytest.Capture
     gpus = 1 if "lora" in config.stem else 8
     machine = ["--gpus", gpus, "--gpu-memory", 80, "--host-memory", 1024]
     code, text = run(capsys, "--config", config, "--model.path", tmp_path / path.split("/")[-1], *machine)
-    assert code == 3 and "planned with the published shape of that name" in text
+    assert code == 3 and "the model is planned with the published shape of" in text
     plan = text[text.index("predicted for ") :]
     chosen = re.search(rf"memory: recompute \S+ \(auto: ([\d.]+) GiB predicted of 80.0 GiB\); host [\d.]+ GiB per process", plan)
     assert chosen and 10 < float(chosen[1]) <= 76

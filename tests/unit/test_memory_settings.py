@@ -19,7 +19,6 @@ from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import GIB, PROCESS_BYTES, Case, Machine, MemorySettings, Model, Work
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import RandomWeights, build_engine
-from ulysses.training.checks import check_numbers
 from ulysses.training.command_line import check
 from ulysses.training.config import Config
 from ulysses.training.memory import (
@@ -31,6 +30,7 @@ from ulysses.training.memory import (
     planner_case,
     this_machine,
 )
+from ulysses.training.prepare import prepare
 from ulysses.training.section import ConfigError
 
 LLAMA = architecture("llama3-8b")
@@ -196,7 +196,7 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path: P
 )
 def test_contradictions_are_refused(memory: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        check_numbers(config(**memory), 1)
+        prepare(config(**memory), 1)
 
 
 def test_free_host_memory_is_known_on_linux() -> None:

@@ -16,10 +16,10 @@ from ulysses.data.chat import load_tokenizer
 from ulysses.data.steps import StepLoader
 from ulysses.gradients import StepContext, TorchGradients
 from ulysses.training.build import step_loader
-from ulysses.training.checks import Plan, check_numbers
 from ulysses.training.command_line import check
 from ulysses.training.config import GradientsConfig
 from ulysses.training.optim import scoped_groups
+from ulysses.training.prepare import Prepared, prepare
 from ulysses.training.rewards import gsm8k_reward, is_function, load_function, score_text
 from ulysses.training.rollout import Answers, Rollout, RolloutMaker
 from ulysses.training.rollout_loader import RolloutLoader
@@ -260,9 +260,9 @@ def config(data: dict[str, Any] | None = None, **ppo: Any) -> Any:
     ({"reference": "cached"}, 'ppo.reference is \'cached\' but must be "live" or a model'),
 ])  # fmt: skip
 def test_refusals(ppo: dict[str, Any], complaint: str) -> None:
-    check_numbers(config(), 1)
+    prepare(config(), 1, [])
     with pytest.raises(ConfigError, match=complaint):
-        check_numbers(config(**ppo), 1)
+        prepare(config(**ppo), 1)
 
 
 def test_refused_combinations_and_stop_tokens(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_refused_combinations_and_stop_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("options", "prompts"), [({}, 4), ({"prompts_per_rollout": 6}, 6)])
 def test_prompts_per_rollout_are_the_examples_of_a_step_unless_they_are_set(options: dict[str, Any], prompts: int) -> None:
-    plan = Plan(config(**options), 1, SHAPE, None, None, "torch", "", None)
+    plan = Prepared(config(**options), 1, SHAPE, None, None, {})
     steps = step_loader(plan, ListDataset("prompt", [(s,) for s in sequences(25, 0)]), 1, 0)
     assert [len(steps.indices(0, k)) for k in (0, steps.steps_per_epoch - 1)] == [prompts, 1]
 

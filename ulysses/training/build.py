@@ -5,21 +5,19 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from models.arch import ModelConfig as Shape
-from models.arch import architecture
 from models.decoder import CausalLM, LayerMemory, RewardModel, init_parameter
-from models.hf_format import WeightFiles, read_config, resolve_model
+from models.hf_format import WeightFiles
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
-from ulysses.data import DataError
 from ulysses.data.dataset import TokenizedDataset, open_dataset
 from ulysses.data.encode import DataSettings
-from ulysses.data.sources import parse_sources
+from ulysses.data.sources import is_hub_id, parse_sources
 from ulysses.data.steps import StepLoader
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.kernels import kernels_of, prove_kernel
@@ -29,33 +27,12 @@ from ulysses.training.config import DTYPES, Config, LoraConfig
 from ulysses.training.memory import MemoryChoice, adapter_parameters
 from ulysses.training.metrics import model_flops
 from ulysses.training.optim import adamw, scoped_groups
-from ulysses.training.section import ConfigError
+from ulysses.training.prepare import Prepared
+from ulysses.training.section import ConfigError, blame
 from ulysses.training.stages.base import OtherModel
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
-
-if TYPE_CHECKING:  # checks.py reads the shapes and weights here
-    from ulysses.training.checks import Plan
-
-
-def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Path | None]:
-    """Return the model's shape and its folder (None for a shape given by name or keys).
-
-    Without `need_weights` a hub id's weights are not fetched.
-
-    Raises ConfigError if there is no such model, or it is not supported.
-    """
-    m = config.model
-    try:
-        folder = resolve_model(m.path, m.revision, need_weights=need_weights) if m.path else None
-        if folder is not None:
-            raw = read_config(folder).to_hf()
-        else:
-            raw = architecture(m.arch).to_hf() if m.arch else {}
-        return (Shape.from_hf({**raw, **m.config}) if m.config else Shape.from_hf(raw)), folder
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"model: {error}") from None
 
 
 class RandomWeights:
@@ -139,39 +116,6 @@ def weights_fingerprint(config: Config, shape: Shape, folder: Path | None) -> st
                 files.read(name, start, min(start + 2048, numel)).view(torch.uint8).numpy()
             )
     return digest.hexdigest()
-
-
-def check_weights(shape: Shape, folder: Path, *, reward: bool, key: str = "model.path") -> None:
-    """Refuse weight files that do not hold every parameter in the right shape, before anything is allocated.
-
-    Raises ConfigError naming the setting (`key`) and the first that is missing or wrong.
-    """
-    with torch.device("meta"):
-        model: nn.Module = RewardModel(shape) if reward else CausalLM(shape)
-    expected = {name: p.shape for name, p in model.named_parameters()}
-    try:
-        WeightFiles(folder).check(expected, may_lack=("score.weight",) if reward else ())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{key}: {error}") from None
-
-
-def read_other(other: OtherModel) -> tuple[Shape, Path]:
-    """Return the shape and the folder of a further model; its weights are complete.
-
-    Raises ConfigError naming the setting.
-    """
-    try:
-        folder = resolve_model(other.path, key=other.setting)
-        found = read_config(folder)
-    except (ValueError, OSError) as error:
-        hint = "; name a function as module:function, or a reward model" if other.reward else ""
-        raise ConfigError(f"{error}{hint}") from None
-    check_weights(found, folder, reward=other.reward, key=other.setting)
-    if other.reward and "score.weight" not in WeightFiles(folder):
-        raise ConfigError(
-            f"{other.setting} {other.path} has no score.weight, so it is no reward model; train one with stage rm"
-        )
-    return found, folder
 
 
 def matrix_sizes(shape: Shape) -> dict[str, int]:
@@ -267,7 +211,7 @@ def build_engine(
     )
 
 
-def open_data(plan: "Plan") -> tuple[TokenizedDataset, TokenizedDataset | None]:
+def open_data(plan: Prepared) -> tuple[TokenizedDataset, TokenizedDataset | None]:
     """Open the training and held-out data, tokenising it once per node if needed.
 
     Raises ConfigError for data that is missing, broken or too little for the stage.
@@ -276,17 +220,16 @@ def open_data(plan: "Plan") -> tuple[TokenizedDataset, TokenizedDataset | None]:
     settings = DataSettings(data.max_length, data.truncation, data.train_on, data.bad_rows)
 
     def opened(value: Any) -> TokenizedDataset:
-        try:
+        sources = parse_sources(value)
+        with blame("data", absent=any(map(is_hub_id, sources))):
             return open_dataset(
-                parse_sources(value),
+                sources,
                 stage.kind,
                 plan.tokenizer,
                 settings,
                 data.cache,
                 chat_template=data.chat_template,
             )
-        except DataError as error:
-            raise ConfigError(f"data: {error}") from None
 
     train = opened(data.train)
     for complaint in stage.check_data(config, train):
@@ -295,14 +238,14 @@ def open_data(plan: "Plan") -> tuple[TokenizedDataset, TokenizedDataset | None]:
 
 
 def step_loader(
-    plan: "Plan", dataset: Any, dp_size: int, dp_rank: int, *, evaluation: bool = False
+    plan: Prepared, dataset: Any, dp_size: int, dp_rank: int, *, evaluation: bool = False
 ) -> StepLoader:
     """Serve the dataset's steps to one data-parallel group.
 
     Raises ConfigError for an example that is longer than a micro-batch.
     """
     config = plan.config
-    try:
+    with blame():
         return StepLoader(
             dataset,
             config.stage_class.examples_per_load(config),
@@ -313,8 +256,6 @@ def step_loader(
             shuffle=not evaluation,
             attention_length=12.0 * plan.shape.hidden_size,
         )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def total_steps(config: Config, loader: StepLoader) -> int:
@@ -323,7 +264,7 @@ def total_steps(config: Config, loader: StepLoader) -> int:
     return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
 
 
-def prove_kernels(plan: "Plan", mesh: ParallelMesh, device: torch.device) -> None:
+def prove_kernels(plan: Prepared, mesh: ParallelMesh, device: torch.device) -> None:
     """Raise FloatingPointError if an attention kernel that may run gives wrong results on this device."""
     config, shape = plan.config, plan.shape
     heads = head_layout(
@@ -358,7 +299,7 @@ class StageParts:
     A stage may replace `train_data` and `eval_data` by views of them that carry more.
     """
 
-    prepared: "Plan"
+    prepared: Prepared
     engine: ZeroEngine
     mesh: ParallelMesh
     device: torch.device
@@ -385,7 +326,7 @@ class StageParts:
         config, shape = self.config, self.prepared.shape
         source = weights_of(config, shape, self.prepared.folder)
         if other is not None:
-            shape, folder = read_other(other)
+            shape, folder = self.prepared.others[other.setting]
             source = FileWeights(folder, shape, config.run.seed)
         engine = build_engine(
             config,

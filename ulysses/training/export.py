@@ -40,7 +40,7 @@ from ulysses.training.config import DTYPES, Config
 from ulysses.zero.state import SavedSlices
 
 if TYPE_CHECKING:
-    from ulysses.training.checks import Plan
+    from ulysses.training.prepare import Prepared
 
 CARD = "README.md"
 Read = Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor | None]]]
@@ -93,7 +93,7 @@ def tokenizer_place(config: Config, folder: Path | None) -> Path:
     return resolve_model(config.model.tokenizer, need_weights=False, key="model.tokenizer")
 
 
-def save_tokenizer(plan: "Plan", target: Path) -> None:
+def save_tokenizer(plan: "Prepared", target: Path) -> None:
     """Write the tokenizer's own files and generation_config.json as every export of the run will carry them.
 
     tokenizer.json is copied byte for byte. Of tokenizer_config.json only these keys change: a `tokenizer_class` that
@@ -293,8 +293,9 @@ def _saved_parameters(
         model: nn.Module = RewardModel(shape) if config.stage_class.reward else CausalLM(shape)
     base = None
     if lora.rank:
-        from ulysses.training.build import read_shape, weights_of  # heavy, and needed here only
+        from ulysses.training.build import weights_of  # heavy, and needed here only
         from ulysses.training.lora import add_adapters, base_name, is_adapter
+        from ulysses.training.prepare import read_shape
 
         model = add_adapters(model, lora)
         base = weights_of(config, shape, read_shape(config)[1]) if lora.merge else None

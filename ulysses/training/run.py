@@ -28,7 +28,6 @@ from ulysses.training.build import (
     weights_of,
 )
 from ulysses.training.checkpoint import clear_run_folder
-from ulysses.training.checks import check_run
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.export import export_engine, save_tokenizer
@@ -36,6 +35,7 @@ from ulysses.training.failure import FailureWatch
 from ulysses.training.memory import choose_memory, this_machine
 from ulysses.training.metrics import MetricsLog, device_peak_flops
 from ulysses.training.optim import learning_rate
+from ulysses.training.prepare import prepare
 from ulysses.training.section import ConfigError
 from ulysses.training.trainer import Trainer
 from ulysses.zero.canary import check_deepspeed
@@ -51,7 +51,7 @@ class TrainingRun:
     def __init__(self, config: Config, *, debug: bool = False) -> None:
         self.config = config
         self.debug = debug
-        self.prepared = check_run(config, int(os.environ.get("WORLD_SIZE", "1")))
+        self.prepared = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
         self.train_data, self.eval_data = open_data(self.prepared)
         for data in (self.train_data, self.eval_data):
             if data is not None:

@@ -1,4 +1,4 @@
-"""The base class of the configuration's tables, and the error that refuses a setting."""
+"""The base class of the configuration's tables, and the errors that refuse a setting."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +19,10 @@ class ConfigError(ValueError):
         self.key = key
 
 
+class AbsentError(ConfigError):
+    """A setting that is right but names something that is not on this machine; a dry run reports it and goes on."""
+
+
 class Section(BaseModel):
     """One table of the TOML file. Unknown keys are refused, and values do not change after they were checked."""
 
@@ -28,11 +32,26 @@ class Section(BaseModel):
 
 
 @contextmanager
-def blame(key: str = "") -> Iterator[None]:
-    """Turn an error about a value or a file into a ConfigError about the setting `key`."""
+def blame(key: str = "", *, absent: bool = False) -> Iterator[None]:
+    """Turn an error about a value or a file into a ConfigError about the setting `key`.
+
+    A file that does not exist, or any error if `absent`, makes it an AbsentError.
+    """
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        raise ConfigError(error, key) from None
+        absent = absent or isinstance(error, FileNotFoundError)
+        raise (AbsentError if absent else ConfigError)(error, key) from None
+
+
+@contextmanager
+def collect_absent(findings: list[str] | None) -> Iterator[None]:
+    """Add an AbsentError's sentence to the findings of a dry run; without a list it refuses the run."""
+    try:
+        yield
+    except AbsentError as error:
+        if findings is None:
+            raise
+        findings.append(str(error))
