@@ -18,8 +18,8 @@ from models.hf_format import WeightFiles, WeightWriter, write_config
 from tests.e2e.launch import ROOT, environment, metrics, ranks
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.export import main
-from ulysses.training.build import read_other
 from ulysses.training.export import whole_folder
+from ulysses.training.prepare import read_other
 from ulysses.training.stages.base import OtherModel
 
 OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]

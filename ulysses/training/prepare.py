@@ -89,7 +89,7 @@ def prepare(config: Config, world_size: int, findings: list[str] | None = None) 
     others: dict[str, tuple[Shape, Path]] = {}
     for other in stage.other_models(config):
         with collect_absent(findings):
-            others[other.setting] = _read_other(other, need_weights=strict)
+            others[other.setting] = read_other(other, need_weights=strict)
     if not findings:
         shapes = {setting: shape for setting, (shape, _) in others.items()}
         for complaint in stage.check_model(config, shape, tokenizer, shapes):
@@ -217,7 +217,7 @@ def check_weights(shape: Shape, folder: Path, *, reward: bool, key: str = "model
         WeightFiles(folder).check(expected, may_lack=("score.weight",) if reward else ())
 
 
-def _read_other(other: OtherModel, *, need_weights: bool) -> tuple[Shape, Path]:
+def read_other(other: OtherModel, *, need_weights: bool = True) -> tuple[Shape, Path]:
     """Return the shape and the folder of a model that the run reads besides the trained one."""
     with blame():
         folder = resolve_model(other.path, need_weights=need_weights, key=other.setting)
