@@ -271,10 +271,8 @@ def _row_parts(
         ends, lengths = (head, size - tail, size), (head, length, tail)
         for first, last, part_length in zip((0, *ends), ends, lengths):
             if first < last:
-                row, part = (
-                    (entry.start + first) // length,
-                    tensor[first:last].view(-1, part_length),
-                )
+                row = (entry.start + first) // length
+                part = tensor[first:last].view(-1, part_length)
                 yield part, own[row : row + len(part)]
 
 
