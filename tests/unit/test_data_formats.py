@@ -1,6 +1,7 @@
 """Every format people bring becomes the same records, and every odd row is named."""
 
 import gzip
+import hashlib
 import json
 
 import pytest
@@ -16,13 +17,19 @@ from ulysses.data.sources import (
     source_digest,
 )
 
-USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+USER, BOT, OTHER = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
+HUMAN, GPT, GPT_OTHER = ({"from": f, "value": v} for f, v in (("human", "q"), ("gpt", "a"), ("gpt", "b")))
+TRANSCRIPTS = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+PAIR_ROW = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
-def read(tmp_path, rows, kind, name="rows.jsonl", bad_rows="error", **source):
+def load(path, kind="text", bad_rows="error", **source):
     report = Report()
-    path = write_rows(tmp_path / name, rows)
-    return list(read_records([Source(path, **source)], kind, report, bad_rows=bad_rows)), report
+    return list(read_records([Source(str(path), **source)], kind, report, bad_rows=bad_rows)), report
+
+
+def read(tmp_path, rows, kind, **source):
+    return load(write_rows(tmp_path / "rows.jsonl", rows), kind, **source)
 
 
 def turns(messages):
@@ -42,8 +49,8 @@ Q, A, B = ("user", "q"), ("assistant", "a"), ("assistant", "b")
         ({"messages": [USER, BOT]}, [], [Q, A]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]},
                        {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, [], [Q, A]),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [], [Q, A]),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
+        ({"conversations": [HUMAN, GPT]}, [], [Q, A]),
+        ({"conversations": [HUMAN, GPT], "system": "s"},
          [], [("system", "s"), Q, A]),
         ({"instruction": "q", "input": "", "output": "a"}, [], [Q, A]),
         ({"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]},
@@ -65,14 +72,14 @@ PAIR = ([Q], [[A], [B]])
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        {"prompt": [USER], "chosen": [BOT], "rejected": [{"role": "assistant", "content": "b"}]},
-        {"chosen": [USER, BOT], "rejected": [USER, {"role": "assistant", "content": "b"}]},
-        {"prompt": "q", "chosen": [USER, BOT], "rejected": [USER, {"role": "assistant", "content": "b"}]},
-        {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+        PAIR_ROW,
+        {"prompt": [USER], "chosen": [BOT], "rejected": [OTHER]},
+        {"chosen": [USER, BOT], "rejected": [USER, OTHER]},
+        {"prompt": "q", "chosen": [USER, BOT], "rejected": [USER, OTHER]},
+        TRANSCRIPTS,
         {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"},
-        {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"},
-         "rejected": {"from": "gpt", "value": "b"}},
+        {"conversations": [HUMAN], "chosen": GPT,
+         "rejected": GPT_OTHER},
         {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
         {"instruction": "q", "input": "", "output": ["a", "b"]},
         {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]},
@@ -92,12 +99,12 @@ def test_preference_formats(tmp_path, row):
 @pytest.mark.parametrize(
     ("row", "history"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, []),
-        ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, []),
-        ({"chosen": [USER, BOT, USER, BOT], "rejected": [USER, BOT, USER, {"role": "assistant", "content": "b"}]}, [Q, A]),
-        ({"messages": [USER, BOT, USER], "chosen": BOT, "rejected": {"role": "assistant", "content": "b"}}, [Q, A]),
-        ({"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"},
-          "rejected": {"from": "gpt", "value": "b"}}, []),
+        (PAIR_ROW, []),
+        (TRANSCRIPTS, []),
+        ({"chosen": [USER, BOT, USER, BOT], "rejected": [USER, BOT, USER, OTHER]}, [Q, A]),
+        ({"messages": [USER, BOT, USER], "chosen": BOT, "rejected": OTHER}, [Q, A]),
+        ({"conversations": [HUMAN], "chosen": GPT,
+          "rejected": GPT_OTHER}, []),
     ],
 )  # fmt: skip
 def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(tmp_path, row, history):
@@ -119,7 +126,7 @@ def test_ranked_list_gives_all_pairs_and_margin_is_kept(tmp_path):
     records, report = read(tmp_path, [{"prompt": "q", "completions": ["x", "y", "z"], "scores": [1, 3, 1]}], "pair")
     assert [[a[0].content for a in r.answers] for r in records] == [["y", "x"], ["y", "z"]]
     assert report.notes == {"rows that gave several examples": 1}
-    records, _ = read(tmp_path, [{"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.5}], "pair")
+    records, _ = read(tmp_path, [PAIR_ROW | {"margin": 0.5}], "pair")
     assert records[0].columns == {"margin": 0.5}
 
 
@@ -129,7 +136,7 @@ def test_ranked_list_gives_all_pairs_and_margin_is_kept(tmp_path):
         ({"messages": [USER, BOT], "label": True}, 1.0),
         ({"prompt": "q", "completion": "a", "label": False}, 0.0),
         ({"instruction": "q", "output": "a", "kto_tag": True}, 1.0),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "kto_tag": False}, 0.0),
+        ({"conversations": [HUMAN, GPT], "kto_tag": False}, 0.0),
     ],
 )
 def test_kto_formats(tmp_path, row, label):
@@ -151,10 +158,10 @@ def test_prompts_keep_the_raw_row_under_its_own_names(tmp_path):
 def test_tools_and_function_calls(tmp_path):
     row = {
         "conversations": [
-            {"from": "human", "value": "q"},
+            HUMAN,
             {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
             {"from": "observation", "value": "7"},
-            {"from": "gpt", "value": "a"},
+            GPT,
         ],
         "tools": '[{"name": "f", "description": "d", "parameters": {}}]',
     }
@@ -245,13 +252,12 @@ def test_broken_json_line_is_named_or_dropped(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(GOOD) + "\n\n{broken\n" + json.dumps(GOOD) + "\n")
     with pytest.raises(DataError, match=r"x.jsonl row 3 is not valid JSON"):
-        list(read_records([Source(str(path))], "sequence", Report()))
-    report = Report()
-    assert len(list(read_records([Source(str(path))], "sequence", report, bad_rows="drop"))) == 2
-    assert report.dropped == {"is not valid JSON": 1} and report.read == 3
+        load(path, "sequence")
+    records, report = load(path, "sequence", bad_rows="drop")
+    assert len(records) == 2 and report.dropped == {"is not valid JSON": 1} and report.read == 3
     path.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(DataError, match=r"row 1 is not valid UTF-8"):
-        list(read_records([Source(str(path))], "text", Report()))
+        load(path)
 
 
 def test_file_kinds_give_the_same_records(tmp_path):
@@ -267,65 +273,77 @@ def test_file_kinds_give_the_same_records(tmp_path):
 
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     for name in ("a.json", "a.jsonl.gz", "lines.json", "a.csv", "a.parquet"):
-        report = Report()
-        records = list(read_records([Source(str(tmp_path / name))], "sequence", report))
+        records, _ = load(tmp_path / name, "sequence")
         assert [flat(r) for r in records] == expected, name
         assert [r.where.rsplit(" ", 1)[1] for r in records] == ["1", "2", "3"]
     (tmp_path / "folder").mkdir()
     for name in ("a.json", "a.csv"):
         (tmp_path / name).rename(tmp_path / "folder" / name)
-    assert len(list(read_records([Source(str(tmp_path / "folder"))], "sequence", Report()))) == 6
+    assert len(load(tmp_path / "folder", "sequence")[0]) == 6
 
 
 def test_hub_datasets_go_through_datasets(tmp_path, monkeypatch):
     import datasets
 
-    def load(path, name, split, revision):
+    def load_dataset(path, name, split, revision):
         if path != "org/data":
             raise FileNotFoundError("no such dataset")
         assert (name, split, revision) == (None, "test", None)
         return [{"text": "hello"}]
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
-    records = list(read_records(parse_sources({"path": "org/data", "split": "test"}), "text", Report()))
+    records, _ = load("org/data", split="test")
     assert records[0].text == "hello" and records[0].where == "org/data row 1"
     with pytest.raises(DataError, match=r"absent/data does not exist .* no hub dataset .* no such dataset"):
-        list(read_records([Source("absent/data")], "text", Report()))
+        load("absent/data")
 
 
 def test_saved_datasets_load(tmp_path):
     import datasets
 
     datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}]).save_to_disk(str(tmp_path / "saved"))
-    assert [r.text for r in read_records([Source(str(tmp_path / "saved"))], "text", Report())] == ["one", "two"]
+    assert [r.text for r in load(tmp_path / "saved")[0]] == ["one", "two"]
 
 
 def test_sources_and_their_mistakes(tmp_path):
     assert parse_sources(["a.jsonl", {"path": "b.jsonl", "weight": 2.0, "format": None}]) == [
         Source("a.jsonl"), Source("b.jsonl", weight=2.0)]
     for value, message in (
-        ({"path": "a", "wight": 1}, "unknown key 'wight'"),
-        ({"format": "text"}, "no path"),
-        ({"path": "a", "format": "csvish"}, "'csvish' of a is unknown"),
-        ({"path": "a", "weight": 0}, "must be positive"),
-        ({"path": "a", "weight": "2"}, "weight of data source a is '2', which is the wrong type"),
+        ({"path": "a", "wight": 1}, "data source a: wight: Unexpected .*; its keys are path, format, weight"),
+        ({"format": "text"}, "path: Field required"),
+        ({"path": "a", "format": "csvish"}, "a: format: Input should be 'auto', 'messages'"),
+        ({"path": "a", "weight": 0}, "a: weight: Input should be greater than 0"),
+        ({"path": "a", "weight": "2"}, "a: weight: Input should be a valid number"),
     ):
         with pytest.raises(DataError, match=message):
             parse_sources(value)
     absent = Source(str(tmp_path / "absent.jsonl"))
     assert str(tmp_path / "absent.jsonl") in missing_sources([absent])[0]
     with pytest.raises(DataError, match=r"does not exist"):
-        list(read_records([absent], "text", Report()))
+        load(absent.path)
     (tmp_path / "x.docx").write_text("")
     with pytest.raises(DataError, match=r"x.docx is none of"):
-        list(read_records([Source(str(tmp_path / "x.docx"))], "text", Report()))
+        load(tmp_path / "x.docx")
     with pytest.raises(DataError, match=r"no column 'words', which columns names"):
         read(tmp_path, [GOOD], "sequence", columns={"prompt": "words"})
     with pytest.raises(DataError, match=r"fit none of the formats"):
         read(tmp_path, [{"foo": 1}], "sequence")
     with pytest.raises(DataError, match=r"plain text, which only stage pt"):
         read(tmp_path, [{"text": "x"}], "sequence")
+
+
+def test_bytes_are_hashed_once_unless_they_change(tmp_path, monkeypatch):
+    """A second process, and a later run, find the digest under the file's size and times."""
+    monkeypatch.setattr("ulysses.data.sources.SETTLED_SECONDS", 0.0)
+    source = Source(write_rows(tmp_path / "a.jsonl", [GOOD]))
+    hashed = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(1) or digest(file, name))
+    first = source_digest(source, tmp_path / "cache")
+    assert source_digest(source, tmp_path / "cache") == first and len(hashed) == 1
+    write_rows(tmp_path / "a.jsonl", [{**GOOD, "output": "b"}])
+    assert source_digest(source, tmp_path / "cache") != first and len(hashed) == 2
 
 
 def test_digest_follows_content_not_place(tmp_path):
@@ -341,8 +359,7 @@ def test_long_text_is_streamed_in_parts_without_loss(tmp_path):
     text = "".join(f"line {i} of a long file.\n" for i in range(250_000))
     path = tmp_path / "long.txt"
     path.write_text(text)
-    report = Report()
-    parts = list(read_records([Source(str(path))], "text", report))
+    parts, report = load(path)
     assert len(parts) > 1 and max(len(p.text) for p in parts) <= 2 * CHUNK_CHARACTERS + 64
     assert "".join(p.text for p in parts) == text and report.read == 1 and {p.where for p in parts} == {f"{path} row 1"}
     rows, _ = read(tmp_path, [{"text": text}], "text")
@@ -352,7 +369,7 @@ def test_long_text_is_streamed_in_parts_without_loss(tmp_path):
 def test_text_file_with_separator_is_several_documents(tmp_path):
     path = tmp_path / "documents.txt"
     path.write_text("one\n===\ntwo\n\nlines\n===\n \n===\nthree")
-    records = list(read_records([Source(str(path), separator="\n===\n")], "text", Report()))
+    records, _ = load(path, separator="\n===\n")
     assert [r.text for r in records] == ["one", "two\n\nlines", "three"]
     assert len({r.where for r in records}) == 3
 

@@ -20,7 +20,6 @@ from ulysses.data import DataError
 LEASE_SECONDS = (
     60.0  # a holder on a network file system that shows no sign of life for so long counts as dead
 )
-ABANDONED_SECONDS = 86400.0
 NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse.")
 
 
@@ -68,8 +67,8 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
             failure = failed.read_text() if failed.exists() else ""
             if failure != earlier:  # the process that we waited for has failed
                 raise DataError(json.loads(failure)["error"])
-            _remove_abandoned(folder)
-            shutil.rmtree(temporary, ignore_errors=True)
+            for abandoned in folder.parent.glob(f"{folder.name}.*.tmp"):  # by processes that died
+                shutil.rmtree(abandoned, ignore_errors=True)
             try:
                 temporary.mkdir()
                 build(temporary)
@@ -92,14 +91,6 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
             folder.is_dir()
         ):  # nobody needs the lock any more: those who wait look for the folder first
             lock.unlink(missing_ok=True)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed processes left of the same folder more than a day ago."""
-    for old in folder.parent.glob(f"{folder.name}.*.tmp"):
-        newest = max(path.stat().st_mtime for path in [old, *old.iterdir()])
-        if time.time() - newest > ABANDONED_SECONDS:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 def _publish(temporary: Path, folder: Path) -> None:

@@ -1,9 +1,8 @@
 """Keep tokenised data on disk and read it through memory maps; it is written once and named by its content.
 
-    index.json     kind, sources, loss weights, report           lengths.npy   [examples, sequences each]
+    index.json     kind, sources, report                         lengths.npy   [examples, sequences each]
     tokens.bin     int32, all sequences end to end               columns.npz   one number per example
-    weights.bin    uint8, places in index.json's "weights"       rows.jsonl    the rows of prompts
-                   (absent where every weight is 1)
+    weights.bin    float32, of every token; empty for kind text  rows.jsonl    the rows of prompts
 
 Opening a dataset reads no token, and an example's arrays are views into the maps, so a rank reads only what it slices.
 """
@@ -11,7 +10,7 @@ Opening a dataset reads no token, and an example's arrays are views into the map
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +84,6 @@ def write_dataset(
     """Write examples into `folder` as they come; DataError if there are none."""
     lengths, source_of = array("q"), array("l")
     columns: dict[str, list[float]] = {}
-    codes: dict[float, int] = {0.0: 0, 1.0: 1}
     prompts: dict[bytes, int] = {}
     seen: set[bytes] = set()
     with (
@@ -97,7 +95,7 @@ def write_dataset(
             for sequence in example.sequences:
                 tokens_file.write(sequence.tokens.tobytes())
                 if kind != "text":
-                    weights_file.write(_codes(sequence.loss_weights, codes).tobytes())
+                    weights_file.write(sequence.loss_weights.tobytes())
                 lengths.append(len(sequence.tokens))
             source_of.append(example.source)
             numbers = dict(example.columns)
@@ -119,21 +117,12 @@ def write_dataset(
     shape = (len(source_of), -1)
     np.save(folder / "lengths.npy", np.asarray(lengths, np.int64).reshape(shape))
     np.savez(folder / "columns.npz", **columns, _source=np.asarray(source_of, np.int32))
-    index = {"kind": kind, "sources": sources, "weights": list(codes), "report": vars(report)}
+    index = {"kind": kind, "sources": sources, "report": vars(report)}
     (folder / "index.json").write_text(json.dumps(index, indent=1))
 
 
 def _digest(*arrays: np.ndarray) -> bytes:
     return hashlib.sha256(b"|".join(values.tobytes() for values in arrays)).digest()[:16]
-
-
-def _codes(weights: np.ndarray, codes: dict[float, int]) -> np.ndarray:
-    """Return the places of the weights in `codes`, which grows."""
-    values, inverse = np.unique(weights, return_inverse=True)
-    numbers = [codes.setdefault(float(value), len(codes)) for value in values]
-    if len(codes) > 256:
-        raise DataError("the data uses more than 256 different loss weights; round them")
-    return np.asarray(numbers, np.uint8)[inverse]
 
 
 class TokenizedDataset:
@@ -163,23 +152,19 @@ class TokenizedDataset:
         self._rows = self.columns.pop("_row", None)  # where each prompt's row begins
         self._ends = self.sequence_lengths.cumsum().reshape(self.sequence_lengths.shape)
         self._tokens = np.memmap(self.folder / "tokens.bin", np.int32, "r")
-        self._codes = np.broadcast_to(np.uint8(1), len(self._tokens))
+        self._weights = np.broadcast_to(np.float32(1), len(self._tokens))
         if self.kind != "text":
-            self._codes = np.memmap(self.folder / "weights.bin", np.uint8, "r")
-        self._weights = np.asarray(index["weights"], np.float32)
+            self._weights = np.memmap(self.folder / "weights.bin", np.float32, "r")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Example:
-        """Return example `index`; its arrays are views into the memory maps."""
+        """Return example `index`; its arrays are views into the memory maps. IndexError ends an iteration."""
         index = range(len(self))[index]
         sequences = tuple(self._sequence(index, j) for j in range(self.sequence_lengths.shape[1]))
         columns = {name: float(values[index]) for name, values in self.columns.items()}
         return Example(index, sequences, columns)
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the row that a prompt came from."""
@@ -202,7 +187,4 @@ class TokenizedDataset:
     def _sequence(self, index: int, j: int) -> Sequence:
         stop = int(self._ends[index, j])
         span = slice(stop - int(self.sequence_lengths[index, j]), stop)
-        codes = self._codes[span]
-        # Without other weights than 0 and 1 the codes are the weights.
-        weights = codes if len(self._weights) == 2 else self._weights[codes]
-        return Sequence(self._tokens[span], weights)
+        return Sequence(self._tokens[span], self._weights[span])

@@ -25,6 +25,7 @@ from ulysses.data.messages import (
 )
 from ulysses.data.sources import FORMATS, Source, read_rows, text_parts
 
+Pairs = list[tuple[Messages, Messages]]
 KINDS = ("text", "sequence", "pair", "unpaired", "prompt")
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 PROMPT_KEYS = ("prompt", "question", "query")
@@ -181,7 +182,7 @@ def parse_row(row: Mapping[str, Any], row_format: str, kind: str) -> list[Record
     tools = parse_tools(row.get("tools"))
     label = _label(row) if kind in ("sequence", "unpaired") else None
     prompt, answer = _prompt_and_answer(row, row_format)
-    pairs: list[tuple[Messages, Messages]] = []
+    pairs: Pairs = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or row_format == "preference":
         if "chosen" in row or ("rejected" in row and not _first_key(row, ANSWER_KEYS)):
@@ -338,9 +339,7 @@ def _answer(value: Any, key: str) -> Messages:
     raise BadRowError(f"{key!r} is {type_name(value)}, not a string or messages")
 
 
-def _preference(
-    row: Mapping[str, Any], prompt: Messages
-) -> tuple[Messages, list[tuple[Messages, Messages]]]:
+def _preference(row: Mapping[str, Any], prompt: Messages) -> tuple[Messages, Pairs]:
     """Read chosen and rejected: answers to the prompt, or two whole conversations or transcripts that share theirs."""
     chosen, rejected = (row[_required(row, (key,))] for key in ("chosen", "rejected"))
     texts = isinstance(chosen, str) and isinstance(rejected, str)
@@ -366,9 +365,7 @@ def _preference(
     ]
 
 
-def _split_prompt(
-    chosen: Messages, rejected: Messages
-) -> tuple[Messages, list[tuple[Messages, Messages]]]:
+def _split_prompt(chosen: Messages, rejected: Messages) -> tuple[Messages, Pairs]:
     """Split two conversations before their last turn, the assistant's; what precedes it must be equal: the prompt."""
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if not messages or messages[-1].role != "assistant":
@@ -387,7 +384,7 @@ def _ranked_key(row: Mapping[str, Any]) -> str | None:
     return key
 
 
-def _ranked_pairs(row: Mapping[str, Any], key: str) -> list[tuple[Messages, Messages]]:
+def _ranked_pairs(row: Mapping[str, Any], key: str) -> Pairs:
     """Pair every answer with each worse one: by `scores` (higher is better), `ranks` (lower) or place in the list."""
     answers = [_answer(value, key) for value in row[key]]
     scores = [-float(place) for place in range(len(answers))]

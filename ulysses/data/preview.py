@@ -9,7 +9,7 @@ import numpy as np
 from ulysses.data.dataset import TokenizedDataset
 from ulysses.parallel.batch import Sequence
 
-TRAINED, PLAIN, BOLD, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
+ON_TERMINAL, ON_PAPER = ("\x1b[30;42m", "\x1b[0m"), ("[[", "]]")  # black on green, or brackets
 
 
 def preview_examples(
@@ -17,18 +17,19 @@ def preview_examples(
 ) -> None:
     """Print the first `count` examples decoded: trained tokens in colour on a terminal, elsewhere in [[ and ]]."""
     stream = stream or sys.stdout
-    in_color = stream.isatty()
+    begin, end = ON_TERMINAL if stream.isatty() else ON_PAPER
     names = ("chosen", "rejected") if dataset.kind == "pair" else (dataset.kind,)
     for index in range(min(count, len(dataset))):
         example = dataset[index]
         numbers = "".join(f", {name} {value:g}" for name, value in example.columns.items())
         for name, sequence in zip(names, example.sequences):
             trained = int(np.count_nonzero(sequence.loss_weights[1:]))
-            title = f"example {index} ({name}): {len(sequence.tokens)} tokens, {trained} trained{numbers}"
-            print(f"{BOLD}{title}{RESET}" if in_color else title, file=stream)
-            marks = (TRAINED, RESET + PLAIN) if in_color else ("[[", "]]")
-            text = _marked(tokenizer, sequence, *marks)
-            print(f"{PLAIN}{text}{RESET}" if in_color else text, file=stream)
+            print(
+                f"example {index} ({name}): {len(sequence.tokens)} tokens, {trained} trained{numbers}",
+                _marked(tokenizer, sequence, begin, end),
+                sep="\n",
+                file=stream,
+            )
     print(dataset.report, file=stream)
 
 

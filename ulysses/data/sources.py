@@ -13,9 +13,12 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import build_once
@@ -28,7 +31,7 @@ SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands
 SETTLED_SECONDS = 2.0  # file systems tell changes apart that are so far from each other
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True))
 class Source:
     """One entry of data.train or data.eval.
 
@@ -41,49 +44,33 @@ class Source:
         separator: the text between two documents of a .txt file; without it the file is one document.
         max_examples: use only so many of the first rows; 0 uses all.
 
-    Raises DataError: a value has the wrong type, or the format is unknown.
+    Raises pydantic's ValidationError, which parse_sources turns into a DataError.
     """
 
     path: str
-    format: str = "auto"
-    weight: float = 1.0
-    columns: Mapping[str, str] = field(default_factory=dict)
+    format: Literal["auto", *FORMATS] = "auto"  # type: ignore[valid-type]
+    weight: float = Field(1.0, gt=0)
+    columns: dict[str, str] = field(default_factory=dict)
     split: str = "train"
     subset: str | None = None
     revision: str | None = None
     separator: str | None = None
-    max_examples: int = 0
-
-    def __post_init__(self) -> None:
-        types = {"path": str, "weight": int | float, "columns": Mapping, "max_examples": int}
-        for name, wanted in types.items():
-            value = getattr(self, name)
-            if not isinstance(value, wanted):
-                raise DataError(
-                    f"{name} of data source {self.path} is {value!r}, which is the wrong type"
-                )
-        if self.format not in ("auto", *FORMATS):
-            raise DataError(
-                f"data format {self.format!r} of {self.path} is unknown; use auto or one of {', '.join(FORMATS)}"
-            )
-        if not self.weight > 0:
-            raise DataError(
-                f"the weight of {self.path} is {self.weight:g} but must be positive; raise it or leave the file out"
-            )
+    max_examples: int = Field(0, ge=0)
 
 
 def parse_sources(value: Any) -> list[Source]:
     """Read a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
     sources = []
-    known = [f.name for f in fields(Source)]
     for item in value if isinstance(value, list | tuple) else [value]:
-        if not isinstance(item, Mapping):
-            item = {"path": str(item)}
-        unknown = sorted(set(item) - set(known))
-        if unknown or "path" not in item:
-            problem = f"the unknown key {unknown[0]!r}" if unknown else "no path"
-            raise DataError(f"a data source has {problem}; its keys are {', '.join(known)}")
-        sources.append(Source(**{key: entry for key, entry in item.items() if entry is not None}))
+        table = item if isinstance(item, Mapping) else {"path": str(item)}
+        try:
+            sources.append(Source(**{key: v for key, v in table.items() if v is not None}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            keys = ", ".join(each.name for each in fields(Source))
+            raise DataError(
+                f"data source {table.get('path', table)}: {first['loc'][0]}: {first['msg']}; its keys are {keys}"
+            ) from None
     return sources
 
 
