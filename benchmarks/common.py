@@ -27,7 +27,7 @@ from ulysses.memory.plan import GIB, Case, Machine, MemorySettings, Work, step_f
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import DTYPES, RandomWeights, build_engine, layer_memory
+from ulysses.training.build import DTYPES, InitialWeights, build_engine, layer_memory
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.memory import (
@@ -107,7 +107,7 @@ def build(config: Config, device: torch.device) -> Bench:
     )  # refuses before it allocates
     kept = MemoryChoice(("none",) * shape.num_hidden_layers)
     engine = build_engine(
-        config, shape, RandomWeights(shape, 0), mesh, config.model.attention, memory=kept
+        config, shape, InitialWeights(shape, 0), mesh, config.model.attention, memory=kept
     )
     return Bench(config, shape, mesh, engine)
 

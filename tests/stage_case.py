@@ -22,7 +22,7 @@ from tests.zero_case import trained_engine
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import RandomWeights
+from ulysses.training.build import InitialWeights
 from ulysses.training.config import LoraConfig
 from ulysses.training.lora import AdapterWeights, add_adapters, is_adapter
 from ulysses.training.stages.dpo import DpoSection, DpoStage
@@ -154,7 +154,7 @@ def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Tr
     """Build everything on this rank; all ranks call it together."""
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    source = StartedAdapters(RandomWeights(case.shape, 0), 0)
+    source = StartedAdapters(InitialWeights(case.shape, 0), 0)
     engine = trained_engine(lambda: make_model(case, mesh), source, lr)
     loader = ShuffledLoader(
         stage_dataset(case) if data is None else data, case.examples, tokens_per_microbatch=case.budget, seed=3,
@@ -180,7 +180,7 @@ def formula(case: StageCase, step: int = 0) -> tuple[float, dict[str, torch.Tens
     """Loss, gradients and some metrics of a step with the first weights, one unpacked sequence at a time, float64, no ZeRO."""
     data = stage_dataset(case)
     model = make_model(case, None, attention="reference")
-    source = StartedAdapters(RandomWeights(case.shape, 0), 0)
+    source = StartedAdapters(InitialWeights(case.shape, 0), 0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             flat = source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu"))

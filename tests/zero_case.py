@@ -10,7 +10,7 @@ from torch import nn
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
 from ulysses.gradients.gradients import Gradients
-from ulysses.training.build import RandomWeights
+from ulysses.training.build import InitialWeights
 from ulysses.training.config import OptimizerConfig
 from ulysses.training.optim import adamw
 from ulysses.zero.construct import WeightSource, build_partitioned
@@ -18,7 +18,7 @@ from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive, merge
 
 
-class HostWeights(RandomWeights):
+class HostWeights(InitialWeights):
     """The values that the formula's model has on the CPU, whatever device the shards lie on."""
 
     def slice(

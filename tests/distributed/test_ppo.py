@@ -26,7 +26,6 @@ from tests.zero_case import HostWeights, frozen_engine, trained_engine
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import PolicyValueWeights
 from ulysses.training.checkpoint import Checkpoints
 from ulysses.training.optim import scoped_groups
 from ulysses.training.rollout import RolloutMaker
@@ -70,7 +69,7 @@ def engine_of(mesh: ParallelMesh, config: PpoSection, seed: int = 0, lr: float =
     def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
         return scoped_groups(model, 0.0, {"policy": 1.0, "value": config.value_lr_factor})
 
-    source = PolicyValueWeights(HostWeights(shape, seed))
+    source = HostWeights(shape, seed)
     return trained_engine(lambda: PolicyValue(shape, mesh, separate=config.value == "separate"), source, lr, groups=groups)
 
 
@@ -132,7 +131,7 @@ def formula(config: PpoSection, shape: ModelConfig = SHAPE) -> tuple[float, dict
     """Loss, gradients and metrics of the first step, one sequence at a time, float64, no ZeRO."""
     data = fixed_rollout()
     model = PolicyValue(shape, None, separate=config.value == "separate", attention="reference")
-    source = PolicyValueWeights(HostWeights(shape, 0))
+    source = HostWeights(shape, 0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu")).view(p.shape))

@@ -40,8 +40,9 @@ from ulysses.data import BadRowError, DropRowError  # noqa: E402
 from ulysses.data.chat import load_tokenizer  # noqa: E402
 from ulysses.data.formats import detect_format, parse_row  # noqa: E402
 from ulysses.data.sources import Source, read_rows, source_files  # noqa: E402
+from ulysses.training.stages import STAGES  # noqa: E402
 
-KINDS = {"pt": "text", "sft": "sequence", "rm": "pair", "dpo": "pair", "kto": "unpaired", "ppo": "prompt"}
+KINDS = {name: stage.kind for name, stage in STAGES.items()}
 START = {"sft": "pt", "rm": "sft", "dpo": "sft", "kto": "sft", "ppo": "sft"}
 HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "rm": "accuracy", "dpo": "rewards/accuracies", "kto": "rewards/margins",
             "ppo": "objective/scores"}  # fmt: skip

@@ -171,7 +171,7 @@ def test_what_the_run_holds_already_counts_as_free_disk(place: Path, tmp_path: P
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * each))
     with pytest.raises(ConfigError, match="GiB free but 4 checkpoints and the export need"):
         prepare(config, 1)
-    saved = tmp_path / "run/checkpoints/step-2/policy"
+    saved = tmp_path / "run/checkpoints/step-2"
     saved.mkdir(parents=True)
     (saved / "rank-00000.master.safetensors").write_bytes(bytes(3 * each))
     prepare(config, 1)

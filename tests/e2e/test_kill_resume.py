@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
@@ -98,7 +97,7 @@ def assert_same_run(found: Path, whole: Path) -> None:
     names = ("step", "loss", "grad_norm", "lr", "tokens", "eval/loss")
     table = [[line.get(n) for n in names] for line in metrics(found)]
     assert table == [[line.get(n) for n in names] for line in metrics(whole)]
-    for part in (f"checkpoints/step-{STEPS}/policy", "export"):
+    for part in (f"checkpoints/step-{STEPS}", "export"):
         files = sorted(p.name for p in (whole / part).iterdir())
         assert sorted(p.name for p in (found / part).iterdir()) == files
         for name in files:
@@ -107,7 +106,7 @@ def assert_same_run(found: Path, whole: Path) -> None:
 
 def kill_and_resume(folder: Path, uninterrupted: tuple[Path, Path, float], places: list[str], random_kills: int, seed: int) -> int:
     whole, cache, duration = uninterrupted
-    saved = SavedSlices(whole / f"checkpoints/step-{STEPS}/policy")
+    saved = SavedSlices(whole / f"checkpoints/step-{STEPS}")
     expected = {name: saved.numel(name) for name in saved.places}
     draw, kills = random.Random(seed), 0
     # places of death inside a save, in the order of the steps, then moments at random; then to the end
@@ -199,35 +198,3 @@ def test_going_back_deletes_what_came_after(tmp_path: Path, uninterrupted) -> No
     output = ranks(arguments(tmp_path / "run", cache), PROCESSES, tmp_path / "logs").check()
     assert f"resumed {older} at step {STEPS - 1}" in output.stdout + output.stderr
     assert_same_run(tmp_path / "run", whole)
-
-
-def test_a_killed_fill_of_the_reference_goes_on(tmp_path: Path) -> None:
-    def go(name: str, marks: int) -> str:
-        def before(rank: int) -> None:
-            from ulysses.training.reference import StoredValues
-
-            mark, count = StoredValues._advance, [0]
-
-            def counted(self: object, done: int) -> None:
-                mark(self, done)
-                count[0] += 1
-                if count[0] == marks:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            StoredValues._advance = counted
-
-        run = Ranks(tiny("dpo", tmp_path / "run", tmp_path / name, run__steps=1, parallel__sequence_parallel_size=2, run__overwrite=True,
-                         data__train=[str(ROOT / "configs/demo/data/dpo_eval.jsonl")]),
-                    PROCESSES, tmp_path / "logs", before=before)  # fmt: skip
-        assert wait_until_dead(run, 60) == (marks == 0)
-        return (tmp_path / "logs/0.out").read_text()
-
-    whole = go("whole", 0)
-    assert "log-probabilities of 384 examples" in whole
-    go("killed", 3)
-    second = go("killed", 0)
-    assert "log-probabilities of 288 examples" in second, "three chunks of 32 were done"
-    values = [np.fromfile(next((tmp_path / name).glob("reference-*/reference.bin")), np.float32) for name in ("whole", "killed")]
-    assert len(values[0]) > 1000 and np.array_equal(*values)
-    assert "computing reference" not in go("killed", 0)
-    shutil.rmtree(tmp_path / "run")

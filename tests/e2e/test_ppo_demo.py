@@ -85,19 +85,6 @@ def test_without_a_learning_rate_nothing_changes(spoken: Path) -> None:
     assert all(abs(m["objective/kl"]) < 1e-4 and m["val/ratio"] == pytest.approx(1, abs=1e-5) for m in lines)
 
 
-def test_a_run_continues_in_the_middle_of_a_rollout(spoken: Path) -> None:
-    """Stopped after step 6 of rollouts of four, it goes on to the very numbers of the run that was not stopped."""
-    options = policy(spoken) | {"run__export": False, "run__save_every": 6, "run__keep": 0}
-    whole = launch("ppo", spoken, spoken / "whole", 10, **options)
-    saved = spoken / "whole/checkpoints/step-6"
-    assert (saved / "rollout.safetensors").exists()
-    again = launch("ppo", spoken, spoken / "again", 10, **options, run__resume=str(saved))
-    for before, after in zip(whole[6:], again, strict=True):
-        for name in before:
-            if not name.startswith(("time/", "seconds", "tokens_per")):
-                assert before[name] == after[name], name
-
-
 def test_export_is_the_policy_alone(trained: Any) -> None:
     """The export and the one made from the checkpoint load in transformers; the value stays in the checkpoint."""
     folder, _ = trained

@@ -18,7 +18,7 @@ from tests.harness import run_distributed
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import GIB, PROCESS_BYTES, Case, Machine, MemorySettings, Model, Work
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import RandomWeights, build_engine
+from ulysses.training.build import InitialWeights, build_engine
 from ulysses.training.command_line import check
 from ulysses.training.config import Config
 from ulysses.training.memory import (
@@ -217,14 +217,14 @@ def _settings_of_layers(rank: int = 0) -> list[Any]:
         settings = config(lora=lora, **memory)
         choice = choose_memory(settings, SHAPE, None, 64)
         engine = build_engine(
-            settings, SHAPE, RandomWeights(SHAPE, 0), mesh, "reference", trainable=trainable, memory=choice
+            settings, SHAPE, InitialWeights(SHAPE, 0), mesh, "reference", trainable=trainable, memory=choice
         )
         layers: Any = engine.module.model.layers
         found.append([(x.recompute, x.mlp_tile, x.offloader is not None) for x in layers])
         found.append(engine.module.lm_head.tile_rows)
         engine.destroy()
     planned = MemoryChoice(("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1), 1)
-    engine = build_engine(config(), SHAPE, RandomWeights(SHAPE, 0), mesh, "reference", memory=planned)
+    engine = build_engine(config(), SHAPE, InitialWeights(SHAPE, 0), mesh, "reference", memory=planned)
     mixed: Any = engine.module.model.layers
     found.append([(x.recompute, x.offloader is not None) for x in mixed])
     engine.destroy()

@@ -16,8 +16,7 @@ from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
-from ulysses.training.build import weights_fingerprint
-from ulysses.training.command_line import check
+from ulysses.training.build import InitialWeights
 from ulysses.training.metrics import MetricSums
 from ulysses.training.reference import ReferenceCache, mismatched_lengths, pairs_of_run
 from ulysses.training.stages.dpo import DpoSection, length_desensitised, loss_options
@@ -84,14 +83,13 @@ def fake_reference(batch: Any) -> torch.Tensor:
     return -(batch.tokens.double() / 7 + batch.positions) * 0.1
 
 
-def test_reference_cache_survives_a_kill_and_knows_its_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_cache_is_written_whole_or_not_at_all_and_knows_its_pairs(tmp_path: Path) -> None:
     data = stage_dataset(StageCase("kto"))
     loader = StepLoader(data, 5, tokens_per_microbatch=128, seed=3)
     pairs = pairs_of_run(loader, 2 * loader.steps_per_epoch)
     assert len(set(pairs)) == len(pairs) and all(i != j for i, j in pairs)
     lengths = [len(data.mismatch(i, j, MAX_LENGTH).tokens) for i, j in pairs]
     assert mismatched_lengths(data, pairs, MAX_LENGTH) == lengths and max(lengths) <= MAX_LENGTH
-    monkeypatch.setattr("ulysses.training.reference.CHUNK", 4)
     calls: list[int] = []
 
     def filled(limit: int) -> ReferenceCache:
@@ -111,7 +109,8 @@ def test_reference_cache_survives_a_kill_and_knows_its_pairs(tmp_path: Path, mon
         assert not ReferenceCache(tmp_path, data, pairs, MAX_LENGTH).complete()
         calls.clear()
     cache = filled(1000)
-    assert cache.complete() and 0 < sum(calls) < len(pairs)  # what was finished is not computed again
+    assert cache.complete() and sum(calls) == len(pairs)  # the examples were complete after the second kill
+    filled(0)  # nothing is computed again
     for i in range(len(data)):
         (sequence,) = cache[i].sequences
         assert sequence.token_columns["reference_logps"] == pytest.approx(fake_reference(pack_shard([sequence], ParallelMesh(1))))
@@ -125,13 +124,12 @@ def test_reference_cache_survives_a_kill_and_knows_its_pairs(tmp_path: Path, mon
 
 
 def test_fingerprint_sees_every_tensor(tmp_path: Path) -> None:
-    config = check({"stage": "dpo", "model": {"path": str(tmp_path)}, "run": {"steps": 1}})
     shape = ARCHITECTURES["llama3-8b"]
     tensors = {"a.large": torch.zeros(2_111_111), "b.small": torch.zeros(8), "c.large": torch.zeros(2_000_000)}
 
     def fingerprint() -> str:
         save_file(tensors, tmp_path / "model.safetensors")
-        return weights_fingerprint(config, shape, tmp_path)
+        return InitialWeights(shape, 0, tmp_path).fingerprint()
 
     first = fingerprint()
     assert fingerprint() == first

@@ -35,12 +35,17 @@ from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
 
 
-class RandomWeights:
-    """Initial weights keyed by (seed, name): the same on any number of ranks."""
+class InitialWeights:
+    """The weights that training starts from, given slice by slice; the same on any number of ranks.
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    They come from safetensors files. What these lack (a new score head), or everything without a folder, is drawn at
+    random, keyed by (seed, name). A policy and its value both start from the same model.
+    """
+
+    def __init__(self, shape: Shape, seed: int, folder: Path | None = None) -> None:
         self.shape = shape
         self.seed = seed
+        self.files = WeightFiles(folder) if folder is not None else None
 
     def slice(
         self,
@@ -51,71 +56,31 @@ class RandomWeights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        return init_parameter(
-            name, shape, self.shape, seed=self.seed, device=device, dtype=dtype
-        ).view(-1)[start:stop]
+        name = name.removeprefix("policy.").removeprefix("value.")  # models.policy_value
+        if self.files is not None and name in self.files:
+            return self.files.read(name, start, stop).to(device=device, dtype=dtype)
+        whole = init_parameter(name, shape, self.shape, seed=self.seed, device=device, dtype=dtype)
+        return whole.view(-1)[start:stop]
 
-
-class FileWeights(RandomWeights):
-    """Weights from safetensors files, read slice by slice; names the files lack (a new head) are drawn at random."""
-
-    def __init__(self, folder: Path, shape: Shape, seed: int) -> None:
-        super().__init__(shape, seed)
-        self.files = WeightFiles(folder)
-
-    def slice(
-        self,
-        name: str,
-        shape: torch.Size,
-        start: int,
-        stop: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        if name not in self.files:
-            return super().slice(name, shape, start, stop, dtype, device)
-        return self.files.read(name, start, stop).to(device=device, dtype=dtype)
-
-
-class PolicyValueWeights:
-    """Weights of a policy with a value, both starting from the same model; a score that it lacks is drawn at random."""
-
-    def __init__(self, source: RandomWeights) -> None:
-        self.source = source
-
-    def slice(
-        self,
-        name: str,
-        shape: torch.Size,
-        start: int,
-        stop: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> torch.Tensor:
-        return self.source.slice(name.partition(".")[2], shape, start, stop, dtype, device)
-
-
-def weights_of(config: Config, shape: Shape, folder: Path | None) -> RandomWeights:
-    if config.model.init == "random" or folder is None:
-        return RandomWeights(shape, config.run.seed)
-    return FileWeights(folder, shape, config.run.seed)
-
-
-def weights_fingerprint(config: Config, shape: Shape, folder: Path | None) -> str:
-    """Return a digest that changes with the weights: four blocks of every tensor, so that one trained matrix is seen."""
-    digest = hashlib.sha256(repr(shape).encode())
-    if config.model.init == "random" or folder is None:
-        digest.update(f"random {config.run.seed}".encode())
+    def fingerprint(self) -> str:
+        """Return a digest that changes with the weights: four blocks of every tensor, so that a trained matrix is seen."""
+        digest = hashlib.sha256(repr(self.shape).encode())
+        if self.files is None:
+            digest.update(f"random {self.seed}".encode())
+            return digest.hexdigest()
+        for name in sorted(self.files.names()):
+            numel = self.files.shape(name).numel()
+            digest.update(f"{name} {self.files.dtype(name)} {numel}".encode())
+            for start in range(0, numel, max(1, numel // 4)):
+                block = self.files.read(name, start, min(start + 2048, numel))
+                digest.update(block.view(torch.uint8).numpy())
         return digest.hexdigest()
-    files = WeightFiles(folder)
-    for name in sorted(files.names()):
-        numel = files.shape(name).numel()
-        digest.update(f"{name} {files.dtype(name)} {numel}".encode())
-        for start in range(0, numel, max(1, numel // 4)):
-            digest.update(
-                files.read(name, start, min(start + 2048, numel)).view(torch.uint8).numpy()
-            )
-    return digest.hexdigest()
+
+
+def weights_of(config: Config, shape: Shape, folder: Path | None) -> InitialWeights:
+    """Return the weights that the configuration asks to start from."""
+    pretrained = config.model.init == "pretrained"
+    return InitialWeights(shape, config.run.seed, folder if pretrained else None)
 
 
 def matrix_sizes(shape: Shape) -> dict[str, int]:
@@ -173,8 +138,6 @@ def build_engine(
         raw=config.deepspeed,
     )
 
-    if value:
-        source = PolicyValueWeights(source)
     lora = config.model.lora if trainable else LoraConfig()
     if lora.rank:
         from ulysses.training.lora import (  # peft is an optional dependency
@@ -327,7 +290,7 @@ class StageParts:
         source = weights_of(config, shape, self.prepared.folder)
         if other is not None:
             shape, folder = self.prepared.others[other.setting]
-            source = FileWeights(folder, shape, config.run.seed)
+            source = InitialWeights(shape, config.run.seed, folder)
         engine = build_engine(
             config,
             shape,
@@ -342,7 +305,8 @@ class StageParts:
 
     def weights_fingerprint(self) -> str:
         """Return a digest that changes with the initial policy's weights."""
-        return weights_fingerprint(self.config, self.prepared.shape, self.prepared.folder)
+        prepared = self.prepared
+        return weights_of(self.config, prepared.shape, prepared.folder).fingerprint()
 
     def loader(self, data: Any, *, evaluation: bool = False) -> StepLoader:
         """Serve the data's steps to this rank's data-parallel group."""
