@@ -6,6 +6,10 @@ Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: e
 Shapes: S rows, D width, H query heads, K kv heads, E head dim.
 """
 
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -15,6 +19,7 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
+P, R = ParamSpec("P"), TypeVar("R")
 MAX_WIDTH = 16384  # a whole row of the norm lies in one program's registers
 _BLOCK = 1024
 
@@ -115,6 +120,18 @@ if triton is not None:
         tl.store(partial + program.to(tl.int64) * WIDTH + column, grad_weight, mask=mask)
 
 
+def on_its_device(launch: Callable[P, R]) -> Callable[P, R]:
+    """Make the device of the first argument the current one during a call: Triton launches on the current device."""
+
+    @wraps(launch)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(args[0].device):  # type: ignore[attr-defined]
+            return launch(*args, **kwargs)
+
+    return guarded
+
+
+@on_its_device
 def rotate(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, sign: float, out: tuple[Tensor, Tensor]
 ) -> None:
@@ -130,6 +147,7 @@ def rotate(
     )  # fmt: skip
 
 
+@on_its_device
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up of contiguous tensors."""
     out = torch.empty_like(gate)
@@ -138,6 +156,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+@on_its_device
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate and up, and silu(gate) * up again; contiguous tensors."""
     grad_gate, grad_up, out = (torch.empty_like(gate) for _ in range(3))
@@ -148,6 +167,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return grad_gate, grad_up, out
 
 
+@on_its_device
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:

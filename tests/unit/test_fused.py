@@ -1,9 +1,15 @@
 """The elementwise passes against autograd in float64, on CPU and, where there is a GPU, as Triton kernels."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from models import fused_triton
 from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
 from models.half_blocks import (
     FeedForwardWeights,
@@ -11,7 +17,6 @@ from models.half_blocks import (
     feed_forward_gradients,
     feed_forward_tiles,
 )
-from ulysses.memory.offload import Group, Offloader
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -130,6 +135,47 @@ def test_frozen_weights_of_the_half_get_no_gradient() -> None:
     torch.testing.assert_close(torch.autograd.grad(out.sum(), up)[0], grads[0])
 
 
+def test_kernels_are_launched_on_their_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+
+    @contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **__: seen.append(list(current))
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(fused_triton, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: n))
+    for name in ("_rotate_kernel", "_swiglu_kernel", "_swiglu_backward_kernel", "_rms_norm_backward_kernel"):
+        monkeypatch.setattr(fused_triton, name, Kernel(), raising=False)
+    x, q = torch.ones(4, 8), torch.ones(4, 2, 8)
+    fused_triton.rotate(q, q, x, x, 1.0, (q, q))
+    fused_triton.swiglu(x, x)
+    fused_triton.swiglu_backward(x, x, x)
+    fused_triton.rms_norm_backward(x, x, x[0], 1e-5, None)
+    assert seen == [[x.device]] * 4 and not current
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_kernels_run_where_the_current_device_is_another() -> None:
+    cpu = draw((40, 96), (40, 96), (40, 96), (96,), dtype=torch.float32, device=torch.device("cpu"))
+    x, up, grad, weight = (t.to("cuda:1") for t in cpu)
+    near(activate(x, up), activate(*cpu[:2]), torch.float32)
+    for mine, wanted in zip(activate_backward(grad, x, up), activate_backward(cpu[2], *cpu[:2])):
+        near(mine, wanted, torch.float32)
+    near(rms_norm_backward(grad, x, weight, 1e-5)[0], rms_norm_backward(cpu[2], cpu[0], cpu[3], 1e-5)[0], torch.float32)
+    q, angles = cpu[0].view(40, 2, 48), cpu[1][:, :24]
+    near(rotate_pair(q.to("cuda:1"), q.to("cuda:1"), *(angles.cos().to("cuda:1"), angles.sin().to("cuda:1")))[0],
+         rotate_pair(q, q, angles.cos(), angles.sin())[0], torch.float32)  # fmt: skip
+
+
 @needs_gpu
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_elements() -> None:
@@ -145,25 +191,3 @@ def test_more_than_two_to_the_31_elements() -> None:
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
     grad_x, _ = rms_norm_backward(x, x, weight, 1e-5)
     assert torch.equal(grad_x[tail], rms_norm_backward(x[tail], x[tail], weight, 1e-5)[0])
-
-
-@needs_gpu
-@pytest.mark.gpu
-def test_offload_overlaps_and_returns_the_same_bytes() -> None:
-    offloader = Offloader("cuda", 64 << 20, chunk_bytes=1 << 20)
-    for _ in range(3):
-        tensors = [torch.randn(1_500_000, device="cuda") for _ in range(6)]
-        copies = [t.clone() for t in tensors]
-        groups, kept = [], []
-        for i in range(6):
-            group = Group(offloader)
-            kept.append(group.keep(tensors[i]))
-            group.close()
-            groups.append(group)
-            tensors[i] = torch.empty(0)
-            torch.randn(2000, 2000, device="cuda") @ torch.randn(2000, 2000, device="cuda")
-        assert [k.away for k in kept] == [True] * 5 + [False]
-        for i in reversed(range(6)):
-            assert torch.equal(groups[i].get(kept[i]), copies[i])
-        del groups, kept
-    assert 0 < offloader.pool.allocated <= 64 << 20
