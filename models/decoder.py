@@ -146,10 +146,10 @@ def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) ->
 
 
 class CausalLM(nn.Module):
-    """Build a Llama-3 or Qwen2.5 language model whose weights are uninitialised memory until filled.
+    """A language model (models/arch.py lists the families) whose weights are uninitialised memory until filled.
 
-    config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards. memory: what
-    the layers keep for backward. logits_tile: rows of one tile of the vocabulary projection.
+    config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards. memory:
+    what the layers keep for backward. logits_tile: rows of one tile of the vocabulary projection.
     `init_weights` or a loader fills the weights; names are those of transformers.
     """
 

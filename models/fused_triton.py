@@ -19,7 +19,8 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 MAX_WIDTH = 16384  # a whole row of the norm lies in one program's registers
 _BLOCK = 1024
 

@@ -1,13 +1,14 @@
-"""The two halves of a layer as single graph nodes that keep little: what is cheap is computed again.
+"""The parts of a layer as single graph nodes that keep little: what is cheap is computed again.
 
     linear        x -> W x + b                               keeps x
+    output        hidden + W attended                        keeps attended
     project       hidden -> norm -> q, k, v -> rotate        keeps hidden              (norm again in backward)
     feed_forward  hidden -> norm -> gate, up -> down -> +    keeps hidden, gate, up    (norm and activation again)
                   in tiles: keeps hidden only, backward runs norm, gate and up again, never down
 
-All save parameters, never views of them: ZeRO-3 replaces a parameter's memory between forward and backward, and a view
-would keep the gathered weights alive. The halves read plain weights, so they stand in for the modules only where these
-are plain (`is_plain`): adapters, hooks and partitioned parameters go through the modules' own forward, that is `linear`.
+All save parameters, never views of them: ZeRO-3 replaces a parameter's memory between forward and backward, and a
+view would keep the gathered weights alive. They read the weights directly, so they stand in for the modules only where
+these are plain (`is_plain`): adapters, hooks and partitioned parameters need a call of the module, which uses `linear`.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         self.attention = attention
 
     def forward(self, x: Tensor, rope: half_blocks.Rope, plan: Any) -> Tensor:
-        """Return the projected attention output of normalised x [S, D]; a layer without hooks calls the parts one by one."""
+        """Return the projected attention output of normalised x [S, D]; the layer calls this only if a hook watches."""
         return self.o_proj(self.attention(*self.project(x, rope), plan=plan).flatten(1))
 
     def project(self, x: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,11 +98,12 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Run one layer on this rank's tokens; the unit that ZeRO-3 gathers as a whole.
+    """One layer on this rank's tokens; ZeRO-3 gathers it as a whole.
 
-    forward(hidden [S, D], (cos, sin) each [S, E/2], plan) -> hidden [S, D]; `plan` is the batch's attention plan, `pair`
-    what this layer shares with its neighbour at level "pair". `recompute`, `mlp_tile` and `offloader` say what its graph
-    keeps; `Decoder.set_memory` sets them. With a hook on self_attn, or on the attention inside, the graph keeps everything.
+    forward(hidden [S, D], (cos, sin) each [S, E/2], plan) -> hidden [S, D]; `plan` is the batch's attention plan,
+    `pair` what this layer shares with its neighbour at level "pair". `recompute`, `mlp_tile` and `offloader` decide
+    what its graph keeps; `Decoder.set_memory` sets them. With a hook on self_attn, or on the attention inside, the
+    graph keeps everything, because only a call of the whole module runs the hook.
     """
 
     def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
@@ -118,25 +119,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, rope: half_blocks.Rope, plan: Any, pair: Pair | None = None
     ) -> Tensor:
-        tile = tile_rows(hidden.shape[0], self.mlp_tile)
         attention, learns = self.self_attn.attention, torch.is_grad_enabled()
         if half_blocks.is_watched(self.self_attn) or half_blocks.is_watched(attention):
             middle = hidden + self.self_attn(self.input_layernorm(hidden), rope, plan)
         elif learns and self.recompute != "none":
-            return run_layer(
-                self,
-                attention,
-                hidden,
-                rope,
-                plan,
-                level=self.recompute,
-                tile=tile,
-                offloader=self.offloader,
-                pair=pair,
-            )
+            return run_layer(self, hidden, rope, plan, pair)
         else:
             middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
-        return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle, tile)
+        return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
     def project(self, hidden: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
@@ -163,26 +153,22 @@ class DecoderLayer(nn.Module):
             return self._feed_forward_by_modules(hidden)
         return half_blocks.feed_forward(hidden, weights, self.post_attention_layernorm.eps)
 
-    def feed_forward_tiles(self, rows: Tensor, tile: int) -> Tensor:
+    def feed_forward_tiles(self, rows: Tensor) -> Tensor:
         """Run `feed_forward` in tiles, without a graph."""
-        weights = self._feed_forward_weights()
+        weights, tile = self._feed_forward_weights(), tile_rows(rows.shape[0], self.mlp_tile)
         if weights is None:
             return run_tiles(self._feed_forward_by_modules, rows, tile)
-        return half_blocks.feed_forward_tiles(
-            rows, weights, self.post_attention_layernorm.eps, tile
-        )
+        eps = self.post_attention_layernorm.eps
+        return half_blocks.feed_forward_tiles(rows, weights, eps, tile)
 
-    def feed_forward_gradients(
-        self, rows: Tensor, grad: Tensor, tile: int
-    ) -> tuple[Tensor, list[Tensor]]:
+    def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward of each tile; return the gradients of `rows` and of `stage_parameters()[2]`."""
-        weights = self._feed_forward_weights()
+        weights, tile = self._feed_forward_weights(), tile_rows(rows.shape[0], self.mlp_tile)
         if weights is None:
             run, parameters = self._feed_forward_by_modules, self.stage_parameters()[2]
             return tile_gradients(run, rows, grad, parameters, tile)
-        return half_blocks.feed_forward_gradients(
-            rows, grad, weights, self.post_attention_layernorm.eps, tile
-        )
+        eps = self.post_attention_layernorm.eps
+        return half_blocks.feed_forward_gradients(rows, grad, weights, eps, tile)
 
     def _feed_forward_by_modules(self, hidden: Tensor) -> Tensor:
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

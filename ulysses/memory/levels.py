@@ -2,33 +2,33 @@
 
  hidden -project-> q k v -exchange-> q' k' v' -attend-> out' lse -exchange-> out -output-> middle -feed_forward-> hidden
 
-    level            kept                                   computed again in backward
-    none             everything, by ordinary autograd       nothing
-    keep_attention   the layer's input, out', lse           project, both exchanges, output, feed_forward without its last product
-    block            the layer's input                      the same and attend
-    pair             one input for two layers               the same, and the first layer's whole forward pass
+    level            kept                                computed again in backward
+    none             everything, by ordinary autograd    nothing
+    keep_attention   the layer's input, out', lse        all but attend (and feed_forward's last product)
+    block            the layer's input                   the same and attend
+    pair             one input for two layers            the same and the first layer's whole forward pass
 
-All levels but "none" are one autograd.Function that covers the whole layer, so that ZeRO-3 gathers the layer's parameters
-once per direction and reduces each gradient once. Its backward runs feed_forward tile by tile. At "keep_attention" that
-happens before q, k and v exist again.
+All levels but "none" are one autograd.Function that covers the whole layer, so that ZeRO-3 gathers the layer's
+parameters once per direction and reduces each gradient once. Its backward runs feed_forward tile by tile. At
+"keep_attention" that happens before q, k and v exist again.
 
 A layer offers its three parts, `project(hidden, rope)`, `output(hidden, attended)` and `feed_forward`, the last as
-`feed_forward_tiles(rows, tile)` and `feed_forward_gradients(rows, grad, tile)`; `stage_parameters()`, the trainable
-parameters of the three; and `draws()`, which tells whether it draws random numbers (dropout in an adapter).
+`feed_forward_tiles(rows)` and `feed_forward_gradients(rows, grad)`; `stage_parameters()`, the trainable parameters of
+the three; `draws()`, whether it draws random numbers (dropout in an adapter); and the kernel, `self_attn.attention`.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', v', out' are head shards.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from ulysses.memory.offload import Group, Offloader
+from ulysses.memory.offload import Group
 from ulysses.parallel.exchange import (
     exchange_out_backward,
     exchange_out_forward,
@@ -69,33 +69,14 @@ class Pair:
             return self.first(group.get(hidden).detach(), rope, plan)
 
 
-def run_layer(
-    layer: Any,
-    attention: Any,
-    hidden: Tensor,
-    rope: Rope,
-    plan: Any,
-    *,
-    level: str,
-    tile: int,
-    offloader: Offloader | None = None,
-    pair: Pair | None = None,
-) -> Tensor:
-    """Run a layer so that its graph keeps what `level`, which is not "none", says; with an offloader it does so on the host.
+def run_layer(layer: Any, hidden: Tensor, rope: Rope, plan: Any, pair: Pair | None) -> Tensor:
+    """Run a layer, hidden [S, D] -> [S, D], so that its graph keeps what `layer.recompute` says, which is not "none".
 
-    hidden [S, D] -> [S, D]. The gradients are those of ordinary autograd. `tile` is the rows of one tile of feed_forward;
-    `pair` is what the two layers of a pair share. All ranks use the same level for a layer.
+    With `layer.offloader` that is kept on the host. The gradients are those of ordinary autograd. `pair` is what the
+    two layers of a pair share. All ranks use the same level for a layer.
     """
-    settings = _Settings(level, tile, offloader, pair)
     parameters = [p for stage in layer.stage_parameters() for p in stage]
-    return _Layer.apply(layer, attention, rope, plan, settings, hidden, *parameters)
-
-
-class _Settings(NamedTuple):
-    level: str
-    tile: int
-    offloader: Offloader | None
-    pair: Pair | None
+    return _Layer.apply(layer, rope, plan, pair, hidden, *parameters)
 
 
 class _Layer(torch.autograd.Function):
@@ -103,17 +84,15 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any,
         layer: Any,
-        attention: Any,
         rope: Rope,
         plan: Any,
-        settings: _Settings,
+        pair: Pair | None,
         hidden: Tensor,
         *parameters: nn.Parameter,
     ) -> Tensor:
-        pair = settings.pair
         is_second = pair is not None and pair.kept is not None
-        group, kept, random = Group(None if is_second else settings.offloader), [], []
-        dropout = layer.draws()
+        group, kept, random = Group(None if is_second else layer.offloader), [], []
+        dropout, attention = layer.draws(), layer.self_attn.attention
         if not is_second:
             kept.append(group.keep(hidden))
         random.append(random_state() if dropout else None)
@@ -122,7 +101,7 @@ class _Layer(torch.autograd.Function):
         del query, key, value
         out, lse = attention.attend_forward(*shards, plan)
         del shards
-        if settings.level == "keep_attention":
+        if layer.recompute == "keep_attention":
             kept += [group.keep(out), group.keep(lse)]
         attended = exchange_out_forward(out, plan)
         del out, lse
@@ -130,63 +109,62 @@ class _Layer(torch.autograd.Function):
         middle = layer.output(hidden, attended)
         del attended
         random.append(random_state() if dropout else None)
-        result = layer.feed_forward_tiles(middle, settings.tile)
+        result = layer.feed_forward_tiles(middle)
         group.close()
         if pair is not None and not is_second:
             pair.kept = group, kept[0], random[0]
-        ctx.layer, ctx.attention, ctx.rope, ctx.plan, ctx.settings = (
-            layer,
-            attention,
-            rope,
-            plan,
-            settings,
-        )
+        ctx.layer, ctx.rope, ctx.plan, ctx.pair = layer, rope, plan, pair
         ctx.kept = group, kept, random
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, attention, rope, plan = ctx.layer, ctx.attention, ctx.rope, ctx.plan
+        layer, rope, plan, pair = ctx.layer, ctx.rope, ctx.plan, ctx.pair
         if ctx.kept is None:
             raise RuntimeError(
                 "a layer's backward ran twice on one forward; what it kept is gone, so run forward again"
             )
         group, kept, random = ctx.kept
-        pair, ctx.kept = ctx.settings.pair, None
+        ctx.kept = None
         hidden, *kept = map(group.get, kept) if kept else [pair.second_input(rope, plan)]
         if pair is not None:
             pair.kept = None
-        del group, pair
-        in_project, in_output, in_feed_forward = layer.stage_parameters()
+        del group
+        attention = layer.self_attn.attention
+        in_project, in_output, _ = layer.stage_parameters()
         project = _Stage(layer.project, in_project, random[0])
         output = _Stage(layer.output, in_output, random[1])
-        shards: tuple[Tensor, ...] = ()
-        if kept:
+
+        def exchanged() -> tuple[Tensor, Tensor, Tensor]:
+            query, key, value = project.run((hidden,), rope)
+            return exchange_qkv_forward(query, key, value, plan)
+
+        attention_was_kept = bool(kept)
+        if attention_was_kept:
             out, lse = kept
             del kept
         else:
-            shards = exchange_qkv_forward(*project.run((hidden,), rope), plan)
+            shards = exchanged()
             out, lse = attention.attend_forward(*shards, plan)
         (middle,) = output.run((hidden, exchange_out_forward(out, plan)))
         with replay(random[2]):
-            grad, grads_feed_forward = layer.feed_forward_gradients(middle, grad, ctx.settings.tile)
+            grad, grads_feed_forward = layer.feed_forward_gradients(middle, grad)
         del middle
         (grad_hidden, grad_attended), grads_output = output.gradients(grad)
         del grad
         grad_out = exchange_out_backward(grad_attended, plan)
         del grad_attended
-        if not shards:
-            shards = exchange_qkv_forward(*project.run((hidden,), rope), plan)
+        if attention_was_kept:
+            shards = exchanged()
         query, key, value = attention.attend_backward(grad_out, *shards, out, lse, plan)
         del shards, grad_out, out, lse
         heads = attention.num_heads, attention.num_kv_heads
         grads = exchange_qkv_backward(query, key, value, plan, *heads)
         del query, key, value
-        (grad_input,), grads_project = project.gradients(*grads)
-        grad_input = grad_hidden.add_(grad_input) if ctx.needs_input_grad[5] else None
+        (through_project,), grads_project = project.gradients(*grads)
+        grad_input = grad_hidden.add_(through_project) if ctx.needs_input_grad[4] else None
         return (
-            None,
             None,
             None,
             None,
@@ -204,7 +182,7 @@ class _Stage:
     def __init__(self, function: Any, parameters: Sequence[nn.Parameter], random: Random) -> None:
         self._function, self._parameters, self._random = function, parameters, random
 
-    def run(self, inputs: Sequence[Tensor], *others: Any) -> tuple[Tensor, ...]:
+    def run(self, inputs: Sequence[Tensor], *others: Any) -> Any:
         """Call function(*inputs, *others); return its outputs without their graph."""
         self._inputs = [x.detach().requires_grad_() for x in inputs]
         with torch.enable_grad(), replay(self._random):
@@ -226,26 +204,19 @@ class _Stage:
 
 
 def random_state() -> tuple[Tensor, Tensor | None]:
-    """Return the state of the CPU generator and of the current GPU's, from which `replay` draws the same numbers again."""
+    """Return the state of the CPU generator and of the current GPU's, for `replay`."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), cuda
 
 
 @contextmanager
 def replay(state: Random) -> Iterator[None]:
-    """Run the block with the generators in that state; afterwards they continue as if it had not run. None changes nothing."""
-    if state is None:
+    """Run the block with the generators in that state, if any; afterwards they continue as if it had not run."""
+    cpu, cuda = state or (None, None)
+    devices = [] if cuda is None else [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices, enabled=cpu is not None):
+        if cpu is not None:
+            torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
         yield
-        return
-    now = random_state()
-    _set_random(state)
-    try:
-        yield
-    finally:
-        _set_random(now)
-
-
-def _set_random(state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])

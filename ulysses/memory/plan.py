@@ -1,21 +1,20 @@
 """Predict a training step's bytes and seconds from plain numbers, and choose what the layers keep.
 
     allocated = states + the largest moment
-        head moment:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
-        layer moment:   all that the layers up to it keep; two gathered layers, one's gradients, its attention or its MLP
-        forward moment: a pass without gradient, of the model itself or of another one (nothing is kept yet)
-        rollout moment: the whole policy, the KV cache, the prompts' first pass          (PPO; nothing is kept yet)
-    device = allocated * (1 + SLACK) + CUDA context + NCCL's buffers    (without the allocator's cache, which it gives back)
-    host   = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
+        head:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
+        layer:   all that the layers up to it keep; two gathered layers, one's gradients, its attention or its MLP
+        forward: a pass without gradient, of the model itself or of another one; nothing is kept yet
+        rollout: PPO's whole policy, KV cache and first pass over the prompts; nothing is kept yet
+    gpu  = allocated * (1 + SLACK) + CUDA context + NCCL's buffers    (the allocator gives its cache back when it must)
+    host = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
 
-ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over all
-ranks in bfloat16; a frozen one costs its weight. Measured steps judge all this (tests/unit/test_plan.py).
+ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over
+all ranks in bfloat16; a frozen one costs its weight. Measured steps judge all this (tests/unit/test_plan.py).
 
 Shapes: S local tokens, D width, F feed-forward width, V vocabulary, N a layer's matrices, W processes.
 """
 
 from bisect import bisect_left
-from itertools import takewhile
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -151,8 +150,8 @@ class Work(NamedTuple):
 class MemorySettings(NamedTuple):
     """The memory settings of a run.
 
-    level: recompute level of the layers. The last `upper_layers` have the level `upper` instead, which keeps more: their
-    backward comes first, and what they kept is free again when the others start to recompute.
+    level: recompute level of the layers. The last `upper_layers` have the level `upper` instead, which keeps more:
+    their backward comes first, and what they kept is free again when the others start to recompute.
     offloaded_layers: how many, from the first on, keep their tensors on the host.
     """
 
@@ -284,7 +283,7 @@ def pinned_bytes(case: Case) -> float:
 
 
 def _held(case: Case) -> int:
-    """Return the width of the keys that a rank holds after the exchange, per local token: copies and gathered rows included."""
+    """Return the width of the keys that a rank holds per local token after the exchange, all copies included."""
     head_ranks, row_ranks, layout = case.shards
     return layout.key * head_ranks * row_ranks * case.model.head_dim
 
@@ -335,8 +334,8 @@ def _layer_moment(case: Case, level: str) -> float:
     wrapped = (
         1 if model.is_full else 2
     )  # projections called as modules keep every intermediate of a tile
-    # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and measured steps take one
-    # more; before and after them: what the exchanges pack
+    # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and measured steps
+    # take one more; before and after them: what the exchanges pack
     attention = max(6 * q + 8 * held, _packed(case)) - (q + 2 * held) * (level == "none")
     attention += 2 * D + q * (level in ("block", "pair"))  # two gradients of the residual, out
     return fixed + size * max(4 * S * D + 4 * wrapped * rows * F, S * attention)
@@ -430,8 +429,8 @@ def _rollout_seconds(case: Case) -> float:
 def one_level(case: Case, level: str, offload: str = "none") -> Case:
     """Return the case with one level for all layers.
 
-    offload: "none"; "auto", the fewest layers that make the GPU suffice, else all that the host holds; "checkpoints", all
-    that the host holds.
+    offload: "none"; "auto", the fewest layers that make the GPU suffice, else all that the host holds; "checkpoints",
+    all that the host holds.
     """
     case = case.having(level=level, upper_layers=0, offloaded_layers=0)
     if offload == "none" or level == "none":
@@ -446,20 +445,18 @@ def one_level(case: Case, level: str, offload: str = "none") -> Case:
 
 
 def choose(case: Case, levels: tuple[str, ...] = LEVELS, offload: str = "none") -> Case | None:
-    """Return the fastest level that fits, with the next faster one on as many of the last layers as fit; None: none fits.
+    """Return the fastest level that fits, with the next faster one on as many of the last layers as fit, or None.
 
-    `levels` are those to choose from, the fastest first. Of a level that fits only with layers on the host, all layers have it.
+    `levels` are those to choose from, the fastest first. A level that fits only with layers on the host is not mixed.
     """
     for faster, level in zip(("", *levels), levels):
         found = one_level(case, level, offload)
         if not found.fits():
             continue
-        if faster and not found.settings.offloaded_layers:
-            mixed = (
-                found.having(upper=faster, upper_layers=n) for n in range(1, case.model.layers)
-            )
-            for found in takewhile(Case.fits, mixed):
-                pass
+        count, mixed = 0, found
+        while mixed.fits() and faster and not found.settings.offloaded_layers:
+            count, found = count + 1, mixed
+            mixed = found.having(upper=faster, upper_layers=count)
         return found
     return None
 
@@ -476,13 +473,13 @@ def longest_sequence(
         work = case.work._replace(tokens=1024 * blocks * case.work.documents)
         return any(one_level(case._replace(work=work), x, offload).fits() for x in levels)
 
-    # all powers of two are tried: MLP tiles set in at some length, and a longer sequence can need less than a shorter one
+    # MLP tiles set in at some length, and a longer sequence can need less than a shorter one: try all powers of two
     low = max((1 << i for i in range(max(limit >> 10, 1).bit_length()) if fits(1 << i)), default=0)
     return 1024 * (low + bisect_left(range(low + 1, 2 * low), True, key=lambda n: not fits(n)))
 
 
 def recommend(case: Case, batches: int) -> tuple[str, Case] | None:
-    """Return offload, degree and levels of the fastest step of `batches` micro-batches like the case's; None: none fits.
+    """Return offload and the case, with degree and levels, of the fastest step of `batches` micro-batches, or None.
 
     Layers are offloaded only if no degree fits without. Groups without a micro-batch of their own wait.
     """

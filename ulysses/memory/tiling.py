@@ -58,7 +58,7 @@ def tile_gradients(
 ) -> tuple[Tensor, list[Tensor]]:
     """Run forward and backward of each tile; return the gradients of `rows` and of `parameters`.
 
-    Parameter gradients of several tiles are summed in float32 or better. A parameter that the function does not use gets zeros.
+    Parameter gradients of several tiles are summed in float32 or better; parameters that are not used get zeros.
     """
     if tile >= rows.shape[0]:
         return _tile_gradients(function, rows, grad, parameters)

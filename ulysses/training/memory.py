@@ -58,13 +58,13 @@ def check_memory(config: Config) -> None:
         return
     if memory.offload == "checkpoints":
         raise ConfigError(
-            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set memory.recompute to '
-            '"auto", "keep_attention", "block" or "pair", or memory.offload to "none"'
+            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set memory.recompute '
+            'to "auto", "keep_attention", "block" or "pair", or memory.offload to "none"'
         )
     if memory.mlp_tile not in ("auto", 0):
         raise ConfigError(
-            f'memory.mlp_tile is {memory.mlp_tile} but memory.recompute "none" keeps every MLP whole; set memory.mlp_tile to '
-            '"auto", or memory.recompute to "auto", "keep_attention", "block" or "pair"'
+            f'memory.mlp_tile is {memory.mlp_tile} but memory.recompute "none" keeps every MLP whole; set '
+            'memory.mlp_tile to "auto", or memory.recompute to "auto", "keep_attention", "block" or "pair"'
         )
 
 
@@ -167,10 +167,11 @@ def allowed_levels(config: Config) -> tuple[str, ...]:
 def choose_memory(
     config: Config, shape: Shape, machine: Machine | None, tokens: int
 ) -> MemoryChoice:
-    """Decide every layer's level and the offload for micro-batches of `tokens` (machine None: CPU, where "auto" keeps everything).
+    """Decide every layer's level and the offload for micro-batches of `tokens`.
 
-    Settings made by hand are honoured while the GPU's whole memory might do; the line says if the reserve is gone, or if the
-    host seems too small although nothing is moved there.
+    machine: None is the CPU, where "auto" keeps everything. Settings made by hand are honoured while the GPU's whole
+    memory might do; the line says if the reserve is gone, or if the host seems too small although nothing is moved
+    there.
 
     Raises:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
@@ -182,7 +183,8 @@ def choose_memory(
         return MemoryChoice((levels[0],) * layers, away, 0, f"memory: recompute {levels[0]}{why}")
     if offload == "checkpoints" and not machine.host_bytes:
         raise ConfigError(
-            'memory.offload is "checkpoints" but the node\'s memory is unknown, so nothing can be moved there; set memory.host_memory'
+            'memory.offload is "checkpoints" but the node\'s memory is unknown, so nothing can be moved there; set '
+            "memory.host_memory"
         )
     case = planner_case(config, shape, machine, tokens)
     choice = choose(case, levels, offload)
@@ -199,7 +201,8 @@ def choose_memory(
 def _line(config: Config, choice: Case, fits: bool) -> str:
     p, machine, away = predict(choice), choice.machine, choice.settings.offloaded_layers
     why = "auto: " if config.memory.recompute == "auto" else ""
-    text = f"memory: recompute {choice.name} ({why}{p.gpu / GIB:.1f} GiB predicted of {machine.gpu_bytes / GIB:.1f} GiB)"
+    size = f"{p.gpu / GIB:.1f} GiB predicted of {machine.gpu_bytes / GIB:.1f} GiB"
+    text = f"memory: recompute {choice.name} ({why}{size})"
     if away:
         text += f"; {away} of {choice.model.layers} layers' activations in host memory"
     if machine.host_bytes:
@@ -219,9 +222,10 @@ def _refuse_too_large(config: Config, smallest: Case) -> None:
             if getattr(memory, name)
         ]
         raise ConfigError(
-            f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is offloaded, "
-            f"but has {machine.host_budget / GIB:.1f} GiB, its share of the node's {machine.host_bytes / GIB:.1f} GiB; "
-            f"{', '.join(ways)}, use more nodes, or set memory.host_memory if the node has more than its kernel reports"
+            f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
+            f"offloaded, but has {machine.host_budget / GIB:.1f} GiB, its share of the node's "
+            f"{machine.host_bytes / GIB:.1f} GiB; {', '.join(ways)}, use more nodes, or set memory.host_memory if the "
+            "node has more than its kernel reports"
         )
     if p.gpu > machine.gpu_bytes:
         what = (
@@ -231,8 +235,8 @@ def _refuse_too_large(config: Config, smallest: Case) -> None:
         )
         rest = p.gpu - p.states - p.kept - p.working
         raise ConfigError(
-            f"the run needs {p.gpu / GIB:.1f} GiB on each GPU {what} (weights, "
-            f"optimizer and gradients {p.states / GIB:.1f}, activations {p.kept / GIB:.1f}, work {p.working / GIB:.1f}, "
+            f"the run needs {p.gpu / GIB:.1f} GiB on each GPU {what} (weights, optimizer and gradients "
+            f"{p.states / GIB:.1f}, activations {p.kept / GIB:.1f}, work {p.working / GIB:.1f}, "
             f"CUDA, NCCL and {'rollouts' if smallest.work.rollout else 'reserve'} {rest / GIB:.1f}) but a GPU has "
             f"{machine.gpu_bytes / GIB:.1f} GiB; {_advice(config, smallest.model)}"
         )
@@ -273,9 +277,10 @@ def planned_machine(config: Config, given: dict[str, float], world: int) -> Mach
 def plan_lines(
     config: Config, shape: Shape, given: dict[str, float], world: int, micro_batches: int
 ) -> Iterator[str]:
-    """Yield what --dry-run prints about memory and time: each level, the longest sequence, the settings to use, the run's own.
+    """Yield what --dry-run prints about memory and time.
 
-    `given` holds --gpus, --gpu-memory and --host-memory, as far as they were given.
+    That is a line per level, the longest sequence, the settings to use, and what the run itself would choose. `given`
+    holds those of --gpus, --gpu-memory and --host-memory that the command line has.
 
     Raises:
         ConfigError: at the end, if the run does not fit a GPU whose memory is known.
@@ -297,8 +302,9 @@ def plan_lines(
         )
     )
     yield (
-        f"{model.parameters:,} parameters, {model.trained:,} trained; {micro_batches} micro-batch{'es' * (micro_batches > 1)} "
-        f"per group and step, the fullest: {tokens:,} tokens in {work.documents} sequence{'s' * (work.documents > 1)}"
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {micro_batches} "
+        f"micro-batch{'es' * (micro_batches > 1)} per group and step, the fullest: {tokens:,} tokens in "
+        f"{work.documents} sequence{'s' * (work.documents > 1)}"
     )
     if case.settings.others:
         frozen = sum(other.parameters for other in case.settings.others)
@@ -311,7 +317,8 @@ def plan_lines(
         p = predict(choice)
         yield (
             f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
-            f"{choice.settings.offloaded_layers:18}{step_seconds(choice):10.2f}{'' if choice.fits() else '   does not fit'}"
+            f"{choice.settings.offloaded_layers:18}{step_seconds(choice):10.2f}"
+            f"{'' if choice.fits() else '   does not fit'}"
         )
     if work.rollout is not None:
         yield f"  (each step's share of a rollout of {stage.examples_per_load(config)} answers included)"
@@ -344,8 +351,8 @@ def _recommendation(config: Config, case: Case) -> str:
             p, more = predict(choice), "".join(f", memory.{name} = true" for name in names)
             return (
                 f"recommended for this length: parallel.sequence_parallel_size = {choice.work.sp}, "
-                f'memory.recompute = "auto" ({choice.name}), memory.offload = "{offload}"{more}: {p.gpu / GIB:.1f} GiB, '
-                f"{p.host * case.machine.local_processes / GIB:.0f} GiB of a node, {step_seconds(choice):.2f} s / step"
+                f'memory.recompute = "auto" ({choice.name}), memory.offload = "{offload}"{more}: '
+                f"{p.gpu / GIB:.1f} GiB, {p.host * case.machine.local_processes / GIB:.0f} GiB of a node, {step_seconds(choice):.2f} s / step"
             )
     return (
         "no sequence_parallel_size fits this length on these GPUs, with any recompute and offload"
@@ -355,9 +362,10 @@ def _recommendation(config: Config, case: Case) -> str:
 def this_machine(
     device: torch.device, peak_flops: float | None, host_gib: float = 0.0
 ) -> Machine | None:
-    """Return the smallest GPU and host memory of all ranks and the largest node, so that they decide alike; None on CPU.
+    """Return the smallest GPU and host memory of all ranks and the largest node, so that they decide alike.
 
-    `host_gib` is a node's host memory, 0 what its kernel reports (memory.host_memory). All ranks call it together, before they allocate.
+    None on CPU. `host_gib` is a node's host memory (memory.host_memory), 0 what its kernel reports. All ranks call it
+    together, before they allocate.
     """
     if device.type != "cuda":
         return None
