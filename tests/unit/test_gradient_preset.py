@@ -17,7 +17,7 @@ SHAPES = {"embed": (37, 12), "wide": (300, 250), "norm": (10,), "proj": (6, 5, 2
 def block_noise(name, numel, step):
     out = torch.empty(0)
     for block in range(math.ceil(numel / 65_536)):
-        key = hashlib.blake2b(f"{SEED}/{step}/{name}/{block}".encode(), digest_size=8).digest()
+        key = hashlib.sha256(f"{SEED}:{step}:{name}:{block}".encode()).digest()[:8]
         g = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
         out = torch.cat([out, torch.empty(65_536).normal_(generator=g)])
     return out[:numel]

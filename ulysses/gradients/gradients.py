@@ -138,7 +138,7 @@ class Gradients:
         """Add N(0, sigma^2) noise that depends on (seed, step, parameter name, place), never on the partitioning."""
         if sigma:
             for entry in self:
-                _add_noise(entry, sigma, f"{seed}/{step}/{entry.name}")
+                _add_noise(entry, sigma, seed, step)
             self._measured.clear()
 
     def center(self) -> float:
@@ -291,7 +291,7 @@ def _row_sums(
     return sums.double().square_() if squared else sums.double()
 
 
-def _add_noise(entry: GradientSlice, sigma: float, key: str) -> None:
+def _add_noise(entry: GradientSlice, sigma: float, seed: int, step: int) -> None:
     """Add Gaussian noise that is the same for every partitioning.
 
     A parameter's flattened elements fall into fixed blocks. Each block's noise comes from a generator of its own, is
@@ -314,7 +314,7 @@ def _add_noise(entry: GradientSlice, sigma: float, key: str) -> None:
     for i in range(0, len(blocks), BLOCKS_TOGETHER):
         drawn = blocks[i : i + BLOCKS_TOGETHER]
         for block, row in zip(drawn, noise.split(NOISE_BLOCK)):
-            generator.manual_seed(seed_of(key, block))
+            generator.manual_seed(seed_of(seed, step, entry.name, block))
             row.normal_(generator=generator)
         first = drawn[0] * NOISE_BLOCK
         low, high = max(start, first), min(end, first + len(drawn) * NOISE_BLOCK)
