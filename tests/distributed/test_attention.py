@@ -9,14 +9,12 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from tests.harness import device, gpus, run_distributed
-from tests.unit.test_layout import simulated_mesh
+from tests.unit.test_layout import HEADS, RAGGED, simulated_mesh
 from ulysses import ParallelMesh, SeqAllToAll4D, Sequence, UlyssesAttention, pack_shard
 from ulysses.parallel import exchange, gather_tokens
 from ulysses.parallel.kernels import available_kernels
 from ulysses.parallel.layout import packed_plan
 
-HEADS = [(14, 2), (12, 2), (28, 4), (24, 8), (40, 8), (32, 8), (16, 2)]
-RAGGED = [5, 1, 37, 1, 1, 60, 13, 2, 9]
 LONG = [333, 1, 700, 1, 64, 517]
 E = 8
 
@@ -218,7 +216,7 @@ def test_wrong_inputs_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given)
-    with pytest.raises(ValueError, match="num_kv_heads is 3"):
+    with pytest.raises(ValueError, match="num_kv_heads is 3 but must divide the 4 query heads"):
         UlyssesAttention(None, 4, 3, E)
     with pytest.raises(ValueError, match=r"splits heads 4 ways, .* construct it as ParallelMesh\(..., num_heads=14\)"):
         UlyssesAttention(simulated_mesh(4, 0, 4), 14, 2, E)

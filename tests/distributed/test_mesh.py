@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import device, run_distributed
+from tests.unit.test_batch import LENGTHS
 from ulysses import ParallelMesh, Sequence, pack_shard
 from ulysses.parallel import gather_tokens, segment_sums, sequence_last
 
@@ -48,9 +49,6 @@ def test_impossible_degrees_are_refused_on_every_rank():
     assert refusal(0).endswith("set it to 1")
     with pytest.raises(ValueError, match="num_heads is 0 but must be positive"):
         ParallelMesh(1, num_heads=0)
-
-
-LENGTHS = [5, 1, 37, 1, 1, 60, 13]
 
 
 def sums(sp, num_heads):

@@ -3,6 +3,7 @@
 import math
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ class SimulatedGroup:
     """all_to_all_single between threads: a board of send buffers and two barriers."""
 
     def __init__(self, ranks):
-        self.board, self.barrier = [None] * ranks, threading.Barrier(ranks, timeout=20)
+        self.board, self.barrier = [None] * ranks, threading.Barrier(ranks, timeout=10)
         self.received = [[] for _ in range(ranks)]  # elements that reached each rank, call by call
 
     def all_to_all_single(self, received, send, output_splits=None, input_splits=None, *, group):
@@ -46,21 +47,12 @@ class SimulatedGroup:
         self.barrier.wait()
 
     def run(self, function):
-        results, errors = [None] * len(self.board), []
-
-        def call(rank):
-            try:
-                results[rank] = function(rank)
-            except Exception as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(self.board))]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-        if errors:
-            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-        return results
+        with ThreadPoolExecutor(len(self.board)) as pool:
+            calls = [pool.submit(function, rank) for rank in range(len(self.board))]
+        errors = filter(None, (call.exception() for call in calls))
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error  # the others only waited for the rank that failed
+        return [call.result() for call in calls]
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -75,13 +67,6 @@ def test_every_head_meets_its_kv_head(heads, sp):
     for head in range(num_heads):
         slot = head // layout.query * layout.key + head % layout.query // ratio
         assert slot // layout.repeat == head // (num_heads // num_kv_heads)
-
-
-def test_heads_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="num_kv_heads is 3 but must divide the 14 query heads"):
-        head_layout(14, 3, 2)
-    with pytest.raises(ValueError, match=r"splits heads 4 ways, which does not divide 14 .*num_heads=14"):
-        head_layout(14, 2, 4)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -129,15 +114,11 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 16])
-def test_row_sets_partition_the_pack_and_calls_cover_every_row(rows):
+def test_calls_cover_every_row_with_the_keys_that_it_sees(rows):
     cu = with_tail(RAGGED, rows)
     sets = row_sets(cu, rows)
-    assert len({sum(b - a for a, b in arcs) for arcs in sets}) == 1
-    order = torch.cat([torch.arange(a, b) for arcs in sets for a, b in arcs])
-    assert torch.equal(order.sort().values, torch.arange(int(cu[-1])))
-    document = torch.bucketize(order.sort().values, cu[1:], right=True)
+    document = torch.bucketize(torch.arange(int(cu[-1])), cu[1:], right=True)
     for row_set, arcs in enumerate(sets):
-        assert arcs == sorted(arcs)
         plan, row = packed_plan(cu, sets, simulated_mesh(rows, row_set, 1), "cpu"), 0
         for causal, full, (a, b) in zip(plan.causal_calls, plan.full_calls, arcs, strict=True):
             assert causal.rows == full.rows == (row, row + b - a)

@@ -189,9 +189,17 @@ def varlen_forward(
         )
     else:
         out, lse, *_ = load("flash4")._flash_attn_fwd(
-            q, k, v, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], max_seqlen_q=longest[0],
-            max_seqlen_k=longest[1], softmax_scale=scale, causal=causal, return_lse=True,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            cu_seqlens_q=bounds[0],
+            cu_seqlens_k=bounds[1],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
+            softmax_scale=scale,
+            causal=causal,
+            return_lse=True,
+        )
     return out, lse
 
 
@@ -222,14 +230,45 @@ def varlen_backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if kernel == "flash2":
         load("flash2")._flash_attn_varlen_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, *bounds, *longest, 0.0, scale, causal=causal,
-            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
-        )  # fmt: skip
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+            *bounds,
+            *longest,
+            0.0,
+            scale,
+            causal=causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=deterministic,
+        )
     else:
         load("flash4")._flash_attn_bwd(
-            q, k, v, out, dout, lse, scale, causal, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1],
-            max_seqlen_q=longest[0], max_seqlen_k=longest[1], deterministic=deterministic, dq=dq, dk=dk, dv=dv,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse,
+            scale,
+            causal,
+            cu_seqlens_q=bounds[0],
+            cu_seqlens_k=bounds[1],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
+            deterministic=deterministic,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+        )
     return dq, dk, dv
 
 

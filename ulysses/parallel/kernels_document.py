@@ -250,9 +250,23 @@ def _cudnn_backward(
     # the state of a dropout generator, which is not used without dropout
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse[..., None], unused, unused, None, None, None,
-        q.shape[2], k.shape[2], 0.0, causal, scale=scale,
-    )  # fmt: skip
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse[..., None],
+        unused,
+        unused,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
 
 
 REFERENCE = DocumentKernel(_plain_forward, _plain_backward, bottom_right=True)

@@ -1,4 +1,4 @@
-"""Which ranks share a packed batch, and which hold different ones.
+"""The grid of processes: which ranks share a packed batch, and which have different ones.
 
     rank = dp_rank * sp + sp_rank            world 8, sp 4:
 
@@ -6,7 +6,7 @@
     dp_rank 0              0   1   2   3     one packed batch, its tokens split four ways
     dp_rank 1              4   5   6   7     another packed batch
 
-The sequence axis is innermost, so that its all-to-alls stay inside a node. ZeRO shards over all ranks of both axes.
+The sequence axis is the inner one, so that its all-to-alls stay inside a node. ZeRO partitions over all ranks.
 """
 
 import math
@@ -18,13 +18,14 @@ import torch.distributed as dist
 class ParallelMesh:
     """Arrange the processes in a (data, sequence) grid.
 
-    Every rank must construct it together: making the process groups is a collective. Without torch.distributed it is
-    one process.
+    All ranks construct it together, because making the process groups is a collective. Without torch.distributed it
+    describes one process.
 
-    `num_heads` are the query head counts of the models that will run on this mesh. A degree that shares no large enough
-    divisor with them still works: `head_parallel_size` = gcd(sp, *num_heads) ranks exchange heads and
-    `row_parallel_size` = sp / head_parallel_size ranks split query rows (see layout.py). Left out, the
-    degree must divide the head count.
+    `num_heads` gives the query head counts of all models that will run on this mesh. A degree that does not divide them
+    works too: `head_parallel_size` = gcd(sp, *num_heads) ranks exchange heads, and `row_parallel_size` =
+    sp / head_parallel_size ranks split query rows (layout.py). If `num_heads` is left out, the degree must divide the
+    head counts. `row_set` is this rank's part of the query rows.
+    Raises ValueError if the degree does not divide the number of processes.
     """
 
     def __init__(
@@ -41,13 +42,7 @@ class ParallelMesh:
             raise ValueError(
                 f"sequence_parallel_size is {sp} but must divide the {processes}; set it to {allowed}"
             )
-        heads = (
-            ()
-            if num_heads is None
-            else (num_heads,)
-            if isinstance(num_heads, int)
-            else tuple(num_heads)
-        )
+        heads = (num_heads,) if isinstance(num_heads, int) else tuple(num_heads or ())
         if any(count < 1 for count in heads):
             raise ValueError(
                 f"num_heads is {num_heads} but must be positive; give the models' query head counts"
@@ -62,15 +57,13 @@ class ParallelMesh:
         self.is_main = self.rank == 0
         self.sp_group: dist.ProcessGroup | None = None
         if sp > 1:
-            for first in range(
-                0, self.world_size, sp
-            ):  # every rank makes every group, in the same order
+            for first in range(0, self.world_size, sp):  # every rank makes all groups in one order
                 group = dist.new_group(list(range(first, first + sp)))
                 if first <= self.rank < first + sp:
                     self.sp_group = group
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ParallelMesh":
-        return self  # process groups are shared: a copied module stays on the same mesh
+        return self  # process groups cannot be copied: a copied module stays on the same mesh
 
     def __repr__(self) -> str:
         return (
