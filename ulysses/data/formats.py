@@ -45,7 +45,7 @@ class Record:
             assistant messages are trained.
         columns: numbers that go with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one; parts of the same document have the same source and `where`.
-        where: file and row number, for messages; source: index of the source; row: the whole row (prompts only).
+        where: file and row number, for messages; source: index of the source; row: the whole row, as it was read.
     """
 
     prompt: Messages = field(default_factory=list)
@@ -121,24 +121,17 @@ def read_records(
                 if row_format == "auto":
                     row_format = "text" if kind == "text" else detect_format(renamed)
                 records = parse_row(renamed, row_format, kind)
-            except BadRowError as error:
-                if bad_rows != "drop":
+            except (BadRowError, DropRowError) as error:
+                if isinstance(error, BadRowError) and bad_rows != "drop":
                     raise DataError(f"{where} {error}") from None
                 report.drop(str(error).split(":")[0], where)
-                continue
-            except DropRowError as error:
-                report.drop(str(error), where)
                 continue
             if len(records) > 1:
                 report.note("rows that gave several examples", where)
             for record in records:
-                record = replace(
-                    record, where=where, source=index, row=row if kind == "prompt" else None
-                )
-                if kind == "text":
-                    yield from (replace(record, text=part) for _, part in text_parts([record.text]))
-                else:
-                    yield record
+                record = replace(record, where=where, source=index, row=row)
+                parts = text_parts([record.text]) if kind == "text" else [(1, "")]
+                yield from (replace(record, text=part) for _, part in parts)
 
 
 def _rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:

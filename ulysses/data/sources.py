@@ -179,44 +179,40 @@ def read_rows(source: Source) -> Iterator[tuple[str, int, Any]]:
     """
     path = Path(source.path).expanduser()
     if is_hub_id(source) or _is_saved_dataset(path):
-        yield from _numbered(source.path, _library_rows(source, path))
+        for number, row in enumerate(_library_rows(source, path), 1):
+            yield source.path, number, row
         return
+    unreadable = (json.JSONDecodeError, UnicodeDecodeError, csv.Error, EOFError, OSError)
     for file in source_files(source):
         try:
-            yield from _file_rows(source, file)
-        except (UnicodeDecodeError, csv.Error, EOFError, gzip.BadGzipFile) as error:
-            raise DataError(f"{file} cannot be read: {error}") from None
-        except OSError as error:
-            raise DataError(
-                f"{file.absolute()} cannot be read: {error.strerror or error}"
-            ) from None
+            for number, row in _file_rows(source, file):
+                yield str(file), number, row
+        except unreadable as error:
+            raise DataError(f"{file.absolute()} cannot be read: {error}") from None
 
 
-def _file_rows(source: Source, path: Path) -> Iterator[tuple[str, int, Any]]:
-    suffix, name = _suffix(path), str(path)
+def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
+    suffix = _suffix(path)
     if suffix == ".parquet":
-        yield from _numbered(name, _library_rows(source, path))
+        yield from enumerate(_library_rows(source, path), 1)
         return
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         if suffix == ".txt":
-            blocks = iter(lambda: text.read(CHUNK_CHARACTERS), "")
             text = io.TextIOWrapper(file, "utf-8-sig")
+            blocks = iter(lambda: text.read(CHUNK_CHARACTERS), "")
             for number, part in text_parts(blocks, source.separator):
-                yield name, number, {"text": part}
+                yield number, {"text": part}
         elif suffix in (".csv", ".tsv"):
             csv.field_size_limit(sys.maxsize)
-            text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+            table = io.TextIOWrapper(file, "utf-8-sig", newline="")
             delimiter = "\t" if suffix == ".tsv" else ","
-            yield from _numbered(name, csv.DictReader(text, delimiter=delimiter))
+            yield from enumerate(csv.DictReader(table, delimiter=delimiter), 1)
         elif suffix == ".json" and _is_array(file):
-            try:
-                yield from _numbered(name, json.loads(file.read().decode("utf-8-sig")))
-            except ValueError as error:
-                raise DataError(f"{name} is not valid JSON: {error}") from None
+            yield from enumerate(json.loads(file.read().decode("utf-8-sig")), 1)
         else:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield name, number, _json_line(line, "utf-8-sig" if number == 1 else "utf-8")
+                    yield number, _json_line(line, "utf-8-sig" if number == 1 else "utf-8")
 
 
 def _is_array(file: BinaryIO) -> bool:
@@ -259,11 +255,6 @@ def _library_rows(source: Source, path: Path) -> Iterator[Any]:
         raise DataError(
             f"{_absent(source)}, and no hub dataset of that name could be loaded: {problem}"
         ) from None
-
-
-def _numbered(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, int, Any]]:
-    for number, row in enumerate(rows, 1):
-        yield name, number, row
 
 
 def _suffix(path: Path) -> str:
