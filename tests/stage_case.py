@@ -23,7 +23,7 @@ from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import InitialWeights
-from ulysses.training.config import LoraConfig
+from ulysses.training.config import LoraSection
 from ulysses.training.lora import AdapterWeights, add_adapters, is_adapter
 from ulysses.training.stages.dpo import DpoSection, DpoStage
 from ulysses.training.stages.kto import KtoSection, KtoStage
@@ -132,7 +132,7 @@ def make_model(case: StageCase, mesh: Any, attention: str | None = None) -> torc
     memory = LayerMemory(case.recompute)
     model = cls(case.shape, mesh, attention=attention or case.attention, memory=memory)
     if case.lora_rank:
-        add_adapters(model, LoraConfig(rank=case.lora_rank, targets=list(case.targets)))
+        add_adapters(model, LoraSection(rank=case.lora_rank, targets=list(case.targets)))
     return model
 
 

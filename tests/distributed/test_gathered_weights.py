@@ -19,7 +19,7 @@ from ulysses.memory.levels import LEVELS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import matrix_sizes
-from ulysses.training.config import LoraConfig
+from ulysses.training.config import LoraSection
 from ulysses.training.lora import AdapterWeights, add_adapters
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
@@ -39,7 +39,7 @@ def engine_of(adapters: bool) -> ZeroEngine:
 
     def create() -> CausalLM:
         model = CausalLM(SHAPE, mesh)
-        return add_adapters(model, LoraConfig(rank=4)) if adapters else model
+        return add_adapters(model, LoraSection(rank=4)) if adapters else model
 
     return trained_engine(create, AdapterWeights(source, 0) if adapters else source, **matrix_sizes(SHAPE))
 

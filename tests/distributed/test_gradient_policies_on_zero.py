@@ -29,7 +29,7 @@ from ulysses.gradients import (
 )
 from ulysses.gradients.chain import GRADIENT_POLICIES
 from ulysses.gradients.table import gradient_table
-from ulysses.training.config import OptimizerConfig
+from ulysses.training.config import OptimizerSection
 from ulysses.training.optim import adamw
 from ulysses.zero.gather import full_parameters
 
@@ -79,7 +79,7 @@ def optimizer(model: Any) -> torch.optim.AdamW:
         {"params": [p for n, p in model.named_parameters() if scope_of(n) == scope], "scope": scope}
         for scope in ("policy", "value")
     ]
-    return adamw(model, OptimizerConfig(lr=LR, eps=1e-2), on_gpu=False, groups=groups)
+    return adamw(model, OptimizerSection(lr=LR, eps=1e-2), on_gpu=False, groups=groups)
 
 
 def gathered(view: Gradients) -> dict[str, torch.Tensor]:

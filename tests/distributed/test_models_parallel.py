@@ -18,7 +18,7 @@ from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import available_kernels
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import gather_tokens, sequence_last
-from ulysses.training.config import LoraConfig
+from ulysses.training.config import LoraSection
 from ulysses.training.lora import add_adapters
 from ulysses.zero.construct import initialize_distributed
 
@@ -50,7 +50,7 @@ def loss_of(model: Any, batch: ShardedBatch) -> torch.Tensor:
 def make(config: ModelConfig, mesh: ParallelMesh | None, adapters: bool, kernel: str = "auto") -> Any:
     model = CausalLM(config, mesh, attention=kernel)
     targets: Any = ["q_proj", "o_proj", "gate_proj", "down_proj"]
-    return add_adapters(model, LoraConfig(rank=3, targets=targets)) if adapters else model
+    return add_adapters(model, LoraSection(rank=3, targets=targets)) if adapters else model
 
 
 def source_of(config: ModelConfig, adapters: bool) -> Any:

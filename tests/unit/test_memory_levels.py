@@ -12,9 +12,21 @@ from models.rope import inverse_frequencies, rotary_table
 from tests.memory_case import CONFIG, TILE, assert_same, batch, build, gradients
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES, Offloader
-from ulysses.memory.plan import FILL, GIB, Case, Machine, MemorySettings, Model, Work, choose, kept_bytes, pinned_bytes, predict
+from ulysses.memory.plan import (
+    FILL,
+    GIB,
+    Case,
+    Machine,
+    MemorySettings,
+    Model,
+    Work,
+    choose,
+    kept_bytes,
+    pinned_bytes,
+    predict,
+)
 from ulysses.memory.tiling import AUTO_ROWS, run_tiles, tile_gradients, tile_rows, tiles
-from ulysses.training.config import LoraConfig as Adapters
+from ulysses.training.config import LoraSection as Adapters
 from ulysses.training.lora import add_adapters
 
 PLANNED = Model(24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000)  # memory_case's shape, as the planner sees it

@@ -7,14 +7,14 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
-from ulysses.training.config import OptimizerConfig
+from ulysses.training.config import OptimizerSection
 from ulysses.training.optim import adamw, learning_rate, parameter_groups
 
 TOTAL = 100
 
 
 def rates(**settings: object) -> list[float]:
-    config = OptimizerConfig(lr=2.0, **settings)  # type: ignore[arg-type]
+    config = OptimizerSection(lr=2.0, **settings)  # type: ignore[arg-type]
     return [learning_rate(step, TOTAL, config) for step in range(TOTAL)]
 
 
@@ -32,7 +32,7 @@ def test_linear_and_cosine_fall_to_their_floor() -> None:
     for k in range(90):
         assert linear[10 + k] == pytest.approx(2 - 1.8 * k / 90)
         assert cosine[10 + k] == pytest.approx(0.2 + 0.9 * (1 + math.cos(math.pi * k / 90)))
-    assert learning_rate(TOTAL, TOTAL, OptimizerConfig(lr=2.0, schedule="cosine", warmup=10, min_lr=0.1)) == pytest.approx(0.2)
+    assert learning_rate(TOTAL, TOTAL, OptimizerSection(lr=2.0, schedule="cosine", warmup=10, min_lr=0.1)) == pytest.approx(0.2)
     assert rates(schedule="linear", warmup=0)[-1] == pytest.approx(0.02)
 
 
@@ -61,7 +61,7 @@ def test_one_update_is_adamws() -> None:
     """theta (1 - lr wd) - lr m / (sqrt v + eps), both moments corrected for their start."""
     model = torch.nn.Linear(3, 2, bias=True)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
-    config = OptimizerConfig(lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-3)
+    config = OptimizerSection(lr=0.1, weight_decay=0.5, betas=(0.9, 0.99), eps=1e-3)
     optimizer = adamw(model, config, on_gpu=False)
     model(torch.tensor([[1.0, -2.0, 3.0]])).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -17,7 +17,7 @@ from ulysses.data.steps import StepLoader
 from ulysses.gradients import StepContext, TorchGradients
 from ulysses.training.build import step_loader
 from ulysses.training.command_line import check
-from ulysses.training.config import GradientsConfig
+from ulysses.training.config import GradientsSection
 from ulysses.training.optim import scoped_groups
 from ulysses.training.prepare import Prepared, prepare
 from ulysses.training.rewards import gsm8k_reward, is_function, load_function, score_text
@@ -299,6 +299,6 @@ def test_parameter_groups_and_separate_clipping() -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     model.policy.weight.grad *= 100.0
-    report = GradientsConfig().chain().apply(TorchGradients(model.named_parameters(), scopes), StepContext(0, 1))
+    report = GradientsSection().chain().apply(TorchGradients(model.named_parameters(), scopes), StepContext(0, 1))
     assert report["grad/policy/norm"] == pytest.approx(math.sqrt(90_003)) and report["grad/value/norm"] == pytest.approx(2.0)
     assert model.value.bias.grad.item() == pytest.approx(0.5)  # clipped by its own norm, not by the policy's

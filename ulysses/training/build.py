@@ -23,7 +23,7 @@ from ulysses.memory.offload import Offloader
 from ulysses.parallel.kernels import kernels_of, prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.config import DTYPES, Config, LoraConfig
+from ulysses.training.config import DTYPES, Config, LoraSection
 from ulysses.training.memory import MemoryChoice, adapter_parameters
 from ulysses.training.metrics import model_flops
 from ulysses.training.optim import adamw, scoped_groups
@@ -138,7 +138,7 @@ def build_engine(
         raw=config.deepspeed,
     )
 
-    lora = config.model.lora if trainable else LoraConfig()
+    lora = config.model.lora if trainable else LoraSection()
     if lora.rank:
         from ulysses.training.lora import (  # peft is an optional dependency
             AdapterWeights,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ulysses.gradients.chain import GradientPolicyChain, Preset, build_chain
 from ulysses.training.section import Section
@@ -20,209 +20,188 @@ from ulysses.training.stages.pt import PtSection
 from ulysses.training.stages.rm import RmSection
 from ulysses.training.stages.sft import SftSection
 
-StageName = Literal["pt", "sft", "rm", "dpo", "kto", "ppo"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # of model.dtype
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class LoraConfig(Section):
+class LoraSection(Section):
     rank: int = Field(0, ge=0)
-    """LoRA rank r; 0 trains all weights."""
+    """Rank of the low-rank adapters (LoRA); 0 trains all weights instead."""
     alpha: float = Field(16.0, gt=0)
-    """Scale: the update is alpha / rank * B A."""
+    """Scale of the adapters: each adds alpha / rank * B A to its weight matrix."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter's input while training."""
-    targets: list[LoraTarget] = [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    ]
-    """Module names that get an adapter."""
+    """Probability of dropping an input of an adapter during training; 0 drops none."""
+    targets: list[Literal[LORA_TARGETS]] = Field(list(LORA_TARGETS), min_length=1)
+    """Names of the modules that get an adapter."""
     merge: bool = False
-    """Export the base weights with the adapters added in, instead of the adapters alone."""
+    """Export the base weights with the adapters added to them, instead of the adapters alone."""
 
 
-class ModelConfig(Section):
+class ModelSection(Section):
     path: str | None = None
-    """Folder or hub id that gives config, weights and tokenizer."""
+    """Folder or hub id of the model, which provides its configuration, weights and tokenizer."""
     arch: str | None = None
-    """Shape by name instead of a path ("llama3-8b", "qwen2.5-7b", ...); needs init = "random"."""
+    """Name of a published shape ("llama3-8b", "qwen2.5-7b", ...) instead of a path; needs init = "random"."""
     config: dict[str, Any] = {}
-    """A config.json written here (Hugging Face keys), or keys that change the one from path or arch; needs init = "random"."""
+    """Keys of a Hugging Face config.json: a whole shape, or changes to that of path or arch; needs init = "random"."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Where the weights come from; "random" needs no weight files."""
+    """Whether the weights are read from path or drawn at random, which needs no weight files."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit, if path is a hub id."""
     tokenizer: str | None = None
-    """Tokenizer folder, hub id or bare tokenizer.json; without it the model's own."""
+    """Folder, hub id or tokenizer.json of the tokenizer; by default the one that comes with the model."""
     special_tokens: dict[str, str] = {}
-    """For a bare tokenizer.json: bos_token, eos_token, pad_token by name."""
+    """Texts of the special tokens (bos_token, eos_token, pad_token), which a tokenizer.json alone does not name."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of weights and activations; master weights and optimizer state are always float32."""
     attention: Literal["auto", "flash4", "flash3", "flash2", "cudnn", "torch", "reference"] = "auto"
-    """Attention kernel; "auto" takes the fastest that is exact for the case and logs it."""
-    lora: LoraConfig = LoraConfig()
-    """Low-rank adapters."""
+    """Attention kernel; "auto" takes the fastest one that is exact for this model on this device."""
+    lora: LoraSection = LoraSection()
 
     @model_validator(mode="after")
-    def _source(self) -> "ModelConfig":
+    def _has_one_source(self) -> "ModelSection":
         if self.path and self.arch:
-            raise ValueError("give model.path or model.arch, not both")
+            raise ValueError("model.path and model.arch are both set; set only one of them")
         if not (self.path or self.arch or self.config):
             raise ValueError(
-                'the model is missing: set model.path to a folder or hub id, or model.arch with model.init = "random"'
+                'the model is missing; set model.path to a folder or hub id, or model.arch with model.init = "random"'
             )
         if self.init == "pretrained" and not self.path:
             raise ValueError(
-                'model.init is "pretrained" but there is no model.path to read weights from; set model.path or '
+                'model.init is "pretrained" but there is no model.path to read weights from; set model.path, or '
                 'model.init = "random"'
             )
         if self.init == "pretrained" and self.config:
             raise ValueError(
-                "model.config changes the shape, which pretrained weights do not fit; remove it or set model.init "
-                '= "random"'
+                "model.config changes the shape, which pretrained weights do not fit; remove it, or set model.init = "
+                '"random"'
             )
         return self
 
 
-class DataConfig(Section):
+class DataSection(Section):
     train: str | dict[str, Any] | list[str | dict[str, Any]] = []
-    """Training data: a path, a list of paths, or tables {path, format, weight, columns, split}."""
+    """Training data: a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
     eval: str | dict[str, Any] | list[str | dict[str, Any]] = []
-    """Held-out data, same forms; empty means no evaluation."""
+    """Held-out data in the same forms; an empty list means that nothing is evaluated."""
     max_length: int = Field(4096, ge=8)
-    """Longest sequence in tokens (for pairs: of each side)."""
+    """Longest sequence in tokens; of a pair, each side may be this long."""
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
-    """What happens to longer sequences."""
+    """What happens to a longer sequence: cut at its end, cut at its start, left out, or an error that stops the run."""
     chat_template: str = "tokenizer"
-    """"tokenizer", "llama3", "qwen2.5", "chatml" or a .jinja file."""
+    """How conversations become text: "tokenizer" (its own template), "llama3", "qwen2.5", "chatml" or a .jinja file."""
     train_on: Literal["assistant", "all", "last"] = "assistant"
-    """Which tokens are trained in conversations: every assistant turn, everything, or the last turn."""
+    """Which tokens of a conversation are trained: every assistant turn, everything, or the last turn only."""
     bad_rows: Literal["error", "drop"] = "error"
-    """A row that breaks its format stops the run, or is dropped and counted."""
+    """Whether a row that breaks its format stops the run, or is left out and counted."""
     cache: str = "~/.cache/ulysses"
-    """Folder of the tokenised, memory-mapped data, keyed by content."""
+    """Folder that keeps the tokenised data for later runs; delete it at any time."""
 
 
-class ParallelConfig(Section):
+class ParallelSection(Section):
     sequence_parallel_size: int = Field(1, ge=1)
-    """Ulysses degree: so many processes share each packed sequence; data degree = world size / it."""
+    """Number of processes that share each packed sequence; the others work on different sequences."""
 
 
-class BatchConfig(Section):
+class BatchSection(Section):
     examples: int = Field(8, ge=1)
-    """Examples (pairs for DPO and RM) per optimizer step over all processes; for PPO prompts per rollout."""
-    tokens_per_microbatch: int | Literal["auto"] = "auto"
-    """Longest packed sequence per micro-batch in tokens; "auto" = data.max_length, twice that for pairs."""
-
-    @field_validator("tokens_per_microbatch")
-    @classmethod
-    def _positive(cls, value: int | str) -> int | str:
-        if isinstance(value, int) and value < 1:
-            raise ValueError('must be at least 1 token, or "auto"')
-        return value
+    """Examples per optimizer step over all processes: sequences, pairs (DPO, RM) or prompts per rollout (PPO)."""
+    tokens_per_microbatch: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Longest packed sequence of a micro-batch in tokens; "auto" makes room for one example of the greatest length."""
 
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerConfig(Section):
+class OptimizerSection(Section):
     lr: float = Field(1e-5, ge=0, allow_inf_nan=False)
-    """Peak learning rate."""
+    """Highest learning rate of the schedule."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of matrices; norms and biases get none."""
+    """Decoupled weight decay of the matrices; norms and biases get none. 0 is off."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW's moment decays."""
+    """Decay of AdamW's running means of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW's epsilon."""
+    """Term that AdamW adds to the denominator."""
     schedule: Literal["linear", "cosine", "constant", "wsd"] = "cosine"
-    """Shape after warm-up; "wsd" is warmup-stable-decay with the last decay_fraction of the steps decaying linearly."""
+    """Course of the learning rate after the warm-up; "wsd" stays at lr and decays linearly over the last steps."""
     warmup: float = Field(0.03, ge=0)
-    """Warm-up: steps if >= 1, else a fraction of all steps; 0 means none."""
+    """Length of the warm-up: a number of steps if at least 1, otherwise a fraction of all steps; 0 is none."""
     min_lr: float = Field(0.0, ge=0, le=1)
-    """Final learning rate as a fraction of the peak."""
+    """Learning rate at the end as a fraction of lr."""
     decay_fraction: float = Field(0.1, gt=0, le=1)
-    """Share of the steps that decay under "wsd"."""
+    """Fraction of the steps over which schedule "wsd" decays."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which sums of gradients travel between nodes; inside a node gradients travel as computed and add up in float32."""
+    """Precision in which gradient sums travel between nodes; "bfloat16" halves the traffic on slow links."""
 
 
-class GradientsConfig(Section):
+class GradientsSection(Section):
     preset: Preset = "default"
-    """A named chain of gradient policies: "default" (stop on non-finite, clip), "steady" or "ulysses-pro"."""
+    """Named chain of gradient policies; "default" stops on gradients that are not finite and clips their norm."""
     max_norm: float = Field(1.0, ge=0)
-    """Global norm to which a preset clips the gradient; 0 does not clip."""
+    """Global norm to which the preset clips the gradient; 0 does not clip."""
     policies: list[dict[str, Any]] = []
-    """The chain written out as tables {policy = name, ...settings}; replaces preset and max_norm."""
+    """The chain written out, as tables {policy = name, ...settings}; it replaces preset and max_norm."""
     table_every: int = Field(50, ge=1)
-    """With --debug: steps between tables of the largest and smallest gradients by parameter."""
+    """With --debug: number of steps between tables of the largest and smallest gradients by parameter."""
 
     def chain(self) -> GradientPolicyChain:
         """Build the gradient policies; ValueError names the table and the key that cannot be honoured."""
         return build_chain(self.policies or self.preset, self.max_norm)
 
 
-class MemoryConfig(Section):
+class MemorySection(Section):
     recompute: Literal["auto", "none", "keep_attention", "block", "pair"] = "auto"
-    """What backward computes again: nothing, all but the attention kernel, each layer, or each pair of layers, which keeps least."""
+    """What the backward pass computes again: nothing, all but attention, each layer, or each pair of layers."""
     offload: Literal["auto", "none", "checkpoints"] = "none"
-    """Layer checkpoints in pinned host memory."""
+    """Whether the layers' saved inputs wait in pinned host memory; "auto" moves as few as must be."""
     offload_optimizer: bool = False
-    """Optimizer state and master weights in host memory; the update runs on the CPU."""
+    """Keep master weights and optimizer state in host memory, and update them on the CPU."""
     offload_parameters: bool = False
-    """Parameter shards in host memory."""
+    """Keep each process's share of the weights in host memory."""
     host_memory: float = Field(0.0, ge=0)
-    """GiB of each node that training may take, where the kernel reports too little because more comes on demand; 0 asks it."""
+    """Host memory of each node in GiB, for machines that report too little of it; 0 takes what the system reports."""
     mlp_tile: int | Literal["auto"] = "auto"
-    """Rows per MLP tile; 0 never tiles. Layers that recompute nothing run their MLP whole."""
+    """Rows of an MLP that are computed at a time; 0 computes all at once, as layers that recompute nothing do."""
     logits_tile: int | Literal["auto"] = "auto"
-    """Rows per tile of the vocabulary projection."""
+    """Rows of logits that exist at a time."""
 
 
-class RunConfig(Section):
+class RunSection(Section):
     output: str = "runs/run"
-    """Run folder: config, metrics, checkpoints and export."""
+    """Folder of the run, which receives its configuration, metrics, checkpoints and export."""
     steps: int = Field(0, ge=0)
-    """Optimizer steps; 0 means use epochs."""
+    """Length of the run in optimizer steps; 0 leaves it to epochs."""
     epochs: float = Field(0.0, ge=0)
-    """Passes over the training data; 0 means use steps."""
+    """Length of the run in passes over the training data; 0 leaves it to steps."""
     seed: int = 42
-    """Seed of data order, initial weights and noise."""
+    """Seed of the data order, random weights and all noise."""
     deterministic: bool = False
-    """Bit-identical repeats on GPUs too, at some cost in speed; kernels that cannot are refused."""
+    """Repeat runs bit by bit on GPUs too, at some cost in speed; kernels that cannot are refused."""
     log_every: int = Field(1, ge=1)
-    """Steps between metric lines."""
+    """Steps between lines of metrics."""
     eval_every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 evaluates at the end only."""
+    """Steps between evaluations; 0 evaluates once, at the end."""
     save_every: int = Field(0, ge=0)
-    """Steps between checkpoints (the best evaluation so far is saved too); 0 saves at the end only."""
+    """Steps between checkpoints; the best evaluation is saved too. 0 saves once, at the end."""
     save_last: bool = True
-    """Save a checkpoint after the last step; false where the export is all that is wanted. A stop by SIGTERM always saves."""
+    """Save a checkpoint after the last step; a run that is stopped by SIGTERM saves one in any case."""
     keep: int = Field(2, ge=0)
-    """How many checkpoints stay besides the best one; 0 keeps all."""
+    """Number of newest checkpoints that are kept, in addition to the best one; 0 keeps all."""
     resume: str = "never"
-    """"never", "auto" (the newest complete checkpoint, if any) or a checkpoint folder."""
+    """What to continue from: "never", "auto" (the newest complete checkpoint, if any) or the folder of a checkpoint."""
     overwrite: bool = False
-    """Delete what an earlier run left in the output folder; with run.resume = a folder, the checkpoints after that one."""
+    """Delete what an earlier run left in output or, when resuming from a folder, the checkpoints that came after it."""
     export: bool = True
     """Write the trained model in Hugging Face format at the end."""
     profile: int = Field(0, ge=0)
-    """Write a torch profiler trace of this step; 0 writes none."""
+    """Number of the step of which a torch profiler trace is written; 0 writes none."""
     wandb: str = ""
-    """Weights & Biases project; empty sends nothing."""
+    """Name of a Weights & Biases project that receives the metrics; an empty name sends nothing."""
 
     @model_validator(mode="after")
-    def _length(self) -> "RunConfig":
+    def _has_one_length(self) -> "RunSection":
         if bool(self.steps) == bool(self.epochs):
             raise ValueError(
-                f"run.steps is {self.steps} and run.epochs is {self.epochs:g}, but one of them must be above 0 and the "
-                "other 0; set the one that you mean"
+                f"run.steps is {self.steps} and run.epochs is {self.epochs:g}, but exactly one of them must be above "
+                "0; set the one that you mean"
             )
         return self
 
@@ -247,7 +226,7 @@ class Options(Section):
     host_memory: float | None = Field(None, gt=0)
     """With --dry-run: host memory of each node in GiB."""
     debug: bool = False
-    """Print more, on every process, and stack traces; the environment variable ULYSSES_DEBUG=1 does the same."""
+    """Print more, on every process, with stack traces; the environment variable ULYSSES_DEBUG=1 does the same."""
     local_rank: int | None = None
     """Appended by the deepspeed launcher; it must agree with the environment variable LOCAL_RANK."""
 
@@ -260,38 +239,24 @@ class Options(Section):
 class Config(Section):
     """Settings of one training run."""
 
-    stage: StageName
-    """What is trained: pt, sft, rm, dpo, kto or ppo."""
-    model: ModelConfig = Field({}, validate_default=True)
-    """The model."""
-    data: DataConfig = DataConfig()
-    """The data."""
-    parallel: ParallelConfig = ParallelConfig()
-    """How processes share the work."""
-    batch: BatchConfig = BatchConfig()
-    """What one optimizer step sees."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
-    gradients: GradientsConfig = GradientsConfig()
-    """What happens to the reduced gradient before the update."""
-    memory: MemoryConfig = MemoryConfig()
-    """What is kept, recomputed and offloaded."""
+    stage: Literal[tuple(STAGES)]
+    """How the model is trained: pre-training, fine-tuning, reward modelling, or one of DPO, KTO and PPO."""
+    model: ModelSection = Field({}, validate_default=True)
+    data: DataSection = DataSection()
+    parallel: ParallelSection = ParallelSection()
+    batch: BatchSection = BatchSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    gradients: GradientsSection = GradientsSection()
+    memory: MemorySection = MemorySection()
     pt: PtSection = PtSection()
-    """Pre-training."""
     sft: SftSection = SftSection()
-    """Supervised fine-tuning."""
     rm: RmSection = RmSection()
-    """Reward modelling."""
     dpo: DpoSection = DpoSection()
-    """Preference optimisation."""
     kto: KtoSection = KtoSection()
-    """Preference optimisation on unpaired answers."""
     ppo: PpoSection = PpoSection()
-    """Proximal policy optimisation."""
-    run: RunConfig = Field({}, validate_default=True)
-    """The run itself."""
+    run: RunSection = Field({}, validate_default=True)
     deepspeed: dict[str, Any] = {}
-    """Raw DeepSpeed keys merged into the derived configuration; what the engine owns, or DeepSpeed does not know, is refused."""
+    """Keys of DeepSpeed's own configuration, merged into the derived one; keys that the engine owns are refused."""
 
     @property
     def stage_class(self) -> type[Stage]:

@@ -25,13 +25,12 @@ from ulysses.parallel.random_keys import keyed_generator
 from ulysses.zero.construct import WeightSource
 
 if TYPE_CHECKING:  # PPO, whose table config.py reads, samples with merged weights
-    from ulysses.training.config import LoraConfig
-    from ulysses.training.config import ModelConfig as ModelSection
+    from ulysses.training.config import LoraSection, ModelSection
 
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
 
 
-def add_adapters(model: nn.Module, config: "LoraConfig") -> nn.Module:
+def add_adapters(model: nn.Module, config: "LoraSection") -> nn.Module:
     """Give the target modules adapters and freeze everything else, a new score head excepted; returns the model.
 
     Works while the model is created in partitions: no value is drawn here, AdapterWeights gives them.
@@ -57,7 +56,7 @@ def add_adapters(model: nn.Module, config: "LoraConfig") -> nn.Module:
     return model
 
 
-def _peft_config(config: "LoraConfig", *, reward: bool, base: str | None = None) -> PeftConfig:
+def _peft_config(config: "LoraSection", *, reward: bool, base: str | None = None) -> PeftConfig:
     return PeftConfig(
         r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.targets),
         init_lora_weights=False, bias="none", task_type="SEQ_CLS" if reward else "CAUSAL_LM",
@@ -105,7 +104,7 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name or name.endswith("score.weight")
 
 
-def merged_weights(weights: dict[str, Tensor], config: "LoraConfig") -> dict[str, Tensor]:
+def merged_weights(weights: dict[str, Tensor], config: "LoraSection") -> dict[str, Tensor]:
     """Return whole weights under the base model's names, the adapters added in; the adapted matrices are copies."""
     return {
         base_name(n): merged(n, w, weights, config) for n, w in weights.items() if ".lora_" not in n
@@ -165,7 +164,7 @@ def save_adapters(
     saved.save_pretrained(str(folder))
 
 
-def merged(name: str, weight: Tensor, adapters: dict[str, Tensor], config: "LoraConfig") -> Tensor:
+def merged(name: str, weight: Tensor, adapters: dict[str, Tensor], config: "LoraSection") -> Tensor:
     """Return the base weight plus its adapter's alpha / rank * B A, summed in float32; others come back as they are."""
     if not name.endswith(".base_layer.weight"):
         return weight

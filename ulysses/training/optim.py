@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from ulysses.training.config import OptimizerConfig
+from ulysses.training.config import OptimizerSection
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -39,7 +39,7 @@ def scoped_groups(
 
 def adamw(
     model: nn.Module,
-    config: OptimizerConfig,
+    config: OptimizerSection,
     *,
     on_gpu: bool,
     groups: list[dict[str, object]] | None = None,
@@ -55,7 +55,7 @@ def adamw(
     )
 
 
-def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
+def learning_rate(step: int, total: int, config: OptimizerSection) -> float:
     """Return the learning rate of step `step` (0-based) out of `total`.
 
     Warm-up rises linearly and reaches the peak on its last step; then linear or cosine decay to min_lr * lr,

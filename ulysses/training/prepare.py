@@ -237,7 +237,8 @@ def _read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
     """Load the tokenizer, which must fit the model and, for chats, have a template."""
     if not (config.model.tokenizer or folder):
         raise AbsentError(
-            "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id or a tokenizer.json"
+            "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id or a "
+            "tokenizer.json"
         )
     place = config.model.tokenizer or str(folder_with(folder, "tokenizer*"))
     with blame("model.tokenizer", absent=not Path(place).expanduser().exists()):
@@ -246,7 +247,7 @@ def _read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
             ChatTemplate(tokenizer, config.data.chat_template)
     if len(tokenizer) > shape.vocab_size:
         raise ConfigError(
-            f"the tokenizer {place} has {len(tokenizer)} tokens but the vocabulary of the model has {shape.vocab_size}; "
+            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has {shape.vocab_size}; "
             "use the model's own tokenizer or, for random weights, raise model.config.vocab_size"
         )
     return tokenizer

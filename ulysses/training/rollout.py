@@ -31,7 +31,7 @@ from ulysses.parallel.sums import gather_tokens, sequence_last
 from ulysses.training.rewards import RewardFunction, score_text
 
 if TYPE_CHECKING:
-    from ulysses.training.config import LoraConfig
+    from ulysses.training.config import LoraSection
     from ulysses.training.stages.ppo import PpoSection
     from ulysses.zero.engine import ZeroEngine
 
@@ -137,7 +137,7 @@ class RolloutMaker:
     options: SamplingOptions
     budget: int
     seed: int
-    lora: "LoraConfig | None" = None
+    lora: "LoraSection | None" = None
 
     def __post_init__(self) -> None:
         c = self.config

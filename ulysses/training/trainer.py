@@ -26,7 +26,7 @@ from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import seed_of
 from ulysses.training.checkpoint import Checkpoints, load_checkpoint
-from ulysses.training.config import RunConfig
+from ulysses.training.config import RunSection
 from ulysses.training.failure import StepError
 from ulysses.training.metrics import MetricsLog, MetricSums
 from ulysses.training.stages.base import Stage
@@ -73,7 +73,7 @@ class Trainer:
     flops: Callable[[float, float, float], float] = lambda *_: 0.0
     peak_flops: float | None = None
     seed: int = 0
-    run: RunConfig = field(default_factory=lambda: RunConfig(steps=1))
+    run: RunSection = field(default_factory=lambda: RunSection(steps=1))
     description: dict[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = print
 
