@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -200,31 +201,22 @@ def folder_with(folder: Path, pattern: str) -> Path:
 
 
 class _File:
-    """Know one safetensors file's header; read byte ranges of its tensors."""
+    """One safetensors file, of whose tensors ranges of elements are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        size = path.stat().st_size
+        try:
+            with safe_open(path, "pt"):  # checks the header against the file's size
+                pass
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path.absolute()} is not a whole safetensors file ({error}); download it again"
+            ) from None
         with path.open("rb") as f:
             length = int.from_bytes(f.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise ValueError(
-                    f"{path.absolute()} is cut short or no safetensors file; download it again"
-                )
-            try:
-                header = json.loads(f.read(length))
-            except ValueError:
-                raise ValueError(
-                    f"{path.absolute()} has a broken safetensors header; download it again"
-                ) from None
-        header.pop("__metadata__", None)
-        self.entries: dict[str, dict[str, Any]] = header
+            self.entries: dict[str, dict[str, Any]] = json.loads(f.read(length))
+        self.entries.pop("__metadata__", None)
         self.start = 8 + length
-        end = max((e["data_offsets"][1] for e in header.values()), default=0)
-        if self.start + end > size:
-            raise ValueError(
-                f"{path.absolute()} has {size} bytes but its header needs {self.start + end}; download it again"
-            )
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self.entries[name]["shape"])
@@ -466,14 +458,8 @@ class WeightWriter:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename it into place."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as f:
-        json.dump(value, f, indent=2)
-        f.write("\n")
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.replace(path)
+    """Write a value as indented JSON."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def write_config(
@@ -487,11 +473,8 @@ def write_config(
 
 def copy_side_files(
     source: Path | str, target: Path | str, patterns: Iterable[str] = (GENERATION, *TOKENIZER_FILES)
-) -> list[str]:
-    """Copy tokenizer, chat template and generation config as they are; return the names of the files copied."""
-    copied = []
+) -> None:
+    """Copy tokenizer, chat template and generation config as they are."""
     for pattern in patterns:
-        for path in sorted(Path(source).glob(pattern)):
+        for path in Path(source).glob(pattern):
             shutil.copyfile(path, Path(target) / path.name)
-            copied.append(path.name)
-    return copied

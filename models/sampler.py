@@ -6,8 +6,8 @@
     token t of prompt p in rollout r  =  inverse of the cumulative distribution at u(seed, r, p, t)
 
 Prompts lie left-aligned, so positions are those of training and nothing is masked but the future. What a prompt gets
-depends on its key alone, not on the prompts beside it; processes decode their own prompts without waiting for others.
-On a GPU the host runs ahead: it looks only every LOOK tokens which sequences have ended, and forgets what they drew since.
+depends on its key alone, not on the other prompts of its batch; processes decode their own prompts without waiting.
+On a GPU the host runs ahead: it checks every LOOK tokens which sequences have ended, and drops what they drew since.
 
 Shapes: B sequences, P longest prompt, M longest sequence, D width, H query heads, K kv heads, E head dim, V vocabulary.
 """
@@ -30,30 +30,13 @@ LOOK = 16  # tokens
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Say how tokens are drawn and when a completion ends.
-
-    temperature 0 takes the likeliest token; top_p 1 and top_k 0 keep all tokens; a stop token is part of the completion.
-    """
+    """How tokens are drawn and when a completion ends; the [ppo] table checks the ranges."""
 
     max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_tokens: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {self.max_new_tokens} but must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(
-                f"temperature is {self.temperature:g} but must be at least 0 (0 takes the likeliest token)"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p is {self.top_p:g} but must be above 0 and at most 1 (1 keeps all tokens)"
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k is {self.top_k} but must be at least 0 (0 keeps all tokens)")
+    temperature: float = 1.0  # 0 takes the likeliest token
+    top_p: float = 1.0  # 1 keeps all tokens
+    top_k: int = 0  # 0 keeps all tokens
+    stop_tokens: tuple[int, ...] = ()  # the one that ends a completion is part of it
 
 
 @dataclass(frozen=True)
@@ -69,7 +52,7 @@ class Completion:
 
 
 def uniforms(seed: int, rollout: int, prompts: Sequence[int], token: int) -> np.ndarray:
-    """Return u in [0, 1) for token number `token` of every prompt, float64: a hash of (seed, rollout, prompt, token)."""
+    """Return u in [0, 1), float64, for token number `token` of every prompt: a hash of all four."""
     state = np.asarray(prompts, np.int64)
     for part in (seed, rollout, token):
         state = scatter_bits(state + wrapped((part + 1) * STEP + 1))
@@ -166,10 +149,8 @@ class Sampler:
         tokens: list[list[int]] = [[] for _ in prompts]
         logps: list[list[float]] = [[] for _ in prompts]
         ended = [False] * count
-        rows, t = (
-            list(range(count)),
-            0,
-        )  # sequences still decoded, as rows of the cache; tokens that each has
+        rows = list(range(count))  # the sequences still decoded, as rows of the cache
+        t = 0  # tokens that each of them has
         while rows:
             span = range(t, min(t + look, limit))
             draws = np.stack([uniforms(seed, rollout, [keys[r] for r in rows], i) for i in span])
@@ -178,9 +159,8 @@ class Sampler:
             for i in span:
                 if i:
                     seen = _rounded(max(lengths[r] for r in rows) + i)
-                    last = self._forward(drawn[:, None], (places + (i - 1))[:, None], cache, seen)[
-                        :, 0
-                    ]
+                    at = (places + (i - 1))[:, None]
+                    last = self._forward(drawn[:, None], at, cache, seen)[:, 0]
                 drawn, value = self._draw(last, options, u[i - t])
                 block.append(drawn)
                 values.append(value)
@@ -290,8 +270,8 @@ class _Cache:
     ) -> Tensor:
         """Store key, value [B, K, L, E] and return attention [B, H, L, E] of the query over all up to its position.
 
-        Without `future` [B, M'] these are whole prompts; with it one token per sequence, at position `at` [B], that looks at
-        the first M' columns but those.
+        Without `future` these are whole prompts. With it, [B, M'], each is one token of a sequence, at position `at` [B],
+        which attends to the first M' columns except those that `future` marks.
         """
         keys, values = self.keys[layer], self.values[layer]
         if future is None:  # padding lies behind the prompts and is overwritten as they grow
@@ -325,9 +305,8 @@ def _kept(logps: Tensor, options: SamplingOptions) -> Tensor:
         kept = kept.masked_fill(logps < edge, 0)
     if options.top_p < 1:
         ordered = kept.sort(-1, descending=True).values
-        before = (
-            ordered.cumsum(-1) - ordered
-        )  # a token stays while those before it hold less than top_p
+        # a token stays while those before it hold less than top_p
+        before = ordered.cumsum(-1) - ordered
         gone = before >= options.top_p * kept.sum(-1, keepdim=True)
         kept = kept.masked_fill(kept < ordered.masked_fill(gone, 1 << 53).amin(-1, keepdim=True), 0)
     return kept

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, init_parameter
@@ -82,16 +82,6 @@ def test_transformers_sees_the_same_held_out_loss_after_dpo(runs: Path) -> None:
     last = metrics(runs / "dpo")[-1]
     assert float(torch.stack(losses).mean()) == pytest.approx(last["eval/loss"], rel=1e-4)
     assert abs(last["eval/loss"] - 0.6931) > 1e-3, "the policy did move"
-
-
-def test_generation_works(runs: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(runs / "dpo/export")
-    model = AutoModelForCausalLM.from_pretrained(runs / "dpo/export").eval()
-    question = [{"role": "user", "content": "How do I boil an egg?"}]
-    inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    out = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    assert out.shape[1] == inputs["input_ids"].shape[1] + 8
-    assert (inputs["input_ids"] == tokenizer.bos_token_id).sum() == 1
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess[str]:

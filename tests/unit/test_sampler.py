@@ -123,9 +123,6 @@ def test_stop_token_ends_a_completion_and_belongs_to_it() -> None:
 
 
 def test_refusals_and_sizes() -> None:
-    for bad in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}):
-        with pytest.raises(ValueError, match=f"{next(iter(bad))} is .* but must be"):
-            SamplingOptions(**({"max_new_tokens": 4} | bad))
     with pytest.raises(ValueError, match="has no tokens"):
         made(SHAPE)[1].sample([[]], SamplingOptions(1))
     assert cache_bytes(SHAPE, 3, 10, torch.bfloat16) == 2 * 2 * 3 * 10 * 2 * 8 * 2

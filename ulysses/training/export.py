@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,7 +183,7 @@ def export_engine(
 def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
-    Needs no GPU and no process group and holds one parameter at a time. `merge` adds adapters to their base's weights.
+    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights.
     Raises ValueError if the folder is not a complete checkpoint, `out` already holds a model, or the base of merged
     adapters is in no file.
     """
@@ -284,16 +284,13 @@ def _saved_parameters(
     saved: SavedSlices, config: Config, shape: Shape, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor]]:
     """Read the policy's saved parameters, and those that adapters left frozen from where the run read them."""
-    dtype, prefix, lora = (
-        DTYPES[config.model.dtype],
-        config.stage_class.exported,
-        config.model.lora,
-    )
+    dtype, prefix = DTYPES[config.model.dtype], config.stage_class.exported
+    lora = config.model.lora
     with torch.device("meta"):
         model: nn.Module = RewardModel(shape) if config.stage_class.reward else CausalLM(shape)
     base = None
     if lora.rank:
-        from ulysses.training.build import weights_of  # heavy, and needed here only
+        from ulysses.training.build import weights_of  # heavy
         from ulysses.training.lora import add_adapters, base_name, is_adapter
         from ulysses.training.prepare import read_shape
 
@@ -317,81 +314,50 @@ def _saved_parameters(
 
 def model_card(config: Config, run: Path, step: int) -> str:
     """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions."""
-    lora = config.model.lora.rank > 0
-    base, reward = config.model.path, config.stage_class.reward
-    head = [
-        *([f"base_model: {json.dumps(base)}"] if base and config.model.init != "random" else []),
-        f"library_name: {'peft' if lora and not config.model.lora.merge else 'transformers'}",
-        f"pipeline_tag: {'text-classification' if reward else 'text-generation'}",
-        f"tags: [ulysses-engine, {config.stage}{', lora' if lora else ''}]",
-    ]
-    settings = config.model_dump(mode="json", exclude_defaults=True)
-    for section in ("stage", "data", "run", "deepspeed", "memory"):
-        settings.pop(section, None)
-    packages = ["ulysses-engine", "torch", "deepspeed", "transformers", *(["peft"] if lora else [])]
+    lora, reward = config.model.lora, config.stage_class.reward
+    base = config.model.path if config.model.init == "pretrained" else None
+    settings = config.model_dump(
+        mode="json", exclude_defaults=True, exclude={"run", "data", "deepspeed"}
+    )
+    settings["data"] = {key: data_names(getattr(config.data, key)) for key in ("train", "eval")}
+    packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     tables = {
-        "Data": {
-            f"data.{name}": ", ".join(data_names(getattr(config.data, name)))
-            for name in ("train", "eval")
-        },
-        "Settings": _flat(settings)
-        | {"data.max_length": config.data.max_length, "run.seed": config.run.seed},
+        "Settings": settings,
         f"Metrics at step {step}": _metrics(run / "metrics.jsonl", step),
-        "Versions": {name: _version(name) for name in packages},
+        "Versions": {name: version(name) for name in packages if _is_installed(name)},
     }
     lines = [
         "---",
-        *head,
+        *([f"base_model: {json.dumps(base)}"] if base else []),
+        f"library_name: {'peft' if lora.rank and not lora.merge else 'transformers'}",
+        f"pipeline_tag: {'text-classification' if reward else 'text-generation'}",
+        f"tags: [ulysses-engine, {config.stage}{', lora' if lora.rank else ''}]",
         "---",
-        "",
-        f"# {Path(base or config.model.arch or 'model').name}, {config.stage}",
-        "",
-        f"Trained by stage `{config.stage}` from {base or config.model.arch or 'a random start'}.",
+        f"# Trained by {config.stage} from {base or 'a random start'}",
     ]
     for title, table in tables.items():
-        lines += [
-            "",
-            f"## {title}",
-            "",
-            *(f"- `{key}`: {value}" for key, value in table.items() if value != ""),
-        ]
+        lines += ["", f"## {title}", "", "```json", json.dumps(table, indent=2), "```"]
     return "\n".join(lines) + "\n"
 
 
 def data_names(value: Any) -> list[str]:
-    """Return the file names or hub ids of a data setting, without folders and contents."""
+    """Return the names of a data setting's files, without folders and contents."""
     if isinstance(value, list):
         return [name for entry in value for name in data_names(entry)]
-    text = str(value.get("path", "") if isinstance(value, dict) else value or "")
-    is_id = text.count("/") == 1 and not text.startswith((".", "/", "~")) and not Path(text).suffix
-    return [text if is_id else Path(text).name] if text else []
+    place = value.get("path") if isinstance(value, dict) else value
+    return [Path(place).name] if place else []
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return found
-
-
-def _metrics(path: Path, step: int) -> dict[str, str]:
+def _metrics(path: Path, step: int) -> dict[str, float]:
     """Return the last logged loss and stage metrics up to a step; speed and memory say nothing about the model."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found: dict[str, str] = {}
-    for line in lines:
-        if line["step"] <= step:
-            found |= {
-                k: f"{v:.6g}"
-                for k, v in line.items()
-                if isinstance(v, float) and (k == "loss" or "/" in k)
-            }
-    return {name: value for name, value in found.items() if not name.startswith("time/")}
+    found: dict[str, float] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        values = json.loads(line)
+        if values["step"] <= step:
+            found |= values
+    kept = {k: v for k, v in found.items() if k == "loss" or "/" in k}
+    return {k: v for k, v in kept.items() if not k.startswith("time/")}
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _is_installed(package: str) -> bool:
+    return any(distributions(name=package))
