@@ -45,7 +45,7 @@ class ValueHead(nn.Module):
 
 
 class PolicyValue(nn.Module):
-    """Build both models; keyword arguments are those of CausalLM. `separate` gives the values a decoder of their own."""
+    """Build both models from CausalLM's keyword arguments; `separate` gives the values a decoder of their own."""
 
     def __init__(
         self,

@@ -270,8 +270,8 @@ class _Cache:
     ) -> Tensor:
         """Store key, value [B, K, L, E] and return attention [B, H, L, E] of the query over all up to its position.
 
-        Without `future` these are whole prompts. With it, [B, M'], each is one token of a sequence, at position `at` [B],
-        which attends to the first M' columns except those that `future` marks.
+        Without `future` these are whole prompts. With `future` [B, M'] each is one token, at position `at` [B], that
+        attends to the first M' columns except those marked.
         """
         keys, values = self.keys[layer], self.values[layer]
         if future is None:  # padding lies behind the prompts and is overwritten as they grow

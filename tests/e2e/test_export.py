@@ -1,4 +1,4 @@
-"""An export loads in transformers as it is, equals what was trained, and neither it nor loading holds the model in memory."""
+"""An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
 import json
 import subprocess
@@ -38,7 +38,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = tiny("sft", folder / "sft", folder / "sft_cache", data__eval=[str(folder / "sft.jsonl")], **common)
     ranks(line, 2, folder / "logs").check()
     line = tiny("dpo", folder / "dpo", folder / "dpo_cache", data__eval=[str(folder / "dpo.jsonl")], dpo__beta=BETA,
-                model__path=folder / "sft/export", model__init="pretrained", model__tokenizer=folder / "sft/export", **common)  # fmt: skip
+                model__path=folder / "sft/export", model__init="pretrained", model__tokenizer=folder / "sft/export",
+                **common)  # fmt: skip
     ranks(without_shape(line), 2, folder / "logs").check()
     return folder
 
@@ -85,9 +86,8 @@ def test_transformers_sees_the_same_held_out_loss_after_dpo(runs: Path) -> None:
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ulysses.export", *map(str, arguments)], env=environment(), capture_output=True, text=True, timeout=120
-    )
+    line = [sys.executable, "-m", "ulysses.export", *map(str, arguments)]
+    return subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 def assert_same_folder(found: Path, expected: Path) -> None:
@@ -118,7 +118,8 @@ def test_export_complains_in_one_sentence(runs: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "is not a complete checkpoint" in done.stderr
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
     done = export(next((runs / "sft/checkpoints").glob("step-*")), runs / "sft.jsonl/out")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "sft.jsonl/out cannot be written" in done.stderr
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "sft.jsonl/out cannot be written" in done.stderr
 
     with pytest.raises(ValueError, match="already holds a model"):
         export_checkpoint(runs / "sft/checkpoints/step-5", runs / "sft/export")
@@ -135,14 +136,15 @@ def memory(reset: bool = False) -> dict[str, int]:
     """This process's resident bytes now and at their peak since the last reset."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(("VmRSS", "VmHWM")))
-    return {name: int(value.split()[0]) * 1024 for name, value in lines.items()}
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return {name: int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")}
 
 
 def load_and_export(folder: Path, out: Path) -> tuple[int, int, int]:
     """Bytes of growth: kept after loading, at the peak of loading, at the peak of exporting above what was loaded."""
     initialize_distributed()
-    config = check({"stage": "sft", "model": {"path": str(folder), "dtype": "bfloat16"}, "run": {"steps": 1, "output": str(out)}})
+    model, run = {"path": str(folder), "dtype": "bfloat16"}, {"steps": 1, "output": str(out)}
+    config = check({"stage": "sft", "model": model, "run": run})
     shape, place = read_shape(config)
     before = memory(reset=True)["VmRSS"]
     engine = build_engine(config, shape, weights_of(config, shape, place), ParallelMesh(1), "reference", trainable=False)
@@ -168,9 +170,7 @@ def test_loading_and_exporting_stream(tmp_path: Path) -> None:
     assert size > 290e6 and len(list((tmp_path / "model").glob("*.safetensors"))) >= 6
     grown = run_distributed(load_and_export, 2, tmp_path / "model", tmp_path / "out", with_zero=True, cpu=True)
     for rank, (kept, peak, exporting) in enumerate(grown):
-        print(
-            f"rank {rank}: model {size / 1e6:.0f} MB; loading kept {kept / 1e6:.0f}, peak {peak / 1e6:.0f}; exporting {exporting / 1e6:.0f}"
-        )
+        print(f"rank {rank}, model {size:.3g} bytes: loading kept {kept:.3g}, peak {peak:.3g}; exporting {exporting:.3g}")
         assert peak < 0.5 * size + 0.2 * size, "its half, and one parameter at a time"
         assert exporting < 0.2 * size
     found = WeightFiles(tmp_path / "out")
@@ -183,7 +183,8 @@ def test_loading_and_exporting_stream(tmp_path: Path) -> None:
 def test_merged_adapters_over_a_random_base_are_refused(tmp_path: Path) -> None:
     """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
-    state = {"config": {"stage": "pt", "model": model, "data": {"train": "x"}, "run": {"output": "y", "steps": 1}}, "shape": LARGE, "step": 1}
+    config = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": {"output": "y", "steps": 1}}
+    state = {"config": config, "shape": LARGE, "step": 1}
     (tmp_path / "run.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="drawn at random and is in no file"):
         export_checkpoint(tmp_path, tmp_path / "out")

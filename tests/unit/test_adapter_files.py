@@ -62,7 +62,7 @@ def test_an_adapter_is_read_as_peft_merges_it(base: Path, tmp_path: Path, task: 
     plain = WeightFiles(base)
     moved = [n for n in plain.names() if not torch.equal(plain.read(n), files.read(n).bfloat16())]
     assert len(moved) == 4 and all("q_proj" in n or "down_proj" in n for n in moved)
-    code = "import sys; from models.hf_format import WeightFiles; WeightFiles(sys.argv[1]); assert 'peft' not in sys.modules"
+    code = "import sys, models.hf_format as h; h.WeightFiles(sys.argv[1]); assert 'peft' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, tmp_path / "adapter"], cwd=Path(__file__).parents[2], check=True)
 
 

@@ -84,7 +84,7 @@ def test_config_survives_a_round_trip_through_transformers(name: str) -> None:
         (LLAMA | {"num_attention_heads": 0}, "num_attention_heads = 0 but it must be a whole number above 0"),
         (LLAMA | {"hidden_size": "wide"}, "hidden_size = 'wide'"),
         (LLAMA | {"head_dim": 64.5}, "head_dim = 64.5"),
-        (LLAMA | {"max_position_embeddings": float("inf")}, "max_position_embeddings = inf but it must be a whole number"),
+        (LLAMA | {"max_position_embeddings": float("inf")}, "max_position_embeddings = inf but it must be a whole"),
         (LLAMA | {"rms_norm_eps": []}, "rms_norm_eps = [] but it must be a number above 0"),
     ],
 )

@@ -43,7 +43,8 @@ def test_logps_are_the_models_own(shape: ModelConfig, temperature: float) -> Non
     found = sampler.sample(asked, SamplingOptions(12, temperature, top_k=20, stop_tokens=(5, 6)), batch=4)
     assert {c.ended for c in found} == {True, False}
     sequences = [
-        Sequence(torch.tensor(p + c.tokens), torch.tensor([0.0] * len(p) + [1.0] * len(c.tokens))) for p, c in zip(asked, found)
+        Sequence(torch.tensor(p + c.tokens), torch.tensor([0.0] * len(p) + [1.0] * len(c.tokens)))
+        for p, c in zip(asked, found)
     ]
     batch = pack_shard(sequences, ParallelMesh(1))
     logps = model(batch, temperature=temperature).logps[batch.loss_weights != 0]

@@ -1,9 +1,9 @@
-"""Low-rank adapters: peft injects them into our modules, and they alone are trained, saved and exported.
+"""Low-rank adapters: PEFT puts them into our modules, and only they are trained, saved and exported.
 
     y = W x + alpha / rank * B A x        W frozen and partitioned; A random, B zero: training starts at the base model
 
-The base with adapters switched off is the reference of DPO and KTO, so no second model is ever held.
-Source: Hu et al. 2021 (2106.09685); the files are those of peft.
+The base with its adapters switched off is the reference of DPO and KTO, so that no second model is needed.
+Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 """
 
 import math
@@ -31,25 +31,18 @@ ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q
 
 
 def add_adapters(model: nn.Module, config: "LoraSection") -> nn.Module:
-    """Give the target modules adapters and freeze everything else, a new score head excepted; returns the model.
+    """Add adapters to the target modules, freeze everything else but a score head, and return the model.
 
-    Works while the model is created in partitions: no value is drawn here, AdapterWeights gives them.
+    Works while the model is created in partitions: no value is drawn here, since AdapterWeights provides them.
     """
     inject_adapter_in_model(_peft_config(config, reward=False), model)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
-            for pair in (
-                layer.lora_A,
-                layer.lora_B,
-            ):  # our own class: no view of a gathered weight in the graph
+            # our own class, which keeps no view of a gathered weight in the autograd graph
+            for pair in (layer.lora_A, layer.lora_B):
                 plain = pair[ADAPTER]
-                pair[ADAPTER] = Linear(
-                    plain.in_features,
-                    plain.out_features,
-                    bias=False,
-                    device=plain.weight.device,
-                    dtype=plain.weight.dtype,
-                )
+                like = {"device": plain.weight.device, "dtype": plain.weight.dtype}
+                pair[ADAPTER] = Linear(plain.in_features, plain.out_features, bias=False, **like)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             parameter.requires_grad_(True)
@@ -65,10 +58,10 @@ def _peft_config(config: "LoraSection", *, reward: bool, base: str | None = None
 
 
 class AdapterWeights:
-    """A weight source that knows the adapters' start: A uniform in +-1 / sqrt(inputs), keyed by (seed, name), B zero.
+    """Initial weights of a model with adapters: A is uniform in +-1 / sqrt(inputs), keyed by (seed, name), and B zero.
 
     Args:
-        base: gives every other parameter, under its name without adapters.
+        base: the source of every other parameter, which it knows by the name without adapters.
     """
 
     def __init__(self, base: WeightSource, seed: int) -> None:
@@ -100,12 +93,12 @@ def base_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Say whether a parameter is trained beside the frozen base: an adapter, or the score head."""
+    """Return whether a parameter is trained although the base is frozen: an adapter's, or the score head."""
     return ".lora_" in name or name.endswith("score.weight")
 
 
 def merged_weights(weights: dict[str, Tensor], config: "LoraSection") -> dict[str, Tensor]:
-    """Return whole weights under the base model's names, the adapters added in; the adapted matrices are copies."""
+    """Return weights under the base model's names with the adapters added in; the adapted matrices are copies."""
     return {
         base_name(n): merged(n, w, weights, config) for n, w in weights.items() if ".lora_" not in n
     }
@@ -125,7 +118,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class BasePolicy:
-    """The engine with its adapters off: a reference without a second model. It owns nothing."""
+    """The engine with its adapters switched off: a reference without a second model. It owns nothing."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -144,7 +137,7 @@ class BasePolicy:
 def save_adapters(
     folder: Path, tensors: dict[str, Tensor], config: "ModelSection", *, reward: bool
 ) -> None:
-    """Write adapter_model.safetensors and adapter_config.json as peft reads them.
+    """Write adapter_model.safetensors and adapter_config.json as PEFT reads them.
 
     Args:
         tensors: adapters (and score head) by our parameter names.
@@ -165,7 +158,7 @@ def save_adapters(
 
 
 def merged(name: str, weight: Tensor, adapters: dict[str, Tensor], config: "LoraSection") -> Tensor:
-    """Return the base weight plus its adapter's alpha / rank * B A, summed in float32; others come back as they are."""
+    """Return the base weight plus its adapter's alpha / rank * B A, added in float32; others are returned unchanged."""
     if not name.endswith(".base_layer.weight"):
         return weight
     stem = name.removesuffix(".base_layer.weight")
