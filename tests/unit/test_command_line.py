@@ -51,10 +51,10 @@ def test_launcher_argument_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_free_tables_take_dotted_keys() -> None:
-    config = parse_command_line(["--stage", "sft", "--run.steps", "1", "--model.init", "random", "--model.config.hidden_size", "64",
-                                 "--deepspeed.zero_optimization.overlap_comm", "false"]).config  # fmt: skip
-    assert config.model.config == {"hidden_size": 64}
-    assert config.deepspeed == {"zero_optimization": {"overlap_comm": False}}
+    line = "--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --model.special_tokens.pad_token <pad>"
+    config = parse_command_line([*line.split(), "--run.wandb=", "--deepspeed.zero_optimization.overlap_comm", "false"]).config
+    assert config.model.config == {"hidden_size": 64} and config.model.special_tokens == {"pad_token": "<pad>"}
+    assert config.deepspeed == {"zero_optimization": {"overlap_comm": False}} and config.run.wandb == ""
 
 
 @pytest.mark.parametrize(

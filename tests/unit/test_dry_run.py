@@ -29,7 +29,8 @@ def arch(stage: str = "sft", length: int = 131072, sp: int = 8, name: str = "lla
 
 
 def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, *arch(), *NODE)
+    code, text = run(capsys, *arch(), *NODE, "--gradients.preset", "steady")
+    assert "\ngradient policies: skip_non_finite, skip_spike, zclip, clip_global_norm\n" in text
     assert code == 3  # neither tokenizer nor data
     assert '"sequence_parallel_size": 8' in text and "8 processes: data parallel 1 x sequence parallel 8" in text
     assert "7 steps" in text and "8,030,261,248 parameters" in text
@@ -44,13 +45,9 @@ def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "finding: data.train is empty" in text and "finding: model.tokenizer is missing" in text
 
 
-def test_pairs_hold_two_sequences(capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = run(capsys, *arch("dpo", 65536), *NODE)
+def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, *arch("dpo", 65536), "--dpo.reference", "/no/such/model", *NODE)
     assert "the fullest: 131,072 tokens in 2 sequences" in text and "tokens on each side of a pair" in text
-
-
-def test_absent_reference_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run(capsys, *arch("dpo", 1024), "--dpo.reference", "/no/such/model", *NODE)
     assert code == 3 and "finding: dpo.reference is '/no/such/model' but there is no folder /no/such/model" in text
 
 
@@ -61,25 +58,21 @@ def test_what_does_not_fit_is_refused_with_sizes(capsys: pytest.CaptureFixture[s
     assert "80.0 GiB (assumed; --gpu-memory says otherwise)" in text and "does not fit: the run needs" in text
 
 
-def test_gradient_policies_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    _, text = run(capsys, *arch(), *NODE, "--gradients.preset", "steady")
-    assert "\ngradient policies: skip_non_finite, skip_spike, zclip, clip_global_norm\n" in text
-
-
-def test_absent_weights_and_data_are_findings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(DEMO / "model", model)
-    tokenizer = ["--model.tokenizer", DEMO / "data/tokenizer"]
-    base = ["--stage", "sft", "--run.steps", 2, "--model.path", model, *tokenizer, "--data.max_length", 64]
-    code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", "--run.output", tmp_path / "run")
-    assert code == 3 and "finding: data: " in text and "none.jsonl" in text
-    assert f"finding: model.path: there is neither model.safetensors nor model.safetensors.index.json in {model}" in text and "memory: recompute" in text
-    base[5] = tmp_path / "Qwen2.5-7B"
-    code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", *NODE)
-    assert code == 3 and "the model is planned with the published shape of" in text and "7,615,616,512 parameters" in text
-    base[5] = tmp_path / "other"
-    code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", *NODE)
-    assert code == 3 and "there is no plan of its memory" in text
+@pytest.mark.parametrize(
+    ("name", "finding", "plan"),
+    [
+        ("model", "finding: model.path: there is neither model.safetensors nor", "memory: recompute"),
+        ("Qwen2.5-7B", "the model is planned with the published shape of", "7,615,616,512 parameters"),
+        ("other", "finding: model.path is", "there is no plan of its memory"),
+    ],
+)
+def test_absent_weights_and_data_are_findings(
+    name: str, finding: str, plan: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shutil.copytree(DEMO / "model", tmp_path / "model")
+    base = ["--stage", "sft", "--run.steps", 2, "--model.path", tmp_path / name, "--model.tokenizer", DEMO / "data/tokenizer"]
+    code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", "--run.output", tmp_path / "run", *NODE)
+    assert code == 3 and "finding: data: " in text and "none.jsonl" in text and finding in text and plan in text
 
 
 def test_everything_present_is_zero(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -110,7 +103,7 @@ def test_shipped_configurations_are_planned(config: Path, capsys: pytest.Capture
     code, text = run(capsys, "--config", config, "--model.path", tmp_path / path.split("/")[-1], *machine)
     assert code == 3 and "the model is planned with the published shape of" in text
     plan = text[text.index("predicted for ") :]
-    chosen = re.search(rf"memory: recompute \S+ \(auto: ([\d.]+) GiB predicted of 80.0 GiB\); host [\d.]+ GiB per process", plan)
+    chosen = re.search(r"memory: recompute \S+ \(auto: ([\d.]+) GiB predicted of 80.0 GiB\); host [\d.]+ GiB per process", plan)
     assert chosen and 10 < float(chosen[1]) <= 76
     longest = [int(n.replace(",", "")) for n in re.findall(r"longest sequence at sequence_parallel_size \d+: ([\d,]+) tokens", plan)]
     assert longest == sorted(longest) and longest[0] > 50_000

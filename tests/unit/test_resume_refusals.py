@@ -54,8 +54,9 @@ def test_its_own_checkpoint_is_found(checkpoint: Path, tmp_path: Path) -> None:
     ],
 )
 def test_another_runs_checkpoint_is_refused(changes: dict[str, Any], sentence: str, checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence) as caught:
         prepare(config(tmp_path, **changes), 1, [])
+    assert caught.value.key == "run.resume"
 
 
 def test_a_checkpoint_of_an_older_format_is_refused(checkpoint: Path, tmp_path: Path) -> None:
