@@ -21,8 +21,7 @@ from ulysses.training.config import GradientsSection
 from ulysses.training.optim import scoped_groups
 from ulysses.training.prepare import Prepared, prepare
 from ulysses.training.rewards import gsm8k_reward, is_function, load_function, score_text
-from ulysses.training.rollout import Answers, Rollout, RolloutMaker
-from ulysses.training.rollout_loader import RolloutLoader
+from ulysses.training.rollout import Answers, Rollout, RolloutLoader, RolloutMaker
 from ulysses.training.section import ConfigError
 from ulysses.training.stages.ppo import PpoSection, PpoStage, stop_tokens
 
@@ -115,7 +114,7 @@ def test_whitening_is_over_the_whole_rollout() -> None:
 
 
 def rollout_of(number: int, count: int = 10) -> Rollout:
-    lengths = torch.arange(count) % 4 + 3
+    lengths = 8 * (torch.arange(count) % 4 + 3)  # several micro-batches in a step
     ones, total = torch.ones(count), int(lengths.sum())
     made = Answers(
         torch.arange(total).int(), lengths, ones.long() * 2, ones.bool(), ones.double(), torch.zeros(total - 2 * count)
@@ -133,7 +132,7 @@ def loader(made: list[int], passes: int = 2, minibatches: int = 3, dp: int = 1, 
         assert indices == prompts.indices(*divmod(number, 3))
         return rollout_of(number, len(indices))
 
-    return RolloutLoader(prompts, make, passes=passes, minibatches=minibatches, budget=12)
+    return RolloutLoader(prompts, make, passes=passes, minibatches=minibatches)
 
 
 def test_every_pass_takes_every_answer_once_in_new_minibatches() -> None:

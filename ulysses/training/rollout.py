@@ -11,6 +11,7 @@ Letters: N sequences, T tokens of all sequences (prompts too), A tokens of all a
 """
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from torch import Tensor
 from losses.ppo import AdaptiveKLController, kl_estimate, packed_gae, token_rewards, whiten
 from models.arch import ModelConfig as Shape
 from models.sampler import Sampler, SamplingOptions, cache_bytes
-from ulysses.data.steps import pack_step
+from ulysses.data.dataset import Example
+from ulysses.data.steps import StepLoader, pack_step, shuffled
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import gather_tokens, sequence_last
@@ -228,24 +230,18 @@ class RolloutMaker:
     def _passes(self, answers: Answers) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and values of the policy and log-probabilities of the reference, flat [T] each."""
         temperature = self.options.temperature
-
-        def columns(batch: ShardedBatch) -> Tensor:
+        flat = torch.zeros(int(answers.lengths.sum()), 3, device=self.engine.device)
+        for places, batch in self._packed(answers):
             with self.engine.inference():
                 out = self.engine(batch, temperature=temperature)
             reference = out.logps
             if self.reference is not None:
                 with self.reference.inference():
                     reference = self.reference(batch, temperature=temperature).logps
-            return torch.stack([out.logps, out.values, reference], dim=-1)
-
-        flat = torch.zeros(int(answers.lengths.sum()), 3, device=self.engine.device)
-        for places, batch in self._packed(answers):
-            whole = gather_tokens(columns(batch).float(), batch)
-            at = 0
-            for i in places:
-                start, length = int(answers.starts[i]), int(answers.lengths[i])
-                flat[start : start + length] = whole[at : at + length]
-                at += length
+            columns = torch.stack([out.logps, out.values, reference], dim=-1)
+            whole = gather_tokens(columns.float(), batch)
+            for i, part in zip(places, whole.split(answers.lengths[places].tolist()), strict=True):
+                flat[int(answers.starts[i]) :][: len(part)] = part
         old, values, reference = self._everywhere(flat).unbind(-1)
         return old, values, reference
 
@@ -255,20 +251,15 @@ class RolloutMaker:
         for places, batch in self._packed(answers):
             with engine.inference():
                 scores = sequence_last(engine(batch), batch)
-            if places:
-                flat[torch.tensor(places, device=flat.device)] = scores.double()
+            flat[torch.tensor(places, dtype=torch.long, device=flat.device)] = scores.double()
         return self._everywhere(flat)
 
-    def _packed(self, answers: Answers) -> Any:
-        """Yield this data-parallel group's (places, batch), as many on every rank."""
-        mine = pack_step(answers.lengths.tolist(), self.budget, self.mesh.data_parallel_size)[
-            self.mesh.dp_rank
-        ]
-        for places in mine:
-            yield (
-                places,
-                pack_shard([answers.sequence(i) for i in places], self.mesh, self.engine.device),
-            )
+    def _packed(self, answers: Answers) -> Iterator[tuple[list[int], ShardedBatch]]:
+        """Yield this data-parallel group's micro-batches with the places of their answers, as many on every rank."""
+        groups = pack_step(answers.lengths.tolist(), self.budget, self.mesh.data_parallel_size)
+        for places in groups[self.mesh.dp_rank]:
+            sequences = [answers.sequence(i) for i in places]
+            yield places, pack_shard(sequences, self.mesh, self.engine.device)
 
     def _everywhere(self, flat: Tensor) -> Tensor:
         """Add up what the groups hold; sequence-parallel ranks hold the same, so one of each counts."""
@@ -350,3 +341,71 @@ def _moments(advantages: Tensor, returns: Tensor, values: Tensor) -> dict[str, f
     if variance > 0:
         found["val/explained_variance"] = 1 - float(left.var(correction=0)) / variance
     return found
+
+
+@dataclass(eq=False)
+class RolloutLoader:
+    """Serve optimizer steps over rollouts to one data-parallel group, with the face of a StepLoader.
+
+    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |     epochs * m steps each
+
+    A rollout is made when its first step is asked for, with the weights of that moment; nothing is prepared ahead of that.
+
+    Args:
+        prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
+        make: (rollout number, dataset, indices) -> Rollout; all ranks together.
+        passes: over a rollout; each takes its sequences in a new order.
+        minibatches: optimizer steps per pass.
+
+    Attributes:
+        stopped: the rest of the current rollout is not trained on; its steps are empty.
+    """
+
+    prompts: StepLoader
+    make: Callable[[int, Any, list[int]], Rollout]
+    _: KW_ONLY
+    passes: int
+    minibatches: int
+
+    def __post_init__(self) -> None:
+        self.current: Rollout | None = None
+        self.stopped = False
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.passes * self.minibatches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.prompts.steps_per_epoch * self.steps_per_rollout
+
+    @property
+    def dataset(self) -> Rollout:
+        """The rollout of the last step that was asked for."""
+        assert self.current is not None
+        return self.current
+
+    def indices(self, epoch: int, k: int) -> list[int]:
+        """Return the places in the rollout of all sequences of step k in a fixed order, after making a new rollout."""
+        load, within = divmod(k, self.steps_per_rollout)
+        number = epoch * self.prompts.steps_per_epoch + load
+        if self.current is None or self.current.number != number:
+            prompts = self.prompts.indices(epoch, load)
+            self.current = self.make(number, self.prompts.dataset, prompts)
+            self.stopped = False
+        if self.stopped:
+            return []
+        one_pass, part = divmod(within, self.minibatches)
+        order = shuffled(len(self.current), self.prompts.seed, number, one_pass)
+        return np.array_split(order, self.minibatches)[part].tolist()
+
+    def step(self, epoch: int, k: int) -> list[list[Example]]:
+        """Return this group's micro-batches of step k."""
+        indices = self.indices(epoch, k)
+        rollout = self.dataset
+        lengths = rollout.sequence_lengths[indices].tolist() if indices else []
+        plan = self.prompts.pack(lengths, self.prompts.tokens_per_microbatch)
+        return [
+            [Example(indices[p], (rollout.sequence(indices[p]),)) for p in micro_batch]
+            for micro_batch in plan[self.prompts.dp_rank]
+        ]

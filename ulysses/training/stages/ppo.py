@@ -22,8 +22,7 @@ from ulysses.memory.plan import Rollout as PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.training.metrics import MetricSums
 from ulysses.training.rewards import is_function, load_function
-from ulysses.training.rollout import Rollout, RolloutMaker
-from ulysses.training.rollout_loader import RolloutLoader
+from ulysses.training.rollout import Rollout, RolloutLoader, RolloutMaker
 from ulysses.training.section import Section
 from ulysses.training.stages.base import OtherModel, Term
 from ulysses.training.stages.referenced import ReferencedStage
@@ -266,7 +265,6 @@ class PpoStage(ReferencedStage):
             self.maker.make,
             passes=config.epochs,
             minibatches=config.minibatches,
-            budget=self.maker.budget,
         )
         return self.rollouts
 
