@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.harness import run_distributed
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.deepspeed_internals import ParameterSlice
-from ulysses.zero.reduce import GradientReduction, _node_size
+from ulysses.zero.reduce import GradientReduction, ranks_of_a_node
 
 WORLD, MICRO_BATCHES, STEPS = 4, 3, 2
 
@@ -113,7 +113,7 @@ def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
     if place is not None:
         os.environ["LOCAL_RANK"] = str((int(os.environ["RANK"]) + place) % 2)
     initialize_distributed()
-    return os.environ["LOCAL_WORLD_SIZE"], _node_size()
+    return os.environ["LOCAL_WORLD_SIZE"], ranks_of_a_node()
 
 
 @pytest.mark.parametrize(

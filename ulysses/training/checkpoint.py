@@ -63,9 +63,9 @@ class Checkpoints:
             if more is not None:
                 more(temporary)
             (temporary / "run.json").write_text(json.dumps({"format": FORMAT, **state}, indent=1))
-            _flush_to_disk(p for p in temporary.iterdir() if not p.name.startswith("rank-"))
-        dist.barrier()
+        dist.barrier()  # from here on no process writes to the folder, not even a temporary file
         if main:
+            _flush_to_disk(p for p in temporary.iterdir() if not p.name.startswith("rank-"))
             _flush_to_disk([temporary])
             if final.exists():
                 remove_folder(final)

@@ -6,6 +6,7 @@ its gradients and new weights are compared with plain torch.
 """
 
 import gc
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,44 +18,30 @@ from ulysses.zero.deepspeed_internals import TESTED
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
 
-WIDTH, ROWS, MICRO_BATCHES, LR = 9, 4, 2, 0.5
+WIDTH, ROWS, MICRO_BATCHES, LR = 9, 4, 2, 0.5  # 81 elements do not divide into equal slices
 TOLERANCE = (
     1e-4  # relative, in float32; a missing, doubled or badly scaled gradient is off by far more
 )
+FAILURES = (AttributeError, AssertionError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-class _Unit(nn.Module):
+class _Unit(nn.Linear):
     """A leaf module, as decoder layers are."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).tanh()
+        return x + super().forward(x).tanh()
 
 
-class _Tiny(nn.Module):
-    """Two units and parameters outside of them; 81 elements do not divide into equal slices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList([_Unit(), _Unit()])
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x)
-        return self.head(x).square().sum()
+def _tiny() -> nn.Sequential:
+    return nn.Sequential(_Unit(WIDTH, WIDTH), _Unit(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 class _Waves:
     """Values that every rank computes alike, on any device."""
 
-    def slice(self, name, shape, start, stop, dtype, device) -> Tensor:  # type: ignore[no-untyped-def]
-        return (torch.arange(start, stop, dtype=torch.float64) * 0.7 + len(name)).sin().to(
-            device, dtype
-        ) / 3
+    def slice(self, name: str, _: Any, start: int, stop: int, dtype: Any, device: Any) -> Tensor:
+        angles = torch.arange(start, stop, dtype=torch.float64) * 0.7 + len(name)
+        return (angles.sin() / 3).to(device, dtype)
 
 
 def check_deepspeed(device: torch.device) -> None:
@@ -67,14 +54,7 @@ def check_deepspeed(device: torch.device) -> None:
     gc.freeze()
     try:
         error, reason = _worst_error(device), "its gradients or updates are wrong"
-    except (
-        AttributeError,
-        TypeError,
-        KeyError,
-        AssertionError,
-        RuntimeError,
-        ValueError,
-    ) as failure:
+    except FAILURES as failure:
         error, reason = float("inf"), f"{type(failure).__name__}: {failure}"
     finally:
         gc.unfreeze()
@@ -88,40 +68,33 @@ def check_deepspeed(device: torch.device) -> None:
 
 def _worst_error(device: torch.device) -> float:
     """Take one step and return the largest relative difference to plain torch on this rank's slices."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    inputs = _Waves().slice(
-        "x", None, 0, world * MICRO_BATCHES * ROWS * WIDTH, torch.float32, device
-    )
+    world, rank, source = dist.get_world_size(), dist.get_rank(), _Waves()
+    numel = MICRO_BATCHES * world * ROWS * WIDTH
+    inputs = source.slice("inputs", None, 0, numel, torch.float32, device)
     inputs = inputs.view(MICRO_BATCHES, world, ROWS, WIDTH)
-    plain = _Tiny().to(device)
+    plain = _tiny().to(device)
     for name, p in plain.named_parameters():
-        p.data.copy_(_Waves().slice(name, None, 0, p.numel(), p.dtype, device).view(p.shape))
-    (plain(inputs) / world).backward()
+        p.data = source.slice(name, None, 0, p.numel(), p.dtype, device).view(p.shape)
+    (plain(inputs).square().sum() / world).backward()
 
     small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH}
     settings = derive(dtype=torch.float32, raw={"zero_optimization": small})
-    model = build_partitioned(_Tiny, settings, _Waves())
+    model = build_partitioned(_tiny, settings, source)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine = ZeroEngine(model.train(), settings, optimizer, (_Unit,))
-    with engine.inference():
-        engine(inputs[0, rank])
-    for k in range(MICRO_BATCHES):
-        loss = engine(inputs[k, rank].requires_grad_())
-        engine.backward(loss, last=k == MICRO_BATCHES - 1)
+    for k, micro_batch in enumerate(inputs, 1):
+        loss = engine(micro_batch[rank].requires_grad_()).square().sum()
+        engine.backward(loss, last=k == MICRO_BATCHES)
     wanted = {name: p.grad.flatten() for name, p in plain.named_parameters()}
     errors = [_error(e.grad, wanted[e.name], e.start) for e in engine.gradients()]
     engine.step([LR])
+    torch.optim.SGD(plain.parameters(), lr=LR).step()
     with engine.inference():
-        after = engine(inputs[0, rank])
-    with torch.no_grad():
-        for p in plain.parameters():
-            p -= LR * p.grad
-        errors.append(_error(after.view(1), plain(inputs[0, rank]).view(1), 0))
+        errors.append(_error(engine(inputs[0, rank]).flatten(), plain(inputs[0, rank]).flatten()))
     engine.reduction.close(release=True)
     engine.destroy()
     return max(errors)
 
 
-def _error(found: Tensor, whole: Tensor, start: int) -> float:
-    wanted = whole[start : start + found.numel()]
-    return float((found - wanted).norm() / whole.norm())
+def _error(found: Tensor, whole: Tensor, start: int = 0) -> float:
+    return float((found - whole[start : start + found.numel()]).norm() / whole.norm())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses.gradients.gradients import Gradients, GradientSlice
-from ulysses.zero.deepspeed_internals import Partition, empty
+from ulysses.zero.deepspeed_internals import ParameterSlice, Partition, empty
 from ulysses.zero.reduce import GradientReduction
 
 AHEAD = 2  # layers that the host may run ahead of the GPU
@@ -72,7 +72,7 @@ class ZeroEngine:
         self.module: nn.Module = self._engine.module
         self.device = torch.device(self._engine.device)
         self.optimizer = optimizer
-        self.partition: Partition | None = None
+        self.partition: Any = None  # a frozen model has none
         if optimizer is not None:
             self.partition = Partition(self._engine, self.names)
             self.reduction = GradientReduction(
@@ -107,19 +107,13 @@ class ZeroEngine:
         Raises:
             RuntimeError: if a trained parameter received no gradient in this step, naming it.
         """
-        partition = self.partition
-        assert partition is not None
         self.reduction.wait()
-        entries = []
-        for s in partition.slices:
-            weight = partition.masters[s.group].detach().narrow(0, s.offset, s.length)
-            entries.append(
-                GradientSlice(
-                    name=s.name, shape=s.shape, numel=s.numel, grad=s.gradient, start=s.start,
-                    group=partition.scope(s.group), weight=weight,
-                )
-            )  # fmt: skip
-        return Gradients(entries, self._all_reduce)
+        return Gradients(map(self._entry, self.partition.slices), self._all_reduce)
+
+    def _entry(self, s: ParameterSlice) -> GradientSlice:
+        weight = self.partition.masters[s.group].detach().narrow(0, s.offset, s.length)
+        scope = self.partition.scope(s.group)
+        return GradientSlice(s.name, s.shape, s.numel, s.gradient, s.start, scope, weight)
 
     def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
         moved = tensor.to(self.device)
@@ -128,7 +122,6 @@ class ZeroEngine:
 
     def step(self, learning_rates: list[float]) -> None:
         """Update the weights with one learning rate per parameter group."""
-        assert self.partition is not None and self.optimizer is not None
         for group, lr in zip(self.optimizer.param_groups, learning_rates, strict=True):
             group["lr"] = lr
         self.partition.update()
@@ -136,7 +129,6 @@ class ZeroEngine:
 
     def skip_step(self) -> None:
         """Drop the accumulated gradient without touching the weights."""
-        assert self.partition is not None
         self.reduction.forget()
         self.partition.drop_gradients()
 

@@ -57,7 +57,7 @@ class GradientReduction:
         self._between, self._bucket = between, bucket
         self._on_host = any(not s.gradient.is_cuda for s in self._slices.values())
         self._world, self._rank = dist.get_world_size(), dist.get_rank()
-        self._make_groups(_node_size() if node_size is None else node_size)
+        self._make_groups(ranks_of_a_node() if node_size is None else node_size)
         # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix
         # products.
         self._stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None
@@ -215,7 +215,7 @@ class GradientReduction:
         )
 
 
-def _node_size() -> int:
+def ranks_of_a_node() -> int:
     """Return L as the launcher says, or the world size if nodes differ or ranks are not numbered node by node."""
     world, rank = dist.get_world_size(), dist.get_rank()
     size = int(os.environ.get("LOCAL_WORLD_SIZE", world))

@@ -96,7 +96,6 @@ def load_state(engine: "ZeroEngine", folder: Path) -> None:
         ValueError: if the folder holds other parameters than this model's, naming the first that differs.
     """
     saved, partition = SavedSlices(folder), engine.partition
-    assert partition is not None
     _check_same_parameters(engine, saved)
     for kind in KINDS:
         for s in own_slices(engine):
@@ -109,13 +108,11 @@ def load_state(engine: "ZeroEngine", folder: Path) -> None:
 
 def own_slices(engine: "ZeroEngine") -> list[Any]:
     """Return the slices of which this rank holds any element, in the order of the files."""
-    assert engine.partition is not None
     return [s for s in engine.partition.slices if s.length]
 
 
 def flat_state(engine: "ZeroEngine", group: int, kind: str) -> Tensor:
     """Return a sub-group's flat float32 master weights or one of its AdamW moments."""
-    assert engine.partition is not None
     if kind == "master":
         return engine.partition.masters[group].detach()
     return _optimizer_state(engine, group)[kind]
@@ -123,7 +120,6 @@ def flat_state(engine: "ZeroEngine", group: int, kind: str) -> Tensor:
 
 def _optimizer_state(engine: "ZeroEngine", group: int) -> Any:
     """Return AdamW's state of a sub-group; it is created as zeros if no update has happened yet."""
-    assert engine.partition is not None and engine.optimizer is not None
     master = engine.partition.masters[group]
     state = engine.optimizer.state[master]
     if not state:
@@ -135,7 +131,6 @@ def _optimizer_state(engine: "ZeroEngine", group: int) -> Any:
 
 
 def _check_same_parameters(engine: "ZeroEngine", saved: SavedSlices) -> None:
-    assert engine.partition is not None
     ours = {s.name: s.numel for s in engine.partition.slices}
     for name in [*ours, *saved.places]:
         if saved.numel(name) != ours.get(name, 0):
