@@ -164,9 +164,11 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Tensor:
         *weights, eps = rest
-        w = FeedForwardWeights(*weights)
-        gate, up = _gate_up(rms_norm(hidden, w.norm, eps), w)
-        out = F.linear(activate(gate, up), w.down).add_(hidden)
+        norm, gate_weight, up_weight, down = weights
+        x = rms_norm(hidden, norm, eps)
+        gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
+        del x
+        out = F.linear(activate(gate, up), down).add_(hidden)
         ctx.save_for_backward(hidden, gate, up, *weights)
         ctx.eps = eps
         return out
@@ -176,10 +178,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, gate, up, *weights = ctx.saved_tensors
         w = FeedForwardWeights(*weights)
-        sums = _Sums(w, ctx.needs_input_grad[1:5])
-        x = rms_norm(hidden, w.norm, ctx.eps)
-        grad_hidden = _rows_backward(hidden, x, gate, up, grad.contiguous(), w, ctx.eps, sums)
-        return grad_hidden, *sums.gradients(), None
+        return *_gradients(hidden, grad, w, ctx.eps, hidden.shape[0], (gate, up)), None
 
 
 @torch.no_grad()
@@ -191,10 +190,10 @@ def feed_forward_tiles(
         return feed_forward(hidden, weights, eps)
     out = torch.empty_like(hidden)
     for part in tiles(hidden.shape[0], tile):
-        rows = hidden[part]
-        active = activate(*_gate_up(rms_norm(rows, weights.norm, eps), weights))
-        torch.add(rows, F.linear(active, weights.down), out=out[part])
-        del active
+        x = rms_norm(hidden[part], weights.norm, eps)
+        active = activate(F.linear(x, weights.gate), F.linear(x, weights.up))
+        torch.add(hidden[part], F.linear(active, weights.down), out=out[part])
+        del x, active
     return out
 
 
@@ -203,83 +202,65 @@ def feed_forward_gradients(
     hidden: Tensor, grad: Tensor, weights: FeedForwardWeights, eps: float, tile: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of hidden and of the trainable weights, in order; several tiles' sums are float32."""
-    whole = tile >= hidden.shape[0]
-    sums = _Sums(weights, [w.requires_grad for w in weights], wide=not whole)
-    grad = grad.contiguous()
+    grad_hidden, *found = _gradients(hidden, grad, weights, eps, tile)
+    assert grad_hidden is not None
+    return grad_hidden, [g for g in found if g is not None]
+
+
+def _gradients(
+    hidden: Tensor,
+    grad: Tensor,
+    w: FeedForwardWeights,
+    eps: float,
+    tile: int,
+    kept: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of hidden and of each weight, None for a frozen one; `kept` holds one tile's gate and up."""
+    whole, grad = tile >= hidden.shape[0], grad.contiguous()
     grad_hidden = None if whole else torch.empty_like(hidden)
+    sums: list[Tensor | None] = [None] * len(w)
     for part in tiles(hidden.shape[0], tile):
-        rows = hidden[part]
-        x = rms_norm(rows, weights.norm, eps)
-        gate, up = _gate_up(x, weights)
-        done = _rows_backward(rows, x, gate, up, grad[part], weights, eps, sums)
+        rows, grad_rows = hidden[part], grad[part]
+        x = rms_norm(rows, w.norm, eps)
+        gate, up = kept or (F.linear(x, w.gate), F.linear(x, w.up))
+        grad_gate, grad_up, active = activate_backward(grad_rows @ w.down, gate, up)
+        del gate, up
+        _add_product(sums, 3, w, grad_rows, active, whole)
+        del active
+        _add_product(sums, 1, w, grad_gate, x, whole)
+        _add_product(sums, 2, w, grad_up, x, whole)
+        grad_x = (grad_gate @ w.gate).addmm_(grad_up, w.up)
+        del x, grad_gate, grad_up
+        done, grad_norm = rms_norm_backward(grad_x, rows, w.norm, eps, residual=grad_rows)
+        del grad_x
+        sums[0] = grad_norm if sums[0] is None else sums[0].add_(grad_norm)
         if grad_hidden is None:
             grad_hidden = done
         else:
             grad_hidden[part] = done
-        del x, gate, up, done
-    assert grad_hidden is not None
-    return grad_hidden, [g for g in sums.gradients() if g is not None]
+    found = [s.to(p.dtype) if s is not None and p.requires_grad else None for s, p in zip(sums, w)]
+    return grad_hidden, *found
 
 
-def _gate_up(x: Tensor, w: FeedForwardWeights) -> tuple[Tensor, Tensor]:
-    return F.linear(x, w.gate), F.linear(x, w.up)
-
-
-def _rows_backward(
-    hidden: Tensor,
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    grad: Tensor,
+def _add_product(
+    sums: list[Tensor | None],
+    index: int,
     w: FeedForwardWeights,
-    eps: float,
-    sums: "_Sums",
-) -> Tensor:
-    """Add these rows to the weights' sums and return the gradient of `hidden`; x is its norm."""
-    grad_gate, grad_up, active = activate_backward(grad @ w.down, gate, up)
-    sums.add(3, grad, active)
-    del active
-    sums.add(1, grad_gate, x)
-    sums.add(2, grad_up, x)
-    grad_x = grad_gate @ w.gate
-    grad_x.addmm_(grad_up, w.up)
-    del grad_gate, grad_up
-    grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, w.norm, eps, residual=grad)
-    sums.add_vector(0, grad_norm)
-    return grad_hidden
-
-
-class _Sums:
-    """Sum weight gradients over tiles: in the weight's dtype for one tile, else `wide`, in float32 or better."""
-
-    def __init__(self, weights: FeedForwardWeights, wanted: Any, wide: bool = False) -> None:
-        self._weights, self._wanted, self._wide = weights, wanted, wide
-        self._sums: list[Tensor | None] = [None] * len(weights)
-
-    def add(self, index: int, grad: Tensor, rows: Tensor) -> None:
-        """Add grad.T @ rows."""
-        if not self._wanted[index]:
-            return
-        left, total = grad.t(), self._sums[index]
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        if not self._wide or wide == rows.dtype:
-            self._sums[index] = left @ rows if total is None else total.addmm_(left, rows)
-        elif not rows.is_cuda:
-            product = left.to(wide) @ rows.to(wide)
-            self._sums[index] = product if total is None else total.add_(product)
-        elif total is None:
-            self._sums[index] = torch.mm(left, rows, out_dtype=wide)
-        else:  # half-precision products added into the float32 matrix inside the kernel
-            torch.addmm(total, left, rows, out_dtype=wide, out=total)
-
-    def add_vector(self, index: int, vector: Tensor) -> None:
-        """Add a finished gradient."""
-        total = self._sums[index]
-        self._sums[index] = vector if total is None else total.add_(vector)
-
-    def gradients(self) -> list[Tensor | None]:
-        """Return the sums in the weights' dtypes, None where not wanted."""
-        return [
-            s.to(w.dtype) if want and s is not None else None
-            for s, w, want in zip(self._sums, self._weights, self._wanted)
-        ]
+    grad: Tensor,
+    rows: Tensor,
+    whole: bool,
+) -> None:
+    """Add grad.T @ rows to a trainable weight's sum, in float32 or better unless one tile is the whole."""
+    if not w[index].requires_grad:
+        return
+    left, total = grad.t(), sums[index]
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    if whole or wide == rows.dtype:
+        sums[index] = left @ rows if total is None else total.addmm_(left, rows)
+    elif not rows.is_cuda:
+        product = left.to(wide) @ rows.to(wide)
+        sums[index] = product if total is None else total.add_(product)
+    elif total is None:
+        sums[index] = torch.mm(left, rows, out_dtype=wide)
+    else:  # half-precision products added into the float32 matrix inside the kernel
+        torch.addmm(total, left, rows, out_dtype=wide, out=total)

@@ -352,7 +352,8 @@ def _recommendation(config: Config, case: Case) -> str:
             return (
                 f"recommended for this length: parallel.sequence_parallel_size = {choice.work.sp}, "
                 f'memory.recompute = "auto" ({choice.name}), memory.offload = "{offload}"{more}: '
-                f"{p.gpu / GIB:.1f} GiB, {p.host * case.machine.local_processes / GIB:.0f} GiB of a node, {step_seconds(choice):.2f} s / step"
+                f"{p.gpu / GIB:.1f} GiB, {p.host * case.machine.local_processes / GIB:.0f} GiB of a node, "
+                f"{step_seconds(choice):.2f} s / step"
             )
     return (
         "no sequence_parallel_size fits this length on these GPUs, with any recompute and offload"
