@@ -98,10 +98,12 @@ def test_sft_truncation_policies(tokenizer, open_rows):
             {"messages": [{"role": "user", "content": "q" * 100}, BOT]}]
     start = open_rows(rows, "sequence", 60)
     assert [len(e.sequences[0].tokens) for e in start] == [int(start.lengths[0]), 60]
-    assert start.report.dropped == {"no trained token is left after truncation": 1} and start.report.notes == {"truncated": 1}
+    assert start.report.dropped == {"no trained token is left after truncation": 1}
+    assert start.report.notes == {"truncated": 1}
     assert "rows.jsonl row 3" in str(start.report)
     end = open_rows(rows, "sequence", 60, truncation="keep_end")
-    assert len(end) == 3 and trained(tokenizer, end[2].sequences[0]) == "answer<|im_end|>" and end.report.notes == {"truncated": 2}
+    assert len(end) == 3 and trained(tokenizer, end[2].sequences[0]) == "answer<|im_end|>"
+    assert end.report.notes == {"truncated": 2}
     drop = open_rows(rows, "sequence", 60, truncation="drop")
     assert len(drop) == 1 and drop.report.dropped == {"longer than max_length": 2}
     with pytest.raises(DataError, match=r"rows.jsonl row 2 has \d+ tokens but data.max_length is 60; raise it"):

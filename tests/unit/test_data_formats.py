@@ -115,7 +115,10 @@ def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(tmp_path, row, 
     assert [flat(r) for r in records] == [([*history, Q], [[A]])]
 
 
-@pytest.mark.parametrize("more", [{"answer": 42}, {"label": "cat"}, {"answers": ["4", "four"]}, {"response": {"x": 1}}, {"margin": "wide"}])
+@pytest.mark.parametrize(
+    "more",
+    [{"answer": 42}, {"label": "cat"}, {"answers": ["4", "four"]}, {"response": {"x": 1}}, {"margin": "wide"}],
+)
 @pytest.mark.parametrize("form", [{"prompt": "q"}, {"messages": [USER]}, {"instruction": "q"}])
 def test_what_stands_beside_a_prompt_is_the_rewards_own(tmp_path, form, more):
     records, _ = read(tmp_path, [form | more], "prompt")
