@@ -134,7 +134,8 @@ def ld_dpo_weights(token_index: Tensor, public_lengths: Tensor, alpha: float) ->
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"the LD-DPO alpha is {alpha} but must lie in [0, 1]; 1 is plain DPO")
-    return torch.where(token_index < public_lengths, 1.0, alpha).float()
+    weights = torch.ones_like(token_index, dtype=torch.float32)
+    return weights.masked_fill(token_index >= public_lengths, alpha)
 
 
 def _check_settings(

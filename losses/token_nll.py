@@ -5,7 +5,6 @@ Most functions return one value per token; `weighted_sum` turns them into the (s
 all micro-batches and ranks needs.
 """
 
-import torch
 from torch import Tensor
 
 from .precision import at_least_float32
@@ -28,7 +27,8 @@ def weighted_sum(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         )
     values = at_least_float32(values)
     weights = weights.to(values.dtype)
-    return (torch.where(weights != 0, values, 0) * weights).sum(), weights.sum()
+    # masked_fill and not torch.where, which would copy the 0 to a GPU and make the host wait
+    return (values.masked_fill(weights == 0, 0) * weights).sum(), weights.sum()
 
 
 def label_smoothed_nll(

@@ -31,7 +31,8 @@ def segment_sums(values: Tensor, batch: ShardedBatch) -> Tensor:
 
 def sequence_last(values: Tensor, batch: ShardedBatch) -> Tensor:
     """Return the values [S] at the last token of each sequence [N]; ranks and gradient as in `segment_sums`."""
-    return segment_sums(torch.where(batch.is_last, values, 0), batch)
+    # masked_fill and not torch.where, which would copy the 0 to a GPU and make the host wait
+    return segment_sums(values.masked_fill(~batch.is_last, 0), batch)
 
 
 @torch.no_grad()
