@@ -1,9 +1,11 @@
 """Configuration from TOML and arguments, and every complaint's wording."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from ulysses.training import command_line
 from ulysses.training.command_line import known_keys, parse_command_line
 from ulysses.training.section import ConfigError
 
@@ -97,11 +99,17 @@ def test_unknown_toml_key_names_the_nearest(tmp_path: Path) -> None:
         parse_command_line(["--config", str(toml)])
 
 
+def test_foreign_names_lead_to_keys_that_exist() -> None:
+    names = tomllib.loads((Path(command_line.__file__).parent / "foreign_names.toml").read_text())
+    assert {key.split()[0] for key in names.values()} <= set(known_keys())
+
+
 def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parse_command_line(["--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
+    assert "--batch.tokens_per_microbatch int|auto\n" in shown and "--model.dtype bfloat16|float32\n" in shown
     for key, info in known_keys().items():
         assert key in shown
         assert info.description, f"{key} has no description"

@@ -198,6 +198,8 @@ def _help_text() -> str:
 def _form(annotation: Any) -> str:
     """Return what a setting takes, such as "int|auto"."""
     members = [member for member in get_args(annotation) if member is not type(None)]
-    if get_origin(annotation) is UnionType or get_origin(annotation) is Union:
+    if get_origin(annotation) in (UnionType, Union):
         return "|".join(map(_form, members))
-    return "|".join(map(str, members)) if get_origin(annotation) is Literal else annotation.__name__
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, members))
+    return getattr(annotation, "__origin__", annotation).__name__

@@ -73,6 +73,7 @@ def prepare(config: Config, world_size: int, findings: list[str] | None = None) 
     _check_settings(config, world_size)
     with collect_absent(findings):
         _check_sources(config)
+
     shape = folder = tokenizer = None
     with collect_absent(findings):
         shape, folder = read_shape(config, need_weights=strict)
@@ -83,6 +84,7 @@ def prepare(config: Config, world_size: int, findings: list[str] | None = None) 
     if model.init == "pretrained" and folder is not None:
         with collect_absent(findings):
             check_weights(shape, folder, reward=stage.reward)
+
     if folder or model.tokenizer or not model.path:  # otherwise the model's own is absent with it
         with collect_absent(findings):
             tokenizer = _read_tokenizer(config, folder, shape)
@@ -90,13 +92,14 @@ def prepare(config: Config, world_size: int, findings: list[str] | None = None) 
     for other in stage.other_models(config):
         with collect_absent(findings):
             others[other.setting] = read_other(other, need_weights=strict)
-    if not findings:
-        shapes = {setting: shape for setting, (shape, _) in others.items()}
+    if not findings:  # these checks need everything that may be absent
+        shapes = {setting: found for setting, (found, _) in others.items()}
         for complaint in stage.check_model(config, shape, tokenizer, shapes):
             raise ConfigError(complaint)
         shape = stage.final_shape(shape, tokenizer)
         if stage.kind != "text" and not stage.reward:
             shape = replace(shape, eos_token_id=_turn_ends(config, shape, tokenizer))
+
     kernel = reason = ""
     if strict:
         device = "cuda" if torch.cuda.is_available() else "cpu"
