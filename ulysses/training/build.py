@@ -63,7 +63,7 @@ class InitialWeights:
         return whole.view(-1)[start:stop]
 
     def fingerprint(self) -> str:
-        """Return a digest that changes with the weights: four blocks of every tensor, so that a trained matrix is seen."""
+        """Return a digest of four blocks of every tensor, which changes when any matrix is trained."""
         digest = hashlib.sha256(repr(self.shape).encode())
         if self.files is None:
             digest.update(f"random {self.seed}".encode())
@@ -84,7 +84,9 @@ def weights_of(config: Config, shape: Shape, folder: Path | None) -> InitialWeig
 
 
 def matrix_sizes(shape: Shape) -> dict[str, int]:
-    """Return the parameters in one layer's matrices, and in embedding and head, as ulysses.zero.settings.derive takes them."""
+    """Return the parameters in one layer's matrices, and in embedding and head, as ulysses.zero.settings.derive
+    takes them.
+    """
     D, E = shape.hidden_size, shape.head_dim
     attention = 2 * D * E * (shape.num_attention_heads + shape.num_key_value_heads)
     return {
@@ -123,9 +125,9 @@ def build_engine(
 ) -> ZeroEngine:
     """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together.
 
-    A model that is `trainable` is of the stage's kind: a causal language model, a reward model, or a policy with a value.
-    A frozen one is a causal language model, or a reward model if `reward` says so; it keeps nothing for a backward pass,
-    so of the memory settings it has its tiles only.
+    A `trainable` model is of the stage's kind: a causal language model, a reward model, or a policy with a value. A
+    frozen one is a causal language model, or a reward model if `reward` says so; it keeps nothing for a backward pass,
+    so that of the memory settings only the tiles matter to it.
     """
     stage = config.stage_class
     reward = stage.reward if trainable else reward
@@ -277,7 +279,7 @@ class StageParts:
         return self.prepared.config
 
     def initial_policy(self) -> Any:
-        """Return what computes the initial policy: the fresh engine, or at any time the engine with its adapters off."""
+        """Return what computes the initial policy: the fresh engine or, at any time, the engine without its adapters."""
         if not self.config.model.lora.rank:
             return self.engine
         from ulysses.training.lora import BasePolicy  # peft is an optional dependency

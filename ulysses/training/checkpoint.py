@@ -133,15 +133,16 @@ def resume_point(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Decide which checkpoint a run continues, and return it with its state; None starts afresh.
 
-    Raises ValueError for checkpoints that the run would bury or leave to be mistaken for its own, unless `overwrite` lets
-    them be deleted; or for a folder that is not a complete checkpoint.
+    Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
+    later be mistaken for this run's own, unless `overwrite` allows their deletion.
     """
     checkpoints = Checkpoints(folder)
     newest = checkpoints.newest()
     if resume == "never":
         if newest is not None and not overwrite:
             raise ValueError(
-                f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue, '
+                f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to '
+                f"continue, "
                 "run.overwrite = true to delete them, or another folder"
             )
         return None
@@ -155,7 +156,8 @@ def resume_point(
     left = [] if resume == "auto" else checkpoints.not_before(chosen, state["step"])
     if left and not overwrite:
         raise ValueError(
-            f'run.resume is {chosen} but run.output also holds {left[-1].name}, which run.resume = "auto" would continue '
+            f'run.resume is {chosen} but run.output also holds {left[-1].name}, which run.resume = "auto" would '
+            f"continue "
             f"next time; set run.overwrite = true to delete {', '.join(p.name for p in left)}, or another run.output"
         )
     return chosen, state

@@ -91,8 +91,9 @@ def model_flops(
 ) -> float:
     """Return the FLOPs of one forward and backward pass, the numerator of MFU: 6 N T + 6 L (H E) sum(length^2).
 
-    6 = 2 forward + 2 for the gradient of the activations + 2 for that of the weights. Frozen weights have no gradient of
-    their own: with adapters it is 4 N T + 6 A T. Causal attention counts half of the full square. Recomputation, passes
+    6 = 2 forward + 2 for the gradient of the activations + 2 for that of the weights. Frozen weights have no
+    gradient: with adapters it is 4 N T + 6 A T. Causal attention counts half of the full square.
+    Recomputation, passes
     without gradient (references, rollouts) and the optimizer count nothing.
 
     Args:

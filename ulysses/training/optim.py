@@ -27,7 +27,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 def scoped_groups(
     model: nn.Module, weight_decay: float, scopes: dict[str, float]
 ) -> list[dict[str, object]]:
-    """Do the same for each submodule in `scopes` by itself, whose learning rate is multiplied by the factor given there."""
+    """Split each submodule in `scopes` by itself; its learning rate is multiplied by the factor given there."""
     found = []
     for scope, factor in scopes.items():
         for group in parameter_groups(model.get_submodule(scope), weight_decay):
@@ -44,7 +44,7 @@ def adamw(
     on_gpu: bool,
     groups: list[dict[str, object]] | None = None,
 ) -> torch.optim.AdamW:
-    """Create AdamW (Loshchilov & Hutter 2019) over `parameter_groups` (or `groups`), fused where the state is on a GPU."""
+    """Create AdamW (Loshchilov & Hutter 2019) over `parameter_groups` or `groups`, fused if its state is on a GPU."""
     return torch.optim.AdamW(
         parameter_groups(model, config.weight_decay) if groups is None else groups,
         lr=config.lr,

@@ -70,7 +70,7 @@ def score_text(
 def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
     """Score a worked solution: 1 if its last number is the row's answer, else 0.
 
-    The row's `answer` is a number, or a solution that ends in "#### number" as in GSM8K (2110.14168). Thousands separators,
+    The row's `answer` is a number, or a solution that ends in "#### number" as in GSM8K (2110.14168). Thousands marks,
     currency signs and a trailing point do not count.
     """
     found, wanted = last_number(completion), last_number(str(row["answer"]))

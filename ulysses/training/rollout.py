@@ -42,7 +42,9 @@ COLUMNS = ("old_logps", "old_values", "advantages", "returns")
 
 @dataclass
 class Answers:
-    """Prompts with their answers: tokens flat [T], and [N] each: whole lengths, prompt lengths, ended by a stop token, scores.
+    """Hold prompts with their answers.
+
+    tokens: flat [T]. The others are [N]: lengths with the prompt, prompt_lengths, ended (by a stop token) and scores.
 
     sampler_logps [A]: what the sampler computed for every answer token, at the policy's temperature.
     """
@@ -347,9 +349,9 @@ def _moments(advantages: Tensor, returns: Tensor, values: Tensor) -> dict[str, f
 class RolloutLoader:
     """Serve optimizer steps over rollouts to one data-parallel group, with the face of a StepLoader.
 
-    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |     epochs * m steps each
+    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
 
-    A rollout is made when its first step is asked for, with the weights of that moment; nothing is prepared ahead of that.
+    A rollout is made when its first step is asked for, with the weights of that moment.
 
     Args:
         prompts: gives each rollout's prompts; its step k is rollout k of the epoch.

@@ -178,7 +178,7 @@ class TrainingRun:
         return folder
 
     def status(self) -> dict[str, Any]:
-        """Return stage, step, total_steps, world (processes), mesh, the last step's loss, tokens and speed, and eta in seconds."""
+        """Return where the run stands: stage, step, mesh, the last step's loss and speed, and eta in seconds."""
         t = self.trainer
         if t is None:
             return self.last_status
@@ -211,7 +211,7 @@ class TrainingRun:
         return self.config.model_dump(mode="json")
 
     def _agree(self) -> bool:
-        """Refuse to start if configuration, data or versions differ between ranks; return whether any of them debugs."""
+        """Refuse to start if configuration, data or versions differ between ranks; return whether any rank debugs."""
         data = [str(d and d.folder.name) for d in (self.train_data, self.eval_data)]
         versions = [torch.__version__, version("deepspeed")]
         text = json.dumps([self._resolved(), data, str(self.prepared.resume_from), versions])
@@ -222,7 +222,8 @@ class TrainingRun:
         dist.all_reduce(low, op=dist.ReduceOp.MIN)
         if int(low[0]) != -int(low[1]):
             raise ConfigError(
-                "configuration, data, checkpoint or library versions differ between the processes; start all of them with the "
+                "configuration, data, checkpoint or library versions differ between the processes; start all of "
+                "them with the "
                 "same files and versions"
             )
         return bool(
@@ -241,7 +242,7 @@ class TrainingRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Release files, engines and the process group; after an error other processes still need the latter to be told."""
+        """Release files, engines and the process group, which after an error still has to tell the other processes."""
         self.last_status = self.status()
         self.resources.close()
         self.trainer = self.engine = None

@@ -113,7 +113,8 @@ class Trainer:
             raise StepError(self.step + 1, error) from error
         if self.stop_requested:
             self.say(
-                f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with --run.resume auto"
+                f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with --run.resume "
+                f"auto"
             )
 
     def _report(self, values: dict[str, float], last: bool) -> None:

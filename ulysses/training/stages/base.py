@@ -39,7 +39,7 @@ class Term(NamedTuple):
 
 
 class OtherModel(NamedTuple):
-    """A model that the run reads besides the trained one: its setting, its folder or hub id, and whether it scores sequences."""
+    """A frozen model that the run reads: its setting, its folder or hub id, and whether it is a reward model."""
 
     setting: str
     path: str
@@ -82,7 +82,11 @@ class Stage:
     def check_model(
         cls, config: "Config", shape: "Shape", tokenizer: Any, others: Mapping[str, "Shape"]
     ) -> Iterator[str]:
-        """Yield the complaints that need the model's shape, the tokenizer or the other models' shapes by their settings."""
+        """Yield the complaints that need the model's shape, the tokenizer or the other models' shapes.
+
+        Args:
+            others: the shapes of `other_models`, by the settings that name them.
+        """
         yield from ()
 
     @classmethod
@@ -182,7 +186,10 @@ class Stage:
         """Gather step-wide statistics over all micro-batches of one optimizer step, without gradient."""
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        """Return this rank's own share of every count (a sequence counts on sequence-parallel rank 0 only); by default tokens."""
+        """Return this rank's own share of every count, by default tokens.
+
+        A sequence counts on sequence-parallel rank 0 only.
+        """
         return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:

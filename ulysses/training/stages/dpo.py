@@ -40,7 +40,7 @@ class DpoSection(Section):
     discopop_tau: float = Field(0.05, gt=0, le=1)
     """Temperature of the blend between the two parts of "discopop"."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
-    """Divergence from the reference in sigmoid, robust, hinge, exo_pair and discopop (f-DPO); "reverse_kl" is plain DPO."""
+    """Divergence from the reference in sigmoid, robust, hinge, exo_pair and discopop; "reverse_kl" is plain DPO."""
     f_alpha: float = 0.5
     """Parameter of the "alpha" divergence; not 1."""
     ld_alpha: float = Field(1.0, ge=0, le=1)
@@ -48,7 +48,7 @@ class DpoSection(Section):
     sft_weight: float = Field(0.0, ge=0)
     """Weight of the token-mean negative log-likelihood of the chosen answers."""
     reference: str = "cached"
-    """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
+    """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
 
 
 def loss_options(config: DpoSection) -> dict[str, Any]:

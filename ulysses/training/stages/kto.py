@@ -43,7 +43,7 @@ class KtoSection(Section):
     undesirable_weight: float = Field(1.0, ge=0)
     """Weight of bad answers."""
     reference: str = "cached"
-    """"cached" computes the initial policy's log-probabilities once, "live" keeps a frozen copy, a path loads another model."""
+    """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
 
 
 class KtoStage(ReferencedStage):
@@ -62,7 +62,8 @@ class KtoStage(ReferencedStage):
     def check(cls, config: "Config") -> Iterator[str]:
         if config.kto.loss_type == "kto" and config.batch.examples < 2:
             yield (
-                f"batch.examples is {config.batch.examples} but kto's baseline pairs each example with another one of its "
+                f"batch.examples is {config.batch.examples} but kto's baseline pairs each example with another one "
+                f"of its "
                 'step; set it to at least 2, or kto.loss_type to "apo_zero_unpaired"'
             )
         if not config.kto.desirable_weight and not config.kto.undesirable_weight:

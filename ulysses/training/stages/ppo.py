@@ -37,9 +37,9 @@ HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always
 
 class PpoSection(Section):
     reward: str = ""
-    """What scores an answer: a Python function module:function of (prompt, completion, row), or a reward model's folder or hub id."""
+    """What scores an answer: module:function, called with (prompt, completion, row), or a reward model's folder."""
     reference: str = "live"
-    """What the KL penalty is measured against: "live" keeps a frozen copy of the initial policy, a path loads another model."""
+    """What the KL penalty is measured against: "live", a frozen copy of the initial policy, or another model's path."""
     value: Literal["shared", "separate"] = "shared"
     """Values from the policy's own hidden states, or from a second decoder that starts with the policy's weights."""
     value_lr_factor: float = Field(1.0, ge=0)
@@ -57,9 +57,9 @@ class PpoSection(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample among the likeliest tokens that hold this probability; 1 is all. The KL penalty assumes 1."""
     top_k: int = Field(0, ge=0)
-    """Sample among so many likeliest tokens; 0 is all. The KL penalty assumes 0."""
+    """Sample among this many of the likeliest tokens; 0 is all. The KL penalty assumes 0."""
     stop_tokens: list[str] = []
-    """Tokens that end an answer besides the chat template's end of turn and the end-of-sequence tokens of model and tokenizer."""
+    """Tokens that end an answer, besides the end of turn and the model's and tokenizer's end-of-sequence tokens."""
     generation_batch: int = Field(64, ge=1)
     """Answers that each process decodes at a time; changes memory and speed only."""
     missing_eos_penalty: float = Field(0.0, ge=0)
@@ -87,7 +87,7 @@ class PpoSection(Section):
     clip_high: float = Field(0.0, ge=0)
     """Upper side of the clip range if it differs (0.28 in DAPO, arXiv 2503.14476); 0 means clip."""
     dual_clip: float = Field(0.0, ge=0)
-    """Bounds the loss of tokens with negative advantage by so many times the advantage (3 in arXiv 1912.09729); 0 is off."""
+    """Bounds the loss of tokens with negative advantage by this multiple of it (3 in arXiv 1912.09729); 0 is off."""
     value_clip: float = Field(0.2, ge=0)
     """Clip range of the value around the rollout's; 0 is off."""
     value_coefficient: float = Field(0.1, ge=0)
@@ -146,11 +146,13 @@ class PpoStage(ReferencedStage):
         prompts, longest = cls.examples_per_load(config), cls.longest_example(config)
         if prompts < ppo.minibatches:
             yield (
-                f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise batch.examples"
+                f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
+                f"batch.examples"
             )
         if budget != "auto" and budget < longest:
             yield (
-                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is {longest}; "
+                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
+                f"{longest}; "
                 f"raise it to at least {longest}, or lower one of them"
             )
         if ppo.kl_coefficient:
@@ -171,7 +173,8 @@ class PpoStage(ReferencedStage):
         scorer = others.get("ppo.reward")
         if scorer is not None and scorer.vocab_size != shape.vocab_size:
             yield (
-                f"ppo.reward {config.ppo.reward} has {scorer.vocab_size} tokens and the policy {shape.vocab_size}, but it must "
+                f"ppo.reward {config.ppo.reward} has {scorer.vocab_size} tokens and the policy {shape.vocab_size}, "
+                f"but it must "
                 "read the policy's tokens; train the reward model from the same base model"
             )
         yield from super().check_model(config, shape, tokenizer, others)
@@ -222,8 +225,8 @@ class PpoStage(ReferencedStage):
     def planned_rollout(cls, config: "Config", world: int) -> PlannedRollout:
         ppo = config.ppo
         return PlannedRollout(
-            -(-cls.examples_per_load(config) // world), ppo.generation_batch, config.data.max_length, ppo.max_new_tokens,
-            cls.steps_per_load(config), merged=config.model.lora.rank > 0,
+            -(-cls.examples_per_load(config) // world), ppo.generation_batch, config.data.max_length,
+            ppo.max_new_tokens, cls.steps_per_load(config), merged=config.model.lora.rank > 0,
         )  # fmt: skip
 
     @classmethod
@@ -342,7 +345,8 @@ class PpoStage(ReferencedStage):
         change = metrics.get("policy/logp_change", 0.0)
         if not change <= self.tolerance:
             raise RuntimeError(
-                f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by {change:.3g} "
+                f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
+                f"{change:.3g} "
                 f"per token (at most {self.tolerance:g} is rounding): the model is not deterministic; look for dropout"
             )
         if self.maker is None or self.maker.reference is None:
@@ -350,7 +354,8 @@ class PpoStage(ReferencedStage):
         kl = abs(metrics["objective/kl"]) / max(1.0, metrics["response_length/mean"])
         if self.config.reference == "live" and not kl <= self.tolerance:
             raise RuntimeError(
-                f"at step 0 the policy is the reference, but their KL is {kl:.3g} per token (at most {self.tolerance:g} "
+                f"at step 0 the policy is the reference, but their KL is {kl:.3g} per token (at most "
+                f"{self.tolerance:g} "
                 "is rounding): the reference has other weights than the policy"
             )
 
@@ -378,7 +383,7 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- state
 
     def save(self, folder: Path) -> None:
-        """Write the KL controller and, in the middle of a rollout, the rollout itself, so that no part of it is lost."""
+        """Write the KL controller and, in the middle of a rollout, the rollout itself."""
         if self.maker is None or self.rollouts is None:
             return
         rollout = self.rollouts.current

@@ -85,7 +85,8 @@ class ReferencedStage(Stage):
         setting, needed = f"{cls.name}.reference", cls.reference_tokens(shape, tokenizer)
         if setting in others and others[setting].vocab_size < needed:
             yield (
-                f"{setting} {cls.reference_of(config)} has {others[setting].vocab_size} tokens but the policy {needed}; "
+                f"{setting} {cls.reference_of(config)} has {others[setting].vocab_size} tokens but the policy "
+                f"{needed}; "
                 "use a model with the policy's tokenizer"
             )
 
@@ -159,7 +160,8 @@ class ReferencedStage(Stage):
             cache = ReferenceCache(folder, data, pairs, config.data.max_length)
             if not (parts.fresh or config.model.lora.rank or cache.complete()):
                 raise ConfigError(
-                    f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no longer has "
+                    f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no "
+                    f"longer has "
                     f"the initial policy; restore data.cache, or set {cls.name}.reference to the initial model's path"
                 )
             cache.fill(logps, parts.mesh, parts.device, cls.budget(config), parts.say)

@@ -32,7 +32,7 @@ class SftSection(Section):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over the vocabulary; 0 is off."""
     neftune_alpha: float = Field(0.0, ge=0)
-    """NEFTune: uniform noise of alpha / sqrt(length * width) on the embeddings while training (5 in the paper); 0 is off."""
+    """NEFTune: in training, uniform noise of alpha / sqrt(length * width) on the embeddings (paper: 5); 0 is off."""
 
     @model_validator(mode="after")
     def _combination(self) -> "SftSection":
