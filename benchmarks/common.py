@@ -1,6 +1,7 @@
 """What the measuring programs share: an engine built from train.py's own settings, a timed step, subprocesses, tables.
 
-    settings -> planned -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line per case
+    settings -> planned -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line
+    per case
 
 A driver (max_length.py) starts throughput.py under torchrun once per case and collects its lines.
 """
@@ -73,7 +74,7 @@ def parser(text: str | None) -> argparse.ArgumentParser:
 
 
 def settings(arch: str, layers: int, given: Several[str] = ()) -> Config:
-    """Return train.py's configuration for random weights of a shape; `given` are its arguments ("--memory.recompute", ...)."""
+    """Return train.py's configuration for random weights; `given` are its arguments ("--memory.recompute", ...)."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     fixed = [
         "--stage",
@@ -161,9 +162,10 @@ def measure(
 ) -> dict[str, Any]:
     """Time `steps` steps after a first one (0: the first one itself); return the case's row, the same on all ranks.
 
-    mfu counts model FLOPs, 6 N T + 6 L (H E) sum(length^2), executed what is computed, as shares of the peak. peak_gib
-    is what tensors took at most, reserved_gib what the allocator did (it gives the rest back when memory is short),
-    device_gib all that is taken in the end, each of the fullest GPU; host_gib the resident memory of all processes.
+    mfu counts model FLOPs, 6 N T + 6 L (H E) sum(length^2), executed what is computed, as shares of the peak.
+    peak_gib is what tensors took at most, reserved_gib what the allocator did (it gives the rest back when memory
+    is short), device_gib all that is taken in the end, each of the fullest GPU; host_gib the resident memory of all
+    processes.
     """
     shape, mesh, device = bench.shape, bench.mesh, bench.engine.device
     batch = random_pack(bench, length, documents)
@@ -215,16 +217,18 @@ def measure(
     runs = [(level, len(list(same))) for level, same in groupby(levels)]
     return {
         "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
-        "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size, "adapters": adapters,
-        "gpus": mesh.world_size,
+        "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size,
+        "adapters": adapters, "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
         "kernel": kernel, "recompute": "+".join(f"{level}*{count}" for level, count in runs), "offload": away,
         "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
-        "seconds": round(seconds, 4), "first_s": round(times[0], 2), "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
+        "seconds": round(seconds, 4), "first_s": round(times[0], 2),
+        "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
         "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,
         "executed": round(executed / limit, 3) if limit and not adapters else None,
         "peak_gib": round(float(largest[0]), 1), "reserved_gib": round(float(largest[1]), 1),
-        "device_gib": round(float(largest[2]), 1), "host_gib": round(float(totals[1]), 1), "loss": round(float(totals[0]) / count, 4),
+        "device_gib": round(float(largest[2]), 1), "host_gib": round(float(totals[1]), 1),
+        "loss": round(float(totals[0]) / count, 4),
     }  # fmt: skip
 
 
@@ -257,18 +261,17 @@ def leave() -> None:
     os._exit(0)
 
 
+def torchrun(gpus: int) -> list[str]:
+    """Return the beginning of a command line that starts as many processes."""
+    module = "torch.distributed.run"
+    return [sys.executable, "-m", module, "--standalone", f"--nproc_per_node={gpus}"]
+
+
 def launch(
     gpus: int, arguments: Several[str], timeout: float = 590.0
 ) -> tuple[list[dict[str, Any]], bool]:
     """Run a program under torchrun, its text passed on; return its JSON lines and whether it ended well and in time."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={gpus}",
-        *arguments,
-    ]
+    command = [*torchrun(gpus), *arguments]
     root = str(Path(__file__).resolve().parents[1])
     environment = {
         "OMP_NUM_THREADS": "1",

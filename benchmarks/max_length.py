@@ -4,11 +4,11 @@
     python benchmarks/max_length.py --gpus 8 --sp 1 8 --offload none      the same GPUs and memory, degree 1 against 8
     python benchmarks/max_length.py --gpus 8 --sp 8 --tokens 1048576 --complete    one whole step of that length
 
-Fit mode is not a training step: all layers but the last skip the attention kernel, which needs no memory but most of the
-time; everything else runs, AdamW included. `--complete` computes all attention. Host memory is used as
-memory.offload = "auto" decides; every process of `--sp 1` holds a sequence of its own. The search starts at the length
-that the planner gives, steps up by an eighth while lengths fit, else halves the distance to the longest known to fit, in
-`--tries` trials. Prints JSON lines and a table.
+Fit mode is not a training step: all layers but the last skip the attention kernel, which needs no memory but most
+of the time; everything else runs, AdamW included. `--complete` computes all attention. Host memory is used as
+memory.offload = "auto" decides; every process of `--sp 1` holds a sequence of its own. The search starts at the
+length that the planner gives, steps up by an eighth while lengths fit, else halves the distance to the longest
+known to fit, in `--tries` trials. Prints JSON lines and a table.
 """
 
 from pathlib import Path
@@ -21,8 +21,8 @@ from ulysses.training.memory import allowed_levels, free_host_bytes, planner_cas
 from ulysses.training.prepare import read_shape
 
 COLUMNS = (
-    "sp", "dp", "seq", "recompute", "offload", "peak_gib", "device_gib", "host_gib", "fit_seconds", "seconds", "tok_s_gpu",
-    "mfu", "executed", "note",
+    "sp", "dp", "seq", "recompute", "offload", "peak_gib", "device_gib", "host_gib", "fit_seconds", "seconds",
+    "tok_s_gpu", "mfu", "executed", "note",
 )  # fmt: skip
 BLOCK = 16384  # lengths are multiples of it
 WARM = 32768
@@ -54,9 +54,8 @@ def main() -> None:
     lengths = {row["sp"]: row["seq"] for row in rows if row["fits"]}
     if len(lengths) > 1:
         low, high = min(lengths), max(lengths)
-        print(
-            f"degree {high} holds a sequence {lengths[high] / lengths[low]:.2f} times as long as degree {low} on the same GPUs"
-        )
+        ratio = lengths[high] / lengths[low]
+        print(f"degree {high} holds a sequence {ratio:.2f} times as long as degree {low}")
 
 
 def trial(a: Any, rest: list[str], degree: int, tokens: int) -> dict[str, Any]:

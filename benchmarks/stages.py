@@ -3,10 +3,11 @@
     python benchmarks/stages.py --gpus 8 --arch qwen2.5-7b --tokens 262144
     python benchmarks/stages.py --gpus 1 --arch llama3-8b --tokens 65536 --stages dpo --model.lora.rank 8
 
-A step of SFT trains two documents of `--tokens` tokens, of DPO and RM a pair of them, of KTO two examples, whose KL baseline
-is a forward pass over as many tokens again that is not counted. Rows are a short question and random words as the answer,
-cut to exactly that length; DPO's and KTO's reference log-probabilities are cached before the first step. Any of train.py's
-settings may follow. Prints JSON lines and a table of the last of `--steps` steps; `to_sft` compares tokens per second.
+A step of SFT trains two documents of `--tokens` tokens, of DPO and RM a pair of them, of KTO two examples, whose KL
+baseline is a forward pass over as many tokens again that is not counted. Rows are a short question and random words
+as the answer, cut to exactly that length; DPO's and KTO's reference log-probabilities are cached before the first
+step. Any of train.py's settings may follow. Prints JSON lines and a table of the last of `--steps` steps; `to_sft`
+compares tokens per second.
 """
 
 import json
@@ -19,16 +20,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import parser, say, table
+from common import parser, say, table, torchrun
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # for examples/, which is not installed
+# examples/ is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.demo_data import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
 
 COLUMNS = (
-    "stage", "gpus", "sp", "tokens", "seconds", "tokens_per_second", "to_sft", "mfu", "peak_memory_gib", "loss", "whole_run",
+    "stage", "gpus", "sp", "tokens", "seconds", "tokens_per_second", "to_sft", "mfu", "peak_memory_gib", "loss",
+    "whole_run",
 )  # fmt: skip
 STAGES = ("sft", "dpo", "rm", "kto")
 WORDS = (*COLOURS, *MATERIALS, *ROOMS, *THINGS)
@@ -71,24 +72,18 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
             file.write(json.dumps(row) + "\n")
     given = {
         "stage": stage, "model.arch": a.arch, "model.init": "random", "model.tokenizer": folder / "demo/tokenizer",
-        "data.train": data, "data.max_length": a.tokens, "data.truncation": "keep_start", "data.cache": folder / "cache",
+        "data.train": data, "data.max_length": a.tokens, "data.truncation": "keep_start",
+        "data.cache": folder / "cache",
         "batch.examples": 1 if stage in ("dpo", "rm") else 2, "batch.tokens_per_microbatch": 2 * a.tokens,
         "parallel.sequence_parallel_size": a.sp or a.gpus, "optimizer.lr": 1e-6,
         "run.steps": a.steps, "run.output": output, "run.export": "false", "run.save_last": "false",
     }  # fmt: skip
     if a.layers:
         given["model.config.num_hidden_layers"] = a.layers
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={a.gpus}",
-    ]
     arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     began = time.perf_counter()
     done = subprocess.run(
-        [*launcher, str(Path(__file__).parents[1] / "train.py"), *arguments, *rest],
+        [*torchrun(a.gpus), str(Path(__file__).parents[1] / "train.py"), *arguments, *rest],
         capture_output=True,
         text=True,
     )

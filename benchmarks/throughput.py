@@ -1,13 +1,13 @@
 """Time and memory of full training steps: forward, backward, gradient clipping and AdamW, on random weights and tokens.
 
-    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 32768 131072 --recompute none auto
-    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 65536 65536 --recompute block --offload none checkpoints
+    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 32768 131072 --recompute none auto torchrun
+    --nproc_per_node 8 benchmarks/throughput.py --seq 65536 65536 --recompute block --offload none checkpoints
     python benchmarks/throughput.py --gpus 8 --seq 32768 --peer "alst.py --cudnn"       both stacks in one call
 
 One JSON line per case, then a table. Any of train.py's settings may follow (`--optimizer.reduce_dtype bfloat16`).
 `--peer` names another harness that takes --seq, --layers and --steps under torchrun and prints such lines; it runs
-after ours on the same GPUs. Model FLOPs: 6 N T + 6 L (H E) sum(length^2): causal attention counted half, recomputation
-not at all. `--skip-attention` is fit mode (max_length.py): it measures memory, not a training step.
+after ours on the same GPUs. Model FLOPs: 6 N T + 6 L (H E) sum(length^2): causal attention counted half,
+recomputation not at all. `--skip-attention` is fit mode (max_length.py): it measures memory, not a training step.
 """
 
 import json
@@ -40,7 +40,7 @@ from ulysses.zero.construct import initialize_distributed
 
 COLUMNS = (
     "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
-    "mfu", "executed", "predicted_seconds", "peak_gib", "predicted_peak_gib", "host_gib", "ratio", "fit_seconds", "note",
+    "mfu", "executed", "peak_gib", "host_gib", "ratio", "fit_seconds", "note",
 )  # fmt: skip
 SPEEDS = (
     "seconds",

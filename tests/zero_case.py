@@ -40,7 +40,7 @@ def trained_engine(
     node_size: int | None = None,
     **settings: Any,
 ) -> ZeroEngine:
-    """Build a model and its AdamW, partitioned like a large one; `raw` are DeepSpeed's keys, `settings` those of `derive`."""
+    """Build a model and its AdamW, partitioned like a large one; `raw`: DeepSpeed keys, `settings`: for `derive`."""
     config = merge(derive(dtype=dtype, raw=AS_LARGE, **settings), raw or {})
     model = build_partitioned(create, config, source)
     if optimizer is None:
