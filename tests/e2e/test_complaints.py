@@ -49,7 +49,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(folder / "model/model.safetensors")
     write_model(folder / "small", vocab_size=100)
     shutil.copytree(folder / "model", folder / "lacking")
-    save_file({k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"}, folder / "lacking/model.safetensors")
+    save_file(
+        {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"},
+        folder / "lacking/model.safetensors",
+    )
     return folder
 
 
@@ -80,39 +83,91 @@ def full_disk(rank: int) -> None:
 
 CASES: dict[str, Any] = {
     "bad config": (lambda p: ["--config", p / "bad.toml"], r"bad.toml does not hold one valid table: .*line"),
-    "wrong key": (lambda p: arguments(p, optimizer__learning_rate=1e-4), r"optimizer.learning_rate: unknown; here it is optimizer.lr"),
+    "wrong key": (
+        lambda p: arguments(p, optimizer__learning_rate=1e-4),
+        r"optimizer.learning_rate: unknown; here it is optimizer.lr",
+    ),
     "missing data": (lambda p: arguments(p, data__train='["none.jsonl"]'), r"data: .*/none.jsonl"),
     "broken line": (lambda p: arguments(p, data__train=[str(p / "broken.jsonl")]), r"broken.jsonl.* (line|row) 6"),
-    "data table": (lambda p: arguments(p, data__train={"path": "a.jsonl", "colums": {}}), r"data: data source a.jsonl: colums: Unexpected"),
-    "output in a file": (lambda p: arguments(p, run__output=p / "bad.toml/run"), r"run.output .*/run cannot be written: .*bad.toml is"),
-    "no wandb": (lambda p: arguments(p, run__wandb="project"), r"run.wandb is set but the package wandb is not installed; pip"),
-    "no such reference": (lambda p: arguments(p, "dpo", dpo__reference=p / "nowhere/model"), r"dpo.reference is .* no folder /.*nowhere"),
-    "lacking reference": (lambda p: arguments(p, "dpo", dpo__reference=p / "lacking"), r"dpo.reference: .* lacks 1 of 21 parameters"),
-    "another tokenizer's reference": (lambda p: arguments(p, "kto", kto__reference=p / "small"),
-                                      r"kto.reference .* has 100 tokens but the policy \d+"),
-    "degree": (lambda p: arguments(p, parallel__sequence_parallel_size=3),
-               r"size is 3 but must divide the 2 processes; set it to one of \[1, 2\]"),
+    "data table": (
+        lambda p: arguments(p, data__train={"path": "a.jsonl", "colums": {}}),
+        r"data: data source a.jsonl: colums: Unexpected",
+    ),
+    "output in a file": (
+        lambda p: arguments(p, run__output=p / "bad.toml/run"),
+        r"run.output .*/run cannot be written: .*bad.toml is",
+    ),
+    "no wandb": (
+        lambda p: arguments(p, run__wandb="project"),
+        r"run.wandb is set but the package wandb is not installed; pip",
+    ),
+    "no such reference": (
+        lambda p: arguments(p, "dpo", dpo__reference=p / "nowhere/model"),
+        r"dpo.reference is .* no folder /.*nowhere",
+    ),
+    "lacking reference": (
+        lambda p: arguments(p, "dpo", dpo__reference=p / "lacking"),
+        r"dpo.reference: .* lacks 1 of 21 parameters",
+    ),
+    "another tokenizer's reference": (
+        lambda p: arguments(p, "kto", kto__reference=p / "small"),
+        r"kto.reference .* has 100 tokens but the policy \d+",
+    ),
+    "degree": (
+        lambda p: arguments(p, parallel__sequence_parallel_size=3),
+        r"size is 3 but must divide the 2 processes; set it to one of \[1, 2\]",
+    ),
     "too long": (lambda p: arguments(p, batch__tokens_per_microbatch=16), r"tokens_per_microbatch.* 16"),
     "no template": (lambda p: arguments(p, model__tokenizer=p / "no_template"), r"chat template"),
     "kernel on CPU": (lambda p: arguments(p, model__attention="flash4"), r"model.attention: .*flash4"),
     "full disk": (lambda p: arguments(p), r"GiB free but 2 checkpoints and the export need"),
-    "held folder": (lambda p: arguments(p, run__output=p / "held"), r'held already holds checkpoints; set run.resume = "auto"'),
-    "lacking weights": (lambda p: pretrained(p, "lacking"), r"lacks 1 of 21 parameters, first model.layers.1.mlp.up_proj.weight"),
+    "held folder": (
+        lambda p: arguments(p, run__output=p / "held"),
+        r'held already holds checkpoints; set run.resume = "auto"',
+    ),
+    "lacking weights": (
+        lambda p: pretrained(p, "lacking"),
+        r"lacks 1 of 21 parameters, first model.layers.1.mlp.up_proj.weight",
+    ),
     "no such model": (lambda p: pretrained(p, "nowhere"), r"there is no folder /.*nowhere"),
-    "not a checkpoint": (lambda p: arguments(p, run__resume=p / "model"), r"run.resume: .*/model is not a complete checkpoint"),
-    "older checkpoint": (lambda p: arguments(p, run__output=p / "later", run__resume=p / "later/checkpoints/step-2"),
-                         r"also holds step-4, which run.resume = \"auto\" would continue .*run.overwrite = true to delete step-4, or"),
-    "another run's checkpoint": (lambda p: arguments(p, run__output=p / "held", run__resume=p / "later/checkpoints/step-4"),
-                                 r"run.output also holds step-3, .*run.overwrite = true to delete step-3, or another run.output"),
-    "gradient policy": (lambda p: arguments(p, gradients__policies=[{"policy": "gradient_centralization", "when": 1}]),
-                        r"gradients.policies\[0\]: gradient_centralization has no setting 'when'"),
-}  # fmt: skip
+    "not a checkpoint": (
+        lambda p: arguments(p, run__resume=p / "model"),
+        r"run.resume: .*/model is not a complete checkpoint",
+    ),
+    "older checkpoint": (
+        lambda p: arguments(p, run__output=p / "later", run__resume=p / "later/checkpoints/step-2"),
+        r"also holds step-4, which run.resume = \"auto\" would continue .*run.overwrite = true to delete step-4, or",
+    ),
+    "another run's checkpoint": (
+        lambda p: arguments(p, run__output=p / "held", run__resume=p / "later/checkpoints/step-4"),
+        r"run.output also holds step-3, .*run.overwrite = true to delete step-3, or another run.output",
+    ),
+    "gradient policy": (
+        lambda p: arguments(p, gradients__policies=[{"policy": "gradient_centralization", "when": 1}]),
+        r"gradients.policies\[0\]: gradient_centralization has no setting 'when'",
+    ),
+}
 
 
 def pretrained(place: Path, name: str) -> list[Any]:
-    return ["--stage", "sft", "--model.path", place / name, "--model.dtype", "float32", "--run.steps", "3", "--run.output", place / "run",
-            "--data.cache", place / "cache", "--data.train", json.dumps([str(DATA / "sft_eval.jsonl")]),
-            "--data.max_length", "256"]  # fmt: skip
+    return [
+        "--stage",
+        "sft",
+        "--model.path",
+        place / name,
+        "--model.dtype",
+        "float32",
+        "--run.steps",
+        "3",
+        "--run.output",
+        place / "run",
+        "--data.cache",
+        place / "cache",
+        "--data.train",
+        json.dumps([str(DATA / "sft_eval.jsonl")]),
+        "--data.max_length",
+        "256",
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -157,9 +212,19 @@ def test_the_process_that_tells_leaves_first(place: Path, tmp_path: Path) -> Non
     assert "error: optimizer.learning_rate" in started.wait(10).stderr
 
 
-def test_what_the_run_holds_already_counts_as_free_disk(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse_command_line([*map(str, pretrained(place, "model")), "--run.output", str(tmp_path / "run"), "--run.save_every", "1",
-                                 "--run.overwrite"]).config  # fmt: skip
+def test_what_the_run_holds_already_counts_as_free_disk(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_command_line(
+        [
+            *map(str, pretrained(place, "model")),
+            "--run.output",
+            str(tmp_path / "run"),
+            "--run.save_every",
+            "1",
+            "--run.overwrite",
+        ]
+    ).config
     each = 12 * ModelConfig.from_hf(json.loads((place / "model/config.json").read_text())).num_parameters()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * each))
@@ -176,7 +241,9 @@ def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> N
         os.environ.update(RANK="4", LOCAL_RANK="0", WORLD_SIZE="8")  # the first process of a second node
 
     outcome = ranks(arguments(place, data__train="none.jsonl"), 1, tmp_path, before=before)
-    assert outcome.code == 2 and re.fullmatch(r"error \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr), outcome.stderr
+    assert outcome.code == 2 and re.fullmatch(r"error \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr), (
+        outcome.stderr
+    )
 
 
 def test_processes_that_differ_are_refused(place: Path, tmp_path: Path) -> None:
@@ -190,7 +257,10 @@ def test_processes_that_differ_are_refused(place: Path, tmp_path: Path) -> None:
 
     outcome = ranks(arguments(place, run__output=tmp_path / "run"), 2, tmp_path, before=before, timeout=40)
     assert outcome.code == 2 and not (tmp_path / "run").exists()
-    assert outcome.stderr.count("error: ") == 1 and "library versions differ between the processes; start all" in outcome.stderr
+    assert (
+        outcome.stderr.count("error: ") == 1
+        and "library versions differ between the processes; start all" in outcome.stderr
+    )
 
 
 def test_debug_adds_the_stack_trace(place: Path, tmp_path: Path) -> None:
@@ -226,7 +296,11 @@ def fail_on_rank_1(rank: int) -> None:
 def test_an_error_on_one_process_ends_all_and_is_told_once(place: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     outcome = ranks(
-        arguments(place, run__output=output, parallel__sequence_parallel_size=2), 2, tmp_path, before=fail_on_rank_1, timeout=40
+        arguments(place, run__output=output, parallel__sequence_parallel_size=2),
+        2,
+        tmp_path,
+        before=fail_on_rank_1,
+        timeout=40,
     )
     assert outcome.code == 1
     assert re.findall(r"^error: .*$", outcome.stderr, re.M) == ["error: rank 1, step 3: ValueError: planted"]
@@ -276,7 +350,11 @@ def test_non_finite_loss_stops_before_the_weights_are_touched(place: Path, tmp_p
 
     line = pretrained(tmp_path, "bad")
     outcome = ranks(
-        [*line, "--run.output", tmp_path / "run", "--parallel.sequence_parallel_size", "2"], 2, tmp_path, before=before, timeout=60
+        [*line, "--run.output", tmp_path / "run", "--parallel.sequence_parallel_size", "2"],
+        2,
+        tmp_path,
+        before=before,
+        timeout=60,
     )
     assert outcome.code == 1 and "touched" not in outcome.stderr
     [told] = re.findall(r"^error: .*$", outcome.stderr, re.M)

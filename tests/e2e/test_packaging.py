@@ -24,10 +24,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, copy / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"  # no isolation: nothing is fetched
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"  # fetches nothing
     subprocess.run([sys.executable, "-c", build, str(folder)], cwd=copy, check=True, capture_output=True, timeout=120)
     [wheel] = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)], check=True, timeout=120)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)],
+        check=True,
+        timeout=120,
+    )
     shutil.copyfile(wheel, folder / "site.zip")
     return folder / "site"
 
@@ -39,7 +43,10 @@ def python(arguments: list[str], cwd: Path, site: Path) -> subprocess.CompletedP
 
 def test_imports_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     done = python(
-        ["-c", "import losses, models, ulysses, ulysses.training.run; print(losses.__file__, models.__file__, ulysses.__file__)"],
+        [
+            "-c",
+            "import losses, models, ulysses, ulysses.training.run as run; print(*(m.__file__ for m in (losses, models, ulysses)))",
+        ],
         tmp_path,
         installed,
     )
@@ -51,7 +58,12 @@ def test_wheel_holds_every_module_and_no_more(installed: Path) -> None:
     found = {n for n in zipfile.ZipFile(installed.parent / "site.zip").namelist() if ".dist-info/" not in n}
     assert {n.split("/")[0] for n in found} == set(PACKAGES)
     assert {f"{p}/py.typed" for p in PACKAGES} <= found
-    ours = {str(p.relative_to(ROOT)) for name in PACKAGES for pattern in ("*.py", "*.jinja", "*.toml") for p in (ROOT / name).rglob(pattern)}
+    ours = {
+        str(p.relative_to(ROOT))
+        for name in PACKAGES
+        for pattern in ("*.py", "*.jinja", "*.toml")
+        for p in (ROOT / name).rglob(pattern)
+    }
     assert ours - found == set()
 
 
@@ -61,7 +73,10 @@ def test_a_foreign_package_is_named_by_its_file(name: str, installed: Path, tmp_
     (tmp_path / name / "__init__.py").write_text("")
     done = python(["-c", "import ulysses.training.run"], tmp_path, installed)  # the working directory comes first
     assert done.returncode == 1
-    assert f"ImportError: {tmp_path / name / '__init__.py'} shadows the engine's own package {name} ({installed / name})" in done.stderr
+    assert (
+        f"ImportError: {tmp_path / name / '__init__.py'} shadows the engine's own package {name} ({installed / name})"
+        in done.stderr
+    )
     done = python(["-m", "ulysses.export", "a", "b"], tmp_path, installed)
     assert f"{tmp_path / name / '__init__.py'} shadows" in done.stderr
     done = python(["-c", "from ulysses import UlyssesAttention"], tmp_path, installed)

@@ -14,11 +14,18 @@ BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
 
 def test_arguments_override_toml(tmp_path: Path) -> None:
     toml = tmp_path / "a.toml"
-    toml.write_text('stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.99]\n')
+    toml.write_text(
+        'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.99]\n'
+    )
     config = parse_command_line(
         ["--config", str(toml), "--optimizer.lr", "1e-6", "--data.train", '["a.jsonl", "b.jsonl"]', "--run.overwrite"]
     ).config
-    assert (config.stage, config.optimizer.lr, config.optimizer.betas, config.run.overwrite) == ("sft", 1e-6, (0.9, 0.99), True)
+    assert (config.stage, config.optimizer.lr, config.optimizer.betas, config.run.overwrite) == (
+        "sft",
+        1e-6,
+        (0.9, 0.99),
+        True,
+    )
     assert config.data.train == ["a.jsonl", "b.jsonl"]
 
 
@@ -33,7 +40,9 @@ def test_arguments_override_toml(tmp_path: Path) -> None:
         (["--data.train", "[]"], []),
     ],
 )
-def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path: Path, arguments: list[str], expected: object) -> None:
+def test_data_sources_are_kept_one_by_one_and_replace_the_files(
+    tmp_path: Path, arguments: list[str], expected: object
+) -> None:
     toml = tmp_path / "a.toml"
     toml.write_text('[data]\ntrain = {path = "c", weight = 3, split = "test"}\neval = "d"\n')
     config = parse_command_line([*BASE, "--config", str(toml), *arguments]).config
@@ -41,7 +50,9 @@ def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path: Path, 
 
 
 def test_learning_rate_factor() -> None:
-    assert parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", "0.5"]).config.optimizer.lr == pytest.approx(1e-5)
+    assert parse_command_line(
+        [*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", "0.5"]
+    ).config.optimizer.lr == pytest.approx(1e-5)
     assert parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr"]).config.optimizer.lr == 2e-5
 
 
@@ -53,9 +64,13 @@ def test_launcher_argument_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_free_tables_take_dotted_keys() -> None:
-    line = "--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --model.special_tokens.pad_token <pad>"
-    config = parse_command_line([*line.split(), "--run.wandb=", "--deepspeed.zero_optimization.overlap_comm", "false"]).config
-    assert config.model.config == {"hidden_size": 64} and config.model.special_tokens == {"pad_token": "<pad>"}
+    line = (
+        "--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --model.special_tokens.pad_token x"
+    )
+    config = parse_command_line(
+        [*line.split(), "--run.wandb=", "--deepspeed.zero_optimization.overlap_comm", "false"]
+    ).config
+    assert config.model.config == {"hidden_size": 64} and config.model.special_tokens == {"pad_token": "x"}
     assert config.deepspeed == {"zero_optimization": {"overlap_comm": False}} and config.run.wandb == ""
 
 

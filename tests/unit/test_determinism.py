@@ -45,7 +45,9 @@ def test_a_users_own_workspace_is_kept_or_refuses_the_run(monkeypatch: pytest.Mo
 
 def test_too_late_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="CUDA has already started in this process; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"):
+    with pytest.raises(
+        ConfigError, match="CUDA has already started in this process; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"
+    ):
         require_determinism()
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setenv(CUBLAS, ":4096:8")  # set before Python started: all is well

@@ -24,8 +24,20 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
 
 
 def arch(stage: str = "sft", length: int = 131072, sp: int = 8, name: str = "llama3-8b") -> list[Any]:
-    return ["--stage", stage, "--model.arch", name, "--model.init", "random", "--run.steps", 7, "--data.max_length", length,
-            "--parallel.sequence_parallel_size", sp]  # fmt: skip
+    return [
+        "--stage",
+        stage,
+        "--model.arch",
+        name,
+        "--model.init",
+        "random",
+        "--run.steps",
+        7,
+        "--data.max_length",
+        length,
+        "--parallel.sequence_parallel_size",
+        sp,
+    ]
 
 
 def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +47,11 @@ def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert '"sequence_parallel_size": 8' in text and "8 processes: data parallel 1 x sequence parallel 8" in text
     assert "7 steps" in text and "8,030,261,248 parameters" in text
     table = [line.split() for line in text.splitlines() if line.startswith("  ") and len(line.split()) >= 5]
-    levels = {words[0]: (float(words[1]), float(words[4])) for words in table if words[0] != "recompute" and words[0] != "group"}
+    levels = {
+        words[0]: (float(words[1]), float(words[4]))
+        for words in table
+        if words[0] != "recompute" and words[0] != "group"
+    }
     assert list(levels) == ["none", "keep_attention", "block", "pair"]
     assert [x for x, _ in levels.values()] == sorted((x for x, _ in levels.values()), reverse=True)
     assert [s for _, s in levels.values()] == sorted(s for _, s in levels.values())
@@ -52,7 +68,9 @@ def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys: p
 
 
 def test_what_does_not_fit_is_refused_with_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB on each GPU .*has 24.0 GiB; .*memory.offload_optimizer = true"):
+    with pytest.raises(
+        ConfigError, match=r"needs \d+\.\d GiB on each GPU .*has 24.0 GiB; .*memory.offload_optimizer = true"
+    ):
         run(capsys, *arch(length=4096, sp=1), "--gpus", 1, "--gpu-memory", 24)
     _, text = run(capsys, *arch(length=4096, sp=1), "--gpus", 1)  # the 80 GiB are an assumption: said, not refused
     assert "80.0 GiB (assumed; --gpu-memory says otherwise)" in text and "does not fit: the run needs" in text
@@ -70,13 +88,24 @@ def test_absent_weights_and_data_are_findings(
     name: str, finding: str, plan: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     shutil.copytree(DEMO / "model", tmp_path / "model")
-    base = ["--stage", "sft", "--run.steps", 2, "--model.path", tmp_path / name, "--model.tokenizer", DEMO / "data/tokenizer"]
+    base = [
+        "--stage",
+        "sft",
+        "--run.steps",
+        2,
+        "--model.path",
+        tmp_path / name,
+        "--model.tokenizer",
+        DEMO / "data/tokenizer",
+    ]
     code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", "--run.output", tmp_path / "run", *NODE)
     assert code == 3 and "finding: data: " in text and "none.jsonl" in text and finding in text and plan in text
 
 
 def test_everything_present_is_zero(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, text = run(capsys, "--config", DEMO / "sft.toml", "--gpus", 2, "--data.cache", tmp_path, "--run.output", tmp_path / "run")
+    code, text = run(
+        capsys, "--config", DEMO / "sft.toml", "--gpus", 2, "--data.cache", tmp_path, "--run.output", tmp_path / "run"
+    )
     assert code == 0 and "finding" not in text and re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", text)
     assert not (tmp_path / "run").exists()
 
@@ -89,8 +118,11 @@ def test_wrong_settings_are_still_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_names_of_published_shapes() -> None:
-    for path, name in (("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"), ("Qwen/Qwen2.5-72B", "qwen2.5-72b"),
-                       ("/models/Llama-3.1-8B/", "llama3.1-8b")):  # fmt: skip
+    for path, name in (
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
+        ("Qwen/Qwen2.5-72B", "qwen2.5-72b"),
+        ("/models/Llama-3.1-8B/", "llama3.1-8b"),
+    ):
         assert published_shape(path) == ARCHITECTURES[name]
     assert published_shape("gpt2") is None
 
@@ -103,12 +135,30 @@ def test_shipped_configurations_are_planned(config: Path, capsys: pytest.Capture
     code, text = run(capsys, "--config", config, "--model.path", tmp_path / path.split("/")[-1], *machine)
     assert code == 3 and "the model is planned with the published shape of" in text
     plan = text[text.index("predicted for ") :]
-    chosen = re.search(r"memory: recompute \S+ \(auto: ([\d.]+) GiB predicted of 80.0 GiB\); host [\d.]+ GiB per process", plan)
+    chosen = re.search(
+        r"memory: recompute \S+ \(auto: ([\d.]+) GiB predicted of 80.0 GiB\); host [\d.]+ GiB per process", plan
+    )
     assert chosen and 10 < float(chosen[1]) <= 76
-    longest = [int(n.replace(",", "")) for n in re.findall(r"longest sequence at sequence_parallel_size \d+: ([\d,]+) tokens", plan)]
+    longest = [
+        int(n.replace(",", ""))
+        for n in re.findall(r"longest sequence at sequence_parallel_size \d+: ([\d,]+) tokens", plan)
+    ]
     assert longest == sorted(longest) and longest[0] > 50_000
-    settings = r"= \d, memory.recompute = \"auto\" \(\S+\), memory.offload = \"none\": [\d.]+ GiB, \d+ GiB of a node, [\d.]+ s / step"
-    assert re.search(r"recommended for this length: parallel.sequence_parallel_size " + settings, plan)
+    settings = r"= \d, memory.recompute = \"auto\" \(\S+\), memory.offload = \"none\""
+    cost = r": [\d.]+ GiB, \d+ GiB of a node, [\d.]+ s / step"
+    assert re.search(r"recommended for this length: parallel.sequence_parallel_size " + settings + cost, plan)
     assert ("beside it 8,030,261,248 frozen parameters" in plan) == (config.stem == "ppo")
-    with pytest.raises(ConfigError, match=r"the run needs [\d.]+ GiB on each GPU even with the least kept .* but a GPU has 8.0 GiB"):
-        run(capsys, "--config", config, "--model.path", tmp_path / path.split("/")[-1], "--gpus", gpus, "--gpu-memory", 8)
+    with pytest.raises(
+        ConfigError, match=r"the run needs [\d.]+ GiB on each GPU even with the least kept .* but a GPU has 8.0 GiB"
+    ):
+        run(
+            capsys,
+            "--config",
+            config,
+            "--model.path",
+            tmp_path / path.split("/")[-1],
+            "--gpus",
+            gpus,
+            "--gpu-memory",
+            8,
+        )

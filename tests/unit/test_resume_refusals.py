@@ -17,8 +17,10 @@ from ulysses.training.section import ConfigError
 def config(output: Path, **changes: Any) -> Config:
     """A run by shape alone; tokenizer and data are absent."""
     values: dict[str, Any] = {
-        "stage": "dpo", "model": {"arch": "llama3-8b", "init": "random"}, "run": {"steps": 4, "output": str(output), "resume": "auto"},
-    }  # fmt: skip
+        "stage": "dpo",
+        "model": {"arch": "llama3-8b", "init": "random"},
+        "run": {"steps": 4, "output": str(output), "resume": "auto"},
+    }
     for key, value in changes.items():
         values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     return check(values)
@@ -31,9 +33,12 @@ def checkpoint(tmp_path: Path) -> Path:
     folder.mkdir(parents=True)
     own = config(tmp_path)
     state = {
-        "format": FORMAT, "step": 2, "config": own.model_dump(mode="json"), "shape": ARCHITECTURES["llama3-8b"].to_hf(),
+        "format": FORMAT,
+        "step": 2,
+        "config": own.model_dump(mode="json"),
+        "shape": ARCHITECTURES["llama3-8b"].to_hf(),
         "policies": own.gradients.chain().state_dict(),
-    }  # fmt: skip
+    }
     (folder / "run.json").write_text(json.dumps(state))
     return folder
 
@@ -47,13 +52,18 @@ def test_its_own_checkpoint_is_found(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"stage": "sft"}, r"run.resume: the run that wrote .*step-2 had stage 'dpo' but this run has 'sft'; set the same, or another"),
+        (
+            {"stage": "sft"},
+            r"run.resume: the run that wrote .*step-2 had stage 'dpo' but this run has 'sft'; set the same, or another",
+        ),
         ({"model": {"arch": "llama3.2-1b"}}, "had hidden_size 4096 but this run has 2048"),
         ({"model": {"lora": {"rank": 8}}}, "had lora.rank 0 but this run has 8"),
         ({"gradients": {"policies": [{"policy": "zclip"}]}}, r"policies are .*'clip_global_norm'\] but this run has"),
     ],
 )
-def test_another_runs_checkpoint_is_refused(changes: dict[str, Any], sentence: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_another_runs_checkpoint_is_refused(
+    changes: dict[str, Any], sentence: str, checkpoint: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         prepare(config(tmp_path, **changes), 1, [])
     assert caught.value.key == "run.resume"
@@ -62,5 +72,7 @@ def test_another_runs_checkpoint_is_refused(changes: dict[str, Any], sentence: s
 def test_a_checkpoint_of_an_older_format_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     state = json.loads((checkpoint / "run.json").read_text())
     (checkpoint / "run.json").write_text(json.dumps({**state, "format": 1}))
-    with pytest.raises(ConfigError, match="has checkpoint format 1, but this version reads format 2; continue it with the version"):
+    with pytest.raises(
+        ConfigError, match="has checkpoint format 1, but this version reads format 2; continue it with the version"
+    ):
         prepare(config(tmp_path), 1, [])
