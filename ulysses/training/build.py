@@ -279,7 +279,7 @@ class StageParts:
         return self.prepared.config
 
     def initial_policy(self) -> Any:
-        """Return what computes the initial policy: the fresh engine or, at any time, the engine without its adapters."""
+        """Return what computes the initial policy: the fresh engine or, at any time, the one without its adapters."""
         if not self.config.model.lora.rank:
             return self.engine
         from ulysses.training.lora import BasePolicy  # peft is an optional dependency
