@@ -1,4 +1,4 @@
-"""Hugging Face model folders: find them, read flat slices of their weights, write new ones shard by shard.
+"""Hugging Face model folders: find them, read slices of their weights (adapters added in), write new ones.
 
     model.safetensors  =  8 bytes: header length | JSON header: name -> dtype, shape, offsets | raw tensor bytes
 
@@ -96,27 +96,18 @@ def _snapshot(model_id: str, revision: str | None, weights: bool, key: str) -> P
     from huggingface_hub import constants, snapshot_download
 
     ignored = [*NOT_DOWNLOADED, *([] if weights else ["*.safetensors"])]
+    options: dict[str, Any] = {"allow_patterns": list(DOWNLOADED), "ignore_patterns": ignored}
     try:
-        return Path(
-            snapshot_download(
-                model_id,
-                revision=revision,
-                allow_patterns=list(DOWNLOADED),
-                ignore_patterns=ignored,
-            )
-        )
+        return Path(snapshot_download(model_id, revision=revision, **options))
     except (
         Exception
-    ) as error:  # the client raises a dozen kinds; all mean that the model is not to be had
+    ) as error:  # one of a dozen classes; they all mean that the model cannot be fetched
         reason = str(error).strip().split("\n")[0]
-        offline = (
-            "offline (HF_HUB_OFFLINE is set)"
-            if constants.HF_HUB_OFFLINE
-            else f"at {constants.ENDPOINT}"
-        )
+        offline = constants.HF_HUB_OFFLINE
+        where = "offline (HF_HUB_OFFLINE is set)" if offline else f"at {constants.ENDPOINT}"
         raise FileNotFoundError(
             f"{key} is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision "
-            f"{revision or 'main'} could not be had {offline} or from the cache {constants.HF_HUB_CACHE} "
+            f"{revision or 'main'} was not found {where} or in the cache {constants.HF_HUB_CACHE} "
             f"({type(error).__name__}: {reason}); give a folder, correct the id, or log in for a gated model"
         ) from error
 
@@ -126,7 +117,7 @@ def read_config(folder: Path | str) -> ModelConfig:
     path = folder_with(Path(folder), CONFIG) / CONFIG
     raw = _read_json(path)
     if not isinstance(raw, dict):
-        raise ValueError(f"{path.absolute()} holds no JSON object; download or write it again")
+        raise ValueError(f"{path.absolute()} is not a JSON object; download or write it again")
     return ModelConfig.from_hf(raw)
 
 
@@ -395,11 +386,8 @@ def _weight_paths(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
-    others = sorted(
-        path.name
-        for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf")
-        for path in folder.glob(pattern)
-    )
+    unread = {".bin", ".pth", ".pt", ".gguf"}
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in unread)
     found = f"only {others[0]}, which is not read" if others else "none"
     raise FileNotFoundError(
         f"there is neither {WEIGHTS} nor {INDEX} in {folder.absolute()} (weights found: {found}); convert the model "

@@ -147,7 +147,8 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int, int]:
     config = check({"stage": "sft", "model": model, "run": run})
     shape, place = read_shape(config)
     before = memory(reset=True)["VmRSS"]
-    engine = build_engine(config, shape, weights_of(config, shape, place), ParallelMesh(1), "reference", trainable=False)
+    source = weights_of(config, shape, place)
+    engine = build_engine(config, shape, source, ParallelMesh(1), "reference", trainable=False)
     loaded = memory()
     memory(reset=True)
     export_engine(engine, out, shape, config, step=0, main=dist.get_rank() == 0, shard_bytes=32 << 20)
@@ -170,7 +171,7 @@ def test_loading_and_exporting_stream(tmp_path: Path) -> None:
     assert size > 290e6 and len(list((tmp_path / "model").glob("*.safetensors"))) >= 6
     grown = run_distributed(load_and_export, 2, tmp_path / "model", tmp_path / "out", with_zero=True, cpu=True)
     for rank, (kept, peak, exporting) in enumerate(grown):
-        print(f"rank {rank}, model {size:.3g} bytes: loading kept {kept:.3g}, peak {peak:.3g}; exporting {exporting:.3g}")
+        print(f"rank {rank}, model {size:.3g}: loading kept {kept:.3g}, peak {peak:.3g}; exporting {exporting:.3g}")
         assert peak < 0.5 * size + 0.2 * size, "its half, and one parameter at a time"
         assert exporting < 0.2 * size
     found = WeightFiles(tmp_path / "out")

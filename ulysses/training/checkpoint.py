@@ -65,7 +65,9 @@ class Checkpoints:
             (temporary / "run.json").write_text(json.dumps({"format": FORMAT, **state}, indent=1))
         dist.barrier()  # from here on no process writes to the folder, not even a temporary file
         if main:
-            _flush_to_disk(p for p in temporary.iterdir() if not p.name.startswith("rank-"))
+            # other ranks may still write theirs, which safetensors does under a temporary name
+            own = [p for p in temporary.iterdir() if not p.name.startswith(("rank-", "."))]
+            _flush_to_disk(own)
             _flush_to_disk([temporary])
             if final.exists():
                 remove_folder(final)
