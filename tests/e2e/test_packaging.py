@@ -45,7 +45,7 @@ def test_imports_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     done = python(
         [
             "-c",
-            "import losses, models, ulysses, ulysses.training.run as run; print(*(m.__file__ for m in (losses, models, ulysses)))",
+            "import losses, models, ulysses.training.run; print(*(m.__file__ for m in (losses, models, ulysses)))",
         ],
         tmp_path,
         installed,
