@@ -151,7 +151,9 @@ def test_kernels_are_launched_on_their_tensors_device(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
-    monkeypatch.setattr(fused_triton, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: n))
+    monkeypatch.setattr(
+        fused_triton, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: n)
+    )
     for name in ("_rotate_kernel", "_swiglu_kernel", "_swiglu_backward_kernel", "_rms_norm_backward_kernel"):
         monkeypatch.setattr(fused_triton, name, Kernel(), raising=False)
     x, q = torch.ones(4, 8), torch.ones(4, 2, 8)

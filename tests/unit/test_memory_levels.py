@@ -29,7 +29,9 @@ from ulysses.memory.tiling import AUTO_ROWS, run_tiles, tile_gradients, tile_row
 from ulysses.training.config import LoraSection as Adapters
 from ulysses.training.lora import add_adapters
 
-PLANNED = Model(24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000)  # memory_case's shape, as the planner sees it
+PLANNED = Model(
+    24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000
+)  # memory_case's shape, as the planner sees it
 FLOAT32 = MemorySettings(element_size=4)
 
 
@@ -201,7 +203,12 @@ def register(module: nn.Module, kind: str, seen: Counter[str], name: str) -> Non
     getattr(module, kind)(probe)
 
 
-PROBES = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
+PROBES = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
 
 
 @pytest.mark.parametrize("kind", PROBES)
@@ -209,7 +216,9 @@ PROBES = ("register_forward_hook", "register_forward_pre_hook", "register_full_b
 def test_every_hook_on_any_part_of_a_layer_runs(level: str, kind: str) -> None:
     expected = gradients(build())[1]
     names = [name for name, _ in build().model.layers[0].named_modules() if name]
-    assert {"input_layernorm", "self_attn", "self_attn.attention", "self_attn.o_proj", "mlp", "mlp.down_proj"} < set(names)
+    assert {"input_layernorm", "self_attn", "self_attn.attention", "self_attn.o_proj", "mlp", "mlp.down_proj"} < set(
+        names
+    )
     for name in names:
         model, seen = build(recompute=level, mlp_tile=TILE), Counter[str]()
         for layer in model.model.layers:

@@ -80,7 +80,10 @@ def test_a_level_set_by_hand_is_kept_while_it_may_fit() -> None:
     need = float(chosen(by_hand, 8, 139.8, 1 << 17).line.split("(")[1].split()[0])
     choice = chosen(by_hand, 8, need + 0.5, 1 << 17)
     assert choice.recompute == ("none",) * 32 and choice.line.endswith("may run out")
-    with pytest.raises(ConfigError, match=r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute = "auto", use more'):
+    with pytest.raises(
+        ConfigError,
+        match=r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute = "auto", use more',
+    ):
         chosen(by_hand, 8, need - 0.5, 1 << 17)
 
 
@@ -99,11 +102,16 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget() -> None
 
 
 def test_too_large_is_refused_with_sizes() -> None:
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB on each GPU even with the least kept .*has 79.0 GiB; use more"):
+    with pytest.raises(
+        ConfigError, match=r"needs \d+\.\d GiB on each GPU even with the least kept .*has 79.0 GiB; use more"
+    ):
         chosen(config(), 1, 79, 4096)
     assert set(chosen(config(lora=16), 1, 79, 4096).recompute) == {"none"}
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB of host memory, .* but has 86.4 GiB, its share of the node's 96.0 GiB; "
-                       r"set memory.offload_optimizer = false, use more nodes, or set memory.host_memory if"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs \d+\.\d GiB of host memory, .* but has 86.4 GiB, its share of the node's 96.0 GiB; "
+        r"set memory.offload_optimizer = false, use more nodes, or set memory.host_memory if",
+    ):
         chosen(config(offload_optimizer=True), 1, 79, 4096, 96)
 
 
@@ -111,14 +119,20 @@ def test_without_offload_the_host_is_only_mentioned() -> None:
     for offload in ("none", "auto"):
         choice = chosen(config(sp=8, offload=offload), 8, 139.8, 1 << 17, 20)
         assert set(choice.recompute) == {"none"} and choice.offloaded_layers == 0
-        said = r"; host \d+\.\d GiB per process of 2.2 GiB that seem free \(if the node has more, memory.host_memory says so\)$"
+        said = (
+            r"; host \d+\.\d GiB per process of 2.2 GiB that seem free "
+            r"\(if the node has more, memory.host_memory says so\)$"
+        )
         assert re.search(said, choice.line) and "\n" not in choice.line
     assert "seem" not in chosen(config(sp=8), 8, 139.8, 1 << 17, 200).line
 
 
 def test_a_node_s_host_memory_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = planned_machine(config(offload="auto", host_memory=480), {}, 8)
-    assert machine.host_bytes == 480 * GIB and planned_machine(config(host_memory=480), {"host_memory": 96}, 8).host_bytes == 96 * GIB
+    assert (
+        machine.host_bytes == 480 * GIB
+        and planned_machine(config(host_memory=480), {"host_memory": 96}, 8).host_bytes == 96 * GIB
+    )
     assert planned_machine(config(), {"gpus": 8}, 8).host_bytes == 0
     device = SimpleNamespace(type="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=GIB))
@@ -132,7 +146,9 @@ def seen() -> Any:
     """What a rank of a node of 2, or of one of 1, takes for the machine, had it a GPU."""
     device, rank = SimpleNamespace(type="cuda"), dist.get_rank()
     os.environ["LOCAL_WORLD_SIZE"] = "21"[rank // 2]
-    with mock.patch.object(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=GIB * (1 + rank))):
+    with mock.patch.object(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=GIB * (1 + rank))
+    ):
         with mock.patch.object(torch, "tensor", lambda values, **_: torch.DoubleTensor(values)):
             return this_machine(device, None, 100.0 - rank)  # type: ignore[arg-type]
 
@@ -160,7 +176,9 @@ def test_every_stage_counts_its_own_models_and_passes() -> None:
     model, work, settings = stage_case("dpo", lora=4, reference="live")
     assert not settings.others and work.forwards == 1 and model.parameters == N + model.trained < 1.01 * N
     assert stage_case("dpo")[2].others == () and stage_case("dpo", reference="live", loss_type="simpo")[1].forwards == 0
-    assert [stage_case("kto", **s)[1].forwards for s in ({}, {"reference": "live"}, {"loss_type": "apo_zero_unpaired"})] == [1, 3, 0]
+    assert [
+        stage_case("kto", **s)[1].forwards for s in ({}, {"reference": "live"}, {"loss_type": "apo_zero_unpaired"})
+    ] == [1, 3, 0]
     ppo = {"reward": "ulysses.training.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
     model, work, settings = stage_case("ppo", **ppo, value="separate")
     assert (model.parameters, model.decoders, settings.others, work.forwards) == (N + head, 2, (whole,), 3 / 2)
@@ -180,7 +198,10 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path: P
     ]  # fmt: skip
     for stage, section, head_ranks in cases:
         model, work, settings = stage_case(stage, sp=8, **section)
-        assert Case(model, Machine(8, GIB), work, settings).shards[:2] == (head_ranks, 8 // head_ranks), (stage, section)
+        assert Case(model, Machine(8, GIB), work, settings).shards[:2] == (head_ranks, 8 // head_ranks), (
+            stage,
+            section,
+        )
         if head_ranks == 4:
             assert settings.others == (plain_model(other, reward=stage == "ppo"),)
 
@@ -191,7 +212,10 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path: P
         ({"mlp_tile": -1}, "memory.mlp_tile is -1 but must be"),
         ({"logits_tile": 0}, "memory.logits_tile is 0 but must be"),
         ({"offload": "checkpoints", "recompute": "none"}, 'memory.recompute "none" makes no checkpoints'),
-        ({"mlp_tile": 4096, "recompute": "none"}, 'memory.recompute "none" keeps every MLP whole; set memory.mlp_tile to "auto"'),
+        (
+            {"mlp_tile": 4096, "recompute": "none"},
+            'memory.recompute "none" keeps every MLP whole; set memory.mlp_tile to "auto"',
+        ),
     ],
 )
 def test_contradictions_are_refused(memory: dict[str, Any], sentence: str) -> None:

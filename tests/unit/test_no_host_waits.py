@@ -1,4 +1,4 @@
-"""Between a micro-batch's forward and backward the host never waits for the device: it asks for no value and copies none.
+"""Between a micro-batch's forward and backward the host never waits for the device: it reads and copies no value.
 
 Every stage runs on torch's meta device, which has no values: reading one raises, and so does an index whose size only
 values decide. `torch.tensor` on a device copies from pageable memory, which waits too; it is refused here.

@@ -14,8 +14,8 @@ from ulysses.parallel.mesh import ParallelMesh
 CUDA = torch.cuda.is_available()
 LAYERS, TOKENS = 8, 6000
 SHAPE = ModelConfig.from_hf({
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
 })  # fmt: skip
 
 
@@ -33,7 +33,9 @@ def packs() -> list[ShardedBatch]:
     return [pack_shard([Sequence(r, torch.ones(len(r))) for r in lengths], ParallelMesh(), "cuda") for lengths in rows]
 
 
-def train(level: str, dtype: torch.dtype, offloader: Offloader | None, away: Any = True) -> tuple[list[torch.Tensor], int]:
+def train(
+    level: str, dtype: torch.dtype, offloader: Offloader | None, away: Any = True
+) -> tuple[list[torch.Tensor], int]:
     """Return the gradients of every step, and the most bytes that were allocated beside weights and gradients."""
     model = CausalLM(SHAPE, attention="reference", memory=LayerMemory(level, 1000, offloader, away)).to("cuda", dtype)
     init_weights(model, seed=1)

@@ -32,7 +32,9 @@ def test_linear_and_cosine_fall_to_their_floor() -> None:
     for k in range(90):
         assert linear[10 + k] == pytest.approx(2 - 1.8 * k / 90)
         assert cosine[10 + k] == pytest.approx(0.2 + 0.9 * (1 + math.cos(math.pi * k / 90)))
-    assert learning_rate(TOTAL, TOTAL, OptimizerSection(lr=2.0, schedule="cosine", warmup=10, min_lr=0.1)) == pytest.approx(0.2)
+    assert learning_rate(
+        TOTAL, TOTAL, OptimizerSection(lr=2.0, schedule="cosine", warmup=10, min_lr=0.1)
+    ) == pytest.approx(0.2)
     assert rates(schedule="linear", warmup=0)[-1] == pytest.approx(0.02)
 
 

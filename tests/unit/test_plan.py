@@ -52,18 +52,26 @@ def seconds(work: Work, settings: MemorySettings, model: Model = LLAMA, machine:
 def case_of(row: dict[str, Any]) -> Case:
     """Return what the planner is asked about a measured row; keys that are absent mean the plain case."""
     shape = architecture(row["arch"])
-    changes = {"num_hidden_layers": row["layers"], "vocab_size": row.get("vocab_size", shape.vocab_size), "head_dim": shape.head_dim}
+    changes = {
+        "num_hidden_layers": row["layers"],
+        "vocab_size": row.get("vocab_size", shape.vocab_size),
+        "head_dim": shape.head_dim,
+    }
     if "heads" in row:  # "query/kv", of the same size as the shape's own
         changes |= zip(("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/")))
     model = plain_model(ModelConfig.from_hf({**shape.to_hf(), **changes}))
-    common = int(row["ranks"].split(" x ")[0]) if "ranks" in row else 0  # "U x R": ranks that exchange heads, that split rows
+    common = (
+        int(row["ranks"].split(" x ")[0]) if "ranks" in row else 0
+    )  # "U x R": ranks that exchange heads, that split rows
     level, _, upper = row["recompute"].partition("+")
     upper, _, count = upper.partition("*")
     settings = MemorySettings(level.split("*")[0], upper, int(count or 0), row["offload"])
     return Case(model, node(row["gpus"]), Work(row["tokens"], row["sp"], common_heads=common), settings)
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=lambda r: f"{r['arch']} {r['layers']} layers {r['tokens']} tokens {r['recompute']}")
+@pytest.mark.parametrize(
+    "row", MEASURED, ids=lambda r: f"{r['arch']} {r['layers']} layers {r['tokens']} tokens {r['recompute']}"
+)
 def test_measured_steps_are_predicted(row: dict[str, Any]) -> None:
     """Memory within 5%, time within 15%."""
     case = case_of(row)
@@ -94,7 +102,7 @@ def test_lower_levels_keep_less_and_take_longer() -> None:
 
 
 def test_executed_flops_of_full_training_and_adapters() -> None:
-    """6 N per token, 8 N where the whole layer is recomputed; adapters 4 N and 6 N: no gradient of the frozen matrices."""
+    """6 N per token, 8 N where the whole layer is recomputed; 4 N and 6 N with adapters, whose base has no gradient."""
     work, layers = Work(4096), LLAMA.layers
     N, down = LLAMA.layer_parameters, LLAMA.width * LLAMA.intermediate
 
@@ -193,7 +201,11 @@ def chosen(tokens: int, machine: Machine = node(), **more: Any) -> Case:
 
 def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers() -> None:
     assert chosen(1 << 17).name == "none"
-    for tokens, level, upper in ((1 << 19, "keep_attention", "none"), (1 << 21, "block", "keep_attention"), (3 << 20, "pair", "block")):
+    for tokens, level, upper in (
+        (1 << 19, "keep_attention", "none"),
+        (1 << 21, "block", "keep_attention"),
+        (3 << 20, "pair", "block"),
+    ):
         choice = chosen(tokens)
         count = choice.settings.upper_layers
         assert choice.levels == (level,) * (32 - count) + (upper,) * count and 0 <= count < 32
@@ -204,9 +216,11 @@ def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers() -> No
 
 
 def test_upper_layers_are_done_when_the_others_begin() -> None:
-    """The working set of ordinary autograd meets all that is kept, that of recomputed layers only what they keep themselves."""
+    """Ordinary autograd works while all is kept, recomputed layers while only what they keep themselves is."""
     work = Work(1 << 17, 4)
-    block, mixed, none = (predicted(work, s, world=4) for s in (SETTINGS["block"], MemorySettings("block", "none", 1), SETTINGS["none"]))
+    block, mixed, none = (
+        predicted(work, s, world=4) for s in (SETTINGS["block"], MemorySettings("block", "none", 1), SETTINGS["none"])
+    )
     assert mixed.kept == pytest.approx(block.kept + (none.kept - block.kept) / 32)
     assert mixed.working == pytest.approx(max(none.working, block.working - none.kept / 32))
 
@@ -220,7 +234,9 @@ def test_offload_auto_takes_the_fewest_layers() -> None:
     assert not choice.having(offloaded_layers=away - 1).fits_gpu()
     assert choose(asked(3 << 20, node(host_gib=100)), levels, "auto") is None  # the host is too small
     assert chosen(1 << 20, machine, offload="auto") == chosen(1 << 20, machine)
-    assert chosen(1 << 21, machine, offload="auto").name == "keep_attention"  # a faster level, with some layers on the host
+    assert (
+        chosen(1 << 21, machine, offload="auto").name == "keep_attention"
+    )  # a faster level, with some layers on the host
     everything = one_level(asked(1 << 17, machine), "block", "checkpoints")
     assert everything.settings.offloaded_layers == 32
 
@@ -229,7 +245,9 @@ def test_pairs_hold_half_and_reach_further() -> None:
     work, unit = Work(1 << 20, 8), 8192 * (1 << 17)
     one, odd = (predicted(work, SETTINGS["pair"], LLAMA._replace(layers=n)) for n in (32, 31))
     assert predicted(work, SETTINGS["block"]).kept == 32 * unit
-    assert one.kept == odd.kept == (16 + 1) * unit  # 15 pairs and one alone; the second layer's input of the pair at work
+    assert (
+        one.kept == odd.kept == (16 + 1) * unit
+    )  # 15 pairs and one alone; the second layer's input of the pair at work
     away = predicted(work, MemorySettings("pair", offloaded_layers=32))
     assert away.kept == (2 + 1) * unit and 16 * unit <= away.offloaded <= 16 * unit + 32 * CHUNK_BYTES
     longest = [longest_sequence(asked(0), levels) for levels in (LEVELS[:-1], LEVELS)]

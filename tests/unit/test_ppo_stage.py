@@ -54,7 +54,9 @@ def by_hand(a: Answers, old: torch.Tensor, values: torch.Tensor, reference: torc
     for i, n in enumerate(counts):
         first = int(a.starts[i] + a.prompt_lengths[i]) - 1  # the position that predicts the first answer token
         d = (old - reference)[first : first + n].double()
-        rewards[i, :n] = -config.kl_coefficient * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[config.kl_estimator]
+        rewards[i, :n] = (
+            -config.kl_coefficient * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[config.kl_estimator]
+        )
         score = float(a.scores[i])
         if config.score_clip:
             score = max(-config.score_clip, min(config.score_clip, score))
@@ -85,7 +87,9 @@ def test_rewards_advantages_and_returns_against_the_formula(options: dict[str, A
     assert rollout.metrics["objective/rlhf_reward"] == pytest.approx(float(rewards.sum()) / 3, rel=1e-5)
     assert rollout.metrics["objective/kl"] == pytest.approx(float((old - reference)[rows].sum()) / 3, rel=1e-5)
     assert rollout.metrics["objective/scores"] == pytest.approx(2.5 / 3)
-    assert rollout.metrics["val/num_eos_tokens"] == 2 and rollout.metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert rollout.metrics["val/num_eos_tokens"] == 2 and rollout.metrics[
+        "response_length/clip_ratio"
+    ] == pytest.approx(1 / 3)
     outside = torch.ones(14, dtype=torch.bool)
     outside[rows] = False
     for column in rollout.columns.values():
@@ -93,7 +97,7 @@ def test_rewards_advantages_and_returns_against_the_formula(options: dict[str, A
 
 
 def test_the_score_is_earned_by_the_eos_token_itself() -> None:
-    """Without KL, discount or values, every prediction of an answer returns its score and the EOS prediction is the last."""
+    """Without KL, discount or values, every prediction of an answer returns its score, the last one being EOS's."""
     made = maker(kl_coefficient=0.0, lam=1.0, whiten_advantages=False)
     a = answers()
     rollout = made.finish(0, a, torch.zeros(14), torch.zeros(14), torch.zeros(14))
@@ -110,7 +114,9 @@ def test_whitening_is_over_the_whole_rollout() -> None:
     rollout = maker().finish(0, answers(), torch.zeros(14), torch.randn(14), torch.zeros(14))
     rows, _ = rollout.answers.predictions()
     found = rollout.columns["advantages"][rows].double()
-    assert float(found.mean()) == pytest.approx(0, abs=1e-6) and float(found.var(correction=0)) == pytest.approx(1, abs=1e-5)
+    assert float(found.mean()) == pytest.approx(0, abs=1e-6) and float(found.var(correction=0)) == pytest.approx(
+        1, abs=1e-5
+    )
 
 
 def rollout_of(number: int, count: int = 10) -> Rollout:
@@ -186,7 +192,9 @@ def test_early_stop_drops_the_step_and_the_rest_of_its_rollout_only() -> None:
 
 def test_state_in_the_middle_and_at_the_border_of_a_rollout(tmp_path) -> None:
     made = stage()
-    made.maker = SimpleNamespace(controller=SimpleNamespace(state_dict=lambda: {"coefficient": 0.25}, load_state_dict=lambda s: None))
+    made.maker = SimpleNamespace(
+        controller=SimpleNamespace(state_dict=lambda: {"coefficient": 0.25}, load_state_dict=lambda s: None)
+    )
     made.rollouts.step(0, 2)
     rollout, made.step = made.rollouts.current, 2
     made.save(tmp_path)
@@ -223,7 +231,11 @@ def double(prompt: str, completion: str, row: dict[str, Any]) -> float:
 
 
 def test_reward_functions() -> None:
-    assert is_function("tests.unit.test_ppo_stage:double") and not is_function("meta-llama/reward") and not is_function("C:/x y")
+    assert (
+        is_function("tests.unit.test_ppo_stage:double")
+        and not is_function("meta-llama/reward")
+        and not is_function("C:/x y")
+    )
     assert score_text(double, "a", "bcd", {"scale": 2}, 4) == 3.0
     with pytest.raises(ValueError, match=r"failed on example 4: ZeroDivisionError"):
         score_text(double, "a", "bcd", {"scale": 0}, 4)
@@ -235,8 +247,8 @@ def test_reward_functions() -> None:
 
 
 @pytest.mark.parametrize(("completion", "answer", "score"), [
-    ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0), ("The answer is 7.0", "7", 1.0), ("7 apples, 8 pears", "7", 0.0),
-    ("It is -3.", "#### -3", 1.0), ("no idea", "#### 5", 0.0), ("5 5,", 5, 1.0),
+    ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0), ("The answer is 7.0", "7", 1.0),
+    ("7 apples, 8 pears", "7", 0.0), ("It is -3.", "#### -3", 1.0), ("no idea", "#### 5", 0.0), ("5 5,", 5, 1.0),
 ])  # fmt: skip
 def test_verifiable_reward(completion: str, answer: Any, score: float) -> None:
     assert gsm8k_reward("", completion, {"answer": answer}) == score
@@ -245,7 +257,8 @@ def test_verifiable_reward(completion: str, answer: Any, score: float) -> None:
 def config(data: dict[str, Any] | None = None, **ppo: Any) -> Any:
     return check({
         "stage": "ppo", "model": {"init": "random", "config": SHAPE.to_hf(), "tokenizer": "x"}, "run": {"steps": 1},
-        "data": {"train": "x", "max_length": 64, **(data or {})}, "batch": {"examples": 4, "tokens_per_microbatch": 128},
+        "data": {"train": "x", "max_length": 64, **(data or {})},
+        "batch": {"examples": 4, "tokens_per_microbatch": 128},
         "ppo": {"reward": "math:sqrt", "max_new_tokens": 32} | ppo,
     })  # fmt: skip
 
@@ -255,7 +268,7 @@ def config(data: dict[str, Any] | None = None, **ppo: Any) -> Any:
     ({"reward": "math:nothing"}, "cannot be imported"),
     ({"minibatches": 5}, "ppo.minibatches is 5 but a rollout has 4 prompts"),
     ({"minibatches": 4, "prompts_per_rollout": 3}, "ppo.minibatches is 4 but a rollout has 3 prompts"),
-    ({"max_new_tokens": 100}, r"tokens_per_microbatch is 128 but data.max_length \(prompts\) \+ ppo.max_new_tokens is 164"),
+    ({"max_new_tokens": 100}, r"is 128 but data.max_length \(prompts\) \+ ppo.max_new_tokens is 164"),
     ({"reference": "cached"}, 'ppo.reference is \'cached\' but must be "live" or a model'),
 ])  # fmt: skip
 def test_refusals(ppo: dict[str, Any], complaint: str) -> None:
@@ -281,7 +294,9 @@ def test_refused_combinations_and_stop_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "prompts"), [({}, 4), ({"prompts_per_rollout": 6}, 6)])
-def test_prompts_per_rollout_are_the_examples_of_a_step_unless_they_are_set(options: dict[str, Any], prompts: int) -> None:
+def test_prompts_per_rollout_are_the_examples_of_a_step_unless_they_are_set(
+    options: dict[str, Any], prompts: int
+) -> None:
     plan = Prepared(config(**options), 1, SHAPE, None, None, {})
     steps = step_loader(plan, ListDataset("prompt", [(s,) for s in sequences(25, 0)]), 1, 0)
     assert [len(steps.indices(0, k)) for k in (0, steps.steps_per_epoch - 1)] == [prompts, 1]
@@ -299,5 +314,7 @@ def test_parameter_groups_and_separate_clipping() -> None:
         p.grad = torch.ones_like(p)
     model.policy.weight.grad *= 100.0
     report = GradientsSection().chain().apply(TorchGradients(model.named_parameters(), scopes), StepContext(0, 1))
-    assert report["grad/policy/norm"] == pytest.approx(math.sqrt(90_003)) and report["grad/value/norm"] == pytest.approx(2.0)
+    assert report["grad/policy/norm"] == pytest.approx(math.sqrt(90_003)) and report[
+        "grad/value/norm"
+    ] == pytest.approx(2.0)
     assert model.value.bias.grad.item() == pytest.approx(0.5)  # clipped by its own norm, not by the policy's

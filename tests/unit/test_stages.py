@@ -113,7 +113,9 @@ def test_reference_cache_is_written_whole_or_not_at_all_and_knows_its_pairs(tmp_
     filled(0)  # nothing is computed again
     for i in range(len(data)):
         (sequence,) = cache[i].sequences
-        assert sequence.token_columns["reference_logps"] == pytest.approx(fake_reference(pack_shard([sequence], ParallelMesh(1))))
+        assert sequence.token_columns["reference_logps"] == pytest.approx(
+            fake_reference(pack_shard([sequence], ParallelMesh(1)))
+        )
     for i, j in pairs:
         batch = pack_shard([data.mismatch(i, j, MAX_LENGTH)], ParallelMesh(1))
         expected = float((fake_reference(batch) * batch.loss_weights).sum())

@@ -7,18 +7,27 @@ from ulysses.zero.settings import check_raw, derive
 
 
 def test_auto_leaves_the_engines_own_value() -> None:
-    raw = {"zero_optimization": {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}, "steps_per_print": 7}
+    raw = {
+        "zero_optimization": {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+        "steps_per_print": 7,
+    }
     assert derive(dtype=torch.float32, raw=raw) == derive(dtype=torch.float32) | {"steps_per_print": 7}
 
 
 @pytest.mark.parametrize("key", ["zero_hpz_partition_size", "zero_quantized_gradients"])
 def test_settings_that_the_engine_does_not_support_are_refused_by_name(key: str) -> None:
-    with pytest.raises(ValueError, match=f"zero_optimization.{key} is owned by the engine and cannot be set there; use nothing: "):
+    with pytest.raises(
+        ValueError, match=f"zero_optimization.{key} is owned by the engine and cannot be set there; use nothing: "
+    ):
         derive(dtype=torch.float32, raw={"zero_optimization": {key: 2}})
 
 
 def test_a_file_written_for_another_trainer_says_nothing_where_it_says_auto() -> None:
-    raw = {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto", "overlap_comm": False}}
+    raw = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": "auto", "overlap_comm": False},
+    }
     found = derive(dtype=torch.float32, raw=raw)
     assert found.pop("zero_optimization")["overlap_comm"] is False
     assert found == {k: v for k, v in derive(dtype=torch.float32).items() if k != "zero_optimization"}
@@ -27,11 +36,20 @@ def test_a_file_written_for_another_trainer_says_nothing_where_it_says_auto() ->
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
-        ({"comms_loger": {"enabled": True}}, "deepspeed.comms_loger is not passed on to DeepSpeed; leave it out, only these are: zero_opt"),
+        (
+            {"comms_loger": {"enabled": True}},
+            "deepspeed.comms_loger is not passed on to DeepSpeed; leave it out, only these are: zero_opt",
+        ),
         ({"gradient_predivide_factor": 2}, "deepspeed.gradient_predivide_factor is not passed on"),
         ({"zero_optimization": 3}, "deepspeed.zero_optimization is 3 but must be a table"),
-        ({"zero_optimization": {"overlap_com": True}}, "deepspeed.zero_optimization.overlap_com: Extra inputs are not permitted"),
-        ({"zero_optimization": {"sub_group_size": -1}}, "deepspeed.zero_optimization.sub_group_size: .*greater than or equal to 0"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "deepspeed.zero_optimization.overlap_com: Extra inputs are not permitted",
+        ),
+        (
+            {"zero_optimization": {"sub_group_size": -1}},
+            "deepspeed.zero_optimization.sub_group_size: .*greater than or equal to 0",
+        ),
     ],
 )
 def test_keys_that_mean_nothing_here_are_refused(raw: dict, complaint: str) -> None:
