@@ -34,7 +34,6 @@ from ulysses.training.config import Config
 from ulysses.training.memory import (
     MemoryChoice,
     adapter_parameters,
-    check_memory,
     choose_memory,
     plain_model,
     this_machine,
@@ -89,9 +88,7 @@ def settings(arch: str, layers: int, given: Several[str] = ()) -> Config:
     fixed += ["--run.steps", "1", "--optimizer.lr", str(LR)]
     if layers:
         fixed += ["--model.config.num_hidden_layers", str(layers)]
-    config = parse_command_line([*fixed, *given]).config
-    check_memory(config)
-    return config
+    return parse_command_line([*fixed, *given]).config
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:

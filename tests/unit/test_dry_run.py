@@ -147,7 +147,7 @@ def test_shipped_configurations_are_planned(config: Path, capsys: pytest.Capture
     settings = r"= \d, memory.recompute = \"auto\" \(\S+\), memory.offload = \"none\""
     cost = r": [\d.]+ GiB, \d+ GiB of a node, [\d.]+ s / step"
     assert re.search(r"recommended for this length: parallel.sequence_parallel_size " + settings + cost, plan)
-    assert ("beside it 8,030,261,248 frozen parameters" in plan) == (config.stem == "ppo")
+    assert ("other models have 8,030,261,248 parameters, all frozen" in plan) == (config.stem == "ppo")
     with pytest.raises(
         ConfigError, match=r"the run needs [\d.]+ GiB on each GPU even with the least kept .* but a GPU has 8.0 GiB"
     ):

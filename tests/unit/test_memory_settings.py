@@ -30,7 +30,6 @@ from ulysses.training.memory import (
     planner_case,
     this_machine,
 )
-from ulysses.training.prepare import prepare
 from ulysses.training.section import ConfigError
 
 LLAMA = architecture("llama3-8b")
@@ -209,18 +208,18 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path: P
 @pytest.mark.parametrize(
     ("memory", "sentence"),
     [
-        ({"mlp_tile": -1}, "memory.mlp_tile is -1 but must be"),
-        ({"logits_tile": 0}, "memory.logits_tile is 0 but must be"),
+        ({"mlp_tile": -1}, "memory.mlp_tile is -1: input should be greater than or equal to 0"),
+        ({"logits_tile": 0}, "memory.logits_tile is 0: input should be greater than or equal to 1"),
         ({"offload": "checkpoints", "recompute": "none"}, 'memory.recompute "none" makes no checkpoints'),
         (
             {"mlp_tile": 4096, "recompute": "none"},
-            'memory.recompute "none" keeps every MLP whole; set memory.mlp_tile to "auto"',
+            'memory.recompute "none" keeps every MLP whole; set memory.mlp_tile or memory.recompute to "auto"',
         ),
     ],
 )
 def test_contradictions_are_refused(memory: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        prepare(config(**memory), 1)
+        config(**memory)
 
 
 def test_free_host_memory_is_known_on_linux() -> None:

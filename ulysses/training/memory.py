@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -26,11 +28,10 @@ from ulysses.memory.plan import (
     recommend,
     step_seconds,
 )
-from ulysses.training.config import Config
+from ulysses.training.config import DTYPES, Config
 from ulysses.training.metrics import device_peak_flops
 from ulysses.training.section import ConfigError
 
-ELEMENT_SIZE = {"bfloat16": 2, "float32": 4}
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 
 
@@ -43,31 +44,6 @@ class MemoryChoice(NamedTuple):
     line: str = ""
 
 
-def check_memory(config: Config) -> None:
-    """Raise ConfigError for memory settings that contradict each other or have no meaning."""
-    memory = config.memory
-    if memory.mlp_tile != "auto" and memory.mlp_tile < 0:
-        raise ConfigError(
-            f'memory.mlp_tile is {memory.mlp_tile} but must be "auto", 0 (never tile) or a number of rows'
-        )
-    if memory.logits_tile != "auto" and memory.logits_tile < 1:
-        raise ConfigError(
-            f'memory.logits_tile is {memory.logits_tile} but must be "auto" or at least 1 row'
-        )
-    if memory.recompute != "none":
-        return
-    if memory.offload == "checkpoints":
-        raise ConfigError(
-            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set memory.recompute '
-            'to "auto", "keep_attention", "block" or "pair", or memory.offload to "none"'
-        )
-    if memory.mlp_tile not in ("auto", 0):
-        raise ConfigError(
-            f'memory.mlp_tile is {memory.mlp_tile} but memory.recompute "none" keeps every MLP whole; set '
-            'memory.mlp_tile to "auto", or memory.recompute to "auto", "keep_attention", "block" or "pair"'
-        )
-
-
 def adapter_parameters(config: Config, shape: Shape) -> int:
     """Count the parameters that LoRA trains."""
     d, f = shape.hidden_size, shape.intermediate_size
@@ -76,12 +52,10 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
         "q_proj": d + q, "k_proj": d + kv, "v_proj": d + kv, "o_proj": q + d,
         "gate_proj": d + f, "up_proj": d + f, "down_proj": f + d,
     }  # fmt: skip
-    lora = config.model.lora
+    lora, stage = config.model.lora, config.stage_class
     adapters = shape.num_hidden_layers * lora.rank * sum(sides[name] for name in set(lora.targets))
-    stage = config.stage_class
-    if stage.value(config) == "separate":
-        adapters *= 2
-    return adapters + (d if stage.reward or stage.value(config) else 0)
+    value = stage.value(config)
+    return adapters * (1 + (value == "separate")) + d * bool(stage.reward or value)
 
 
 def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Model:
@@ -108,11 +82,11 @@ def planner_model(config: Config, shape: Shape) -> Model:
     where = config.stage_class.value(config)
     if not where:
         return model
-    separate = where == "separate"
-    value = shape.num_parameters(reward=True) if separate else shape.hidden_size
-    trained = model.trained if adapters else model.trained + value
+    value = shape.num_parameters(reward=True) if where == "separate" else shape.hidden_size
     return model._replace(
-        parameters=model.parameters + value, trained=trained, decoders=2 if separate else 1
+        parameters=model.parameters + value,
+        trained=model.trained + value * (not adapters),
+        decoders=1 + (where == "separate"),
     )
 
 
@@ -120,17 +94,16 @@ def planner_case(
     config: Config, shape: Shape, machine: Machine, tokens: int, micro_batches: int = 1
 ) -> Case:
     """Return the planner's view of a run: micro-batches of `tokens`, full of longest sequences."""
-    memory, rows, stage = config.memory, config.memory.logits_tile, config.stage_class
+    memory, stage = config.memory, config.stage_class
     others = [
         plain_model(_other(other.path, shape), reward=other.reward)
         for other in stage.other_models(config)
     ]
-    if stage.keeps_initial(config):
-        others.append(plain_model(shape))
+    others += [plain_model(shape)] * stage.keeps_initial(config)
     settings = MemorySettings(
         mlp_tile=memory.mlp_tile,
-        logits_rows=0 if rows == "auto" else rows,
-        element_size=ELEMENT_SIZE[config.model.dtype],
+        logits_rows=0 if memory.logits_tile == "auto" else memory.logits_tile,
+        element_size=DTYPES[config.model.dtype].itemsize,
         offload_optimizer=memory.offload_optimizer,
         offload_parameters=memory.offload_parameters,
         others=tuple(others),
@@ -188,28 +161,31 @@ def choose_memory(
         )
     case = planner_case(config, shape, machine, tokens)
     choice = choose(case, levels, offload)
-    fits = choice is not None
     if choice is None:
-        found = [one_level(case, level, offload) for level in levels]
-        choice = min(found, key=lambda c: (not c.fits_host(), predict(c).gpu))
+        uniform = [one_level(case, level, offload) for level in levels]
+        choice = min(uniform, key=lambda c: (not c.fits_host(), predict(c).gpu))
         _refuse_too_large(config, choice)
     away, p = choice.settings.offloaded_layers, predict(choice)
     room = int(machine.host_budget - p.host + p.offloaded) if away else 0
-    return MemoryChoice(choice.levels, away, room, _line(config, choice, fits))
+    return MemoryChoice(choice.levels, away, room, _line(config, choice))
 
 
-def _line(config: Config, choice: Case, fits: bool) -> str:
+def _line(config: Config, choice: Case) -> str:
     p, machine, away = predict(choice), choice.machine, choice.settings.offloaded_layers
     why = "auto: " if config.memory.recompute == "auto" else ""
-    size = f"{p.gpu / GIB:.1f} GiB predicted of {machine.gpu_bytes / GIB:.1f} GiB"
-    text = f"memory: recompute {choice.name} ({why}{size})"
+    text = (
+        f"memory: recompute {choice.name} ({why}{p.gpu / GIB:.1f} GiB predicted of "
+        f"{machine.gpu_bytes / GIB:.1f} GiB)"
+    )
     if away:
         text += f"; {away} of {choice.model.layers} layers' activations in host memory"
     if machine.host_bytes:
         text += f"; host {p.host / GIB:.1f} GiB per process of {machine.host_budget / GIB:.1f} GiB"
         if p.host > machine.host_budget:
             text += " that seem free (if the node has more, memory.host_memory says so)"
-    return text if fits else text + "; this leaves less than the usual reserve and may run out"
+    if not choice.fits():
+        text += "; this leaves less than the usual reserve and may run out"
+    return text
 
 
 def _refuse_too_large(config: Config, smallest: Case) -> None:
@@ -291,15 +267,13 @@ def plan_lines(
     known = "gpu_memory" in given or torch.cuda.is_available()
     case = planner_case(config, shape, machine, tokens, micro_batches)
     model, work = case.model, case.work
+    assumed = "" if known else " (assumed; --gpu-memory says otherwise)"
+    speed = "" if device_peak_flops() else ", as fast as an H200"
+    host = "host memory unknown (--host-memory)"
+    if machine.host_bytes:
+        host = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node"
     yield (
-        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB"
-        + ("" if known else " (assumed; --gpu-memory says otherwise)")
-        + ("" if device_peak_flops() else ", as fast as an H200")
-        + (
-            f", {machine.host_bytes / GIB:.0f} GiB of host memory per node:"
-            if machine.host_bytes
-            else ", host memory unknown (--host-memory):"
-        )
+        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB{assumed}{speed}, {host}:"
     )
     yield (
         f"{model.parameters:,} parameters, {model.trained:,} trained; {micro_batches} "
@@ -308,11 +282,9 @@ def plan_lines(
     )
     if case.settings.others:
         frozen = sum(other.parameters for other in case.settings.others)
-        yield f"beside it {frozen:,} frozen parameters of other models"
+        yield f"the run's other models have {frozen:,} parameters, all frozen"
     yield f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
-    for level in LEVELS:
-        if level == "none" and offload == "checkpoints":
-            continue
+    for level in LEVELS[1:] if offload == "checkpoints" else LEVELS:
         choice = one_level(case, level, offload)
         p = predict(choice)
         yield (
@@ -370,41 +342,25 @@ def this_machine(
     """
     if device.type != "cuda":
         return None
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    values = torch.tensor(
-        [
-            torch.cuda.get_device_properties(device).total_memory,
-            host_gib * GIB or free_host_bytes(),
-            peak_flops or 0.0,
-            -local,
-        ],
-        dtype=torch.float64,
-        device=device,
-    )
-    if size > 1:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    memory = torch.cuda.get_device_properties(device).total_memory
+    facts = [memory, host_gib * GIB or free_host_bytes(), peak_flops or 0.0, -local]
+    values = torch.tensor(facts, dtype=torch.float64, device=device)
+    if world > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MIN)
     gpu, host, peak, node = values.tolist()
-    machine = Machine(size, gpu, host, -int(node))
-    return machine._replace(peak_flops=peak) if peak else machine
+    machine = Machine(world, gpu, host, -int(node))
+    return machine._replace(peak_flops=peak or machine.peak_flops)
 
 
 def free_host_bytes() -> int:
-    """Return the memory of this node that processes may still take, container limits considered; 0 if unknown.
+    """Return the memory of this node that processes may still take, container limits considered.
 
     A machine that is given memory on demand reports less than there will be; memory.host_memory is for it.
     """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(
-            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
-        )
-        group = Path("/sys/fs/cgroup")
-        limit = (
-            (group / "memory.max").read_text().strip() if (group / "memory.max").exists() else "max"
-        )
-        if limit != "max":
-            free = min(free, int(limit) - int((group / "memory.current").read_text()))
-        return max(free, 0)
-    except (OSError, ValueError, StopIteration):
-        return 0
+    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # there is no control group, or its limit is "max"
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return max(free, 0)

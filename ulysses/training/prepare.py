@@ -26,7 +26,7 @@ from ulysses.data.sources import Source, missing_sources, parse_sources
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.training.checkpoint import resume_point
 from ulysses.training.config import DTYPES, Config
-from ulysses.training.memory import check_memory, planner_model
+from ulysses.training.memory import planner_model
 from ulysses.training.section import AbsentError, ConfigError, blame, collect_absent
 from ulysses.training.stages.base import OtherModel
 from ulysses.zero.settings import check_raw
@@ -138,7 +138,6 @@ def _check_settings(config: Config, world_size: int) -> None:
             raise ConfigError(
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
-    check_memory(config)
     with blame():
         check_raw(config.deepspeed)
         config.gradients.chain()
