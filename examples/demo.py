@@ -85,7 +85,7 @@ def plot(sft: Path, dpo: Path, picture: Path) -> None:
 
 
 def answers(model_folder: Path, prompts: list[list[dict[str, str]]]) -> list[str]:
-    """Sample with plain transformers, no code of ours; a sample shows the tone better than the one most likely answer."""
+    """Sample with plain transformers; a sample shows the tone better than the most likely answer does."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -135,8 +135,10 @@ export      {dpo}/export   (loads in transformers as it is)
 plot        {picture}
 
 next, with your own model and data:
-  deepspeed train.py --config configs/sft.toml --model.path YOUR_MODEL --data.train '["your.jsonl"]' --run.output runs/sft
-  deepspeed train.py --config configs/dpo.toml --model.path runs/sft/export --data.train '["pairs.jsonl"]' --run.output runs/dpo
+  deepspeed train.py --config configs/sft.toml --model.path YOUR_MODEL --run.output runs/sft \\
+      --data.train '["your.jsonl"]'
+  deepspeed train.py --config configs/dpo.toml --model.path runs/sft/export --run.output runs/dpo \\
+      --data.train '["pairs.jsonl"]'
   (--dry-run checks everything first; --inspect 3 shows what is trained)""")
     return 0
 

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `gpu` without a GPU, and those marked `full` unless they are asked for; nothing is skipped."""
+    """Leave out tests marked `gpu` where there is none, and those marked `full` unless they are asked for."""
     wanted = config.getoption("-m") or ""
     gone = [
         i

@@ -26,15 +26,17 @@ from ulysses.zero.construct import initialize_distributed
 
 SHAPE = ModelConfig.from_hf(
     {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-     "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512,
-     "hidden_act": "silu", "initializer_range": 0.1}
+     "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+     "max_position_embeddings": 512, "hidden_act": "silu", "initializer_range": 0.1}
 )  # fmt: skip
 
 
 class ListDataset:
     """Examples in memory with the face of a TokenizedDataset."""
 
-    def __init__(self, kind: str, examples: list[tuple[Sequence, ...]], columns: dict[str, list[float]] | None = None) -> None:
+    def __init__(
+        self, kind: str, examples: list[tuple[Sequence, ...]], columns: dict[str, list[float]] | None = None
+    ) -> None:
         self.kind = kind
         self.examples = examples
         self.sequence_lengths = np.array([[len(s.tokens) for s in e] for e in examples])
@@ -140,12 +142,15 @@ def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, Ca
     )
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh, engine=engine, stage=made, loader=loader, total_steps=case.steps, learning_rate=lambda step: case.lr, policies=chain,
+        mesh=mesh, engine=engine, stage=made, loader=loader, total_steps=case.steps,
+        learning_rate=lambda step: case.lr, policies=chain,
     )  # fmt: skip
     return trainer, chain
 
 
-def run_case(case: Case, data: Any = None, stage: Any = None) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
+def run_case(
+    case: Case, data: Any = None, stage: Any = None
+) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
     """Train `case.steps` steps; returns every step's metrics and whole gradients (gradients on rank 0 only)."""
     data = dataset(case.stage) if data is None else data
     trainer, chain = build_trainer(case, data, stage)
@@ -158,7 +163,7 @@ def run_case(case: Case, data: Any = None, stage: Any = None) -> tuple[list[dict
 def plain_gradients(
     case: Case, data: Any = None, dtype: torch.dtype = torch.float64, count: int = 6
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the first `count` examples from the formula, one sequence at a time, one process, no packing, no ZeRO."""
+    """Loss and gradients of the first `count` examples from the formula: no packing, no ZeRO, one process."""
     data = dataset(case.stage) if data is None else data
     model = CausalLM(case.shape, None, attention="reference")
     init_weights(model, seed=0)
@@ -176,20 +181,26 @@ def plain_gradients(
         pairs = [logps(e.sequences[0]) for e in examples]
         loss = -sum(p.sum() for p, _ in pairs) / sum(w for _, w in pairs)
     else:
+        options = {k: v for k, v in case.options.items() if k in ("beta", "loss_type", "label_smoothing")}
         per_pair = []
         for e in examples:
             (c, cw), (r, rw) = logps(e.sequences[0]), logps(e.sequences[1])
-            refs = [(s.token_columns["reference_logps"][:-1].to(dtype) * s.loss_weights[1:].to(dtype)).sum() for s in e.sequences]
+            refs = [
+                (s.token_columns["reference_logps"][:-1].to(dtype) * s.loss_weights[1:].to(dtype)).sum()
+                for s in e.sequences
+            ]
             per_pair.append(
-                dpo_loss(c.sum()[None], r.sum()[None], refs[0][None], refs[1][None], chosen_lengths=cw[None], rejected_lengths=rw[None],
-                         **{k: v for k, v in case.options.items() if k in ("beta", "loss_type", "label_smoothing")})[0].sum()
+                dpo_loss(c.sum()[None], r.sum()[None], refs[0][None], refs[1][None], chosen_lengths=cw[None],
+                         rejected_lengths=rw[None], **options)[0].sum()
             )  # fmt: skip
         loss = sum(per_pair) / len(per_pair)
     loss.backward()
     return float(loss), {n: p.grad for n, p in model.named_parameters()}
 
 
-def assert_same_gradients(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def assert_same_gradients(
+    found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
     """Per parameter: ||g - g_exact|| <= tolerance * max(||g_exact||, 1e-3 * global norm)."""
     assert set(found) == set(exact)
     norm = torch.stack([g.double().norm() for g in exact.values()]).norm()

@@ -1,10 +1,10 @@
 """Run a function on several real processes and collect what each returns.
 
 They run on GPUs over NCCL, one GPU each, where the machine has one for every rank, and on CPU over gloo elsewhere;
-ULYSSES_TEST_DEVICE=cpu keeps all of them on the CPU. Test bodies put their tensors on `device()` and draw them on the CPU,
-so that the numbers are the same. Without GPUs ranks are forked from this process (imports are paid once). With GPUs they
-come from a fork server that has imported torch and nothing else: a process whose parent started CUDA, as one backward
-pass on the CPU does, can neither use it nor run a backward pass.
+ULYSSES_TEST_DEVICE=cpu keeps all of them on the CPU. Test bodies put their tensors on `device()` and draw them on the
+CPU, so that the numbers are the same. Without GPUs ranks are forked from this process, whose imports they share. With
+GPUs they come from a fork server that has imported torch and nothing else: a process whose parent started CUDA, as one
+backward pass on the CPU does, can neither use it nor run a backward pass.
 
 `with_zero=True` also imports deepspeed in the parent, so that the ranks do not import it one by one.
 """
@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 RANK_DEVICE = "ULYSSES_TEST_RANK_DEVICE"  # set in a rank's own process
 
-# DeepSpeed keys that make a tiny model work like a large one. Small parameters are never taken apart, and of a tiny model all
-# are small: none would be gathered ahead, in flight or given back, and all gradients would be reduced together. With these
-# keys every parameter is partitioned, and matrices are reduced by themselves.
+# DeepSpeed keys that make a tiny model work like a large one. Small parameters are never taken apart, and of a tiny
+# model all are small: none would be gathered ahead, in flight or given back, and all gradients would be reduced
+# together. With these keys every parameter is partitioned, and matrices are reduced by themselves.
 AS_LARGE = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500}}
 
 
@@ -64,8 +64,8 @@ def run_distributed(
 
     Returns the ranks' return values in rank order (anything picklable; tensors come back on the CPU). Raises the first
     rank's error with its traceback; a rank that hangs past `timeout` seconds (three times that on GPUs, where kernels
-    are compiled first) ends all of them. `cpu=True` keeps the ranks on the CPU; `deterministic=True` is for results that
-    are compared bit by bit: as run.deterministic does, it refuses operations whose results may differ on a GPU.
+    are compiled first) ends all of them. `cpu=True` keeps the ranks on the CPU; `deterministic=True` is for results
+    that are compared bit by bit: as run.deterministic does, it refuses operations whose results may differ on a GPU.
     """
     cuda = not cpu and gpus() >= world_size
     served = torch.cuda.device_count() > 0
@@ -79,7 +79,10 @@ def run_distributed(
         if served:
             server = multiprocessing.get_context("forkserver")
             server.set_forkserver_preload(["torch"])
-            ranks = [server.Process(target=_child, args=(function, args, kwargs, rank, *setting)) for rank in range(world_size)]
+            ranks = [
+                server.Process(target=_child, args=(function, args, kwargs, rank, *setting))
+                for rank in range(world_size)
+            ]
             for process in ranks:
                 process.start()
             failed = _wait([_poll_process(process) for process in ranks], timeout * (3 if cuda else 1))
@@ -127,14 +130,21 @@ def hide_gpus() -> None:
 
 
 def _child(
-    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, world: int, folder: Path, cuda: bool, deterministic: bool,
+    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, world: int, folder: Path, cuda: bool,
+    deterministic: bool,
 ) -> None:  # fmt: skip
     code = 0
     try:
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1"
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
         )
-        meet = f"file://{folder / 'store'}"  # a free port could be taken by another test's rank before it is listened on
+        meet = (
+            f"file://{folder / 'store'}"  # a free port could be taken by another test's rank before it is listened on
+        )
         torch.set_num_threads(1)
         if deterministic:
             from ulysses.training.prepare import require_determinism  # heavy, and needed here only
@@ -144,7 +154,9 @@ def _child(
             os.environ[RANK_DEVICE] = f"cuda:{rank}"
             torch.cuda.set_device(rank)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-            dist.init_process_group("nccl", meet, rank=rank, world_size=world)  # the engine's own: no collective on host tensors
+            dist.init_process_group(
+                "nccl", meet, rank=rank, world_size=world
+            )  # the engine's own: no collective on host tensors
         else:
             hide_gpus()
             dist.init_process_group("gloo", meet, rank=rank, world_size=world)

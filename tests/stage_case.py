@@ -120,9 +120,11 @@ def _dataset(case: StageCase, count: int) -> ListDataset:
 
 
 class StartedAdapters(AdapterWeights):
-    """B random as well, as after some training: otherwise A would have no gradient. All drawn on the CPU, as the formula's."""
+    """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU."""
 
-    def slice(self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def slice(
+        self, name: str, shape: torch.Size, start: int, stop: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         cpu = torch.device("cpu")
         return super().slice(name.replace(".lora_B.", ".lora_A."), shape, start, stop, dtype, cpu).to(device)
 
@@ -177,7 +179,7 @@ def run_stage(case: StageCase, lr: float = 0.0) -> tuple[list[dict[str, float]],
 
 
 def formula(case: StageCase, step: int = 0) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
-    """Loss, gradients and some metrics of a step with the first weights, one unpacked sequence at a time, float64, no ZeRO."""
+    """Loss, gradients and metrics of a step with the first weights: float64, one sequence at a time, no ZeRO."""
     data = stage_dataset(case)
     model = make_model(case, None, attention="reference")
     source = StartedAdapters(InitialWeights(case.shape, 0), 0)
@@ -252,7 +254,9 @@ def _dpo(case: StageCase, data: Any, indices: Any, examples: Any, *functions: An
         (c, r), (rc, rr) = ([f(s)[None] for s in sides] for f in functions[2:])
         lengths = dict(zip(("chosen_lengths", "rejected_lengths"), (weights(s).sum()[None] for s in e.sequences)))
         total = total + dpo_loss(c, r, rc, rr, **lengths, **o)[0].sum()
-    return total / len(examples) + sft_weight * nll / trained, {"nll/chosen": float(nll / trained)} if sft_weight else {}
+    return total / len(examples) + sft_weight * nll / trained, {
+        "nll/chosen": float(nll / trained)
+    } if sft_weight else {}
 
 
 def _decayed(weights: torch.Tensor, shorter: int, alpha: float) -> torch.Tensor:

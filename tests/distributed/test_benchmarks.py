@@ -10,7 +10,8 @@ from tests.harness import run_distributed
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 SHAPE = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 16,
 }  # fmt: skip
 
 

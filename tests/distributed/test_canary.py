@@ -24,7 +24,11 @@ def halved(self: Any, group: int, own: Any = ZeroOptimizer._optimizer_step) -> N
 
 
 CHANGES: dict[str, tuple[str, Any, str]] = {
-    "gradients are taken before us": ("reduce_ready_partitions_and_remove_grads", taken, "received no gradient in this step"),
+    "gradients are taken before us": (
+        "reduce_ready_partitions_and_remove_grads",
+        taken,
+        "received no gradient in this step",
+    ),
     "an update is wrong": ("_optimizer_step", halved, "its gradients or updates are wrong"),
     "a name is gone": ("_partition_all_parameters", None, "AttributeError: .*_partition_all_parameters"),
 }
@@ -46,4 +50,6 @@ def checked(change: str) -> str:
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_deepspeed_that_trains_wrongly_is_refused_in_one_sentence(change: str) -> None:
     for text in run_distributed(checked, 2, change, with_zero=True):
-        assert re.fullmatch(rf"deepspeed \S+ does not train correctly .*\(.*{CHANGES[change][2]}.*\); install deepspeed [\d.]+", text), text
+        assert re.fullmatch(
+            rf"deepspeed \S+ does not train correctly .*\(.*{CHANGES[change][2]}.*\); install deepspeed [\d.]+", text
+        ), text

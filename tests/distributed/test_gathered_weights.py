@@ -1,4 +1,4 @@
-"""Gathered weights: once per direction at every level, none outlives its layer's forward, whole ones at any time; torch stays whole."""
+"""Weights are gathered once per direction at every level, and none outlives its layer's forward."""
 
 import gc
 from collections import Counter
@@ -81,7 +81,9 @@ def whole_after_an_evaluation() -> list[bool]:
         engine.step([0.0] * len(engine.optimizer.param_groups))
 
     def right(name: str, tensor: torch.Tensor) -> bool:
-        return torch.equal(tensor.flatten(), source.slice(name, tensor.shape, 0, tensor.numel(), tensor.dtype, tensor.device))
+        return torch.equal(
+            tensor.flatten(), source.slice(name, tensor.shape, 0, tensor.numel(), tensor.dtype, tensor.device)
+        )
 
     def evaluate() -> None:
         with engine.inference():
@@ -138,7 +140,9 @@ def gathers(levels: tuple[str, ...] = LEVELS[:-1]) -> dict[str, dict[str, int]]:
 
 
 def test_weights_are_gathered_once_per_direction() -> None:
-    """Neither a recomputed layer nor the tiles of its MLP gather again; what ends the forward may stay for the backward.
+    """Neither a recomputed layer nor the tiles of its MLP gather again.
+
+    What ends the forward may stay for the backward.
 
     A pass without a backward half before each step changes nothing of that.
     """
@@ -147,11 +151,18 @@ def test_weights_are_gathered_once_per_direction() -> None:
         for case, calls in found.items():
             last = ("lm_head", "model.norm", f"model.layers.{LAYERS - 1}.")
             assert len(calls) == 3 + 9 * LAYERS
-            assert all(count == 2 or (count == 1 and name.startswith(last)) for name, count in calls.items()), (case, calls)
+            assert all(count == 2 or (count == 1 and name.startswith(last)) for name, count in calls.items()), (
+                case,
+                calls,
+            )
 
 
 def test_the_first_layer_of_a_pair_is_gathered_once_more() -> None:
     for found in run_distributed(gathers, 2, ("pair",), with_zero=True, cpu=True):
         for case, calls in found.items():
-            layers = {int(name.split("layers.")[1].split(".")[0]): count for name, count in calls.items() if "layers." in name}
+            layers = {
+                int(name.split("layers.")[1].split(".")[0]): count
+                for name, count in calls.items()
+                if "layers." in name
+            }
             assert layers == {i: (2 if i < LAYERS - 1 else 1) if i % 2 else 3 for i in range(LAYERS)}, case

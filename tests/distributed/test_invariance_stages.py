@@ -62,7 +62,8 @@ def test_options(stage, options) -> None:
 
 
 @pytest.mark.parametrize(("stage", "world", "sp", "recompute"), [
-    ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"), ("sft", 1, 1, "keep_attention"), ("pt", 2, 2, "pair"),
+    ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"), ("sft", 1, 1, "keep_attention"),
+    ("pt", 2, 2, "pair"),
 ])  # fmt: skip
 def test_adapters(stage, world, sp, recompute) -> None:
     options = {"rm": {"center_coefficient": 0.1}, "kto": KTO}.get(stage, {})

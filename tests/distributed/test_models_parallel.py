@@ -127,7 +127,12 @@ def test_reward_scores_do_not_depend_on_the_ranks() -> None:
 
 
 def under_zero(
-    config: ModelConfig, sp: int, dtype: torch.dtype, adapters: bool, expected: dict[str, torch.Tensor], kernel: str = "auto"
+    config: ModelConfig,
+    sp: int,
+    dtype: torch.dtype,
+    adapters: bool,
+    expected: dict[str, torch.Tensor],
+    kernel: str = "auto",
 ) -> dict[str, float]:
     """Every level and tiling in the engine against plain torch in one process."""
     initialize_distributed()
@@ -140,7 +145,9 @@ def under_zero(
     for level, mlp_rows in (*((level, rows) for level in LEVELS), ("block", 0), (["keep_attention", "none"], 0)):
         decoder.set_memory(level, mlp_rows)
         engine.backward(loss_of(engine, batch) * world, last=True)
-        results[f"{level} {'tiled' if mlp_rows else 'whole'}"] = worst_error(whole_gradients(engine.gradients()), expected)
+        results[f"{level} {'tiled' if mlp_rows else 'whole'}"] = worst_error(
+            whole_gradients(engine.gradients()), expected
+        )
         engine.skip_step()
     engine.destroy()
     return results

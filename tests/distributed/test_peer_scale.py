@@ -84,14 +84,18 @@ def peer(stage: int, reduce_scatter: bool) -> dict[str, float]:
     counts = torch.distributed.nn.functional.all_gather(valid, group=group)
     engine.backward(sum(one * n for one, n in zip(losses, counts, strict=True)) / sum(counts))
     ratios = {name: safe_get_full_grad(p).cpu() for name, p in engine.module.named_parameters()}
-    return {name: float((g.view(-1) @ exact()[name].view(-1)) / exact()[name].norm() ** 2) for name, g in ratios.items()}
+    return {
+        name: float((g.view(-1) @ exact()[name].view(-1)) / exact()[name].norm() ** 2) for name, g in ratios.items()
+    }
 
 
 def ours() -> dict[str, float]:
     """Relative error of the one gradient rule: world_size * local sum / global count."""
     initialize_distributed()
     model = Model()
-    engine = ZeroEngine(model, derive(dtype=torch.float32), torch.optim.AdamW(model.parameters(), lr=0.0, foreach=False))
+    engine = ZeroEngine(
+        model, derive(dtype=torch.float32), torch.optim.AdamW(model.parameters(), lr=0.0, foreach=False)
+    )
     x, targets = shard()
     count = (targets != -100).sum()
     dist.all_reduce(count)
@@ -101,7 +105,9 @@ def ours() -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("stage", "reduce_scatter", "factor"), [(3, True, 1.0), (3, False, WORLD), (2, True, WORLD)])
-def test_scale_of_the_documented_recipe_depends_on_the_zero_path(stage: int, reduce_scatter: bool, factor: float) -> None:
+def test_scale_of_the_documented_recipe_depends_on_the_zero_path(
+    stage: int, reduce_scatter: bool, factor: float
+) -> None:
     for ratios in run_distributed(peer, WORLD, stage, reduce_scatter, with_zero=True):
         assert ratios == pytest.approx(dict.fromkeys(ratios, factor), rel=1e-5)
 
@@ -129,9 +135,13 @@ def test_tiled_losses_under_a_scale() -> None:
 
     plain = gradients(lambda head, hidden: tile(head, hidden, targets))
     theirs = gradients(
-        lambda head, hidden: TiledFusedLogitsLoss.apply(tile, head, hidden[None], targets[None], None, 3, [head.weight], "sum")
+        lambda head, hidden: TiledFusedLogitsLoss.apply(
+            tile, head, hidden[None], targets[None], None, 3, [head.weight], "sum"
+        )
     )
     mine = gradients(lambda head, hidden: -linear_logprobs(hidden, head.weight, targets, tile_rows=7).logps.sum())
     assert torch.allclose(theirs[1], plain[1], rtol=1e-5, atol=1e-7)
     assert torch.allclose(theirs[0], plain[0] / scale, rtol=1e-5, atol=1e-6)
-    assert torch.allclose(mine[0], plain[0], rtol=1e-5, atol=1e-6) and torch.allclose(mine[1], plain[1], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(mine[0], plain[0], rtol=1e-5, atol=1e-6) and torch.allclose(
+        mine[1], plain[1], rtol=1e-5, atol=1e-6
+    )

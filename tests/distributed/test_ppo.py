@@ -65,12 +65,16 @@ def prompts(count: int = 14) -> PromptDataset:
     return PromptDataset("prompt", [(Sequence(t, torch.zeros(len(t))),) for t in found])
 
 
-def engine_of(mesh: ParallelMesh, config: PpoSection, seed: int = 0, lr: float = 1e-3, shape: ModelConfig = SHAPE) -> ZeroEngine:
+def engine_of(
+    mesh: ParallelMesh, config: PpoSection, seed: int = 0, lr: float = 1e-3, shape: ModelConfig = SHAPE
+) -> ZeroEngine:
     def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
         return scoped_groups(model, 0.0, {"policy": 1.0, "value": config.value_lr_factor})
 
     source = HostWeights(shape, seed)
-    return trained_engine(lambda: PolicyValue(shape, mesh, separate=config.value == "separate"), source, lr, groups=groups)
+    return trained_engine(
+        lambda: PolicyValue(shape, mesh, separate=config.value == "separate"), source, lr, groups=groups
+    )
 
 
 def frozen_policy(mesh: ParallelMesh, seed: int, shape: ModelConfig) -> ZeroEngine:
@@ -106,7 +110,8 @@ def trainer_of(
         loader = stage.loader(loader)
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh, engine=engine, stage=stage, loader=loader, total_steps=steps, learning_rate=lambda step: lr, policies=chain,
+        mesh=mesh, engine=engine, stage=stage, loader=loader, total_steps=steps,
+        learning_rate=lambda step: lr, policies=chain,
     )  # fmt: skip
     return trainer, chain, engines
 
@@ -117,7 +122,8 @@ def fixed_rollout(count: int = 11) -> ListDataset:
     for s in sequences(count, 6, longest=40):
         length = len(s.tokens)
         columns = {
-            "old_logps": -4.6 + 0.4 * torch.randn(length, generator=draw), "advantages": torch.randn(length, generator=draw),
+            "old_logps": -4.6 + 0.4 * torch.randn(length, generator=draw),
+            "advantages": torch.randn(length, generator=draw),
             "old_values": 0.3 * torch.randn(length, generator=draw), "returns": torch.randn(length, generator=draw),
         }  # fmt: skip
         made.append((Sequence(s.tokens, (s.loss_weights != 0).float(), columns),))
@@ -136,14 +142,19 @@ def formula(config: PpoSection, shape: ModelConfig = SHAPE) -> tuple[float, dict
         for name, p in model.named_parameters():
             p.copy_(source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu")).view(p.shape))
     model.double()
-    sums = {name: torch.zeros((), dtype=torch.float64) for name in ("policy", "value", "entropy", "kl", "clipped", "ratio")}
+    sums = {
+        name: torch.zeros((), dtype=torch.float64)
+        for name in ("policy", "value", "entropy", "kl", "clipped", "ratio")
+    }
     count = 0.0
     for i in StepLoader(data, 6, tokens_per_microbatch=10_000, seed=3).indices(0, 0):
         s = data[i].sequences[0]
         out = model(pack_shard([s], ParallelMesh(1), "cpu"), entropy=True, temperature=0.8)
         w = torch.cat([s.loss_weights[1:], torch.zeros(1)]).double()
         c = {name: column.double() for name, column in s.token_columns.items()}
-        policy = ppo_policy_loss(out.logps, c["old_logps"], c["advantages"], config.clip, dual_clip=config.dual_clip or None)
+        policy = ppo_policy_loss(
+            out.logps, c["old_logps"], c["advantages"], config.clip, dual_clip=config.dual_clip or None
+        )
         value = ppo_value_loss(out.values, c["old_values"], c["returns"], config.value_clip)
         kl = 0.5 * (out.logps - c["old_logps"]).square()
         for name, x in (("policy", policy.losses), ("value", value.losses), ("entropy", out.entropy), ("kl", kl),
@@ -153,13 +164,17 @@ def formula(config: PpoSection, shape: ModelConfig = SHAPE) -> tuple[float, dict
     means = {name: x / count for name, x in sums.items()}
     loss = means["policy"] + config.value_coefficient * means["value"] - config.entropy_coefficient * means["entropy"]
     loss.backward()
-    names = {"policy": "loss/policy_avg", "value": "loss/value_avg", "entropy": "policy/entropy_avg", "kl": "policy/approxkl_avg",
-             "clipped": "policy/clipfrac_avg", "ratio": "val/ratio"}  # fmt: skip
+    names = {"policy": "loss/policy_avg", "value": "loss/value_avg", "entropy": "policy/entropy_avg",
+             "kl": "policy/approxkl_avg", "clipped": "policy/clipfrac_avg", "ratio": "val/ratio"}  # fmt: skip
     return float(loss), {n: p.grad for n, p in model.named_parameters()}, {names[k]: float(v) for k, v in means.items()}
 
 
-def fixed_step(sp: int, config: PpoSection, budget: int, packing_seed: int | None, shape: ModelConfig) -> tuple[dict[str, float], Any]:
-    trainer, chain, engines = trainer_of(sp, config, steps=1, lr=0.0, budget=budget, packing_seed=packing_seed, fixed=True, shape=shape)
+def fixed_step(
+    sp: int, config: PpoSection, budget: int, packing_seed: int | None, shape: ModelConfig
+) -> tuple[dict[str, float], Any]:
+    trainer, chain, engines = trainer_of(
+        sp, config, steps=1, lr=0.0, budget=budget, packing_seed=packing_seed, fixed=True, shape=shape
+    )
     metrics = trainer.train_step()
     engines[0].destroy()
     return metrics, chain.steps[0] if dist.get_rank() == 0 else {}
@@ -183,7 +198,9 @@ def test_loss_metrics_and_gradients(
     assert_same_gradients(gradients, exact)
 
 
-def run_steps(sp: int, config: PpoSection, steps: int, **options: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Any]:
+def run_steps(
+    sp: int, config: PpoSection, steps: int, **options: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], Any]:
     """Take real steps on real rollouts; metrics, the last rollout's tensors and the last gradients."""
     trainer, chain, engines = trainer_of(sp, config, steps=steps, **options)
     metrics = [trainer.train_step() for _ in range(steps)]
@@ -206,7 +223,9 @@ def alone() -> Any:
 @pytest.mark.parametrize(("world", "sp", "budget"), [(2, 2, 128), (4, 2, 64)])
 def test_rollouts_do_not_depend_on_the_ranks(alone: Any, world: int, sp: int, budget: int) -> None:
     """The same tokens, scores, advantages and gradients, whoever decoded what and however it was packed."""
-    same_rollouts(run_distributed(run_steps, world, sp, REAL, 6, reference_seed=1, budget=budget, with_zero=True), alone)
+    same_rollouts(
+        run_distributed(run_steps, world, sp, REAL, 6, reference_seed=1, budget=budget, with_zero=True), alone
+    )
 
 
 def test_rollouts_where_ranks_split_query_rows() -> None:
@@ -223,7 +242,14 @@ def same_rollouts(found: list[Any], alone: Any) -> None:
             torch.testing.assert_close(other[name], tensors[name], rtol=1e-3, atol=2e-4)
     assert_same_gradients(found[0][2][0], gradients[0], 2e-5)
     for ours, theirs in zip(found[0][0], metrics, strict=True):
-        for name in ("loss", "objective/kl", "objective/scores", "val/ratio", "objective/kl_coefficient", "val/num_eos_tokens"):
+        for name in (
+            "loss",
+            "objective/kl",
+            "objective/scores",
+            "val/ratio",
+            "objective/kl_coefficient",
+            "val/num_eos_tokens",
+        ):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
 
 
@@ -231,7 +257,9 @@ def test_what_a_run_reports(alone: Any) -> None:
     metrics, _, _ = alone
     assert [m["rollout"] for m in metrics] == [0, 0, 0, 0, 1, 1]
     assert all(m["sampler/logp_gap_max"] < 1e-4 for m in metrics)  # the sampler computes what the trainer computes
-    assert metrics[0]["val/ratio"] == pytest.approx(1, abs=1e-6) and metrics[4]["val/ratio"] == pytest.approx(1, abs=1e-6)
+    assert metrics[0]["val/ratio"] == pytest.approx(1, abs=1e-6) and metrics[4]["val/ratio"] == pytest.approx(
+        1, abs=1e-6
+    )
     assert abs(metrics[1]["val/ratio"] - 1) > 1e-5
     assert 0 < metrics[0]["val/num_eos_tokens"] < 6
     kl = metrics[0]["objective/kl"]
@@ -284,7 +312,9 @@ def sampling_between_steps(sample: bool) -> list[torch.Tensor]:
 
 
 def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
-    plain, sampled = (run_distributed(sampling_between_steps, 2, s, with_zero=True, deterministic=True)[0] for s in (False, True))
+    plain, sampled = (
+        run_distributed(sampling_between_steps, 2, s, with_zero=True, deterministic=True)[0] for s in (False, True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, sampled, strict=True))
 
 
@@ -338,7 +368,17 @@ def model_scores() -> bool:
     engine = engine_of(mesh, config)
     scorer = frozen_engine(lambda: RewardModel(SHAPE, mesh), source)
     maker = RolloutMaker(
-        engine, None, None, scorer, shape=SHAPE, tokenizer=None, mesh=mesh, config=config, options=OPTIONS, budget=128, seed=1
+        engine,
+        None,
+        None,
+        scorer,
+        shape=SHAPE,
+        tokenizer=None,
+        mesh=mesh,
+        config=config,
+        options=OPTIONS,
+        budget=128,
+        seed=1,
     )
     answers = maker.answer(0, prompts(), [3, 1, 5])
     plain = RewardModel(SHAPE, None, attention="reference")

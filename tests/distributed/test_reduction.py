@@ -18,7 +18,7 @@ WORLD, MICRO_BATCHES, STEPS = 4, 3, 2
 
 
 class Odd(nn.Module):
-    """A unit and a parameter outside of it; no size divides the ranks, and one parameter has fewer elements than ranks."""
+    """A unit and a parameter outside of it; the ranks divide no size, and one has fewer elements than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_gradient_that_never_came_is_an_error_with_the_parameters_name() -> No
 
 
 def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
-    """Start as deepspeed's launcher does (LOCAL_SIZE), or as one that says nothing; `place` replaces this rank's LOCAL_RANK."""
+    """Start as deepspeed's launcher does (LOCAL_SIZE) or as one that sets nothing; `place` replaces LOCAL_RANK."""
     del os.environ["LOCAL_WORLD_SIZE"]
     if local_size is not None:
         os.environ["LOCAL_SIZE"] = local_size
@@ -117,7 +117,8 @@ def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("local_size", "place", "said", "used"), [("2", 0, "2", 2), (None, None, "4", 4), ("3", None, "3", 4), ("2", 1, "2", 4)]
+    ("local_size", "place", "said", "used"),
+    [("2", 0, "2", 2), (None, None, "4", 4), ("3", None, "3", 4), ("2", 1, "2", 4)],
 )
 def test_nodes_are_what_the_launcher_says_if_ranks_lie_in_their_order(
     local_size: str | None, place: int | None, said: str, used: int

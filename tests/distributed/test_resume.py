@@ -104,7 +104,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 @pytest.mark.parametrize(("world", "sp"), [(1, 1), (4, 4), (2, 1), (4, 2)])
 def test_continues_on_another_topology(world: int, sp: int, saved) -> None:
     folder, metrics, state = saved
-    found, restored = run_distributed(resumed_run, world, folder, replace(CASE, sp=sp), with_zero=True, deterministic=True)[0]
+    found, restored = run_distributed(
+        resumed_run, world, folder, replace(CASE, sp=sp), with_zero=True, deterministic=True
+    )[0]
     assert set(restored) == set(state)
     for name, value in state.items():
         assert torch.equal(restored[name], value), name
@@ -114,10 +116,14 @@ def test_continues_on_another_topology(world: int, sp: int, saved) -> None:
             assert ours[name] == (theirs[name] if exact else pytest.approx(theirs[name], rel=1e-5)), name
 
 
-@pytest.mark.parametrize("away", [("offload_optimizer",), ("offload_parameters",), ("offload_optimizer", "offload_parameters")])
+@pytest.mark.parametrize(
+    "away", [("offload_optimizer",), ("offload_parameters",), ("offload_optimizer", "offload_parameters")]
+)
 def test_continues_in_host_memory(away: tuple[str, ...], saved) -> None:
     folder, metrics, state = saved
-    found, restored = run_distributed(resumed_run, 2, folder, replace(CASE, **dict.fromkeys(away, True)), with_zero=True)[0]
+    found, restored = run_distributed(
+        resumed_run, 2, folder, replace(CASE, **dict.fromkeys(away, True)), with_zero=True
+    )[0]
     assert all(torch.equal(restored[name], value) for name, value in state.items())
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics[BEFORE:]], rel=1e-5)
 

@@ -10,9 +10,9 @@
     python tests/e2e/chain.py --plot runs/chain                                      curves.png, needs matplotlib
 
 FOLDER holds a folder of data files per stage (pt, sft, rm, dpo, kto, ppo) and tokenizer.json or tokenizer/. Rows whose
-first question hashes into the held-out part are never trained on. A killed stage dies by SIGKILL four steps after its only
-checkpoint; what it logged in between is an uninterrupted run's, so the resumed run must log the same. A stage that is done
-is not run again.
+first question hashes into the held-out part are never trained on. A killed stage dies by SIGKILL four steps after its
+only checkpoint; what it logged in between is an uninterrupted run's, so the resumed run must log the same. A stage that
+is done is not run again.
 """
 
 import argparse
@@ -44,7 +44,8 @@ from ulysses.training.stages import STAGES  # noqa: E402
 
 KINDS = {name: stage.kind for name, stage in STAGES.items()}
 START = {"sft": "pt", "rm": "sft", "dpo": "sft", "kto": "sft", "ppo": "sft"}
-HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "rm": "accuracy", "dpo": "rewards/accuracies", "kto": "rewards/margins",
+HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "rm": "accuracy", "dpo": "rewards/accuracies",
+            "kto": "rewards/margins",
             "ppo": "objective/scores"}  # fmt: skip
 AFTER = 4  # steps from the checkpoint to the kill
 TIMES = ("seconds", "tokens_per_second", "mfu", "peak_memory_gib", "time/sampling", "time/rollout")
@@ -54,7 +55,7 @@ Launch = Callable[[list[str], int, Path, Path, int], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model's shape and how it is trained: learning rate, steps and examples per step of every stage, further settings."""
+    """A model's shape, and every stage's learning rate, steps, examples per step and further settings."""
 
     shape: dict[str, int]
     dtype: str
@@ -68,7 +69,13 @@ class Recipe:
 PPO = {"ppo.epochs": 2, "ppo.minibatches": 2, "ppo.value_lr_factor": 10.0, "ppo.value_coefficient": 0.5,
        "optimizer.schedule": "constant", "optimizer.warmup": 4}  # fmt: skip
 TINY = Recipe(
-    shape={"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    shape={
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     dtype="float32",
     lr={"pt": 6e-3, "sft": 6e-3, "rm": 2e-3, "dpo": 5e-4, "kto": 1e-3, "ppo": 1e-3},
     steps={"pt": 24, "sft": 56, "rm": 24, "dpo": 16, "kto": 16, "ppo": 24},
@@ -77,7 +84,13 @@ TINY = Recipe(
     settings={"ppo": {**PPO, "ppo.max_new_tokens": 32}},
 )
 LARGE = Recipe(
-    shape={"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4},
+    shape={
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    },
     dtype="bfloat16",
     lr={"pt": 1e-3, "sft": 3e-4, "rm": 5e-5, "dpo": 2e-5, "kto": 2e-5, "ppo": 1e-4},
     steps={"pt": 80, "sft": 60, "rm": 54, "dpo": 40, "kto": 40, "ppo": 160},
@@ -85,7 +98,13 @@ LARGE = Recipe(
     held_out={"pt": 64, "sft": 128, "rm": 1000, "dpo": 1000, "kto": 512, "ppo": 128},
     settings={"ppo": {**PPO, "ppo.max_new_tokens": 128, "ppo.generation_batch": 128}, "pt": {"pt.z_loss": 1e-4}},
 )
-LARGER = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 4}
+LARGER = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 RECIPES = {"tiny": TINY, "150m": LARGE, "400m": replace(LARGE, shape=LARGER)}
 
 
@@ -95,7 +114,9 @@ RECIPES = {"tiny": TINY, "150m": LARGE, "400m": replace(LARGE, shape=LARGER)}
 def demo_data(folder: Path) -> tuple[dict[str, tuple[list[Path], list[Path]]], Path]:
     """Generate every stage's (training, held-out) files and their tokenizer."""
     write_demo(folder)
-    return {stage: ([folder / f"{stage}_train.jsonl"], [folder / f"{stage}_eval.jsonl"]) for stage in KINDS}, folder / "tokenizer"
+    return {
+        stage: ([folder / f"{stage}_train.jsonl"], [folder / f"{stage}_eval.jsonl"]) for stage in KINDS
+    }, folder / "tokenizer"
 
 
 def split(stage: str, files: Iterable[Path], folder: Path, parts: int) -> tuple[list[Path], list[Path]]:
@@ -128,7 +149,9 @@ def question(row: dict[str, Any], stage: str) -> str:
         record = parse_row(row, detect_format(row), KINDS[stage])[0]
     except (BadRowError, DropRowError):
         return json.dumps(row)
-    return next(m.content for m in (*record.prompt, *(m for answer in record.answers for m in answer)) if m.role == "user")
+    return next(
+        m.content for m in (*record.prompt, *(m for answer in record.answers for m in answer)) if m.role == "user"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- stages
@@ -141,8 +164,8 @@ class Chain:
     Args:
         data: training and held-out files of every stage.
         tokenizer: a folder, or a tokenizer.json with ChatML's tokens.
-        launch: (arguments of train.py, processes, log folder, metrics.jsonl, step to be killed after or 0) -> None; raises
-            if the run fails.
+        launch: (arguments of train.py, processes, log folder, metrics.jsonl, step to be killed after or 0) -> None;
+            raises if the run fails.
         kill: the stages that are killed once.
         reward: "rm" for the reward model just trained, or module:function.
         changes: further settings by stage.
@@ -186,7 +209,13 @@ class Chain:
         began = time.monotonic()
         self.launch(arguments, self.processes, folder / "logs", metrics, 0)
         seconds.append(time.monotonic() - began)
-        return measure(stage, folder, saved, seconds, self.changes.get(stage, {}).get("batch.examples", self.recipe.examples[stage]))
+        return measure(
+            stage,
+            folder,
+            saved,
+            seconds,
+            self.changes.get(stage, {}).get("batch.examples", self.recipe.examples[stage]),
+        )
 
     def save_every(self, stage: str) -> int:
         """The step of the only checkpoint before the last; an odd one, so that it lies inside a rollout."""
@@ -203,17 +232,20 @@ class Chain:
         train, held_out = self.data[stage]
         limit = recipe.held_out[stage]
         values: dict[str, Any] = {
-            "stage": stage, "model.dtype": recipe.dtype, "run.output": str(folder), "run.resume": "auto", "run.seed": 1, "run.keep": 1,
+            "stage": stage, "model.dtype": recipe.dtype, "run.output": str(folder),
+            "run.resume": "auto", "run.seed": 1, "run.keep": 1,
             "run.steps": recipe.steps[stage], "run.save_every": self.save_every(stage) if stage in self.kill else 0,
-            "data.train": [str(p) for p in train], "data.eval": [{"path": str(p), "max_examples": limit} for p in held_out],
-            "data.max_length": self.max_length, "data.cache": str(self.output / "cache"), "batch.examples": recipe.examples[stage],
-            "batch.tokens_per_microbatch": 4 * self.max_length, "optimizer.lr": recipe.lr[stage], "optimizer.warmup": 0.1,
+            "data.train": [str(p) for p in train],
+            "data.eval": [{"path": str(p), "max_examples": limit} for p in held_out],
+            "data.max_length": self.max_length, "data.cache": str(self.output / "cache"),
+            "batch.examples": recipe.examples[stage], "batch.tokens_per_microbatch": 4 * self.max_length,
+            "optimizer.lr": recipe.lr[stage], "optimizer.warmup": 0.1,
             "parallel.sequence_parallel_size": self.processes,
         }  # fmt: skip
         bare = self.tokenizer.is_file()
         if stage == "pt":
-            values |= {"model.path": str(self.output / "model"), "model.init": "random", "model.tokenizer": str(self.tokenizer),
-                       "model.special_tokens": self._special_tokens()}  # fmt: skip
+            values |= {"model.path": str(self.output / "model"), "model.init": "random",
+                       "model.tokenizer": str(self.tokenizer), "model.special_tokens": self._special_tokens()}  # fmt: skip
         else:
             values |= {"model.path": str(self.output / START[stage] / "export"), "data.truncation": "keep_end"}
         if stage == "sft" and bare:
@@ -223,7 +255,9 @@ class Chain:
                        "ppo.stop_tokens": ["<|im_end|>"] if bare else [],
                        "data.truncation": "drop", "data.max_length": min(self.max_length, 256)}  # fmt: skip
         values |= recipe.settings.get(stage, {}) | self.changes.get(stage, {})
-        return [word for name, v in values.items() for word in (f"--{name}", v if isinstance(v, str) else json.dumps(v))]
+        return [
+            word for name, v in values.items() for word in (f"--{name}", v if isinstance(v, str) else json.dumps(v))
+        ]
 
     def _special_tokens(self) -> dict[str, str]:
         return {"eos_token": "<|endoftext|>"} if self.tokenizer.is_file() else {}
@@ -232,8 +266,8 @@ class Chain:
         """Write the config.json of an untrained Llama for this tokenizer."""
         tokenizer = load_tokenizer(self.tokenizer, **self._special_tokens())
         folder.mkdir(parents=True, exist_ok=True)
-        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": -(-len(tokenizer) // 64) * 64,
-                  "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": max(2048, self.max_length),
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
+                  "vocab_size": -(-len(tokenizer) // 64) * 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": max(2048, self.max_length),
                   "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": self.tokenizer.is_file(),
                   "eos_token_id": tokenizer.eos_token_id, **self.recipe.shape}  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -253,10 +287,14 @@ def launch(arguments: list[str], processes: int, logs: Path, metrics: Path, kill
     for rank in range(processes):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes,
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **{k: str(v) for k, v in world.items()}}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            **{k: str(v) for k, v in world.items()},
+        }
         with (logs / f"{rank}.out").open("w") as log:
-            children.append(subprocess.Popen([sys.executable, str(ROOT / "train.py"), *arguments], env=environment, cwd=ROOT,
-                                             stdout=log, stderr=subprocess.STDOUT, start_new_session=True))  # fmt: skip
+            children.append(subprocess.Popen([sys.executable, str(ROOT / "train.py"), *arguments], env=environment,
+                                             cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))  # fmt: skip
     try:
         while any(child.poll() is None for child in children) and not any(child.returncode for child in children):
             if kill_after and metrics.exists() and metrics.read_text().count("\n") >= kill_after:
@@ -283,11 +321,14 @@ def repeated(folder: Path, saved: int) -> list[tuple[dict[str, float], dict[str,
     """Pair what the killed process logged after its checkpoint with what the resumed one logged, times left out."""
     again = {m["step"]: m for m in read_lines(folder / "metrics.jsonl")}
     pairs = [(m, again[m["step"]]) for m in read_lines(folder / "killed.jsonl") if m["step"] > saved]
-    return [({k: v for k, v in a.items() if k not in TIMES}, {k: v for k, v in b.items() if k not in TIMES}) for a, b in pairs]
+    return [
+        ({k: v for k, v in a.items() if k not in TIMES}, {k: v for k, v in b.items() if k not in TIMES})
+        for a, b in pairs
+    ]
 
 
 def measure(stage: str, folder: Path, saved: int, seconds: list[float], examples: int) -> dict[str, Any]:
-    """Return the numbers of one stage: speed over the steps after each start's first two, means over first and last tenth.
+    """Return the numbers of one stage: speed without each start's first two steps, means over first and last tenth.
 
     Args:
         saved: the step of the checkpoint that it was resumed from; 0 if it was not killed.
@@ -309,8 +350,9 @@ def measure(stage: str, folder: Path, saved: int, seconds: list[float], examples
         "tokens_per_second": sum(m["tokens"] for m in steady) / busy,
         "mfu": sum(m["mfu"] * m["seconds"] for m in steady) / busy if "mfu" in last else None,
         "peak_memory_gib": max(m["peak_memory_gib"] for m in lines) if "peak_memory_gib" in last else None,
-        "curve": "score" if rollouts else "loss", "first": sum(curve[:tenth]) / tenth, "last": sum(curve[-tenth:]) / tenth,
-        "held_out": held_out, "held_out_error": None if deviation is None else deviation / math.sqrt(n), "held_out_examples": n,
+        "curve": "score" if rollouts else "loss", "first": sum(curve[:tenth]) / tenth,
+        "last": sum(curve[-tenth:]) / tenth, "held_out": held_out,
+        "held_out_error": None if deviation is None else deviation / math.sqrt(n), "held_out_examples": n,
     }  # fmt: skip
     if saved:
         again = repeated(folder, saved)
@@ -323,7 +365,10 @@ def measure(stage: str, folder: Path, saved: int, seconds: list[float], examples
     return found
 
 
-HEAD = f"{'stage':5} {'steps':>5} {'s':>6} {'tokens/s':>9} {'MFU':>6} {'GiB':>5}  {'first -> last':24} {'held out':28} resumed"
+HEAD = (
+    f"{'stage':5} {'steps':>5} {'s':>6} {'tokens/s':>9} {'MFU':>6} {'GiB':>5}  "
+    f"{'first -> last':24} {'held out':28} resumed"
+)
 
 
 def line(stage: str, r: dict[str, Any]) -> str:
@@ -352,7 +397,9 @@ def plot(folder: Path) -> Path:
         for file, style in (("metrics.jsonl", {"lw": 1}), ("killed.jsonl", {"lw": 3, "alpha": 0.3})):
             if (folder / stage / file).exists():
                 lines = read_lines(folder / stage / file)
-                axis.plot([m["step"] for m in lines], [m[name] for m in lines], label=file.removesuffix(".jsonl"), **style)
+                axis.plot(
+                    [m["step"] for m in lines], [m[name] for m in lines], label=file.removesuffix(".jsonl"), **style
+                )
         axis.set(title=f"{stage}: {name}", xlabel="step")
         axis.legend(["run", "before it was killed"])
     figure.tight_layout()
@@ -368,13 +415,21 @@ def main() -> int:
         parser.add_argument(f"--{stage}", type=Path, nargs="+", help=f"data files of {stage} instead of DATA/{stage}")
     parser.add_argument("--tokenizer", type=Path, help="folder or tokenizer.json instead of DATA's")
     parser.add_argument("--size", choices=RECIPES, default="tiny")
-    parser.add_argument("--max-length", type=int, default=256, help="tokens of the longest sequence; four times that per micro-batch")
+    parser.add_argument(
+        "--max-length", type=int, default=256, help="tokens of the longest sequence; four times that per micro-batch"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="processes, all of one sequence-parallel group")
     parser.add_argument("--steps", nargs="*", default=[], metavar="STAGE=N", help="other than the recipe's")
-    parser.add_argument("--set", nargs="*", default=[], metavar="STAGE.KEY=JSON", help="settings, for example sft.optimizer.lr=1e-4")
-    parser.add_argument("--kill", nargs="*", default=[*KINDS], choices=[*KINDS], help="stages that are killed once; default all")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="STAGE.KEY=JSON", help="settings, for example sft.optimizer.lr=1e-4"
+    )
+    parser.add_argument(
+        "--kill", nargs="*", default=[*KINDS], choices=[*KINDS], help="stages that are killed once; default all"
+    )
     parser.add_argument("--reward", default="rm", help="of PPO: rm, or module:function")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="only draw DIR/curves.png from DIR/STAGE/metrics.jsonl")
+    parser.add_argument(
+        "--plot", type=Path, metavar="DIR", help="only draw DIR/curves.png from DIR/STAGE/metrics.jsonl"
+    )
     a = parser.parse_args()
     if a.plot:
         print(plot(a.plot))
@@ -382,7 +437,10 @@ def main() -> int:
     output = (a.output or parser.error("--output is missing; name a folder for the runs")).resolve()
     if a.data:
         given = {stage: getattr(a, stage) or [a.data / stage] for stage in KINDS}
-        data = {stage: split(stage, files, output / "data", 4 if KINDS[stage] == "pair" else 12) for stage, files in given.items()}
+        data = {
+            stage: split(stage, files, output / "data", 4 if KINDS[stage] == "pair" else 12)
+            for stage, files in given.items()
+        }
         tokenizer = a.tokenizer or next(p for p in (a.data / "tokenizer.json", a.data / "tokenizer") if p.exists())
     else:
         data, tokenizer = demo_data(output / "data")
@@ -391,13 +449,25 @@ def main() -> int:
         name, _, value = entry.partition("=")
         stage, _, key = name.partition(".")
         changes.setdefault(stage, {})[key] = json.loads(value)
-    chain = Chain(output, RECIPES[a.size], data, tokenizer.resolve(), launch, a.gpus, a.max_length, tuple(a.kill), a.reward, changes)
+    chain = Chain(
+        output,
+        RECIPES[a.size],
+        data,
+        tokenizer.resolve(),
+        launch,
+        a.gpus,
+        a.max_length,
+        tuple(a.kill),
+        a.reward,
+        changes,
+    )
     found = chain.run()
     ppo, total = found["ppo"], sum(record["seconds"] for record in found.values())
     rise = f"{(ppo['last'] - ppo['first']) / ppo['rise_error']:.1f} standard errors"
     table = "\n".join([
         HEAD, *(line(stage, record) for stage, record in found.items()),
-        f"PPO's score rose by {rise}; it sampled {ppo['sampled_tokens_per_second']:.0f} tokens/s; all stages took {total:.0f} s",
+        f"PPO's score rose by {rise}; it sampled {ppo['sampled_tokens_per_second']:.0f} tokens/s; "
+        f"all stages took {total:.0f} s",
     ])  # fmt: skip
     (output / "table.txt").write_text(f"{table}\n")
     print(f"\n{table}")

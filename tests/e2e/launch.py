@@ -1,8 +1,8 @@
 """Start train.py in real processes and collect exit code, stdout and stderr.
 
     run("python" | "torchrun" | "deepspeed", ...)    through the real launcher
-    ranks(...)                                       the same processes without one: forked from this process, which has
-                                                     paid the imports already (a second instead of ten on a small machine)
+    ranks(...)                                       the same processes without one, forked from this process, whose
+                                                     imports they share (a second instead of ten on a small machine)
 
 All of them run on the CPU, also where there are GPUs: these tests compare numbers and bytes.
 """
@@ -46,7 +46,8 @@ class Outcome:
 def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS}
     return kept | {
-        "PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}",
+        "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
 
@@ -57,20 +58,35 @@ def command(launcher: str, processes: int, port: int, agents: int = 1) -> list[s
             return [sys.executable]
         case "torchrun":
             # The rendezvous' store serves the processes too, so each agent needs nothing but its address.
-            return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={agents}", f"--nproc_per_node={processes}",
+            return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={agents}",
+                    f"--nproc_per_node={processes}",
                     "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id=run{port}"]  # fmt: skip
         case "deepspeed":
             return [sys.executable, str(BIN / "deepspeed"), "--num_gpus", str(processes), "--master_port", str(port)]
     raise ValueError(launcher)
 
 
-def run(launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1, timeout: float = 240, cwd: Path = ROOT) -> Outcome:
+def run(
+    launcher: str,
+    arguments: list[str],
+    processes: int = 1,
+    *,
+    agents: int = 1,
+    timeout: float = 240,
+    cwd: Path = ROOT,
+) -> Outcome:
     """Run train.py to its end; with several agents, `processes` belong to each of them."""
     port = free_port()
     line = [*command(launcher, processes, port, agents), str(ROOT / "train.py"), *map(str, arguments)]
     children = [
         subprocess.Popen(
-            line, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            line,
+            cwd=cwd,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         for _ in range(agents)
     ]
@@ -94,7 +110,12 @@ class Ranks:
     """
 
     def __init__(
-        self, arguments: list[Any], processes: int, logs: Path, before: Callable[[int], None] | None = None, cwd: Path = ROOT
+        self,
+        arguments: list[Any],
+        processes: int,
+        logs: Path,
+        before: Callable[[int], None] | None = None,
+        cwd: Path = ROOT,
     ) -> None:
         preload()
         logs.mkdir(parents=True, exist_ok=True)
@@ -132,13 +153,21 @@ class Ranks:
                 late = True
                 self.send(signal.SIGKILL)
             time.sleep(0.01)
-        texts = {name: "".join((self.logs / f"{r}.{name}").read_text() for r in range(self.processes)) for name in ("out", "err")}
+        texts = {
+            name: "".join((self.logs / f"{r}.{name}").read_text() for r in range(self.processes))
+            for name in ("out", "err")
+        }
         assert not late, f"not finished after {timeout} s\n{texts['out'][-2000:]}\n{texts['err'][-2000:]}"
         return Outcome(max(self.codes.values(), key=abs), texts["out"], texts["err"])
 
 
 def ranks(
-    arguments: list[Any], processes: int, logs: Path, *, before: Callable[[int], None] | None = None, timeout: float = 120
+    arguments: list[Any],
+    processes: int,
+    logs: Path,
+    *,
+    before: Callable[[int], None] | None = None,
+    timeout: float = 120,
 ) -> Outcome:
     """Run train.py on forked processes to its end."""
     return Ranks(arguments, processes, logs, before).wait(timeout)
@@ -182,14 +211,22 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 # Three layers are the fewest of which DeepSpeed still gathers some ahead when an evaluation ends.
-TINY = ["--model.config.hidden_size", "32", "--model.config.intermediate_size", "64", "--model.config.num_hidden_layers", "3"]
+TINY = [
+    "--model.config.hidden_size",
+    "32",
+    "--model.config.intermediate_size",
+    "64",
+    "--model.config.num_hidden_layers",
+    "3",
+]
 
 
 def tiny(stage: str, output: Path, cache: Path, **settings: Any) -> list[str]:
     """Arguments of a run of seconds: the demo's data and a model of a few thousand weights."""
     values: dict[str, Any] = {
-        "run.output": output, "data.cache": cache, "run.steps": 5, "run.eval_every": 0, "batch.examples": 8, "data.eval": "[]",
-        "parallel.sequence_parallel_size": 1, "batch.tokens_per_microbatch": 512, "data.max_length": 256,
+        "run.output": output, "data.cache": cache, "run.steps": 5, "run.eval_every": 0, "batch.examples": 8,
+        "data.eval": "[]", "parallel.sequence_parallel_size": 1, "batch.tokens_per_microbatch": 512,
+        "data.max_length": 256,
         **{f"deepspeed.zero_optimization.{key}": value for key, value in AS_LARGE["zero_optimization"].items()},
     }  # fmt: skip
     if stage == "dpo":  # the preference loss alone, which starts at ln 2
@@ -197,5 +234,8 @@ def tiny(stage: str, output: Path, cache: Path, **settings: Any) -> list[str]:
     values |= {name.replace("__", "."): value for name, value in settings.items()}
     out = ["--config", str(ROOT / f"configs/demo/{stage}.toml"), *TINY]
     for name, value in values.items():
-        out += [f"--{name}", value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value)]
+        out += [
+            f"--{name}",
+            value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value),
+        ]
     return out

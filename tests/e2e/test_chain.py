@@ -17,10 +17,14 @@ from tests.e2e.chain import AFTER, KINDS, TINY, Chain, demo_data, launch, read_l
 from tests.e2e.launch import ROOT, Ranks, environment
 from ulysses.training.prepare import check_weights
 
-# A model whose matrices are gathered ahead and given back, and whose small ones stay whole, as on GPUs (tests.harness.AS_LARGE
-# says why); with fewer layers nothing would be in flight when an evaluation ends and the export begins.
+# A model whose matrices are gathered ahead and given back, and whose small ones stay whole, as on GPUs
+# (tests.harness.AS_LARGE says why); with fewer layers nothing would be in flight when an evaluation ends
+# and the export begins.
 DEEP = replace(TINY, shape={**TINY.shape, "num_hidden_layers": 3})
-KEYS = {"deepspeed.zero_optimization.stage3_param_persistence_threshold": 5000, "deepspeed.zero_optimization.reduce_bucket_size": 20_000}
+KEYS = {
+    "deepspeed.zero_optimization.stage3_param_persistence_threshold": 5000,
+    "deepspeed.zero_optimization.reduce_bucket_size": 20_000,
+}
 
 
 def dies_after(step: int) -> Callable[[int], None]:
@@ -69,14 +73,17 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
 
 
 def test_a_killed_stage_repeats_what_it_did(chain: Any) -> None:
-    """Four steps were taken twice, before the kill and after the resume, in PPO across two rollouts: bit for bit the same."""
+    """Four steps, in PPO across two rollouts, were taken before the kill and again after it: bit for bit the same."""
     folder, found = chain
     for stage in KINDS:
         lines = read_lines(folder / stage / "metrics.jsonl")
         assert [m["step"] for m in lines] == list(range(1, TINY.steps[stage] + 1))
         pairs = repeated(folder / stage, found[stage]["resumed_at"])
         assert len(pairs) == AFTER and all(a == b for a, b in pairs), stage
-        assert f"step-{found[stage]['resumed_at']} at step {found[stage]['resumed_at']}" in (folder / stage / "logs/0.out").read_text()
+        assert (
+            f"step-{found[stage]['resumed_at']} at step {found[stage]['resumed_at']}"
+            in (folder / stage / "logs/0.out").read_text()
+        )
     assert len({a["rollout"] for a, _ in repeated(folder / "ppo", found["ppo"]["resumed_at"])}) == 2
 
 
@@ -98,22 +105,30 @@ def test_every_stage_learns(chain: Any) -> None:
     last = {stage: read_lines(folder / stage / "metrics.jsonl")[-1] for stage in KINDS}
     assert all(names <= set(last[stage]) for stage, names in METRICS.items())
     assert last["pt"]["eval/perplexity"] == pytest.approx(math.exp(last["pt"]["eval/nll"]), rel=1e-9)
-    assert all(math.isfinite(v) for stage in KINDS for m in read_lines(folder / stage / "metrics.jsonl") for v in m.values())
+    assert all(
+        math.isfinite(v) for stage in KINDS for m in read_lines(folder / stage / "metrics.jsonl") for v in m.values()
+    )
 
 
 def test_every_stage_begins_where_another_ended(chain: Any) -> None:
     folder, _ = chain
     first = {stage: read_lines(folder / stage / "metrics.jsonl")[0] for stage in KINDS}
     assert first["sft"]["loss"] < first["pt"]["loss"] - 1, "an untrained model would begin at ln(vocabulary) again"
-    assert first["dpo"]["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["kto"]["loss"] == pytest.approx(0.5, abs=1e-6)
-    assert min(first["dpo"]["logps/chosen"], first["kto"]["logps/chosen"]) > -60, "an untrained model would be near -130"
+    assert first["dpo"]["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["kto"]["loss"] == pytest.approx(
+        0.5, abs=1e-6
+    )
+    assert min(first["dpo"]["logps/chosen"], first["kto"]["logps/chosen"]) > -60, (
+        "an untrained model would be near -130"
+    )
     assert first["ppo"]["val/num_eos_tokens"] > 32, "an untrained model would not end its answers"
     for stage in KINDS:
         export = folder / stage / "export"
         check_weights(read_config(export), export, reward=stage == "rm")
 
 
-def test_the_script_kills_and_resumes_real_processes(chain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_kills_and_resumes_real_processes(
+    chain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it does on GPUs: train.py without forks, killed by looking at its metrics."""
     folder, _ = chain
     for name, value in environment().items():

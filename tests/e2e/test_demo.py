@@ -53,7 +53,12 @@ def test_three_answers_before_and_after(demo) -> None:
 
 def test_printed_paths_exist(demo) -> None:
     folder, text = demo
-    paths = [word for line in re.findall(r"^(?:metrics|checkpoint|export|plot) +(.+)$", text, re.M) for word in line.split() if "/" in word]
+    paths = [
+        word
+        for line in re.findall(r"^(?:metrics|checkpoint|export|plot) +(.+)$", text, re.M)
+        for word in line.split()
+        if "/" in word
+    ]
     assert len(paths) == 5
     assert all((ROOT / path).exists() for path in paths), paths
     assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -66,7 +71,8 @@ def test_shuffled_labels_teach_nothing(demo, tmp_path: Path) -> None:
     write_demo(tmp_path / "data", shuffle_labels=True)
     train, held_out = (json.dumps([str(tmp_path / f"data/dpo_{part}.jsonl")]) for part in ("train", "eval"))
     line = ["--config", str(DEMO / "dpo.toml"), "--model.path", folder / "sft/export", "--model.init", "pretrained",
-            "--data.train", train, "--data.eval", held_out, "--data.cache", tmp_path / "cache", "--run.output", tmp_path / "run",
+            "--data.train", train, "--data.eval", held_out, "--data.cache", tmp_path / "cache",
+            "--run.output", tmp_path / "run",
             "--run.eval_every", "0", "--run.export", "false"]  # fmt: skip
     ranks(line, 2, tmp_path / "logs", timeout=200).check()
     last = metrics(tmp_path / "run")[-1]
@@ -88,7 +94,9 @@ def test_dry_run_of_the_demo(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [p.name for p in sorted(DEMO.glob("*.toml"))])
 def test_inspect_shows_two_samples(name: str, tmp_path: Path) -> None:
-    outcome = ranks(shipped(DEMO / name, tmp_path, "--inspect", 2, "--parallel.sequence_parallel_size", 1), 1, tmp_path / "logs").check()
+    outcome = ranks(
+        shipped(DEMO / name, tmp_path, "--inspect", 2, "--parallel.sequence_parallel_size", 1), 1, tmp_path / "logs"
+    ).check()
     assert len(outcome.stdout.splitlines()) >= 2 and not (tmp_path / "run").exists()
     assert "tokens" in outcome.stdout
 

@@ -18,7 +18,8 @@ STEPS, PROCESSES = 8, 2
 
 def arguments(output: Path, cache: Path, **settings: object) -> list[str]:
     held_out = json.dumps([str(cache.parent / "held_out.jsonl")])
-    options = {"run__steps": STEPS, "run__save_every": 1, "run__keep": 2, "parallel__sequence_parallel_size": 2, "run__resume": "auto",
+    options = {"run__steps": STEPS, "run__save_every": 1, "run__keep": 2, "parallel__sequence_parallel_size": 2,
+               "run__resume": "auto",
                "optimizer__lr": 1e-2, "run__eval_every": 3, "data.eval": held_out, "batch__examples": 16}  # fmt: skip
     return tiny("sft", output, cache, **(options | settings))
 
@@ -29,7 +30,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path,
     folder = tmp_path_factory.mktemp("whole")
     rows = (ROOT / "configs/demo/data/sft_eval.jsonl").read_text().splitlines()[:40]
     (folder / "held_out.jsonl").write_text("\n".join(rows))
-    ranks(arguments(folder / "first", folder / "cache", run__steps=1), PROCESSES, folder / "logs").check()  # fills the data cache
+    ranks(
+        arguments(folder / "first", folder / "cache", run__steps=1), PROCESSES, folder / "logs"
+    ).check()  # fills the data cache
     began = time.monotonic()
     ranks(arguments(folder / "run", folder / "cache"), PROCESSES, folder / "logs").check()
     return folder / "run", folder / "cache", time.monotonic() - began
@@ -54,7 +57,9 @@ def kill_at(place: str, step: int):
                 die()
 
         def rename(source: object, target: object) -> None:
-            mine = rank == 0 and str(target).endswith((f"checkpoints/step-{step}", f"checkpoints/.step-{step - 2}.old.tmp"))
+            mine = rank == 0 and str(target).endswith(
+                (f"checkpoints/step-{step}", f"checkpoints/.step-{step - 2}.old.tmp")
+            )
             rotating = mine and ".step-" in str(target)
             if place == "before rename" and mine and not rotating:
                 die()
@@ -81,7 +86,7 @@ def assert_complete(checkpoints: Path, expected: dict[str, int]) -> None:
 
 
 def wait_until_dead(run: Ranks, seconds: float) -> bool:
-    """Wait for the end; one dead process takes the others with it, as under a launcher. True if it finished by itself."""
+    """Wait for the end, and return whether it came by itself; one dead process ends the others, as under a launcher."""
     deadline = time.monotonic() + seconds
     while run.poll() and time.monotonic() < deadline and not any(code < 0 for code in run.codes.values()):
         time.sleep(0.005)
@@ -104,7 +109,9 @@ def assert_same_run(found: Path, whole: Path) -> None:
             assert (found / part / name).read_bytes() == (whole / part / name).read_bytes(), (part, name)
 
 
-def kill_and_resume(folder: Path, uninterrupted: tuple[Path, Path, float], places: list[str], random_kills: int, seed: int) -> int:
+def kill_and_resume(
+    folder: Path, uninterrupted: tuple[Path, Path, float], places: list[str], random_kills: int, seed: int
+) -> int:
     whole, cache, duration = uninterrupted
     saved = SavedSlices(whole / f"checkpoints/step-{STEPS}")
     expected = {name: saved.numel(name) for name in saved.places}
@@ -125,7 +132,10 @@ def kill_and_resume(folder: Path, uninterrupted: tuple[Path, Path, float], place
 
 
 def test_killed_runs_continue_bit_identically(tmp_path: Path, uninterrupted) -> None:
-    assert kill_and_resume(tmp_path, uninterrupted, ["files", "before rename", "after rename", "rotation"], 2, seed=1) >= 5
+    assert (
+        kill_and_resume(tmp_path, uninterrupted, ["files", "before rename", "after rename", "rotation"], 2, seed=1)
+        >= 5
+    )
 
 
 @pytest.mark.full
@@ -133,7 +143,9 @@ def test_twenty_kills(tmp_path: Path, uninterrupted) -> None:
     kills = 0
     for round_ in range(8):
         if kills < 20:
-            kills += kill_and_resume(tmp_path / str(round_), uninterrupted, ["before rename", "files"], 3, seed=round_ + 10)
+            kills += kill_and_resume(
+                tmp_path / str(round_), uninterrupted, ["before rename", "files"], 3, seed=round_ + 10
+            )
     assert kills >= 20
 
 
@@ -174,7 +186,13 @@ def test_a_signal_at_the_worst_moment_stops_all_together(tmp_path: Path, uninter
         MetricSums.reduce = reduced
 
     options = {"run__save_every": 0, "run__eval_every": 0}
-    ranks(arguments(tmp_path / "run", uninterrupted[1], **options), PROCESSES, tmp_path / "logs", before=before, timeout=60).check()
+    ranks(
+        arguments(tmp_path / "run", uninterrupted[1], **options),
+        PROCESSES,
+        tmp_path / "logs",
+        before=before,
+        timeout=60,
+    ).check()
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == ["step-3"]
 
 

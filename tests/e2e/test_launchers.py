@@ -38,7 +38,9 @@ def check(case: tuple[str, str, int, int, int], one_process: dict[str, list[dict
     stage, launcher, processes, agents, sp = case
     output = folder / "-".join(map(str, case))
     # another budget than the one process had: other micro-batches too
-    arguments = tiny(stage, output, folder / "cache", parallel__sequence_parallel_size=sp, batch__tokens_per_microbatch=700)
+    arguments = tiny(
+        stage, output, folder / "cache", parallel__sequence_parallel_size=sp, batch__tokens_per_microbatch=700
+    )
     if launcher == "ranks":
         ranks(arguments, processes, output / "logs").check()
     else:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the best checkpoint, TensorBoard, Weights & Biases, a profile; and what stops it at step 1."""
+"""What a run leaves behind (best checkpoint, TensorBoard, Weights & Biases, profile), and what stops it at step 1."""
 
 import gzip
 import json
@@ -40,8 +40,9 @@ def with_stand_in(config: dict[str, Any]) -> list[Any]:
 
 def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
     config = settings(
-        demo, "sft", tmp_path / "run", run__steps=4, run__eval_every=1, run__save_every=100, run__keep=1, run__profile=2,
-        run__wandb="project", optimizer__lr=3.0, optimizer__warmup=2,  # so large that the first evaluation stays the best
+        demo, "sft", tmp_path / "run", run__steps=4, run__eval_every=1, run__save_every=100, run__keep=1,
+        run__profile=2, run__wandb="project", optimizer__warmup=2,
+        optimizer__lr=3.0,  # so large that the first evaluation stays the best
     )  # fmt: skip
     told, silent = run_distributed(with_stand_in, 2, config, with_zero=True, cpu=True)
     lines = metrics(tmp_path / "run")

@@ -22,7 +22,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "v
 
 def launch(stage: str, folder: Path, output: Path, steps: int, **settings: Any) -> list[dict[str, float]]:
     values: dict[str, Any] = {
-        "run.output": output, "run.steps": steps, "data.cache": folder / "cache", "data.train": str(folder / f"{stage}_train.jsonl"),
+        "run.output": output, "run.steps": steps, "data.cache": folder / "cache",
+        "data.train": str(folder / f"{stage}_train.jsonl"),
         "model.tokenizer": folder / "tokenizer", "data.eval": "[]", "run.overwrite": "true", "run.eval_every": 0,
     }  # fmt: skip
     values |= {name.replace("__", "."): value for name, value in settings.items()}
@@ -56,14 +57,21 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Demo data and a small model that has learned to answer, in both voices."""
     folder = tmp_path_factory.mktemp("ppo")
     write_demo(folder)
-    options = {"model__config": SMALL, "optimizer__lr": 6e-3, "parallel__sequence_parallel_size": 1, "batch__examples": 16}
+    options = {
+        "model__config": SMALL,
+        "optimizer__lr": 6e-3,
+        "parallel__sequence_parallel_size": 1,
+        "batch__examples": 16,
+    }
     launch("sft", folder, folder / "sft", 64, **options)
     return folder
 
 
 @pytest.fixture(scope="module")
 def trained(spoken: Path) -> tuple[Path, list[dict[str, float]]]:
-    return spoken, launch("ppo", spoken, spoken / "ppo", 40, **policy(spoken), data__eval=str(spoken / "ppo_eval.jsonl"))
+    return spoken, launch(
+        "ppo", spoken, spoken / "ppo", 40, **policy(spoken), data__eval=str(spoken / "ppo_eval.jsonl")
+    )
 
 
 def policy(folder: Path) -> dict[str, Any]:
@@ -127,5 +135,8 @@ def test_three_seeds_rise_by_four_standard_errors(tmp_path: Path) -> None:
     start = {"model__path": tmp_path / "sft/export", "model__init": "pretrained", "run__export": False}
     runs = [launch("ppo", tmp_path, tmp_path / f"ppo{seed}", 120, run__seed=seed, **start) for seed in (1, 2, 3)]
     assert all(rise([lines]) > 4 for lines in runs) and rise(runs) > 4
-    flat = [launch("ppo", tmp_path, tmp_path / f"flat{seed}", 40, run__seed=seed, optimizer__lr=0.0, **start) for seed in (1, 2, 3)]
+    flat = [
+        launch("ppo", tmp_path, tmp_path / f"flat{seed}", 40, run__seed=seed, optimizer__lr=0.0, **start)
+        for seed in (1, 2, 3)
+    ]
     assert abs(rise(flat)) < 4

@@ -74,8 +74,23 @@ def with_another(config: dict[str, Any], policy: Path, reference: Path) -> tuple
 
 
 def test_another_reference_gives_its_own_loss(demo, base, tmp_path) -> None:  # noqa: F811
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}  # which the policy's degree does not divide
-    on_ranks(1, settings(demo, "sft", tmp_path / "other", run__steps=3, run__seed=7, optimizer__lr=3e-2, model__config=SHAPE | heads))
+    heads = {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }  # which the policy's degree does not divide
+    on_ranks(
+        1,
+        settings(
+            demo,
+            "sft",
+            tmp_path / "other",
+            run__steps=3,
+            run__seed=7,
+            optimizer__lr=3e-2,
+            model__config=SHAPE | heads,
+        ),
+    )
     other = tmp_path / "other" / "export"
     config = dpo(demo, base, tmp_path / "run", dpo__reference=str(other), dpo__beta=0.1)
     for found, expected, moved in run_distributed(with_another, 2, config, base, other, with_zero=True, cpu=True):

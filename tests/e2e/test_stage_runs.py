@@ -82,7 +82,10 @@ def on_ranks(world: int, config: dict[str, Any], **more: Any) -> list[dict[str, 
 
 def strictly(config: dict[str, Any]) -> tuple[list[dict[str, float]], bool]:
     lines = train(config)
-    return lines, torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        lines,
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def test_deterministic_runs_have_the_same_numbers(demo, tmp_path) -> None:
@@ -311,7 +314,8 @@ def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_pat
     ("dpo", {"dpo__loss_type": "ipo", "dpo__f_divergence": "js"}, "f_divergence is 'js' but loss_type 'ipo' has none"),
     ("dpo", {"dpo__f_divergence": "alpha", "dpo__f_alpha": 1.0}, "f_alpha is 1"),
     ("sft", {"sft__loss_type": "dft", "sft__label_smoothing": 0.1}, "sft.loss_type \"dft\" has none"),
-    ("sft", {"model__lora__rank": 4, "model__lora__targets": []}, "model.lora.targets is []: list should have at least 1 item"),
+    ("sft", {"model__lora__rank": 4, "model__lora__targets": []},
+     "model.lora.targets is []: list should have at least 1 item"),
     ("sft", {"model__lora__rank": 4, "model__lora__targets": ["lm_head"]}, "model.lora.targets"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(demo, tmp_path, stage, changes, sentence) -> None:

@@ -1,4 +1,4 @@
-"""TrainingRun from Python: a TOML file and overrides in, status and exports out, and nothing left behind, also by an error."""
+"""TrainingRun from Python: a TOML file and overrides in, status and exports out, nothing left behind by an error."""
 
 import gc
 import json
@@ -89,7 +89,9 @@ def test_overrides_status_and_export(place: Path) -> None:
     assert found["watching"] == 0  # who still watched for failures would take a later run's end for one
     assert status["stage"] == "dpo" and (status["step"], status["total_steps"]) == (2, 2) and status["world"] == 2
     assert status["mesh"] == {"sequence_parallel_size": 2, "data_parallel_size": 1} and status["eta"] == 0
-    assert [status[k] for k in ("loss", "tokens", "tokens_per_second")] == [line[k] for k in ("loss", "tokens", "tokens_per_second")]
+    assert [status[k] for k in ("loss", "tokens", "tokens_per_second")] == [
+        line[k] for k in ("loss", "tokens", "tokens_per_second")
+    ]
     assert found["before"]["step"] == 0 and found["before"]["loss"] is None and found["before"]["eta"] is None
     weights = [(place / folder / "model.safetensors").read_bytes() for folder in ("elsewhere", "run/export")]
     assert weights[0] == weights[1]
