@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.fake_ranks import FakeWorld
-from ulysses.gradients import StepContext, TorchGradients, build_chain
+from ulysses.gradients import StepContext, build_chain
 
 STEPS, MAX_NORM, SEED = 50, 1.0, 11
 SHAPES = {"embed": (37, 12), "wide": (300, 250), "norm": (10,), "proj": (6, 5, 2), "bias": (1,)}
@@ -63,21 +63,23 @@ def gradients_at(step):
     return named
 
 
-def run_ours(view_of):
-    chain = build_chain("ulysses-pro", MAX_NORM)
-    out = []
-    for step in range(STEPS):
-        named = gradients_at(step)
-        context = StepContext(step, STEPS, loss=1.0, lr=1e-3 * (1 - step / STEPS), seed=SEED)
-        report = chain.apply(view_of(named), context)
-        out.append((named, context.lr * context.lr_scale, report))
-    return out
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_same_gradients_and_learning_rates_for_fifty_steps(ranks):
+    world, ours = FakeWorld(ranks), [gradients_at(step) for step in range(STEPS)]
 
+    def on_rank(rank):
+        chain = build_chain("ulysses-pro", MAX_NORM)
+        out = []
+        for step, named in enumerate(ours):
+            context = StepContext(step, STEPS, loss=1.0, lr=1e-3 * (1 - step / STEPS), seed=SEED)
+            report = chain.apply(world.view(named, rank), context)
+            out.append((context.lr * context.lr_scale, report))
+        return out
 
-def test_same_gradients_and_learning_rates_for_fifty_steps():
-    ours = run_ours(lambda named: TorchGradients(named.items()))
+    found, *others = world.run(on_rank)
+    assert all(rank == found for rank in others)
     seen = set()
-    for step, (named, lr, report) in enumerate(ours):
+    for step, (named, (lr, report)) in enumerate(zip(ours, found)):
         want = gradients_at(step)
         want_lr = literal(want, 1e-3 * (1 - step / STEPS), step)
         assert lr == pytest.approx(want_lr, rel=1e-12), step
@@ -93,25 +95,3 @@ def test_same_gradients_and_learning_rates_for_fifty_steps():
         (vanishing[1:], True), ((), True), (("clip_global_norm",), True),
     }  # fmt: skip
     assert {n for _, _, n in seen if n is not None} >= {0.0, 2.0} or len({n for _, _, n in seen}) > 2
-
-
-def test_the_same_on_three_ranks():
-    whole = run_ours(lambda named: TorchGradients(named.items()))
-    world = FakeWorld(3)
-    shared = [gradients_at(step) for step in range(STEPS)]
-
-    def one_rank(rank):
-        chain = build_chain("ulysses-pro", MAX_NORM)
-        rates = []
-        for step, named in enumerate(shared):
-            context = StepContext(step, STEPS, loss=1.0, lr=1e-3 * (1 - step / STEPS), seed=SEED)
-            chain.apply(world.view(named, rank), context)
-            rates.append(context.lr * context.lr_scale)
-        return rates
-
-    for rates in world.run(one_rank):
-        assert rates == [lr for _, lr, _ in whole]
-    for named, (want, _, _) in zip(shared, whole):
-        for name in want:
-            scale = float(want[name].grad.abs().max())
-            torch.testing.assert_close(named[name].grad, want[name].grad, rtol=1e-6, atol=1e-6 * scale)

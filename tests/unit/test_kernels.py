@@ -1,7 +1,5 @@
 """Every kernel of this machine against plain float64 attention: values, gradients, packing, refusals."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -21,8 +19,21 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
 PACKS = {  # lengths of queries, lengths of keys
     "ragged": ([5, 1, 130, 1, 1, 333, 64], [5, 1, 130, 1, 1, 333, 64]),
     "one": ([257], [257]),
+    "short": ([5, 1, 60], [5, 1, 60]),
     "late rows": ([60, 1, 33], [200, 7, 33]),
 }
+
+
+@pytest.fixture(params=[True, False], ids=["causal", "full"])
+def causal(request):
+    return request.param
+
+
+@pytest.fixture
+def torch_switch():
+    """Leave torch's switch for deterministic algorithms off."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def naive(q, k, v, lengths, causal, scale):
@@ -66,24 +77,20 @@ def check(kernel, device, dtype, lengths, heads, head_dim, causal=True):
 @pytest.mark.parametrize("heads", [(4, 4), (7, 1), (6, 2)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kernel", ["reference", "torch"])
-def test_kernel_equals_plain_attention_on_cpu(kernel, dtype, heads, pack):
-    check(kernel, "cpu", dtype, PACKS[pack], heads, head_dim=8)
-    if dtype != torch.bfloat16:
-        check(kernel, "cpu", dtype, PACKS[pack], heads, head_dim=8, causal=False)
+def test_kernel_equals_plain_attention_on_cpu(kernel, dtype, heads, pack, causal):
+    check(kernel, "cpu", dtype, PACKS[pack], heads, head_dim=8, causal=causal)
 
 
-@pytest.mark.parametrize("pack", [([5, 1, 60], [5, 1, 60]), PACKS["late rows"]])
+@pytest.mark.parametrize("pack", ["short", "late rows"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("causal", [True, False])
 def test_cudnn_leaves_short_documents_to_plain_math(dtype, pack, causal):
-    check("cudnn", "cpu", dtype, pack, (6, 2), 8, causal)
+    check("cudnn", "cpu", dtype, PACKS[pack], (6, 2), 8, causal)
 
 
-def test_reference_tiles_do_not_change_the_result(monkeypatch):
+@pytest.mark.parametrize("pack", ["late rows", "one"])
+def test_reference_tiles_do_not_change_the_result(monkeypatch, pack, causal):
     monkeypatch.setattr(kernels_document, "TILE_SCORES", 7 * 6 * 200)
-    for causal in (True, False):
-        for pack in ("late rows", "one"):
-            check("reference", "cpu", torch.float64, PACKS[pack], (6, 2), 8, causal)
+    check("reference", "cpu", torch.float64, PACKS[pack], (6, 2), 8, causal)
 
 
 def need(kernel):
@@ -93,7 +100,6 @@ def need(kernel):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("heads", [(4, 4), (7, 1), (8, 2)])
@@ -120,10 +126,8 @@ def test_right_kernels_prove_themselves(name, dtype):
 @pytest.mark.parametrize(("index", "name"), enumerate(("query", "key", "value")))
 @pytest.mark.parametrize("factor", [1.03, torch.nan])
 def test_a_wrong_gradient_is_refused_by_name(monkeypatch, index, name, factor):
-    real = kernels.varlen_backward
-
     def wrong(kernel, *arguments):
-        grads = list(real(kernel, *arguments))
+        grads = list(varlen_backward(kernel, *arguments))
         if kernel == "torch":
             grads[index] = grads[index] * factor
         return tuple(grads)
@@ -136,20 +140,16 @@ def test_a_wrong_gradient_is_refused_by_name(monkeypatch, index, name, factor):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "cudnn"])
+@pytest.mark.usefixtures("torch_switch")
 def test_deterministic_kernels_repeat_bit_for_bit(kernel):
     need(kernel)
     torch.use_deterministic_algorithms(True)
-    try:
-        resolve_kernel(kernel, "cuda", torch.bfloat16, 64, deterministic=True)
-        packed, options = segments(([700, 1, 323],) * 2, "cuda"), KernelOptions(True, 0.125, deterministic=True)
-        q, dout, k, v = (torch.randn(1024, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 8, 2, 2))
-        out, lse = varlen_forward(kernel, q, k, v, packed, options)
-        first = varlen_backward(kernel, dout, q, k, v, out, lse, packed, options)
-        for _ in range(5):
-            again = varlen_backward(kernel, dout, q, k, v, out, lse, packed, options)
-            assert all(torch.equal(a, b) for a, b in zip(first, again))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    resolve_kernel(kernel, "cuda", torch.bfloat16, 64, deterministic=True)
+    packed, options = segments(([700, 1, 323],) * 2, "cuda"), KernelOptions(True, 0.125, deterministic=True)
+    q, dout, k, v = (torch.randn(1024, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 8, 2, 2))
+    out, lse = varlen_forward(kernel, q, k, v, packed, options)
+    first, *again = (varlen_backward(kernel, dout, q, k, v, out, lse, packed, options) for _ in range(6))
+    assert all(torch.equal(a, b) for grads in again for a, b in zip(first, grads))
 
 
 @pytest.mark.gpu
@@ -185,30 +185,13 @@ def machine_without(monkeypatch, *absent):
 
 
 @pytest.mark.parametrize(("warn_only", "kernel"), [(False, "torch"), (True, "reference")])
+@pytest.mark.usefixtures("torch_switch")
 def test_auto_is_deterministic_where_asked(monkeypatch, warn_only, kernel):
     """Without flash-attn; torch's own kernel looks at torch's switch, and ignores it where it only warns."""
     machine_without(monkeypatch, "flash4", "flash2")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        choice = resolve_kernel("auto", "cuda", torch.bfloat16, 64, deterministic=True, documents=1)
-        assert choice.name == kernel and "cudnn's backward is not deterministic" in choice.reason
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_flash_kernels_are_told_to_be_deterministic(monkeypatch):
-    told = {}
-    flash = SimpleNamespace(
-        _flash_attn_varlen_backward=lambda *_, **options: told.update(flash2=options["deterministic"]),
-        _flash_attn_bwd=lambda *_, **options: told.update(flash4=options["deterministic"]),
-    )
-    monkeypatch.setattr(kernels, "load", lambda name: flash)
-    q, k = torch.ones(6, 4, 8), torch.ones(6, 2, 8)
-    for deterministic in (True, False):
-        options = KernelOptions(True, 0.5, deterministic)
-        for name in ("flash2", "flash4"):
-            varlen_backward(name, q, q, k, k, q, torch.ones(4, 6), segments(([6], [6])), options)
-        assert told == {"flash2": deterministic, "flash4": deterministic}
+    choice = resolve_kernel("auto", "cuda", torch.bfloat16, 64, deterministic=True, documents=1)
+    assert choice.name == kernel and "cudnn's backward is not deterministic" in choice.reason
 
 
 def test_auto_takes_the_fastest_kernel_and_says_why(monkeypatch):
