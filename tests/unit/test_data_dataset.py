@@ -1,8 +1,8 @@
 """Tokenised datasets: weights, truncation, documents, cache keys, memory maps, inspection."""
 
-import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -237,17 +237,15 @@ def test_unwritable_cache_is_one_sentence(tmp_path, open_rows):
         open_rows([{"messages": [USER, BOT]}], "sequence")
 
 
-def test_inspection_shows_the_trained_tokens(tokenizer, open_rows):
-    stream = io.StringIO()
-    preview_examples(open_rows([{"messages": [USER, BOT]}], "sequence"), tokenizer, 5, stream=stream)
-    text = stream.getvalue()
+def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys, monkeypatch):
+    preview_examples(open_rows([{"messages": [USER, BOT]}], "sequence"), tokenizer, 5)
+    text = capsys.readouterr().out
     assert "<|im_start|>assistant\n[[answer<|im_end|>]]\n" in text and "8 trained" not in text.split("\n")[1]
     assert "7 trained" in text and "read 1 rows, kept 1 examples" in text
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    pair = open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair")
-    preview_examples(pair, tokenizer, 1, stream=terminal)
-    assert "(chosen)" in terminal.getvalue() and "\x1b[30;42mbad<|im_end|>\x1b[0m" in terminal.getvalue()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    preview_examples(open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair"), tokenizer, 1)
+    text = capsys.readouterr().out
+    assert "(chosen)" in text and "\x1b[30;42mbad<|im_end|>\x1b[0m" in text
 
 
 def test_report_survives_the_cache(open_rows):

@@ -17,9 +17,8 @@ from filelock import BaseFileLock, FileLock, SoftFileLease
 
 from ulysses.data import DataError
 
-LEASE_SECONDS = (
-    60.0  # a holder on a network file system that shows no sign of life for so long counts as dead
-)
+# A holder of a lock on a network file system that shows no sign of life for so long counts as dead.
+LEASE_SECONDS = 60.0
 NETWORK = ("nfs", "lustre", "beegfs", "gpfs", "ceph", "cifs", "smb", "9p", "glusterfs", "fuse.")
 
 
@@ -87,9 +86,8 @@ def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
             "set data.cache to another folder"
         ) from None
     finally:
-        if (
-            folder.is_dir()
-        ):  # nobody needs the lock any more: those who wait look for the folder first
+        # Nobody needs the lock any more: those who wait look for the folder first.
+        if folder.is_dir():
             lock.unlink(missing_ok=True)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +31,8 @@ TURN_ENDS = "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|en
 OPEN, CLOSE, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
-Piece = tuple[
-    list[str | int], bool
-]  # texts and ids of special tokens, and whether they are trained
+# Texts and ids of special tokens, and whether they are trained.
+Piece = tuple[list[str | int], bool]
 
 
 def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
@@ -183,7 +183,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         # There is no strftime_now: templates then write their fixed date, and tokens do not change by the day.
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals["raise_exception"] = _raise_exception
         try:
             self._compiled = environment.from_string(self.text)
@@ -378,12 +378,6 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, name: str) -> str:
             f"({path.absolute()})"
         )
     return path.read_text(encoding="utf-8")
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise_exception(message: str) -> None:

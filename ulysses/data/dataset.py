@@ -21,7 +21,7 @@ from ulysses.data import DataError
 from ulysses.data.cache import build_once
 from ulysses.data.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.encode import DataSettings, Example, encode_documents, encode_records
-from ulysses.data.formats import KINDS, Report, read_records
+from ulysses.data.formats import Report, read_records
 from ulysses.data.sources import Source, source_digest
 from ulysses.parallel.batch import Sequence
 
@@ -47,12 +47,6 @@ def open_dataset(
 
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
-    if kind not in KINDS:
-        raise DataError(f"data kind {kind!r} is unknown; use one of {', '.join(KINDS)}")
-    if not sources:
-        raise DataError(
-            "no data: set data.train to a file, a folder, a hub dataset or a list of them"
-        )
     cache = Path(cache).expanduser()
     template = None if kind == "text" else ChatTemplate(tokenizer, chat_template)
     content = [

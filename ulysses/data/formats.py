@@ -25,8 +25,8 @@ from ulysses.data.messages import (
 )
 from ulysses.data.sources import FORMATS, Source, read_rows, text_parts
 
+Row = Mapping[str, Any]
 Pairs = list[tuple[Messages, Messages]]
-KINDS = ("text", "sequence", "pair", "unpaired", "prompt")
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 PROMPT_KEYS = ("prompt", "question", "query")
 ANSWER_KEYS = ("completion", "response", "answer", "output")
@@ -101,7 +101,7 @@ def read_records(
     """Stream the records of all sources in order, and count in `report` what is left out.
 
     Args:
-        kind: one of KINDS, what the stage needs.
+        kind: text, sequence, pair, unpaired or prompt: what the stage needs.
         bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
 
     Raises DataError: a missing or broken file, or a row that breaks its format.
@@ -134,7 +134,7 @@ def read_records(
                 yield from (replace(record, text=part) for _, part in parts)
 
 
-def _rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+def _rename(row: Row, columns: Mapping[str, str]) -> Row:
     absent = [theirs for theirs in columns.values() if theirs not in row]
     if absent:
         raise BadRowError(f"has no column {absent[0]!r}, which columns names (it has {_keys(row)})")
@@ -142,7 +142,7 @@ def _rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, 
     return renamed | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
-def detect_format(row: Mapping[str, Any]) -> str:
+def detect_format(row: Row) -> str:
     """Name the format of a row from its keys; BadRowError lists the keys if none fits."""
     if _first_key(row, CONVERSATION_KEYS):
         return "messages"
@@ -160,7 +160,7 @@ def detect_format(row: Mapping[str, Any]) -> str:
     )
 
 
-def parse_row(row: Mapping[str, Any], row_format: str, kind: str) -> list[Record]:
+def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     """Read one row as records of `kind`: several for ranked lists, and for unpaired answers from preference data.
 
     Raises BadRowError: the row breaks its format. Raises DropRowError: it cannot be trained on.
@@ -187,12 +187,30 @@ def parse_row(row: Mapping[str, Any], row_format: str, kind: str) -> list[Record
     if row_format == "preference" and not pairs:
         raise BadRowError("is read as preference data but has no chosen and rejected")
     match kind:
-        case "sequence":
-            return [_sequence(prompt, answer, pairs, tools, label, row_format)]
         case "prompt":
             return [_prompt_alone(prompt or answer or [], tools)]
+        case "sequence":
+            if pairs:
+                raise BadRowError(
+                    "holds chosen and rejected answers; to train on one "
+                    'set columns = {completion = "chosen"}'
+                )
+            if label is False:
+                raise DropRowError("its label is false")
+            answer = _trainable(answer)
+            if row_format == "alpaca":  # the assistant's turns in its history are training data too
+                prompt, answer = [], prompt + answer
+            return [Record(prompt, [answer], tools)]
         case "unpaired" if not pairs:
-            return [_unpaired(prompt, answer, tools, label)]
+            if label is None:
+                raise BadRowError(
+                    f"has no {_either(LABEL_KEYS)}: true for a desirable answer, false for an undesirable one"
+                )
+            answer = _given(answer)
+            if not prompt:
+                prompt, answer = answer[:-1], answer[-1:]
+            _check_completion(answer, "the conversation")
+            return [Record(prompt, [answer], tools, {"label": float(label)})]
     margin = number(row.get("margin", 0.0), "margin") if kind == "pair" else 0.0
     if not pairs:
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
@@ -210,39 +228,7 @@ def parse_row(row: Mapping[str, Any], row_format: str, kind: str) -> list[Record
     ]
 
 
-# ------------------------------------------------------------------------------------------ one record of each kind
-
-
-def _sequence(
-    prompt: Messages, answer: Messages | None, pairs: Any, tools: Any, label: Any, row_format: str
-) -> Record:
-    if pairs:
-        raise BadRowError(
-            'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
-        )
-    if label is False:
-        raise DropRowError("its label is false")
-    answer = _given(answer)
-    assistant = [message for message in answer if message.role == "assistant"]
-    if not assistant:
-        raise DropRowError("no assistant message")
-    if any(message.is_empty for message in assistant):
-        raise DropRowError("empty answer")
-    if row_format == "alpaca":  # the assistant's turns in its history are training data too
-        return Record([], [prompt + answer], tools)
-    return Record(prompt, [answer], tools)
-
-
-def _unpaired(prompt: Messages, answer: Messages | None, tools: Any, label: bool | None) -> Record:
-    if label is None:
-        raise BadRowError(
-            f"has no {_either(LABEL_KEYS)}: true for a desirable answer, false for an undesirable one"
-        )
-    answer = _given(answer)
-    if not prompt:
-        prompt, answer = answer[:-1], answer[-1:]
-    _check_completion(answer, "the conversation")
-    return Record(prompt, [answer], tools, {"label": float(label)})
+# ---------------------------------------------------------------------------------- answers that can be trained on
 
 
 def _prompt_alone(prompt: Messages, tools: Any) -> Record:
@@ -259,19 +245,32 @@ def _given(answer: Messages | None) -> Messages:
     return answer
 
 
+def _trainable(answer: Messages | None) -> Messages:
+    assistant = [message for message in _given(answer) if message.role == "assistant"]
+    if not assistant:
+        raise DropRowError("no assistant message")
+    if any(message.is_empty for message in assistant):
+        raise DropRowError("empty answer")
+    return answer
+
+
 def _check_completion(messages: Messages, name: str) -> None:
-    if not messages or messages[-1].role != "assistant":
-        raise DropRowError(f"{name} does not end with an assistant message")
+    _check_end(messages, name)
     if messages[0].role != "assistant":
         raise BadRowError(f"{name} must begin with an assistant message, not {messages[0].role}")
     if messages[-1].is_empty:
         raise DropRowError("empty answer")
 
 
+def _check_end(messages: Messages, name: str) -> None:
+    if not messages or messages[-1].role != "assistant":
+        raise DropRowError(f"{name} does not end with an assistant message")
+
+
 # ---------------------------------------------------------------------------------------------- prompts and answers
 
 
-def _prompt_and_answer(row: Mapping[str, Any], row_format: str) -> tuple[Messages, Messages | None]:
+def _prompt_and_answer(row: Row, row_format: str) -> tuple[Messages, Messages | None]:
     """Read the prompt, and the answer where both stand in one list; a whole conversation counts as an answer."""
     prompt: Messages = []
     answer: Messages | None = None
@@ -298,15 +297,16 @@ def _prompt_and_answer(row: Mapping[str, Any], row_format: str) -> tuple[Message
     return prompt, answer
 
 
-def _alpaca_prompt(row: Mapping[str, Any]) -> Messages:
+def _alpaca_prompt(row: Row) -> Messages:
     parts = [string(row.get(key), key) for key in ("instruction", "input") if row.get(key)]
     _required(row, ("instruction",))
     if not "".join(parts).strip():
         raise DropRowError("empty prompt")
     messages = []
     history = row.get("history") or []
-    pairs = isinstance(history, list) and all(isinstance(turn, list | tuple) for turn in history)
-    if not pairs or any(len(turn) != 2 for turn in history):
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 for turn in history
+    ):
         raise BadRowError("'history' must be a list of [user, assistant] pairs")
     for question, answer in history:
         messages.append(Message("user", string(question, "history")))
@@ -314,7 +314,7 @@ def _alpaca_prompt(row: Mapping[str, Any]) -> Messages:
     return [*messages, Message("user", "\n".join(parts))]
 
 
-def _prompt(row: Mapping[str, Any], key: str) -> Messages:
+def _prompt(row: Row, key: str) -> Messages:
     if isinstance(row[key], list):
         return parse_messages(row[key])
     text = _not_blank(row, key, "empty prompt")
@@ -332,7 +332,7 @@ def _answer(value: Any, key: str) -> Messages:
     raise BadRowError(f"{key!r} is {type_name(value)}, not a string or messages")
 
 
-def _preference(row: Mapping[str, Any], prompt: Messages) -> tuple[Messages, Pairs]:
+def _preference(row: Row, prompt: Messages) -> tuple[Messages, Pairs]:
     """Read chosen and rejected: answers to the prompt, or two whole conversations or transcripts that share theirs."""
     chosen, rejected = (row[_required(row, (key,))] for key in ("chosen", "rejected"))
     texts = isinstance(chosen, str) and isinstance(rejected, str)
@@ -360,15 +360,14 @@ def _preference(row: Mapping[str, Any], prompt: Messages) -> tuple[Messages, Pai
 
 def _split_prompt(chosen: Messages, rejected: Messages) -> tuple[Messages, Pairs]:
     """Split two conversations before their last turn, the assistant's; what precedes it must be equal: the prompt."""
-    for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        if not messages or messages[-1].role != "assistant":
-            raise DropRowError(f"{name} does not end with an assistant message")
+    _check_end(chosen, "chosen")
+    _check_end(rejected, "rejected")
     if chosen[:-1] != rejected[:-1]:
         raise DropRowError("the prompts of chosen and rejected differ")
     return chosen[:-1], [(chosen[-1:], rejected[-1:])]
 
 
-def _ranked_key(row: Mapping[str, Any]) -> str | None:
+def _ranked_key(row: Row) -> str | None:
     key = _first_key(row, RANKED_KEYS)
     if key is None or not isinstance(row[key], list):
         return None
@@ -377,13 +376,12 @@ def _ranked_key(row: Mapping[str, Any]) -> str | None:
     return key
 
 
-def _ranked_pairs(row: Mapping[str, Any], key: str) -> Pairs:
+def _ranked_pairs(row: Row, key: str) -> Pairs:
     """Pair every answer with each worse one: by `scores` (higher is better), `ranks` (lower) or place in the list."""
     answers = [_answer(value, key) for value in row[key]]
     scores = [-float(place) for place in range(len(answers))]
     for name, sign in (("scores", 1.0), ("ranks", -1.0)):
-        values = row.get(name)
-        if values is not None:
+        if (values := row.get(name)) is not None:
             if not isinstance(values, list) or len(values) != len(answers):
                 raise BadRowError(
                     f"has {len(answers)} {key} but its {name!r} is not a list of as many numbers"
@@ -408,7 +406,7 @@ def _is_conversation(value: Any) -> bool:
     return ROLES.get(value[0].get("role", value[0].get("from"))) != "assistant"
 
 
-def _whole_conversation(row: Mapping[str, Any]) -> Messages:
+def _whole_conversation(row: Row) -> Messages:
     """Read an answer that includes its prompt, in a row without a prompt of its own; else return []."""
     key = _first_key(row, ANSWER_KEYS)
     if key is None or _first_key(row, PROMPT_KEYS):
@@ -421,11 +419,11 @@ def _whole_conversation(row: Mapping[str, Any]) -> Messages:
 # ------------------------------------------------------------------------------------------------------ small checks
 
 
-def _first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str | None:
+def _first_key(row: Row, keys: tuple[str, ...]) -> str | None:
     return next((key for key in keys if row.get(key) is not None), None)
 
 
-def _required(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def _required(row: Row, keys: tuple[str, ...]) -> str:
     key = _first_key(row, keys)
     if key is None:
         raise BadRowError(f"has no {_either(keys)} (it has {_keys(row)})")
@@ -436,18 +434,18 @@ def _either(keys: tuple[str, ...]) -> str:
     return " or ".join(map(repr, keys))
 
 
-def _keys(row: Mapping[str, Any]) -> str:
+def _keys(row: Row) -> str:
     return ", ".join(sorted(map(str, row)))
 
 
-def _not_blank(row: Mapping[str, Any], key: str, problem: str) -> str:
+def _not_blank(row: Row, key: str, problem: str) -> str:
     text = string(row[key], key)
     if not text.strip():
         raise DropRowError(problem)
     return text
 
 
-def _label(row: Mapping[str, Any]) -> bool | None:
+def _label(row: Row) -> bool | None:
     key = _first_key(row, LABEL_KEYS)
     if key is None:
         return None

@@ -2,7 +2,7 @@
 
 import sys
 from itertools import pairwise
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +12,9 @@ from ulysses.parallel.batch import Sequence
 ON_TERMINAL, ON_PAPER = ("\x1b[30;42m", "\x1b[0m"), ("[[", "]]")  # black on green, or brackets
 
 
-def preview_examples(
-    dataset: TokenizedDataset, tokenizer: Any, count: int, stream: TextIO | None = None
-) -> None:
+def preview_examples(dataset: TokenizedDataset, tokenizer: Any, count: int) -> None:
     """Print the first `count` examples decoded: trained tokens in colour on a terminal, elsewhere in [[ and ]]."""
-    stream = stream or sys.stdout
-    begin, end = ON_TERMINAL if stream.isatty() else ON_PAPER
+    begin, end = ON_TERMINAL if sys.stdout.isatty() else ON_PAPER
     names = ("chosen", "rejected") if dataset.kind == "pair" else (dataset.kind,)
     for index in range(min(count, len(dataset))):
         example = dataset[index]
@@ -28,9 +25,8 @@ def preview_examples(
                 f"example {index} ({name}): {len(sequence.tokens)} tokens, {trained} trained{numbers}",
                 _marked(tokenizer, sequence, begin, end),
                 sep="\n",
-                file=stream,
             )
-    print(dataset.report, file=stream)
+    print(dataset.report)
 
 
 def _marked(tokenizer: Any, sequence: Sequence, begin: str, end: str) -> str:

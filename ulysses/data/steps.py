@@ -28,7 +28,7 @@ class StepLoader:
     """Serve the micro-batches of every step to one data-parallel group.
 
     Args:
-        examples_per_step: examples of one optimizer step, over all groups.
+        examples_per_step: examples of one optimizer step, over all groups; at least 1.
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
         shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
@@ -48,10 +48,6 @@ class StepLoader:
 
     def __post_init__(self) -> None:
         self._cached: tuple[int, np.ndarray] | None = None  # an epoch and its order
-        if self.examples_per_step < 1:
-            raise ValueError(
-                f"batch.examples is {self.examples_per_step} but must be at least 1; raise it"
-            )
         if not self.examples_per_epoch:
             raise ValueError("the weights of the data sources leave no example; raise them")
         check_fits(int(self.dataset.lengths.max()), self.tokens_per_microbatch)
