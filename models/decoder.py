@@ -30,7 +30,12 @@ NOISE_ROWS = 4096  # hashed at once: their 8 bytes per element live for a moment
 
 
 class LayerMemory(NamedTuple):
-    """Say what the layers keep for backward; the fields are explained at `Decoder.set_memory`."""
+    """Say what the layers keep for backward.
+
+    recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
+    time, except where level "none" keeps its whole graph. offload: the layers that keep what they keep in host memory
+    if there is an offloader; level "none" ignores it.
+    """
 
     recompute: str | Sequence[str] = "none"
     mlp_tile: TileRows = "auto"
@@ -73,9 +78,8 @@ class Decoder(nn.Module):
             # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
             hidden = hidden.detach().requires_grad_()
         device = batch.positions.device
-        if (
-            self._frequencies is None or self._frequencies.device != device
-        ):  # moved once: a copy makes the host wait
+        # moved once: a copy makes the host wait
+        if self._frequencies is None or self._frequencies.device != device:
             self._frequencies = inverse_frequencies(self.config, device)
         rope = rotary_table(batch.positions, self._frequencies)
         pair: Pair | None = None
@@ -89,18 +93,9 @@ class Decoder(nn.Module):
                 pair = None  # complete
         return hidden
 
-    def set_memory(
-        self,
-        recompute: str | Sequence[str],
-        mlp_tile: TileRows = "auto",
-        offloader: Offloader | None = None,
-        offload: bool | Sequence[bool] = True,
-    ) -> None:
-        """Set what the layers keep for backward: one recompute level for all or one per layer, the same on all ranks.
-
-        `mlp_tile` rows of an MLP run at a time, except where level "none" keeps its whole graph. With an offloader, the
-        layers for which `offload` is true keep what they keep in host memory; level "none" ignores it.
-        """
+    def set_memory(self, memory: LayerMemory) -> None:
+        """Set what the layers keep for backward."""
+        recompute, mlp_tile, offloader, offload = memory
         count = len(self.layers)
         levels = [recompute] * count if isinstance(recompute, str) else list(recompute)
         offloads = [offload] * count if isinstance(offload, bool) else list(offload)
@@ -165,7 +160,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config, mesh, attention)
-        self.model.set_memory(*memory)
+        self.model.set_memory(memory)
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = VocabularyHead(config, tied, logits_tile)
 
@@ -173,31 +168,23 @@ class CausalLM(nn.Module):
         self,
         batch: ShardedBatch,
         *,
-        entropy: bool = False,
-        lse: bool = False,
-        mean_logit: bool = False,
-        temperature: float = 1.0,
         noise_alpha: float = 0.0,
         noise_seed: int = 0,
+        **options: Any,
     ) -> LogProbs:
         """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
 
-        Positions of weight 0 cost no vocabulary projection. `entropy`, `lse` and `mean_logit` ask for those of the same
-        positions; `temperature` divides the logits. `noise_alpha` > 0 adds NEFTune noise drawn from `noise_seed`.
-        All ranks of the sequence-parallel group call together.
+        Positions of weight 0 cost no vocabulary projection. `noise_alpha` > 0 adds NEFTune noise drawn from
+        `noise_seed`. `options` are those of linear_logprobs: `entropy`, `lse` and `mean_logit` ask for those of the
+        same positions, `temperature` divides the logits. All ranks of the sequence-parallel group call together.
         """
-        noise = (
-            embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed)
-            if noise_alpha > 0
-            else None
-        )
+        noise = None
+        if noise_alpha > 0:
+            noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed)
         hidden = self.model(batch, noise)
         index = batch.valid_index
         rows = self.model.norm(hidden.index_select(0, index))
-        targets = batch.targets.index_select(0, index)
-        out = self.lm_head(
-            rows, targets, entropy=entropy, lse=lse, mean_logit=mean_logit, temperature=temperature
-        )
+        out = self.lm_head(rows, batch.targets.index_select(0, index), **options)
         S = batch.tokens.shape[0]
         logps, *others = (None if value is None else scatter_rows(value, index, S) for value in out)
         assert logps is not None
@@ -218,7 +205,7 @@ class RewardModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config, mesh, attention)
-        self.model.set_memory(*memory)
+        self.model.set_memory(memory)
         self.score = ScoreHead(config)
 
     def forward(self, batch: ShardedBatch) -> Tensor:
@@ -240,30 +227,18 @@ def init_parameter(
     Linear and embedding weights are N(0, initializer_range^2), norms 1, biases 0, `score.weight` has the standard
     deviation 1 / (D + 1). Drawn in float32, then cast.
     """
-    if name.endswith(".bias"):
-        return torch.zeros(tuple(shape), device=device, dtype=dtype)
+    values = torch.zeros(tuple(shape), device=device)
     if name.endswith("norm.weight"):
-        return torch.ones(tuple(shape), device=device, dtype=dtype)
-    std = 1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range
-    generator = keyed_generator(device, seed, name)
-    return (
-        torch.empty(tuple(shape), device=device, dtype=torch.float32)
-        .normal_(0.0, std, generator=generator)
-        .to(dtype)
-    )
+        values.fill_(1.0)
+    elif not name.endswith(".bias"):
+        std = 1 / (config.hidden_size + 1) if name == "score.weight" else config.initializer_range
+        values.normal_(0.0, std, generator=keyed_generator(device, seed, name))
+    return values.to(dtype)
 
 
 @torch.no_grad()
 def init_weights(model: "CausalLM | RewardModel", seed: int = 0) -> None:
     """Fill every parameter of an unpartitioned model with its random start."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(
-            init_parameter(
-                name,
-                parameter.shape,
-                model.config,
-                seed,
-                device=parameter.device,
-                dtype=parameter.dtype,
-            )
-        )
+        values = init_parameter(name, parameter.shape, model.config, seed, device=parameter.device)
+        parameter.copy_(values)

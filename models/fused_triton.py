@@ -2,13 +2,10 @@
 """Triton kernels of fused.py: one pass over memory each, float32 inside, rounded once.
 
 Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: every result is the same on every run.
+Triton launches on the current device, so every launch makes that of its tensors current.
 
 Shapes: S rows, D width, H query heads, K kv heads, E head dim.
 """
-
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +16,6 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-P = ParamSpec("P")
-R = TypeVar("R")
 MAX_WIDTH = 16384  # a whole row of the norm lies in one program's registers
 _BLOCK = 1024
 
@@ -121,18 +116,6 @@ if triton is not None:
         tl.store(partial + program.to(tl.int64) * WIDTH + column, grad_weight, mask=mask)
 
 
-def on_its_device(launch: Callable[P, R]) -> Callable[P, R]:
-    """Make the device of the first argument the current one during a call: Triton launches on the current device."""
-
-    @wraps(launch)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.cuda.device(args[0].device):  # type: ignore[attr-defined]
-            return launch(*args, **kwargs)
-
-    return guarded
-
-
-@on_its_device
 def rotate(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, sign: float, out: tuple[Tensor, Tensor]
 ) -> None:
@@ -140,35 +123,35 @@ def rotate(
     half = query.shape[-1] // 2
     block = triton.next_power_of_2(half)
     heads = [triton.next_power_of_2(x.shape[1]) for x in (query, key)]
-    _rotate_kernel[(query.shape[0],)](
-        query, key, *out, cos, sin, sign,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        out[0].stride(0), out[0].stride(1), out[1].stride(0), out[1].stride(1), query.shape[1], key.shape[1],
-        HALF=half, BLOCK=block, Q_HEADS=heads[0], K_HEADS=heads[1], num_warps=4 if heads[0] * block <= 2048 else 8,
-    )  # fmt: skip
+    with torch.cuda.device(query.device):
+        _rotate_kernel[(query.shape[0],)](
+            query, key, *out, cos, sin, sign,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+            out[0].stride(0), out[0].stride(1), out[1].stride(0), out[1].stride(1), query.shape[1], key.shape[1],
+            HALF=half, BLOCK=block, Q_HEADS=heads[0], K_HEADS=heads[1], num_warps=4 if heads[0] * block <= 2048 else 8,
+        )  # fmt: skip
 
 
-@on_its_device
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up of contiguous tensors."""
     out = torch.empty_like(gate)
     count = gate.numel()
-    _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](gate, up, out, count, BLOCK=_BLOCK)
+    with torch.cuda.device(gate.device):
+        _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](gate, up, out, count, BLOCK=_BLOCK)
     return out
 
 
-@on_its_device
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate and up, and silu(gate) * up again; contiguous tensors."""
     grad_gate, grad_up, out = (torch.empty_like(gate) for _ in range(3))
     count = gate.numel()
-    _swiglu_backward_kernel[(triton.cdiv(count, _BLOCK),)](
-        grad, gate, up, grad_gate, grad_up, out, count, BLOCK=_BLOCK
-    )
+    with torch.cuda.device(gate.device):
+        _swiglu_backward_kernel[(triton.cdiv(count, _BLOCK),)](
+            grad, gate, up, grad_gate, grad_up, out, count, BLOCK=_BLOCK
+        )
     return grad_gate, grad_up, out
 
 
-@on_its_device
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -178,9 +161,10 @@ def rms_norm_backward(
     programs = min(rows, 4 * torch.cuda.get_device_properties(x.device).multi_processor_count)
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     rows_each = triton.cdiv(rows, programs)
-    _rms_norm_backward_kernel[(programs,)](
-        grad, x, weight, x if residual is None else residual, grad_x, partial, rows, rows_each, eps,
-        WIDTH=width, BLOCK=triton.next_power_of_2(width), HAS_RESIDUAL=residual is not None,
-        num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
-    )  # fmt: skip
+    with torch.cuda.device(x.device):
+        _rms_norm_backward_kernel[(programs,)](
+            grad, x, weight, x if residual is None else residual, grad_x, partial, rows, rows_each, eps,
+            WIDTH=width, BLOCK=triton.next_power_of_2(width), HAS_RESIDUAL=residual is not None,
+            num_warps=4 if width <= 2048 else 8 if width <= 8192 else 16,
+        )  # fmt: skip
     return grad_x, partial.sum(0)

@@ -1,7 +1,7 @@
 """The parts of a layer as single graph nodes that keep little: what is cheap is computed again.
 
     linear        x -> W x + b                               keeps x
-    output        hidden + W attended                        keeps attended
+    output        hidden + linear(attended)                  keeps attended
     project       hidden -> norm -> q, k, v -> rotate        keeps hidden              (norm again in backward)
     feed_forward  hidden -> norm -> gate, up -> down -> +    keeps hidden, gate, up    (norm and activation again)
                   in tiles: keeps hidden only, backward runs norm, gate and up again, never down
@@ -101,11 +101,7 @@ class _Project(torch.autograd.Function):
         x = rms_norm(hidden, w.norm, eps)
         query, key, value = (
             F.linear(x, matrix, bias).unflatten(1, (-1, head_dim))
-            for matrix, bias in (
-                (w.query, w.query_bias),
-                (w.key, w.key_bias),
-                (w.value, w.value_bias),
-            )
+            for matrix, bias in zip(weights[1:4], weights[4:])
         )
         query, key = rotate_pair(query, key, cos, sin, in_place=True)
         ctx.save_for_backward(hidden, *weights, cos, sin)
@@ -117,8 +113,8 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights, cos, sin = ctx.saved_tensors
         w, wanted = ProjectWeights(*weights), ctx.needs_input_grad[2:8]
-        grad_query, grad_key = rotate_pair(grads[0], grads[1], cos, sin, back=True)
-        flat = [g.flatten(1) for g in (grad_query, grad_key, grads[2])]
+        turned = rotate_pair(*grads[:2], cos, sin, back=True)
+        flat = [g.flatten(1) for g in (*turned, grads[2])]
         x = rms_norm(hidden, w.norm, ctx.eps)
         matrices = [g.t() @ x if want else None for g, want in zip(flat, wanted[:3])]
         del x
@@ -130,25 +126,7 @@ class _Project(torch.autograd.Function):
 
 def output(hidden: Tensor, attended: Tensor, weight: Tensor) -> Tensor:
     """Return hidden [S, D] plus the projection of the attention output [S, H, E]."""
-    return _Output.apply(hidden, attended, weight)
-
-
-class _Output(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, attended: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(attended, weight)
-        return F.linear(attended.flatten(1), weight).add_(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attended, weight = ctx.saved_tensors
-        _, for_attended, for_weight = ctx.needs_input_grad
-        return (
-            grad,
-            (grad @ weight).view_as(attended) if for_attended else None,
-            grad.t() @ attended.flatten(1) if for_weight else None,
-        )
+    return linear(attended.flatten(1), weight).add_(hidden)
 
 
 def _column_sums(x: Tensor) -> Tensor:
@@ -164,11 +142,11 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Tensor:
         *weights, eps = rest
-        norm, gate_weight, up_weight, down = weights
-        x = rms_norm(hidden, norm, eps)
-        gate, up = F.linear(x, gate_weight), F.linear(x, up_weight)
+        w = FeedForwardWeights(*weights)
+        x = rms_norm(hidden, w.norm, eps)
+        gate, up = F.linear(x, w.gate), F.linear(x, w.up)
         del x
-        out = F.linear(activate(gate, up), down).add_(hidden)
+        out = F.linear(activate(gate, up), w.down).add_(hidden)
         ctx.save_for_backward(hidden, gate, up, *weights)
         ctx.eps = eps
         return out

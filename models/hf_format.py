@@ -35,8 +35,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "*.jinja",
 )
-DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja")
-NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "*.bin", "*.pth", "consolidated*")
+# "*.safetensors" comes with them where weights are needed
+DOWNLOADED = ("*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja")
+NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "consolidated*")
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -80,55 +81,49 @@ def resolve_model(
     looks_local = path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1
     if looks_local or folder.parent.is_dir():
         raise FileNotFoundError(
-            f"{key} is {path_or_id!r} but there is no folder {folder.absolute()} and it is no hub id of the form "
-            "owner/name; correct the path"
+            f"{key} is {path_or_id!r} but there is no folder {folder.absolute()} and the value is not a hub "
+            "id of the form owner/name; correct the path"
         )
-    folder = _snapshot(path_or_id, revision, need_weights, key)
-    if need_weights and not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"model {path_or_id} has no .safetensors weights on the hub and other formats can run code when loaded; "
-            "convert it to safetensors or name a repository that has them"
-        )
-    return folder
-
-
-def _snapshot(model_id: str, revision: str | None, weights: bool, key: str) -> Path:
     from huggingface_hub import constants, snapshot_download
 
-    ignored = [*NOT_DOWNLOADED, *([] if weights else ["*.safetensors"])]
-    options: dict[str, Any] = {"allow_patterns": list(DOWNLOADED), "ignore_patterns": ignored}
+    weights = "*.safetensors"
+    allowed = [*DOWNLOADED, weights] if need_weights else list(DOWNLOADED)
+    ignored = list(NOT_DOWNLOADED)
     try:
-        return Path(snapshot_download(model_id, revision=revision, **options))
-    except (
-        Exception
-    ) as error:  # one of a dozen classes; they all mean that the model cannot be fetched
+        fetched = snapshot_download(
+            path_or_id, revision=revision, allow_patterns=allowed, ignore_patterns=ignored
+        )
+    # one of a dozen classes; they all mean that the model cannot be fetched
+    except Exception as error:
         reason = str(error).strip().split("\n")[0]
         offline = constants.HF_HUB_OFFLINE
         where = "offline (HF_HUB_OFFLINE is set)" if offline else f"at {constants.ENDPOINT}"
         raise FileNotFoundError(
-            f"{key} is {model_id!r}: there is no folder {Path(model_id).absolute()}, and revision "
+            f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and revision "
             f"{revision or 'main'} was not found {where} or in the cache {constants.HF_HUB_CACHE} "
             f"({type(error).__name__}: {reason}); give a folder, correct the id, or log in for a gated model"
         ) from error
+    if need_weights and not any(Path(fetched).glob(weights)):
+        raise ValueError(
+            f"model {path_or_id} has no .safetensors weights on the hub and other formats can run code when loaded; "
+            "convert it to safetensors or name a repository that has them"
+        )
+    return Path(fetched)
 
 
 def read_config(folder: Path | str) -> ModelConfig:
     """Read config.json of a model folder; an adapter's folder without one has its base's."""
-    path = folder_with(Path(folder), CONFIG) / CONFIG
-    raw = _read_json(path)
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path.absolute()} is not a JSON object; download or write it again")
-    return ModelConfig.from_hf(raw)
+    return ModelConfig.from_hf(_read_json(folder_with(Path(folder), CONFIG) / CONFIG))
 
 
-def _read_json(path: Path) -> Any:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path.absolute()}; a model folder needs it")
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{path.absolute()} is not valid JSON ({error}); download or write it again"
+            f"{path.absolute()} is not a JSON object ({error}); download or write it again"
         ) from None
 
 
@@ -223,14 +218,11 @@ class _File:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         entry, dtype = self.entries[name], self.dtype(name)
         out = torch.empty(stop - start, dtype=dtype)
-        if stop == start:
-            return out
         raw: Any = out.view(torch.uint8).numpy()
         offset = self.start + entry["data_offsets"][0] + start * dtype.itemsize
-        with self.path.open(
-            "rb", buffering=0
-        ) as f:  # pread, not mmap: pages read never count as this process's memory
-            done = 0
+        done = 0
+        # pread, not mmap: pages read never count as this process's memory
+        with self.path.open("rb", buffering=0) as f:
             while done < len(raw):
                 count = os.preadv(f.fileno(), [raw[done : done + _CHUNK_BYTES]], offset + done)
                 if count == 0:
@@ -375,13 +367,10 @@ def _weight_paths(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
         for name in names:
-            if Path(name).name != name:
-                raise ValueError(
-                    f"{(folder / INDEX).absolute()} names the shard {name!r} outside the folder; download it again"
-                )
-            if not (folder / name).is_file():
+            if Path(name).name != name or not (folder / name).is_file():
                 raise FileNotFoundError(
-                    f"{(folder / INDEX).absolute()} names {name} but the file is not there; download it again"
+                    f"{(folder / INDEX).absolute()} names the shard {name!r}, which is not in the folder; download it "
+                    "again"
                 )
         return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
@@ -407,42 +396,35 @@ class WeightWriter:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.max_shard_bytes = max_shard_bytes
-        self._shards: list[list[str]] = []  # the names in each file written so far
-        self._open: dict[str, Tensor] = {}
+        self._written: list[list[str]] = []  # the names in each file
+        self._shard: dict[str, Tensor] = {}
         self._bytes = self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append one tensor from any device to the current shard."""
-        if name in self._open or any(name in shard for shard in self._shards):
-            raise ValueError(f"{name} was added twice; add every parameter once")
-        if self._open and self._bytes + tensor.nbytes > self.max_shard_bytes:
-            self._close_shard()
-        self._open[name] = tensor.detach().cpu().contiguous()
+        if self._shard and self._bytes + tensor.nbytes > self.max_shard_bytes:
+            self._write_shard()
+        self._shard[name] = tensor.detach().cpu().contiguous()
         self._bytes += tensor.nbytes
 
     def finish(self) -> None:
         """Write the last shard, name the files after their number and write the index."""
-        self._close_shard()
-        count = len(self._shards)
-        if count == 1:
-            self._shard(1).rename(self.folder / WEIGHTS)
-            return
-        weight_map = {}
-        for number, names in enumerate(self._shards, 1):
-            file = f"model-{number:05d}-of-{count:05d}.safetensors"
-            self._shard(number).rename(self.folder / file)
+        self._write_shard()
+        weight_map, count = {}, len(self._written)
+        for number, names in enumerate(self._written):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
+            (self.folder / f"{number}.tmp").rename(self.folder / file)
             weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        write_json(self.folder / INDEX, index)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            write_json(self.folder / INDEX, index)
 
-    def _shard(self, number: int) -> Path:
-        return self.folder / f"model-{number:05d}.safetensors"
-
-    def _close_shard(self) -> None:
-        self._shards.append(list(self._open))
-        save_file(self._open, self._shard(len(self._shards)), metadata={"format": "pt"})
+    def _write_shard(self) -> None:
+        path = self.folder / f"{len(self._written)}.tmp"  # its name will tell how many there are
+        save_file(self._shard, path, metadata={"format": "pt"})
+        self._written.append(list(self._shard))
         self._total += self._bytes
-        self._open, self._bytes = {}, 0
+        self._shard, self._bytes = {}, 0
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -15,25 +15,15 @@ from torch import Tensor, nn
 
 from models import half_blocks
 from models.arch import ModelConfig
-from models.fused import rms_norm, rotate, swiglu
+from models.fused import rotate, swiglu
 from ulysses.memory.levels import Pair, run_layer
 from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import TileRows, run_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 
 
-class Linear(nn.Linear):
-    """Be nn.Linear on rows [S, D] without its random start: weights are filled from a file or by `init_parameter`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return half_blocks.linear(x, self.weight, self.bias)
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class Embedding(nn.Embedding):
-    """Be nn.Embedding without its random start."""
+class Unfilled(nn.Module):
+    """Leave a module of torch without its random start: a file or `init_parameter` fills the weights."""
 
     weight: nn.Parameter
 
@@ -41,19 +31,21 @@ class Embedding(nn.Embedding):
         pass
 
 
-class RMSNorm(nn.Module):
-    """Scale every row of [..., D] to unit mean square, times `weight`."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+class Linear(Unfilled, nn.Linear):
+    """Multiply rows [S, D] by a matrix; unlike torch's, the graph keeps no view of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return half_blocks.linear(x, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+class Embedding(Unfilled, nn.Embedding):
+    """Look up the rows of token ids [S]."""
+
+
+class RMSNorm(Unfilled, nn.RMSNorm):
+    """Scale every row of [..., D] to unit mean square, times `weight`."""
+
+    eps: float
 
 
 class Attention(nn.Module):

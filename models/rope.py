@@ -25,11 +25,10 @@ def inverse_frequencies(config: ModelConfig, device: torch.device | str = "cpu")
     scaling = config.rope_scaling
     if scaling is not None:
         wavelengths = 2 * math.pi / frequencies
-        longest = scaling.original_max_position_embeddings / scaling.low_freq_factor
-        shortest = scaling.original_max_position_embeddings / scaling.high_freq_factor
-        smooth = (
-            scaling.original_max_position_embeddings / wavelengths - scaling.low_freq_factor
-        ) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        original = scaling.original_max_position_embeddings
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        longest, shortest = original / low, original / high
+        smooth = (original / wavelengths - low) / (high - low)
         between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
         frequencies = torch.where(
             wavelengths > longest,

@@ -84,7 +84,7 @@ class Sampler:
         self.weights = weights
         embedding = weights["model.embed_tokens.weight"]
         self.head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self.device, self.dtype = embedding.device, embedding.dtype
+        self.device = embedding.device
         self.frequencies = inverse_frequencies(config, self.device)
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class Sampler:
         if any(len(p) == 0 for p in prompts):
             raise ValueError("a prompt has no tokens; give each at least one")
         # prompts of like length together: less padding
-        order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         found: dict[int, Completion] = {}
         for first in range(0, len(order), batch):
             part = order[first : first + batch]
@@ -134,15 +134,12 @@ class Sampler:
     ) -> list[Completion]:
         lengths, limit = [len(p) for p in prompts], options.max_new_tokens
         count, longest = len(prompts), max(lengths)
-        cache = _Cache(self.config, count, _rounded(longest + limit), self.device, self.dtype)
+        cache = _Cache(self.config, count, _rounded(longest + limit), self.head)
         padded = torch.zeros(count, longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             padded[row, : len(prompt)] = torch.as_tensor(np.asarray(prompt))
-        hidden = self._forward(
-            padded.to(self.device),
-            torch.arange(longest, device=self.device).expand(count, -1),
-            cache,
-        )
+        positions = torch.arange(longest, device=self.device).expand(count, -1)
+        hidden = self._forward(padded.to(self.device), positions, cache)
         places = torch.tensor(lengths, device=self.device)  # where the first drawn token goes
         last = hidden[torch.arange(count, device=self.device), places - 1]
         drawn = places  # of the token before; the first is predicted by the prompt
@@ -189,11 +186,10 @@ class Sampler:
             logps = torch.log_softmax(logits / options.temperature, -1)
             kept = _kept(logps, options)
             cumulative = kept.cumsum(-1)
-            at = (u[:, None] * cumulative[:, -1:]).long()
-            tokens = torch.searchsorted(cumulative, at, right=True)[:, 0]
+            total = cumulative[:, -1:]
             # u times the total may round up to it: then the last token that has any probability
-            lastly = kept.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)
-            tokens = torch.minimum(tokens, lastly)
+            at = torch.minimum((u[:, None] * total).long(), total - 1)
+            tokens = torch.searchsorted(cumulative, at, right=True)[:, 0]
         return tokens, logps.gather(-1, tokens[:, None])[:, 0]
 
     def _forward(self, tokens: Tensor, positions: Tensor, cache: "_Cache", seen: int = 0) -> Tensor:
@@ -204,60 +200,48 @@ class Sampler:
         c, w = self.config, self.weights
         count, length = tokens.shape
         future = torch.arange(seen, device=self.device) > positions[:, :1] if seen else None
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return rms_norm(x, w[f"{name}.weight"], c.rms_norm_eps)
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            return F.linear(x, w[f"{name}_proj.weight"], w.get(f"{name}_proj.bias"))
+
         rope = rotary_table(positions.reshape(-1), self.frequencies)
         hidden = F.embedding(tokens.reshape(-1), w["model.embed_tokens.weight"])
-        for layer in range(c.num_hidden_layers):
-            name = f"model.layers.{layer}."
-            x = rms_norm(hidden, w[name + "input_layernorm.weight"], c.rms_norm_eps)
+        for number in range(c.num_hidden_layers):
+            layer = f"model.layers.{number}"
+            x = norm(hidden, f"{layer}.input_layernorm")
             query, key, value = (
-                F.linear(
-                    x, w[f"{name}self_attn.{p}.weight"], w.get(f"{name}self_attn.{p}.bias")
-                ).unflatten(1, (-1, c.head_dim))
-                for p in ("q_proj", "k_proj", "v_proj")
+                linear(x, f"{layer}.self_attn.{p}").unflatten(1, (-1, c.head_dim)) for p in "qkv"
             )
             query, key = rotate_pair(query, key, *rope)
             query, key, value = (
                 a.unflatten(0, (count, length)).transpose(1, 2) for a in (query, key, value)
             )
-            attended = (
-                cache.attend(layer, query, key, value, positions[:, 0], future)
-                .transpose(1, 2)
-                .flatten(2)
-                .flatten(0, 1)
-            )
-            hidden = hidden + F.linear(attended, w[f"{name}self_attn.o_proj.weight"])
-            x = rms_norm(hidden, w[name + "post_attention_layernorm.weight"], c.rms_norm_eps)
-            gate, up = (F.linear(x, w[f"{name}mlp.{p}_proj.weight"]) for p in ("gate", "up"))
-            hidden = hidden + F.linear(swiglu(gate, up), w[f"{name}mlp.down_proj.weight"])
-        return rms_norm(hidden, w["model.norm.weight"], c.rms_norm_eps).unflatten(
-            0, (count, length)
-        )
+            attended = cache.attend(number, query, key, value, positions[:, 0], future)
+            attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+            hidden = hidden + linear(attended, f"{layer}.self_attn.o")
+            x = norm(hidden, f"{layer}.post_attention_layernorm")
+            gate, up = (linear(x, f"{layer}.mlp.{p}") for p in ("gate", "up"))
+            hidden = hidden + linear(swiglu(gate, up), f"{layer}.mlp.down")
+        return norm(hidden, "model.norm").unflatten(0, (count, length))
 
 
 class _Cache:
     """Keys and values [B, K, M, E] of every layer; row b is filled up to its own position."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        count: int,
-        longest: int,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: ModelConfig, count: int, longest: int, like: Tensor) -> None:
         size = (count, config.num_key_value_heads, longest, config.head_dim)
-        self.keys = [
-            torch.zeros(size, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)
-        ]
-        self.values = [
-            torch.zeros(size, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)
-        ]
+        self.keys, self.values = (
+            [like.new_zeros(size) for _ in range(config.num_hidden_layers)] for _ in range(2)
+        )
 
     def keep(self, rows: Tensor) -> None:
         """Drop the finished sequences."""
-        for layer in range(len(self.keys)):
-            self.keys[layer] = self.keys[layer][rows]
-            self.values[layer] = self.values[layer][rows]
+        for tensors in (self.keys, self.values):
+            for layer, tensor in enumerate(tensors):
+                tensors[layer] = tensor[rows]
 
     def attend(
         self,

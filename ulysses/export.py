@@ -27,14 +27,12 @@ def main() -> int:
             merge_adapter(source, out)
         else:
             export_checkpoint(source, out, merge=arguments.merge)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"error: {out.absolute()} cannot be written from {source}: {error}",
-            file=sys.stderr,
-        )
+    except (ValueError, OSError) as error:
+        message = str(error)
+        # the operating system's errors have a number; ours are whole sentences, such as that of a missing base
+        if isinstance(error, OSError) and error.errno:
+            message = f"{out.absolute()} cannot be written from {source}: {message}"
+        print(f"error: {message}", file=sys.stderr)
         return 2
     print(f"exported {out}")
     return 0

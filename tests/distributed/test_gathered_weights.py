@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM
+from models.decoder import CausalLM, LayerMemory
 from models.layers import DecoderLayer
 from tests.harness import run_distributed
 from tests.zero_case import HostWeights, trained_engine
@@ -109,7 +109,7 @@ def gathers(levels: tuple[str, ...] = LEVELS[:-1]) -> dict[str, dict[str, int]]:
     """How often each parameter is gathered in a step, by level; the ranks disagree about the number of tiles."""
     engine = engine_of(False)
     decoder: Any = engine.module.model
-    decoder.set_memory(levels[-1])
+    decoder.set_memory(LayerMemory(levels[-1]))
 
     def evaluate() -> None:
         with engine.inference():
@@ -130,7 +130,7 @@ def gathers(levels: tuple[str, ...] = LEVELS[:-1]) -> dict[str, dict[str, int]]:
     found = {}
     for level in levels:
         for rows in (0, 4 + 3 * dist.get_rank()):
-            decoder.set_memory(level, rows)
+            decoder.set_memory(LayerMemory(level, rows))
             evaluate()
             calls.clear()
             engine.backward(engine(batch()).logps.sum(), last=True)

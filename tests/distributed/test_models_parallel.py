@@ -143,7 +143,7 @@ def under_zero(
     rows = 4 + 3 * rank
     results = {}
     for level, mlp_rows in (*((level, rows) for level in LEVELS), ("block", 0), (["keep_attention", "none"], 0)):
-        decoder.set_memory(level, mlp_rows)
+        decoder.set_memory(LayerMemory(level, mlp_rows))
         engine.backward(loss_of(engine, batch) * world, last=True)
         results[f"{level} {'tiled' if mlp_rows else 'whole'}"] = worst_error(
             whole_gradients(engine.gradients()), expected

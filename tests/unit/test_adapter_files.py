@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from models import CausalLM, ModelConfig, init_weights
 from models.hf_format import WeightFiles, WeightWriter, read_config, write_config
+from ulysses import export
 
 SHAPE = ModelConfig.from_hf({
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -66,7 +67,9 @@ def test_an_adapter_is_read_as_peft_merges_it(base: Path, tmp_path: Path, task: 
     subprocess.run([sys.executable, "-c", code, tmp_path / "adapter"], cwd=Path(__file__).parents[2], check=True)
 
 
-def test_adapters_that_are_more_than_lora_are_refused(base: Path, tmp_path: Path) -> None:
+def test_adapters_that_are_more_than_lora_are_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "adapter"
     adapter_by_peft(base, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -89,6 +92,13 @@ def test_adapters_that_are_more_than_lora_are_refused(base: Path, tmp_path: Path
     assert "own folder" in refusal(base_model_name_or_path=str(folder))
     assert "does not fit" in refusal(r=4)
     assert "neither a LoRA matrix" in refusal(more={"base_model.model.model.norm.weight": torch.ones(16)})
+    monkeypatch.setattr(sys, "argv", ["ulysses.export", "--merge", str(folder), str(tmp_path / "out")])
+    absent = str(tmp_path / "absent")
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": absent}))
+    assert export.main() == 2 and not (tmp_path / "out").exists()
+    complaint = capsys.readouterr().err
+    assert f"base_model_name_or_path in {folder / 'adapter_config.json'} is '{absent}'" in complaint
+    assert "cannot be written" not in complaint
     (folder / "model.safetensors").touch()
     assert "an adapter and a whole model" in refusal()
     (folder / "model.safetensors").unlink()
