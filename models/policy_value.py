@@ -11,7 +11,6 @@ Shapes: S local tokens, M positions with a target, D width.
 
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
@@ -72,7 +71,7 @@ class PolicyValue(nn.Module):
             out = self.policy(batch, entropy=entropy, temperature=temperature)
             values = self.value(batch)
             return PolicyValueOutput(
-                out.logps, out.entropy, torch.where(batch.loss_weights != 0, values, 0.0)
+                out.logps, out.entropy, values.masked_fill(batch.loss_weights == 0, 0)
             )
         index, S = batch.valid_index, batch.tokens.shape[0]
         rows = self.policy.model.norm(self.policy.model(batch).index_select(0, index))

@@ -64,8 +64,8 @@ class UnpairedDataset(ListDataset):
         head, start = int(self.columns["prompt_length"][index]), int(self.columns["prompt_length"][other])
         tokens = torch.cat([first.tokens[:head], second.tokens[start:]])[:max_length]
         weights = torch.cat([torch.zeros(head), second.loss_weights[start:]])[:max_length]
-        guess = -4.7 * float(weights[1:].sum()) - 0.01 * index - 0.1 * other
-        return Sequence(tokens, weights, {}, {"reference_sum": np.float64(guess)})
+        guess = torch.full((len(tokens),), -4.7 - 0.001 * index - 0.01 * other)
+        return Sequence(tokens, weights, {"reference_logps": guess})
 
 
 def stage_dataset(case: StageCase, count: int = 11) -> ListDataset:
@@ -277,7 +277,7 @@ def _kto(case: StageCase, data: Any, indices: Any, examples: Any, *functions: An
     with torch.no_grad():
         for i, j in zip(indices, partners, strict=True):
             s = data.mismatch(i, j, MAX_LENGTH)
-            gaps.append(float(summed(s)) - float(s.columns["reference_sum"]))
+            gaps.append(float(summed(s)) - float(reference(s)))
     z0 = max(0.0, sum(gaps) / len(gaps))
     beta, total, rewards = o.get("beta", 0.1), 0.0, {1: [], 0: []}
     for e in examples:

@@ -11,7 +11,7 @@ Letters: N sequences, T tokens of all sequences (prompts too), A tokens of all a
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,10 +26,10 @@ from losses.ppo import AdaptiveKLController, kl_estimate, packed_gae, token_rewa
 from models.arch import ModelConfig as Shape
 from models.sampler import Sampler, SamplingOptions, cache_bytes
 from ulysses.data.dataset import Example
-from ulysses.data.steps import StepLoader, pack_step, shuffled
-from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.data.steps import StepLoader, shuffled
+from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.sums import gather_tokens, sequence_last
+from ulysses.training.passes import token_values
 from ulysses.training.rewards import RewardFunction, score_text
 
 if TYPE_CHECKING:
@@ -56,8 +56,10 @@ class Answers:
     scores: Tensor
     sampler_logps: Tensor
 
-    def __post_init__(self) -> None:
-        self.starts = self.lengths.cumsum(0) - self.lengths
+    @property
+    def starts(self) -> Tensor:
+        """Where in [T] each sequence begins, [N]."""
+        return self.lengths.cumsum(0) - self.lengths
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -102,11 +104,7 @@ class Rollout:
 
     def save(self, path: Path) -> None:
         """Write everything but the number and the metrics as safetensors."""
-        a = self.answers
-        save_file(
-            {**self.columns, "tokens": a.tokens, "lengths": a.lengths, "prompt_lengths": a.prompt_lengths,
-             "ended": a.ended, "scores": a.scores, "sampler_logps": a.sampler_logps}, path,
-        )  # fmt: skip
+        save_file({**self.columns, **vars(self.answers)}, path)
 
     @classmethod
     def load(cls, path: Path, number: int, metrics: dict[str, float]) -> "Rollout":
@@ -152,8 +150,8 @@ class RolloutMaker:
         began = time.perf_counter()
         answers = self.answer(number, dataset, indices)
         sampled = time.perf_counter()
-        old, values, reference = self._passes(answers)
-        rollout = self.finish(number, answers, old, values, reference)
+        columns = self._values(answers, self._policy_and_reference, 3)
+        rollout = self.finish(number, answers, *columns.unbind(-1))
         rollout.metrics |= {
             "time/sampling": sampled - began,
             "time/rollout": time.perf_counter() - began,
@@ -164,33 +162,24 @@ class RolloutMaker:
 
     def answer(self, number: int, dataset: Any, indices: list[int]) -> Answers:
         """Decode and score an answer to every prompt; token t of place p is drawn by the key (seed, number, p, t)."""
-        from ulysses.zero.gather import (
-            gathered_weights,
-        )  # deepspeed, which a configuration alone does without
+        # deepspeed, which a configuration alone does without
+        from ulysses.zero.gather import gathered_weights
 
         prompts = [np.asarray(dataset[i].sequences[0].tokens) for i in indices]
-        N, limit, rank, world = (
-            len(prompts),
-            self.options.max_new_tokens,
-            self.mesh.rank,
-            self.mesh.world_size,
-        )
-        mine = list(range(rank, N, world))
+        N, limit, world = len(prompts), self.options.max_new_tokens, self.mesh.world_size
+        mine = list(range(self.mesh.rank, N, world))
         batch = self.config.generation_batch
         longest = max(len(p) for p in prompts) + limit
-        table = {"dtype": torch.float64, "device": self.engine.device}
-        tokens, logps = torch.zeros(N, limit, **table), torch.zeros(N, limit, **table)
-        facts = torch.zeros(3, N, **table)  # answer length, ended, score
         dtype = next(self.engine.module.parameters()).dtype
         extra = cache_bytes(self.shape, min(batch, -(-N // world)), longest, dtype)
-        extra += self.shape.num_parameters() * dtype.itemsize if self.lora and self.lora.rank else 0
+        adapted = self.lora is not None and self.lora.rank > 0
+        extra += self.shape.num_parameters() * dtype.itemsize if adapted else 0
         with gathered_weights(self.engine, "policy.", more_bytes=extra) as weights:
-            if self.lora and self.lora.rank:
+            if adapted:
                 from ulysses.training.lora import merged_weights  # peft is an optional dependency
 
                 weights = merged_weights(weights, self.lora)
-            sampler = Sampler(self.shape, weights)
-            found = sampler.sample(
+            found = Sampler(self.shape, weights).sample(
                 [prompts[p] for p in mine],
                 self.options,
                 seed=self.seed,
@@ -198,78 +187,69 @@ class RolloutMaker:
                 keys=mine,
                 batch=batch,
             )
+        # of every answer its length, whether it ended, its score, its tokens and their log-probabilities
+        table = torch.zeros(N, 3 + 2 * limit, dtype=torch.float64)
         for p, completion in zip(mine, found, strict=True):
-            count = len(completion.tokens)
-            tokens[p, :count] = torch.tensor(completion.tokens, **table)
-            logps[p, :count] = torch.tensor(completion.logps, **table)
-            facts[0, p], facts[1, p] = count, float(completion.ended)
+            count, score = len(completion.tokens), 0.0
             if self.reward is not None:
                 texts = [
                     self.tokenizer.decode(t, skip_special_tokens=True)
                     for t in (prompts[p].tolist(), completion.tokens)
                 ]
-                facts[2, p] = score_text(self.reward, *texts, dataset.row(indices[p]), indices[p])
-        for part in (tokens, logps, facts):  # every row comes from one rank, so the sums are exact
-            if dist.is_initialized():
-                dist.all_reduce(part)
-        counts = facts[0].long().cpu()
-        tokens, logps = tokens.long().cpu(), logps.cpu()
+                score = score_text(self.reward, *texts, dataset.row(indices[p]), indices[p])
+            row = [count, completion.ended, score, *completion.tokens]
+            table[p, : 3 + count] = table.new_tensor(row)
+            table[p, 3 + limit :][:count] = table.new_tensor(completion.logps)
+        if dist.is_initialized():  # every row comes from one rank, so the sums are exact
+            table = table.to(self.engine.device)
+            dist.all_reduce(table)
+            table = table.cpu()
+        counts, tokens, logps = table[:, 0].long(), table[:, 3 : 3 + limit], table[:, 3 + limit :]
         joined = [
-            np.concatenate([p, tokens[i, : counts[i]].numpy()]) for i, p in enumerate(prompts)
+            part
+            for prompt, answer, count in zip(prompts, tokens, counts, strict=True)
+            for part in (torch.from_numpy(prompt), answer[:count])
         ]
         lengths = torch.tensor([len(p) for p in prompts])
         answers = Answers(
-            tokens=torch.from_numpy(np.concatenate(joined)).int(), lengths=lengths + counts, prompt_lengths=lengths,
-            ended=facts[1].bool().cpu(), scores=facts[2].cpu(),
-            sampler_logps=torch.cat([logps[i, : counts[i]] for i in range(N)]).float(),
-        )  # fmt: skip
+            tokens=torch.cat([part.int() for part in joined]),
+            lengths=lengths + counts,
+            prompt_lengths=lengths,
+            ended=table[:, 1].bool(),
+            scores=table[:, 2].clone(),
+            sampler_logps=logps[torch.arange(limit) < counts[:, None]].float(),
+        )
         if self.scorer is not None:
-            answers.scores = self._model_scores(answers, self.scorer)
+            values = self._values(answers, self._rewards, 1)
+            answers.scores = values[answers.starts + answers.lengths - 1, 0].double()
         return answers
 
     # ---------------------------------------------------------------- passes without gradient
 
-    def _passes(self, answers: Answers) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probabilities and values of the policy and log-probabilities of the reference, flat [T] each."""
+    def _policy_and_reference(self, batch: ShardedBatch) -> Tensor:
+        """Return the policy's log-probabilities and values and the reference's log-probabilities, [S, 3]."""
         temperature = self.options.temperature
-        flat = torch.zeros(int(answers.lengths.sum()), 3, device=self.engine.device)
-        for places, batch in self._packed(answers):
-            with self.engine.inference():
-                out = self.engine(batch, temperature=temperature)
-            reference = out.logps
-            if self.reference is not None:
-                with self.reference.inference():
-                    reference = self.reference(batch, temperature=temperature).logps
-            columns = torch.stack([out.logps, out.values, reference], dim=-1)
-            whole = gather_tokens(columns.float(), batch)
-            for i, part in zip(places, whole.split(answers.lengths[places].tolist()), strict=True):
-                flat[int(answers.starts[i]) :][: len(part)] = part
-        old, values, reference = self._everywhere(flat).unbind(-1)
-        return old, values, reference
+        with self.engine.inference():
+            out = self.engine(batch, temperature=temperature)
+        reference = out.logps
+        if self.reference is not None:
+            with self.reference.inference():
+                reference = self.reference(batch, temperature=temperature).logps
+        return torch.stack([out.logps, out.values, reference], dim=-1)
 
-    def _model_scores(self, answers: Answers, engine: "ZeroEngine") -> Tensor:
-        """Return the reward model's scores [N] float64, read at the last token."""
-        flat = torch.zeros(len(answers), dtype=torch.float64, device=self.engine.device)
-        for places, batch in self._packed(answers):
-            with engine.inference():
-                scores = sequence_last(engine(batch), batch)
-            flat[torch.tensor(places, dtype=torch.long, device=flat.device)] = scores.double()
-        return self._everywhere(flat)
+    def _rewards(self, batch: ShardedBatch) -> Tensor:
+        """Return the reward model's value at every token, [S, 1]."""
+        assert self.scorer is not None
+        with self.scorer.inference():
+            return self.scorer(batch)[:, None]
 
-    def _packed(self, answers: Answers) -> Iterator[tuple[list[int], ShardedBatch]]:
-        """Yield this data-parallel group's micro-batches with the places of their answers, as many on every rank."""
-        groups = pack_step(answers.lengths.tolist(), self.budget, self.mesh.data_parallel_size)
-        for places in groups[self.mesh.dp_rank]:
-            sequences = [answers.sequence(i) for i in places]
-            yield places, pack_shard(sequences, self.mesh, self.engine.device)
-
-    def _everywhere(self, flat: Tensor) -> Tensor:
-        """Add up what the groups hold; sequence-parallel ranks hold the same, so one of each counts."""
-        if self.mesh.sp_rank != 0:
-            flat.zero_()
-        if dist.is_initialized():
-            dist.all_reduce(flat)
-        return flat.cpu()
+    def _values(
+        self, answers: Answers, compute: Callable[[ShardedBatch], Tensor], columns: int
+    ) -> Tensor:
+        """Return what `compute` gives for all tokens, [T, columns]."""
+        lengths = answers.lengths.tolist()
+        where = (self.mesh, self.engine.device, self.budget)
+        return token_values(compute, columns, lengths, lambda i: [answers.sequence(i)], *where)
 
     # ---------------------------------------------------------------- rewards and advantages
 
@@ -277,72 +257,53 @@ class RolloutMaker:
         self, number: int, answers: Answers, old: Tensor, values: Tensor, reference: Tensor
     ) -> Rollout:
         """Return the rollout with its advantages; pure but for the KL controller, and the same on every rank."""
-        config = self.config
+        config, N = self.config, len(answers)
         rows, cu = answers.predictions()
         coefficient = self.controller.coefficient
         old, values, reference = old[rows], values[rows], reference[rows]
+        kl = kl_estimate(old, reference, config.kl_estimator)
         rewards = token_rewards(
-            coefficient * kl_estimate(old, reference, config.kl_estimator), answers.scores, cu[1:] - 1, 1.0,
-            score_clip=config.score_clip or None, missing_eos_penalty=config.missing_eos_penalty or None,
+            coefficient * kl,
+            answers.scores,
+            cu[1:] - 1,
+            1.0,
+            score_clip=config.score_clip or None,
+            missing_eos_penalty=config.missing_eos_penalty or None,
             has_eos=answers.ended,
-        )  # fmt: skip
-        metrics = self._metrics(answers, old, values, reference, rewards, cu, coefficient)
+        )
+        gap = (old - answers.sampler_logps).abs()
+        metrics = {
+            "rollout": float(number),
+            "objective/kl": float((old - reference).double().sum() / N),
+            "objective/kl_coefficient": coefficient,
+            "objective/entropy": float(-old.double().sum() / N),
+            "objective/non_score_reward": -float(coefficient * kl.double().sum() / N),
+            "objective/rlhf_reward": float(rewards.double().sum() / N),
+            "objective/scores": float(answers.scores.mean()),
+            "objective/scores_std": float(answers.scores.std(correction=0)),
+            "val/num_eos_tokens": float(answers.ended.sum()),
+            "response_length/mean": float(cu.diff().double().mean()),
+            "response_length/clip_ratio": float((~answers.ended).double().mean()),
+            "sampler/logp_gap": float(gap.double().mean()),
+            "sampler/logp_gap_max": float(gap.max()),
+        }
         everything = torch.ones_like(old, dtype=torch.bool)
         if config.whiten_rewards:
             rewards = whiten(rewards, everything, shift_mean=False)
         advantages, returns = packed_gae(rewards, values, cu, config.gamma, config.lam)
-        metrics |= _moments(advantages, returns, values)
+        for name, numbers in (("advantages", advantages), ("returns", returns)):
+            metrics[f"{name}/mean"] = float(numbers.double().mean())
+            metrics[f"{name}/std"] = float(numbers.double().std(correction=0))
+        if variance := float(returns.double().var(correction=0)):
+            left = float((returns - values).double().var(correction=0))
+            metrics["val/explained_variance"] = 1 - left / variance
         if config.whiten_advantages:
             advantages = whiten(advantages, everything)
         columns = {}
         for name, part in zip(COLUMNS, (old, values, advantages, returns), strict=True):
             columns[name] = torch.zeros(len(answers.tokens)).index_copy_(0, rows, part.float())
-        self.controller.update(metrics["objective/kl"], len(answers))
-        return Rollout(number, answers, columns, {"rollout": float(number), **metrics})
-
-    def _metrics(
-        self,
-        answers: Answers,
-        old: Tensor,
-        values: Tensor,
-        reference: Tensor,
-        rewards: Tensor,
-        cu: Tensor,
-        coefficient: float,
-    ) -> dict[str, float]:
-        N, kl, gap = len(answers), (old - reference).double(), (old - answers.sampler_logps).abs()
-        counts = cu.diff().double()
-        penalty = (
-            coefficient * kl_estimate(old, reference, self.config.kl_estimator).double().sum() / N
-        )
-        return {
-            "objective/kl": float(kl.sum() / N),
-            "objective/kl_coefficient": coefficient,
-            "objective/entropy": float(-old.double().sum() / N),
-            "objective/non_score_reward": -float(penalty),
-            "objective/rlhf_reward": float(rewards.double().sum() / N),
-            "objective/scores": float(answers.scores.mean()),
-            "objective/scores_std": float(answers.scores.std(correction=0)),
-            "val/num_eos_tokens": float(answers.ended.sum()),
-            "response_length/mean": float(counts.mean()),
-            "response_length/clip_ratio": float((~answers.ended).double().mean()),
-            "sampler/logp_gap": float(gap.double().mean()),
-            "sampler/logp_gap_max": float(gap.max()),
-        }
-
-
-def _moments(advantages: Tensor, returns: Tensor, values: Tensor) -> dict[str, float]:
-    returns, left = returns.double(), (returns - values).double()
-    variance = float(returns.var(correction=0))
-    found = {
-        "advantages/mean": float(advantages.double().mean()),
-        "advantages/std": float(advantages.double().std(correction=0)),
-        "returns/mean": float(returns.mean()),
-        "returns/std": variance**0.5,
-    }
-    if variance > 0:
-        found["val/explained_variance"] = 1 - float(left.var(correction=0)) / variance
-    return found
+        self.controller.update(metrics["objective/kl"], N)
+        return Rollout(number, answers, columns, metrics)
 
 
 @dataclass(eq=False)

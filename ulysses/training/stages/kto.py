@@ -19,10 +19,10 @@ from pydantic import Field
 from torch import Tensor
 
 from losses.kto import kto_loss
-from ulysses.data.steps import pack_step
-from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.training.metrics import MetricSums
+from ulysses.training.passes import packed_batches
 from ulysses.training.reference import Pairs, mismatched_lengths, pairs_of_run
 from ulysses.training.section import Section
 from ulysses.training.stages.base import Term
@@ -52,7 +52,7 @@ class KtoStage(ReferencedStage):
     Args:
         max_length: mismatched sequences are cut there.
         budget: tokens per packed micro-batch.
-        cached: sequences carry `reference_logps`, mismatched ones `reference_sum` (ulysses.training.reference).
+        cached: sequences, mismatched ones too, carry `reference_logps` (ulysses.training.reference).
     """
 
     name, kind = "kto", "unpaired"
@@ -125,18 +125,14 @@ class KtoStage(ReferencedStage):
         if self.config.loss_type != "kto":
             return []
         pairs = loader.mismatched_pairs(indices)
-        lengths = mismatched_lengths(loader.dataset, pairs, self.max_length)
-        mine = pack_step(lengths, max([self.budget, *lengths]), self.mesh.data_parallel_size)[
-            self.mesh.dp_rank
-        ]
-        return [
-            pack_shard(
-                [loader.dataset.mismatch(*pairs[p], self.max_length) for p in part],
-                self.mesh,
-                self.model.device,
-            )
-            for part in mine
-        ]
+        batches = packed_batches(
+            mismatched_lengths(loader.dataset, pairs, self.max_length),
+            lambda p: [loader.dataset.mismatch(*pairs[p], self.max_length)],
+            self.mesh,
+            self.model.device,
+            self.budget,
+        )
+        return [batch for _, batch in batches]
 
     def prepare_step(self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]) -> None:
         if self.config.loss_type != "kto":
@@ -144,24 +140,13 @@ class KtoStage(ReferencedStage):
         total = torch.zeros(2, dtype=torch.float64, device=self.model.device)
         with self.model.inference():
             for batch in side_batches:
-                policy = segment_sums(self.model(batch).logps.double() * batch.loss_weights, batch)
-                reference = self._mismatched_reference(batch)
-                total[0] += self.once((policy - reference).sum())
+                gap = self.model(batch).logps.double() - self.reference_logps(batch).double()
+                total[0] += (gap * batch.loss_weights).sum()
                 total[1] += self.once(float(batch.num_sequences))
         if dist.is_initialized():
             dist.all_reduce(total)
-        self.baseline = (total[0] / total[1].clamp(min=1)).clamp(
-            min=0
-        )  # a step without any mismatch: 0
-
-    def _mismatched_reference(self, batch: ShardedBatch) -> Tensor:
-        if self.cached:
-            return batch.sequence_columns.get(
-                "reference_sum", torch.zeros((), device=self.model.device)
-            ).double()
-        logps = self.reference_logps(batch)
-        assert logps is not None
-        return segment_sums(logps.double() * batch.loss_weights, batch)
+        # 0 in a step without any mismatch
+        self.baseline = (total[0] / total[1].clamp(min=1)).clamp(min=0)
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor]:
         return {"examples": self.own(batch, batch.num_sequences)}

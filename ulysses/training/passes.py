@@ -1,0 +1,61 @@
+"""Passes without gradient over many sequences, dealt to all ranks like the micro-batches of one optimizer step.
+
+An item is what must stay in one micro-batch: one sequence, or both sides of a pair.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses.data.steps import pack_step
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.sums import gather_tokens
+
+
+def packed_batches(
+    lengths: list[int],
+    item: Callable[[int], Many[Sequence]],
+    mesh: Any,
+    device: torch.device,
+    budget: int,
+) -> Iterator[tuple[list[int], ShardedBatch]]:
+    """Yield this data-parallel group's micro-batches with the numbers of their items, as many on every rank.
+
+    Args:
+        lengths: tokens of each item.
+        item: returns the sequences of an item by its number.
+        budget: tokens of a micro-batch, which the longest item may exceed.
+    """
+    groups = pack_step(lengths, max([budget, *lengths]), mesh.data_parallel_size)
+    for numbers in groups[mesh.dp_rank]:
+        yield numbers, pack_shard([s for i in numbers for s in item(i)], mesh, device)
+
+
+def token_values(
+    compute: Callable[[ShardedBatch], Tensor],
+    columns: int,
+    lengths: list[int],
+    item: Callable[[int], Many[Sequence]],
+    mesh: Any,
+    device: torch.device,
+    budget: int,
+) -> Tensor:
+    """Return [T, columns] float32 values of all items' tokens end to end, the same on the CPU of every rank.
+
+    Args:
+        compute: maps a batch to its tokens' values [S, columns]; the other arguments are those of `packed_batches`.
+    """
+    flat, ends = torch.zeros(sum(lengths), columns, device=device), np.cumsum(lengths)
+    for numbers, batch in packed_batches(lengths, item, mesh, device, budget):
+        values = gather_tokens(compute(batch).float(), batch)
+        if mesh.sp_rank == 0:  # all ranks of its group hold the same values, which count once
+            for i, part in zip(numbers, values.split([lengths[i] for i in numbers]), strict=True):
+                flat[ends[i] - lengths[i] : ends[i]] = part
+    if dist.is_initialized():
+        dist.all_reduce(flat)
+    return flat.cpu()
