@@ -223,12 +223,6 @@ def step_loader(
         )
 
 
-def total_steps(config: Config, loader: StepLoader) -> int:
-    """Return the optimizer steps of the whole run."""
-    steps_per_epoch = loader.steps_per_epoch * config.stage_class.steps_per_load(config)
-    return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
-
-
 def prove_kernels(plan: Prepared, mesh: ParallelMesh, device: torch.device) -> None:
     """Raise FloatingPointError if an attention kernel that may run gives wrong results on this device."""
     config, shape = plan.config, plan.shape
@@ -288,14 +282,13 @@ class StageParts:
 
     def frozen(self, other: OtherModel | None = None) -> ZeroEngine:
         """Build a frozen engine of another model, or of a copy of the initial policy."""
-        config, shape = self.config, self.prepared.shape
-        source = weights_of(config, shape, self.prepared.folder)
+        config, source = self.config, self.initial_weights()
         if other is not None:
             shape, folder = self.prepared.others[other.setting]
             source = InitialWeights(shape, config.run.seed, folder)
         engine = build_engine(
             config,
-            shape,
+            source.shape,
             source,
             self.mesh,
             config.model.attention,
@@ -305,15 +298,11 @@ class StageParts:
         self.resources.callback(engine.destroy)
         return engine
 
-    def weights_fingerprint(self) -> str:
-        """Return a digest that changes with the initial policy's weights."""
-        prepared = self.prepared
-        return weights_of(self.config, prepared.shape, prepared.folder).fingerprint()
+    def initial_weights(self) -> InitialWeights:
+        """Return the weights of the initial policy."""
+        return weights_of(self.config, self.prepared.shape, self.prepared.folder)
 
     def loader(self, data: Any, *, evaluation: bool = False) -> StepLoader:
         """Serve the data's steps to this rank's data-parallel group."""
         size, rank = self.mesh.data_parallel_size, self.mesh.dp_rank
         return step_loader(self.prepared, data, size, rank, evaluation=evaluation)
-
-    def total_steps(self, loader: StepLoader) -> int:
-        return total_steps(self.config, loader)

@@ -8,7 +8,7 @@ import math
 import os
 
 from ulysses.data.preview import preview_examples
-from ulysses.training.build import open_data, step_loader, total_steps
+from ulysses.training.build import open_data, step_loader
 from ulysses.training.config import Config, Options
 from ulysses.training.memory import plan_lines
 from ulysses.training.prepare import Prepared, prepare
@@ -67,7 +67,7 @@ def _print_steps(prepared: Prepared, findings: list[str]) -> int:
             train, _ = open_data(prepared)
             loader = step_loader(prepared, train, groups, 0)
             per_epoch = loader.steps_per_epoch * stage.steps_per_load(config)
-            total = total_steps(config, loader)
+            total = stage.total_steps(config, loader)
             print(
                 f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}"
             )

@@ -116,7 +116,7 @@ class TrainingRun:
         )
         built = stage.build(parts)
         loader = parts.loader(parts.train_data)
-        total = parts.total_steps(loader)
+        total = stage.total_steps(config, loader)
         trainer = Trainer(
             mesh=self.mesh,
             engine=self.engine,

@@ -113,8 +113,8 @@ class Trainer:
             raise StepError(self.step + 1, error) from error
         if self.stop_requested:
             self.say(
-                f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with --run.resume "
-                f"auto"
+                f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with "
+                "--run.resume auto"
             )
 
     def _report(self, values: dict[str, float], last: bool) -> None:
@@ -176,10 +176,12 @@ class Trainer:
         for i, batch in enumerate(data.batches):
             terms = self.stage.losses(batch, metrics)
             metrics.add("projected", float(batch.num_valid))
-            scaled = [t.value * (t.weight / counts[t.count]) for t in terms]
-            for term, value in zip(terms, scaled, strict=True):
+            loss = 0.0
+            for term in terms:
+                value = term.value * (term.weight / counts[term.count])
                 metrics.add("loss", self.stage.once(value) if term.per_sequence else value)
-            loss = sum(scaled) * float(self.mesh.world_size)
+                loss = loss + value
+            loss = loss * float(self.mesh.world_size)
             self.engine.backward(loss, last=i == len(data.batches) - 1)
         # Host work while the device still computes.
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
@@ -206,7 +208,9 @@ class Trainer:
         if context.skip or not self.stage.accepts(values):
             self.engine.skip_step()
         else:
-            self.engine.step(self._learning_rates(context))
+            lr = context.lr * context.lr_scale
+            groups = self.engine.optimizer.param_groups
+            self.engine.step([lr * group.get("lr_factor", 1.0) for group in groups])
         if context.skip:
             self.say(f"skipped {context.skip}")
         self.step = step + 1
@@ -214,11 +218,6 @@ class Trainer:
         speed = self._speed(data, projected, time.perf_counter() - began)
         self.metrics = {**values, **report, **lr, **speed}
         return self.metrics
-
-    def _learning_rates(self, context: StepContext) -> list[float]:
-        """Return the learning rate of each parameter group: the step's, times the group's own factor."""
-        groups, lr = self.engine.optimizer.param_groups, context.lr * context.lr_scale
-        return [lr * g.get("lr_factor", 1.0) for g in groups]
 
     def _position(self, step: int) -> tuple[int, int]:
         return divmod(step, self.loader.steps_per_epoch)
@@ -246,17 +245,13 @@ class Trainer:
 
     def _counts(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
         """Global counts over all micro-batches and ranks, known before the first backward. One collective."""
-        own: dict[str, Tensor] = {}
-        for batch in batches:
-            for name, value in self.stage.counts(batch).items():
-                own[name] = own[name] + value if name in own else value
-        names = sorted(own)
-        flat = torch.stack([own[name].double() for name in names])
+        own = [self.stage.counts(batch) for batch in batches]
+        flat = torch.stack([sum(counts[name] for counts in own).double() for name in own[0]])
         if self.mesh.world_size > 1:
             dist.all_reduce(flat)
         # nothing to train on: zero loss, zero gradient
         flat = torch.where(flat > 0, flat, torch.ones_like(flat))
-        return {name: flat[i].float() for i, name in enumerate(names)}
+        return dict(zip(own[0], flat.float(), strict=True))
 
     def _speed(self, data: StepData, projected: float, seconds: float) -> dict[str, float]:
         out = {

@@ -148,6 +148,12 @@ class Stage:
         return 1
 
     @classmethod
+    def total_steps(cls, config: "Config", loader: Any) -> int:
+        """Return the optimizer steps of the whole run."""
+        steps_per_epoch = loader.steps_per_epoch * cls.steps_per_load(config)
+        return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
+
+    @classmethod
     def examples_per_step(cls, config: "Config") -> int:
         """Return the examples of one optimizer step over all processes."""
         return config.batch.examples
@@ -206,19 +212,19 @@ class Stage:
         Raises RuntimeError with an explanation.
         """
 
-    def once(self, value: float | Tensor) -> float | Tensor:
+    def once(self, value: Any) -> Any:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
-        return (
-            value
-            if self.mesh.sp_rank == 0
-            else (torch.zeros_like(value) if isinstance(value, Tensor) else 0.0)
-        )
+        return value if self.mesh.sp_rank == 0 else value * 0
 
-    def own(self, batch: ShardedBatch, number: float) -> Tensor:
+    def own(self, batch: ShardedBatch, number: int) -> Tensor:
         """Return a number of sequences as this rank's share of a count."""
-        return torch.full(
-            (), float(self.once(float(number))), dtype=torch.float64, device=batch.tokens.device
-        )
+        share = float(self.once(number))
+        return torch.full((), share, dtype=torch.float64, device=batch.tokens.device)
+
+    def add_means(self, metrics: MetricSums, values: dict[str, Tensor], count: Any) -> None:
+        """Add means of values [N] per sequence (or pair) over `count` of them."""
+        for name, value in values.items():
+            metrics.add(name, self.once(value.detach().sum(dtype=torch.float64)), self.once(count))
 
     # ---------------------------------------------------------------- a stage that makes its own data
 

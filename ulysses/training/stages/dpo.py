@@ -53,16 +53,7 @@ class DpoSection(Section):
 
 def loss_options(config: DpoSection) -> dict[str, Any]:
     """Return the arguments that the configuration fixes in `losses.dpo_loss`."""
-    names = (
-        "beta",
-        "loss_type",
-        "label_smoothing",
-        "simpo_gamma",
-        "discopop_tau",
-        "f_divergence",
-        "f_alpha",
-    )
-    return {name: getattr(config, name) for name in names}
+    return config.model_dump(exclude={"ld_alpha", "sft_weight", "reference"})
 
 
 class DpoStage(ReferencedStage):
@@ -106,58 +97,43 @@ class DpoStage(ReferencedStage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
-        reference = self.reference_logps(
-            batch
-        )  # first: it may be this very model with its adapters off
+        # first: it may be this very model with its adapters off
+        reference = self.reference_logps(batch)
         logps = self.model(batch).logps
         decayed = weights * batch.token_columns.get("ld_weights", 1.0)
-        columns = [logps * decayed, weights, *([] if reference is None else [reference * decayed])]
-        sums = segment_sums(torch.stack(columns, dim=-1), batch)
-        chosen, rejected = sums[0::2], sums[1::2]
-        zero = torch.zeros_like(chosen[:, 0]).detach()
+        base = torch.zeros_like(logps) if reference is None else reference
+        sums = segment_sums(torch.stack([logps * decayed, weights, base * decayed], dim=-1), batch)
+        (chosen, chosen_lengths, chosen_base) = sums[0::2].unbind(-1)
+        (rejected, rejected_lengths, rejected_base) = sums[1::2].unbind(-1)
         losses, chosen_rewards, rejected_rewards = dpo_loss(
-            chosen[:, 0], rejected[:, 0],
-            zero if reference is None else chosen[:, 2].detach(),
-            zero if reference is None else rejected[:, 2].detach(),
-            chosen_lengths=chosen[:, 1].detach(), rejected_lengths=rejected[:, 1].detach(), **loss_options(config),
-        )  # fmt: skip
-        self._metrics(
-            metrics,
-            batch,
-            losses,
-            chosen_rewards,
-            rejected_rewards,
             chosen,
             rejected,
-            logps,
-            reference,
+            chosen_base.detach(),
+            rejected_base.detach(),
+            chosen_lengths=chosen_lengths.detach(),
+            rejected_lengths=rejected_lengths.detach(),
+            **loss_options(config),
         )
+        margins = chosen_rewards - rejected_rewards
+        means = {
+            "rewards/chosen": chosen_rewards,
+            "rewards/rejected": rejected_rewards,
+            "rewards/margins": margins,
+            "rewards/accuracies": margins > 0,
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+        }
+        if reference is not None:
+            self.add_reference_gap(metrics, batch, logps, reference)
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
         if config.sft_weight:
             is_chosen = batch.sequence_ids % 2 == 0
             nll = -(logps * weights * is_chosen).sum()
             terms.append(Term(nll, "chosen_tokens", config.sft_weight))
             metrics.add("nll/chosen", nll, (weights * is_chosen).sum(dtype=torch.float64))
-            metrics.add("loss/preference", self.once(losses.sum()), self.once(float(len(losses))))
+            means["loss/preference"] = losses
+        self.add_means(metrics, means, len(losses))
         return terms
-
-    def _metrics(
-        self, metrics: MetricSums, batch: ShardedBatch, losses: Tensor, chosen_rewards: Tensor,
-        rejected_rewards: Tensor, chosen: Tensor, rejected: Tensor, logps: Tensor, reference: Tensor | None,
-    ) -> None:  # fmt: skip
-        pairs = float(self.once(float(len(losses))))
-        margins = chosen_rewards - rejected_rewards
-        for name, values in (
-            ("rewards/chosen", chosen_rewards),
-            ("rewards/rejected", rejected_rewards),
-            ("rewards/margins", margins),
-            ("rewards/accuracies", (margins > 0).float()),
-            ("logps/chosen", chosen[:, 0]),
-            ("logps/rejected", rejected[:, 0]),
-        ):
-            metrics.add(name, self.once(values.detach().sum()), pairs)
-        if reference is not None:
-            self.add_reference_gap(metrics, batch, logps, reference)
 
 
 def length_desensitised(pair: list[Sequence], alpha: float) -> list[Sequence]:
@@ -166,9 +142,8 @@ def length_desensitised(pair: list[Sequence], alpha: float) -> list[Sequence]:
     shorter = torch.tensor(min(int(t.sum()) for t in trained))
     out = []
     for sequence, mask in zip(pair, trained, strict=True):
-        index = torch.from_numpy(
-            np.append(np.cumsum(mask) - 1, 0)
-        )  # the last position predicts nothing
+        # the last position predicts nothing
+        index = torch.from_numpy(np.append(np.cumsum(mask) - 1, 0))
         columns = {**sequence.token_columns, "ld_weights": ld_dpo_weights(index, shorter, alpha)}
         out.append(replace(sequence, token_columns=columns))
     return out

@@ -87,9 +87,8 @@ class KtoStage(ReferencedStage):
         if parts.config.kto.loss_type != "kto":
             return None
         loader = parts.loader(data, evaluation=evaluation)
-        return pairs_of_run(
-            loader, loader.steps_per_epoch if evaluation else parts.total_steps(loader)
-        )
+        steps = loader.steps_per_epoch if evaluation else cls.total_steps(parts.config, loader)
+        return pairs_of_run(loader, steps)
 
     @classmethod
     def build(cls, parts: "StageParts", **_: Any) -> "ReferencedStage":
@@ -100,17 +99,8 @@ class KtoStage(ReferencedStage):
             parts.say(hint)
         return super().build(parts, max_length=config.data.max_length, budget=cls.budget(config))
 
-    def __init__(
-        self,
-        model: Any,
-        mesh: Any,
-        config: KtoSection,
-        *,
-        max_length: int,
-        budget: int,
-        **reference: Any,
-    ) -> None:
-        super().__init__(model, mesh, config, **reference)
+    def __init__(self, *parts: Any, max_length: int, budget: int, **reference: Any) -> None:
+        super().__init__(*parts, **reference)
         self.max_length = max_length
         self.budget = budget
         self.baseline: Tensor | None = None  # z0 of the running step
@@ -153,11 +143,9 @@ class KtoStage(ReferencedStage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
-        reference = self.reference_logps(
-            batch
-        )  # first: it may be this very model with its adapters off
+        # first: it may be this very model with its adapters off
+        reference = self.reference_logps(batch)
         logps = self.model(batch).logps
-        assert reference is not None
         sums = segment_sums(torch.stack([logps * weights, reference * weights], dim=-1), batch)
         policy, base = sums[:, 0], sums[:, 1].detach()
         desirable = batch.sequence_columns.get("label", base) > 0.5
@@ -169,23 +157,18 @@ class KtoStage(ReferencedStage):
         count = batch.num_sequences
         losses = torch.where(desirable, both[:count], both[count:])
         for side, chosen in (("chosen", desirable), ("rejected", ~desirable)):
-            number = self.once(chosen.double().sum())
-            metrics.add(f"rewards/{side}", self.once((rewards * chosen).double().sum()), number)
-            metrics.add(
-                f"logps/{side}", self.once((policy.detach() * chosen).double().sum()), number
-            )
+            means = {f"rewards/{side}": rewards * chosen, f"logps/{side}": policy * chosen}
+            self.add_means(metrics, means, chosen.sum())
         if self.baseline is not None:
-            metrics.add("kl", self.baseline * self.once(float(count)), self.once(float(count)))
+            self.add_means(metrics, {"kl": self.baseline * count}, count)
         self.add_reference_gap(metrics, batch, logps, reference)
         return [Term(losses.sum(), "examples", per_sequence=True)]
 
     def derive(self, metrics: dict[str, float]) -> dict[str, float]:
         if "rewards/chosen" not in metrics or "rewards/rejected" not in metrics:
             return metrics
-        return {
-            **metrics,
-            "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"],
-        }
+        margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return {**metrics, "rewards/margins": margin}
 
 
 def weight_hint(good: int, bad: int, desirable_weight: float, undesirable_weight: float) -> str:

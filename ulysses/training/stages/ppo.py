@@ -8,6 +8,7 @@ loader; the stage sees their columns old_logps, old_values, advantages and retur
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -152,8 +153,7 @@ class PpoStage(ReferencedStage):
         if budget != "auto" and budget < longest:
             yield (
                 f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
-                f"{longest}; "
-                f"raise it to at least {longest}, or lower one of them"
+                f"{longest}; raise it to at least {longest}, or lower one of them"
             )
         if ppo.kl_coefficient:
             yield from super().check(config)
@@ -174,8 +174,7 @@ class PpoStage(ReferencedStage):
         if scorer is not None and scorer.vocab_size != shape.vocab_size:
             yield (
                 f"ppo.reward {config.ppo.reward} has {scorer.vocab_size} tokens and the policy {shape.vocab_size}, "
-                f"but it must "
-                "read the policy's tokens; train the reward model from the same base model"
+                "but it must read the policy's tokens; train the reward model from the same base model"
             )
         yield from super().check_model(config, shape, tokenizer, others)
 
@@ -232,42 +231,41 @@ class PpoStage(ReferencedStage):
     @classmethod
     def build(cls, parts: "StageParts", **_: Any) -> "PpoStage":
         prepared, config, ppo = parts.prepared, parts.config, parts.config.ppo
-        function, scorer = None, None
-        if is_function(ppo.reward):
-            function = load_function(ppo.reward)
-        else:
-            scorer = parts.frozen(cls.other_models(config)[-1])
-        options = SamplingOptions(
-            ppo.max_new_tokens,
-            ppo.temperature,
-            ppo.top_p,
-            ppo.top_k,
-            stop_tokens(config, prepared.tokenizer, prepared.shape),
-        )
+        by_function = is_function(ppo.reward)
+        ends = stop_tokens(config, prepared.tokenizer, prepared.shape)
         maker = RolloutMaker(
-            parts.engine, cls.reference_arguments(parts).get("reference"), function, scorer, shape=prepared.shape,
-            tokenizer=prepared.tokenizer, mesh=parts.mesh, config=ppo, options=options, budget=cls.budget(config),
-            seed=config.run.seed, lora=config.model.lora,
-        )  # fmt: skip
+            parts.engine,
+            cls.reference_arguments(parts).get("reference"),
+            load_function(ppo.reward) if by_function else None,
+            None if by_function else parts.frozen(cls.other_models(config)[-1]),
+            shape=prepared.shape,
+            tokenizer=prepared.tokenizer,
+            mesh=parts.mesh,
+            config=ppo,
+            options=SamplingOptions(
+                ppo.max_new_tokens, ppo.temperature, ppo.top_p, ppo.top_k, ends
+            ),
+            budget=cls.budget(config),
+            seed=config.run.seed,
+            lora=config.model.lora,
+        )
+        tolerance = cls.first_step_tolerance(parts)
         return cls(
             parts.engine,
             parts.mesh,
             ppo,
             temperature=ppo.temperature,
             maker=maker,
-            tolerance=cls.first_step_tolerance(parts),
+            tolerance=tolerance,
         )
 
     # ---------------------------------------------------------------- what the loop reads
 
     def loader(self, prompts: Any) -> RolloutLoader:
         assert self.maker is not None
-        config = self.config
+        passes, minibatches = self.config.epochs, self.config.minibatches
         self.rollouts = RolloutLoader(
-            prompts,
-            self.maker.make,
-            passes=config.epochs,
-            minibatches=config.minibatches,
+            prompts, self.maker.make, passes=passes, minibatches=minibatches
         )
         return self.rollouts
 
@@ -305,25 +303,27 @@ class PpoStage(ReferencedStage):
             dual_clip=config.dual_clip or None,
         )
         value = ppo_value_loss(out.values, old_values, returns, config.value_clip or None)
-        policy_sum, value_sum, entropy = (
-            (x * weights).sum() for x in (policy.losses, value.losses, out.entropy)
-        )
-        count = weights.sum(dtype=torch.float64)
         gap = out.logps.detach() - old
-        for name, values in (
-            ("policy/approxkl_avg", 0.5 * gap.square()),
-            ("policy/clipfrac_avg", policy.clipped),
-            ("policy/logp_change", gap.abs()),
-            ("val/clipfrac_avg", value.clipped),
-            ("val/ratio", policy.ratios),
-            ("val/ratio_square", policy.ratios.square()),
-        ):
-            metrics.add(name, (values * weights).sum(dtype=torch.float64), count)
-        metrics.add("policy/entropy_avg", entropy, count)
-        metrics.add("loss/policy_avg", policy_sum, count)
-        metrics.add("loss/value_avg", value_sum, count)
-        terms = [Term(policy_sum, "tokens"), Term(value_sum, "tokens", config.value_coefficient)]
+        means = {
+            "policy/approxkl_avg": 0.5 * gap.square(),
+            "policy/clipfrac_avg": policy.clipped,
+            "policy/logp_change": gap.abs(),
+            "val/clipfrac_avg": value.clipped,
+            "val/ratio": policy.ratios,
+            "val/ratio_square": policy.ratios.square(),
+            "policy/entropy_avg": out.entropy.detach(),
+            "loss/policy_avg": policy.losses.detach(),
+            "loss/value_avg": value.losses.detach(),
+        }
+        for name, values in means.items():
+            total = (values * weights).sum(dtype=torch.float64)
+            metrics.add(name, total, weights.sum(dtype=torch.float64))
+        terms = [
+            Term((policy.losses * weights).sum(), "tokens"),
+            Term((value.losses * weights).sum(), "tokens", config.value_coefficient),
+        ]
         if config.entropy_coefficient:
+            entropy = (out.entropy * weights).sum()
             terms.append(Term(entropy, "tokens", -config.entropy_coefficient))
         return terms
 
@@ -333,10 +333,8 @@ class PpoStage(ReferencedStage):
             metrics = {**metrics, "val/ratio_var": max(0.0, square - metrics["val/ratio"] ** 2)}
         if self.rollouts is None or self.rollouts.current is None:
             return metrics
-        limit = self.config.target_kl
-        stopped = self.rollouts.stopped or bool(
-            limit and metrics.get("policy/approxkl_avg", 0.0) > limit
-        )
+        limit = self.config.target_kl or math.inf
+        stopped = self.rollouts.stopped or metrics.get("policy/approxkl_avg", 0.0) > limit
         return {**metrics, **self.rollouts.current.metrics, "policy/stopped": float(stopped)}
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
@@ -346,8 +344,7 @@ class PpoStage(ReferencedStage):
         if not change <= self.tolerance:
             raise RuntimeError(
                 f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
-                f"{change:.3g} "
-                f"per token (at most {self.tolerance:g} is rounding): the model is not deterministic; look for dropout"
+                f"{change:.3g} per token (at most {self.tolerance:g} is rounding): the model is not deterministic; look for dropout"
             )
         if self.maker is None or self.maker.reference is None:
             return
@@ -355,8 +352,7 @@ class PpoStage(ReferencedStage):
         if self.config.reference == "live" and not kl <= self.tolerance:
             raise RuntimeError(
                 f"at step 0 the policy is the reference, but their KL is {kl:.3g} per token (at most "
-                f"{self.tolerance:g} "
-                "is rounding): the reference has other weights than the policy"
+                f"{self.tolerance:g} is rounding): the reference has other weights than the policy"
             )
 
     # ---------------------------------------------------------------- held-out prompts
@@ -364,20 +360,18 @@ class PpoStage(ReferencedStage):
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Answer the held-out prompts and return their mean score; eval/loss is its negative."""
         assert self.maker is not None
-        total, squares, count, tokens, ended = 0.0, 0.0, 0, 0, 0
-        for k in range(loader.steps_per_epoch):
-            answers = self.maker.answer(HELD_OUT + k, loader.dataset, loader.indices(0, k))
-            total += float(answers.scores.sum())
-            squares += float(answers.scores.square().sum())
-            count += len(answers)
-            tokens += int((answers.lengths - answers.prompt_lengths).sum())
-            ended += int(answers.ended.sum())
+        found = [
+            self.maker.answer(HELD_OUT + k, loader.dataset, loader.indices(0, k))
+            for k in range(loader.steps_per_epoch)
+        ]
+        scores = torch.cat([answers.scores for answers in found])
+        lengths = torch.cat([answers.lengths - answers.prompt_lengths for answers in found])
         return {
-            "eval/loss": -total / count,
-            "eval/objective/scores": total / count,
-            "eval/objective/scores_std": max(0.0, squares / count - (total / count) ** 2) ** 0.5,
-            "eval/response_length/mean": tokens / count,
-            "eval/val/num_eos_tokens": float(ended),
+            "eval/loss": -float(scores.mean()),
+            "eval/objective/scores": float(scores.mean()),
+            "eval/objective/scores_std": float(scores.std(correction=0)),
+            "eval/response_length/mean": float(lengths.double().mean()),
+            "eval/val/num_eos_tokens": float(sum(answers.ended.sum() for answers in found)),
         }
 
     # ---------------------------------------------------------------- state
@@ -386,15 +380,15 @@ class PpoStage(ReferencedStage):
         """Write the KL controller and, in the middle of a rollout, the rollout itself."""
         if self.maker is None or self.rollouts is None:
             return
-        rollout = self.rollouts.current
-        state: dict[str, Any] = {"controller": self.maker.controller.state_dict(), "rollout": None}
+        rollout, saved = self.rollouts.current, None
         if rollout is not None and (self.step + 1) % self.rollouts.steps_per_rollout:
-            state["rollout"] = {
-                "number": rollout.number,
-                "metrics": rollout.metrics,
-                "stopped": self.rollouts.stopped,
-            }
+            saved = {"number": rollout.number, "metrics": rollout.metrics}
             rollout.save(folder / ROLLOUT)
+        state = {
+            "controller": self.maker.controller.state_dict(),
+            "stopped": self.rollouts.stopped,
+            "rollout": saved,
+        }
         (folder / STATE).write_text(json.dumps(state))
 
     def load(self, folder: Path) -> None:
@@ -403,12 +397,8 @@ class PpoStage(ReferencedStage):
         state = json.loads((folder / STATE).read_text())
         self.maker.controller.load_state_dict(state["controller"])
         saved = state["rollout"]
-        self.rollouts.current = (
-            None
-            if saved is None
-            else Rollout.load(folder / ROLLOUT, saved["number"], saved["metrics"])
-        )
-        self.rollouts.stopped = bool(saved and saved["stopped"])
+        self.rollouts.current = saved and Rollout.load(folder / ROLLOUT, **saved)
+        self.rollouts.stopped = state["stopped"]
 
 
 def stop_tokens(config: "Config", tokenizer: Any, shape: Shape) -> tuple[int, ...]:

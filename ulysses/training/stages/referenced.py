@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from models.arch import ModelConfig as Shape
@@ -66,11 +67,8 @@ class ReferencedStage(Stage):
     def check(cls, config: "Config") -> Iterator[str]:
         reference = cls.table(config).reference
         known = ", ".join(f'"{word}"' for word in cls.reference_words)
-        if (
-            reference not in cls.reference_words
-            and not Path(reference).exists()
-            and "/" not in reference
-        ):
+        named = reference in cls.reference_words or "/" in reference or Path(reference).exists()
+        if not named:
             yield f"{cls.name}.reference is {reference!r} but must be {known} or a model's folder or hub id"
 
     @classmethod
@@ -86,8 +84,7 @@ class ReferencedStage(Stage):
         if setting in others and others[setting].vocab_size < needed:
             yield (
                 f"{setting} {cls.reference_of(config)} has {others[setting].vocab_size} tokens but the policy "
-                f"{needed}; "
-                "use a model with the policy's tokenizer"
+                f"{needed}; use a model with the policy's tokenizer"
             )
 
     @classmethod
@@ -126,16 +123,17 @@ class ReferencedStage(Stage):
     def reference_arguments(cls, parts: "StageParts") -> dict[str, Any]:
         """Return the constructor's `cached`, `reference` and `tolerance` as the configuration asks for them."""
         config, reference = parts.config, cls.reference_of(parts.config)
-        if reference in ("", *cls.reference_words):
-            tolerance = {"tolerance": cls.first_step_tolerance(parts)}
-            if reference == "cached":
-                cls._read_through_cache(parts)
-                return {"cached": True, **tolerance}
-            if reference == "live":
-                live = parts.initial_policy() if config.model.lora.rank else parts.frozen()
-                return {"reference": live, **tolerance}
-            return {}
-        return {"reference": parts.frozen(cls.other_models(config)[0])}
+        if reference not in ("", *cls.reference_words):
+            return {"reference": parts.frozen(cls.other_models(config)[0])}
+        found: dict[str, Any] = {"tolerance": cls.first_step_tolerance(parts)}
+        if reference == "cached":
+            cls._read_through_cache(parts)
+            found["cached"] = True
+        elif reference == "live":
+            found["reference"] = (
+                parts.initial_policy() if config.model.lora.rank else parts.frozen()
+            )
+        return found
 
     @classmethod
     def mismatched_pairs(cls, parts: "StageParts", data: Any, evaluation: bool) -> Pairs | None:
@@ -146,7 +144,7 @@ class ReferencedStage(Stage):
     def _read_through_cache(cls, parts: "StageParts") -> None:
         """Fill (or find) the reference's log-probabilities of all data; the data carries them from here on."""
         config, initial = parts.config, parts.initial_policy()
-        weights = parts.weights_fingerprint()
+        weights = parts.initial_weights().fingerprint()
 
         def logps(batch: ShardedBatch) -> Tensor:
             with initial.inference():
@@ -160,9 +158,8 @@ class ReferencedStage(Stage):
             cache = ReferenceCache(folder, data, pairs, config.data.max_length)
             if not (parts.fresh or config.model.lora.rank or cache.complete()):
                 raise ConfigError(
-                    f"the reference log-probabilities of this run are gone from {cache.folder}, and resuming no "
-                    f"longer has "
-                    f"the initial policy; restore data.cache, or set {cls.name}.reference to the initial model's path"
+                    f"the reference log-probabilities of this run are gone from {folder}, and resuming no "
+                    f"longer has the initial policy; restore data.cache, or set {cls.name}.reference to the initial model's path"
                 )
             cache.fill(logps, parts.mesh, parts.device, cls.budget(config), parts.say)
             return cache
@@ -176,22 +173,20 @@ class ReferencedStage(Stage):
     def reference_logps(self, batch: ShardedBatch) -> Tensor | None:
         """Return the reference's log-probabilities [S] of the batch's targets, or None without a reference."""
         if self.cached:  # a batch without sequences has no columns
-            return batch.token_columns.get(
-                "reference_logps", batch.loss_weights.new_zeros(batch.tokens.shape)
-            )
-        if self.reference is not None:
-            with self.reference.inference():
-                return self.reference(batch).logps
-        return None
+            nothing = torch.zeros_like(batch.loss_weights)
+            return batch.token_columns.get("reference_logps", nothing)
+        if self.reference is None:
+            return None
+        with self.reference.inference():
+            return self.reference(batch).logps
 
     def add_reference_gap(
         self, metrics: MetricSums, batch: ShardedBatch, logps: Tensor, reference: Tensor
     ) -> None:
         """Add the mean |policy - reference| per trained token."""
         trained = batch.loss_weights != 0
-        metrics.add(
-            "reference_gap", ((logps.detach() - reference).abs() * trained).sum(), trained.sum()
-        )
+        gap = (logps.detach() - reference).abs() * trained
+        metrics.add("reference_gap", gap.sum(), trained.sum())
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         gap = metrics.get("reference_gap")

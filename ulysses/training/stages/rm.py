@@ -56,22 +56,17 @@ class RmStage(Stage):
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         scores = sequence_last(self.model(batch), batch)
         chosen, rejected = scores[0::2], scores[1::2]
-        margins = batch.sequence_columns.get("margin", scores.detach())[
-            0::2
-        ]  # no sequences, no columns
+        # a batch without sequences has no columns
+        margins = batch.sequence_columns.get("margin", scores.detach())[0::2]
         losses = reward_loss(chosen, rejected, margins, self.config.center_coefficient)
-        self._metrics(metrics, scores.detach())
-        return [Term(losses.sum(), "pairs", per_sequence=True)]
-
-    def _metrics(self, metrics: MetricSums, scores: Tensor) -> None:
-        difference = scores[0::2] - scores[1::2]
-        pairs = float(self.once(float(len(difference))))
-        metrics.add("accuracy", self.once((difference > 0).double().sum()), pairs)  # a tie is wrong
-        metrics.add("margin", self.once(difference.double().sum()), pairs)
-        metrics.add("mean_reward", self.once(scores.double().sum()), 2 * pairs)
-        metrics.add("mean_square_reward", self.once(scores.double().square().sum()), 2 * pairs)
+        difference = chosen - rejected  # a tie is wrong
+        means = {"accuracy": difference > 0, "margin": difference}
+        self.add_means(metrics, means, len(difference))
+        means = {"mean_reward": scores, "mean_square_reward": scores.detach().double().square()}
+        self.add_means(metrics, means, len(scores))
         metrics.add_max("max_reward", scores)
         metrics.add_max("-min_reward", -scores)
+        return [Term(losses.sum(), "pairs", per_sequence=True)]
 
     def derive(self, metrics: dict[str, float]) -> dict[str, float]:
         if "mean_reward" not in metrics:
