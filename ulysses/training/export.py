@@ -30,7 +30,6 @@ from models.hf_format import (
     copy_side_files,
     folder_with,
     read_config,
-    resolve_model,
     write_config,
     write_json,
 )
@@ -80,19 +79,6 @@ def refuse_existing(out: Path) -> None:
 # ---------------------------------------------------------------- tokenizer
 
 
-def tokenizer_place(config: Config, folder: Path | None) -> Path:
-    """Return the local folder, or the tokenizer.json, that the run's tokenizer is read from.
-
-    Raises FileNotFoundError or ValueError naming the setting.
-    """
-    if not config.model.tokenizer:
-        return folder_with(folder or Path(), "tokenizer*")
-    place = Path(config.model.tokenizer).expanduser()
-    if place.exists():
-        return place
-    return resolve_model(config.model.tokenizer, need_weights=False, key="model.tokenizer")
-
-
 def save_tokenizer(plan: "Prepared", target: Path) -> None:
     """Write the tokenizer's own files and generation_config.json as every export of the run will carry them.
 
@@ -100,7 +86,7 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
     transformers 4 does not know, special tokens that differ, and `chat_template` if the run brings its own.
     """
     config, tokenizer, stage = plan.config, plan.tokenizer, plan.config.stage_class
-    source = tokenizer_place(config, plan.folder)
+    source = plan.tokenizer_place
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
     template = None
     if stage.kind != "text":

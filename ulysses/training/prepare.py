@@ -43,12 +43,12 @@ class Prepared:
     shape: Shape
     folder: Path | None  # of the model; None for a shape given by name or keys
     tokenizer: Any
-    others: Mapping[
-        str, tuple[Shape, Path]
-    ]  # the stage's other models, by the settings that name them
+    # the stage's other models, by the settings that name them
+    others: Mapping[str, tuple[Shape, Path]]
     kernel: str = ""
     kernel_reason: str = ""
     resume_from: Path | None = None
+    tokenizer_place: Path = Path()  # the folder, or the tokenizer.json, that it was read from
 
     @property
     def num_heads(self) -> tuple[int, ...]:
@@ -75,6 +75,7 @@ def prepare(config: Config, world_size: int, findings: list[str] | None = None) 
         _check_sources(config)
 
     shape = folder = tokenizer = None
+    place = Path()
     with collect_absent(findings):
         shape, folder = read_shape(config, need_weights=strict)
     if shape is None:
@@ -87,7 +88,8 @@ def prepare(config: Config, world_size: int, findings: list[str] | None = None) 
 
     if folder or model.tokenizer or not model.path:  # otherwise the model's own is absent with it
         with collect_absent(findings):
-            tokenizer = _read_tokenizer(config, folder, shape)
+            place = _find_tokenizer(config, folder)
+            tokenizer = _read_tokenizer(config, place, shape)
     others: dict[str, tuple[Shape, Path]] = {}
     for other in stage.other_models(config):
         with collect_absent(findings):
@@ -113,7 +115,7 @@ def prepare(config: Config, world_size: int, findings: list[str] | None = None) 
         with collect_absent(findings):
             _check_disk(config, shape)
     return Prepared(
-        config, world_size, shape, folder, tokenizer, others, kernel, reason, resume_from
+        config, world_size, shape, folder, tokenizer, others, kernel, reason, resume_from, place
     )
 
 
@@ -235,15 +237,25 @@ def read_other(other: OtherModel, *, need_weights: bool = True) -> tuple[Shape, 
     return shape, folder
 
 
-def _read_tokenizer(config: Config, folder: Path | None, shape: Shape) -> Any:
+def _find_tokenizer(config: Config, folder: Path | None) -> Path:
+    """Return the local folder, or the tokenizer.json, that the tokenizer is read from."""
+    if not config.model.tokenizer:
+        if folder is None:
+            raise AbsentError(
+                "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id "
+                "or a tokenizer.json"
+            )
+        return folder_with(folder, "tokenizer*")
+    place = Path(config.model.tokenizer).expanduser()
+    if place.exists():
+        return place
+    with blame():
+        return resolve_model(config.model.tokenizer, need_weights=False, key="model.tokenizer")
+
+
+def _read_tokenizer(config: Config, place: Path, shape: Shape) -> Any:
     """Load the tokenizer, which must fit the model and, for chats, have a template."""
-    if not (config.model.tokenizer or folder):
-        raise AbsentError(
-            "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id or a "
-            "tokenizer.json"
-        )
-    place = config.model.tokenizer or str(folder_with(folder, "tokenizer*"))
-    with blame("model.tokenizer", absent=not Path(place).expanduser().exists()):
+    with blame("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
         if config.stage_class.kind != "text":
             ChatTemplate(tokenizer, config.data.chat_template)
@@ -320,9 +332,8 @@ def _check_disk(config: Config, shape: Shape) -> None:
         raise ConfigError(
             f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
         )
-    old = [output / "export", *([output / "checkpoints"] if run.keep or run.steps else [])]
-    files = [file for folder in old for file in folder.rglob("*") if file.is_file()]
-    free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in files)
+    old = [file for name in ("export", "checkpoints") for file in (output / name).rglob("*")]
+    free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in old)
     if need > free:
         raise AbsentError(
             f"run.output {place} has {free / 2**30:.1f} GiB free but {count} checkpoints and the export need "
