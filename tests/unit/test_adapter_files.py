@@ -21,7 +21,7 @@ SHAPE = ModelConfig.from_hf({
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     model = CausalLM(SHAPE, attention="reference").bfloat16()
     init_weights(model, seed=1)
     writer = WeightWriter(tmp_path / "base")
@@ -49,7 +49,7 @@ def adapter_by_peft(base: Path, folder: Path, task: str = "CAUSAL_LM", **options
 
 
 @pytest.mark.parametrize(("task", "rslora"), [("CAUSAL_LM", False), ("CAUSAL_LM", True), ("SEQ_CLS", False)])
-def test_an_adapter_is_read_as_peft_merges_it(base: Path, tmp_path: Path, task: str, rslora: bool) -> None:
+def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
     merged = adapter_by_peft(base, tmp_path / "adapter", task, use_rslora=rslora)
     files = WeightFiles(tmp_path / "adapter")
     assert read_config(tmp_path / "adapter") == SHAPE
@@ -67,15 +67,13 @@ def test_an_adapter_is_read_as_peft_merges_it(base: Path, tmp_path: Path, task: 
     subprocess.run([sys.executable, "-c", code, tmp_path / "adapter"], cwd=Path(__file__).parents[2], check=True)
 
 
-def test_adapters_that_are_more_than_lora_are_refused(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "adapter"
     adapter_by_peft(base, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     weights = load_file(folder / "adapter_model.safetensors")
 
-    def refusal(kind: type[Exception] = ValueError, more: dict[str, torch.Tensor] | None = None, **changes: Any) -> str:
+    def refusal(kind = ValueError, more = None, **changes):
         (folder / "adapter_config.json").write_text(json.dumps(config | changes))
         save_file(weights | (more or {}), folder / "adapter_model.safetensors")
         with pytest.raises(kind) as error:

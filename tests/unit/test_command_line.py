@@ -12,21 +12,14 @@ from ulysses.training.section import ConfigError
 BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
 
 
-def test_arguments_override_toml(tmp_path: Path) -> None:
+def test_arguments_override_toml(tmp_path):
     toml = tmp_path / "a.toml"
     toml.write_text(
         'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.99]\n'
     )
-    config = parse_command_line(
-        ["--config", str(toml), "--optimizer.lr", "1e-6", "--data.train", '["a.jsonl", "b.jsonl"]', "--run.overwrite"]
-    ).config
-    assert (config.stage, config.optimizer.lr, config.optimizer.betas, config.run.overwrite) == (
-        "sft",
-        1e-6,
-        (0.9, 0.99),
-        True,
-    )
-    assert config.data.train == ["a.jsonl", "b.jsonl"]
+    config = parse_command_line(["--config", str(toml), "--optimizer.lr", "1e-6", "--run.overwrite"]).config
+    assert config.stage == "sft" and config.run.overwrite
+    assert (config.optimizer.lr, config.optimizer.betas) == (1e-6, (0.9, 0.99))
 
 
 @pytest.mark.parametrize(
@@ -40,36 +33,30 @@ def test_arguments_override_toml(tmp_path: Path) -> None:
         (["--data.train", "[]"], []),
     ],
 )
-def test_data_sources_are_kept_one_by_one_and_replace_the_files(
-    tmp_path: Path, arguments: list[str], expected: object
-) -> None:
+def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path, arguments, expected):
     toml = tmp_path / "a.toml"
     toml.write_text('[data]\ntrain = {path = "c", weight = 3, split = "test"}\neval = "d"\n')
     config = parse_command_line([*BASE, "--config", str(toml), *arguments]).config
     assert config.data.train == expected and config.data.eval == "d"
 
 
-def test_learning_rate_factor() -> None:
-    assert parse_command_line(
-        [*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", "0.5"]
-    ).config.optimizer.lr == pytest.approx(1e-5)
-    assert parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr"]).config.optimizer.lr == 2e-5
+def test_learning_rate_factor():
+    for factor, rate in ((["0.5"], 1e-5), ([], 2e-5)):
+        config = parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", *factor]).config
+        assert config.optimizer.lr == pytest.approx(rate)
 
 
-def test_launcher_argument_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_argument_is_checked(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert parse_command_line([*BASE, "--local_rank=1"]).config.stage == "dpo"
     with pytest.raises(ConfigError, match="--local_rank is 0 but LOCAL_RANK is 1"):
         parse_command_line([*BASE, "--local_rank", "0"])
 
 
-def test_free_tables_take_dotted_keys() -> None:
-    line = (
-        "--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --model.special_tokens.pad_token x"
-    )
-    config = parse_command_line(
-        [*line.split(), "--run.wandb=", "--deepspeed.zero_optimization.overlap_comm", "false"]
-    ).config
+def test_free_tables_take_dotted_keys():
+    line = """--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --run.wandb=
+        --model.special_tokens.pad_token x --deepspeed.zero_optimization.overlap_comm false"""
+    config = parse_command_line(line.split()).config
     assert config.model.config == {"hidden_size": 64} and config.model.special_tokens == {"pad_token": "x"}
     assert config.deepspeed == {"zero_optimization": {"overlap_comm": False}} and config.run.wandb == ""
 
@@ -97,14 +84,14 @@ def test_free_tables_take_dotted_keys() -> None:
         (["--config"], "--config needs a value"),
     ],
 )
-def test_complaints(arguments: list[str], sentence: str) -> None:
+def test_complaints(arguments, sentence):
     with pytest.raises(ConfigError) as caught:
         parse_command_line([*BASE, *arguments])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_toml_key_names_the_nearest(tmp_path: Path) -> None:
+def test_unknown_toml_key_names_the_nearest(tmp_path):
     toml = tmp_path / "a.toml"
     toml.write_text('stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlearning_rat = 1\n')
     with pytest.raises(ConfigError, match=r"optimizer.learning_rat: unknown; did you mean"):
@@ -114,12 +101,12 @@ def test_unknown_toml_key_names_the_nearest(tmp_path: Path) -> None:
         parse_command_line(["--config", str(toml)])
 
 
-def test_foreign_names_lead_to_keys_that_exist() -> None:
+def test_foreign_names_lead_to_keys_that_exist():
     names = tomllib.loads((Path(command_line.__file__).parent / "foreign_names.toml").read_text())
     assert {key.split()[0] for key in names.values()} <= set(known_keys())
 
 
-def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_key(capsys):
     with pytest.raises(SystemExit) as stop:
         parse_command_line(["--help"])
     assert stop.value.code == 0

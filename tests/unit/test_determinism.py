@@ -2,7 +2,6 @@
 
 import ast
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def switch() -> Iterator[None]:
+def switch():
     """Leave torch's switch and cuBLAS' setting as they were."""
     before = os.environ.pop(CUBLAS, None)
     yield
@@ -26,13 +25,13 @@ def switch() -> Iterator[None]:
         os.environ[CUBLAS] = before
 
 
-def test_operations_without_a_deterministic_kernel_will_raise() -> None:
+def test_operations_without_a_deterministic_kernel_will_raise():
     require_determinism()
     assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ[CUBLAS] == ":4096:8"
 
 
-def test_a_users_own_workspace_is_kept_or_refuses_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_own_workspace_is_kept_or_refuses_the_run(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":16:8")
     require_determinism()
     assert os.environ[CUBLAS] == ":16:8"
@@ -43,7 +42,7 @@ def test_a_users_own_workspace_is_kept_or_refuses_the_run(monkeypatch: pytest.Mo
         prepare(config, 1)
 
 
-def test_too_late_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_late_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(
         ConfigError, match="CUDA has already started in this process; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"
@@ -54,7 +53,7 @@ def test_too_late_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     require_determinism()
 
 
-def test_our_triton_kernels_use_no_atomics() -> None:
+def test_our_triton_kernels_use_no_atomics():
     """Sums by atomics come in any order; every kernel of ours has its own place to write to."""
     seen = 0
     for path in [*(ROOT / "models").rglob("*.py"), *(ROOT / "ulysses").rglob("*.py"), *(ROOT / "losses").rglob("*.py")]:

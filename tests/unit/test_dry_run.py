@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from models.arch import ARCHITECTURES
+from ulysses.memory.levels import LEVELS
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.dry_run import dry_run
 from ulysses.training.prepare import published_shape
@@ -23,51 +24,35 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def arch(stage: str = "sft", length: int = 131072, sp: int = 8, name: str = "llama3-8b") -> list[Any]:
-    return [
-        "--stage",
-        stage,
-        "--model.arch",
-        name,
-        "--model.init",
-        "random",
-        "--run.steps",
-        7,
-        "--data.max_length",
-        length,
-        "--parallel.sequence_parallel_size",
-        sp,
-    ]
+def arch(stage: str = "sft", length: int = 131072, sp: int = 8) -> list[str]:
+    return f"""--stage {stage} --model.arch llama3-8b --model.init random --run.steps 7 --data.max_length {length}
+        --parallel.sequence_parallel_size {sp}""".split()
 
 
-def test_plan_by_architecture_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_by_architecture_alone(capsys):
     code, text = run(capsys, *arch(), *NODE, "--gradients.preset", "steady")
     assert "\ngradient policies: skip_non_finite, skip_spike, zclip, clip_global_norm\n" in text
     assert code == 3  # neither tokenizer nor data
     assert '"sequence_parallel_size": 8' in text and "8 processes: data parallel 1 x sequence parallel 8" in text
     assert "7 steps" in text and "8,030,261,248 parameters" in text
     table = [line.split() for line in text.splitlines() if line.startswith("  ") and len(line.split()) >= 5]
-    levels = {
-        words[0]: (float(words[1]), float(words[4]))
-        for words in table
-        if words[0] != "recompute" and words[0] != "group"
-    }
-    assert list(levels) == ["none", "keep_attention", "block", "pair"]
-    assert [x for x, _ in levels.values()] == sorted((x for x, _ in levels.values()), reverse=True)
-    assert [s for _, s in levels.values()] == sorted(s for _, s in levels.values())
+    levels = [words for words in table if words[0] in LEVELS]
+    assert [words[0] for words in levels] == list(LEVELS)
+    sizes, seconds = ([float(words[column]) for words in levels] for column in (1, 4))
+    assert sizes == sorted(sizes, reverse=True) and seconds == sorted(seconds)
     assert re.search(r"longest sequence at sequence_parallel_size 8: [\d,]{9,} tokens", text)
     assert re.search(r"recommended for this length: parallel.sequence_parallel_size = \d", text)
     assert "memory: recompute none (auto: " in text and "GiB predicted of 139.8 GiB)" in text
     assert "finding: data.train is empty" in text and "finding: model.tokenizer is missing" in text
 
 
-def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys):
     code, text = run(capsys, *arch("dpo", 65536), "--dpo.reference", "/no/such/model", *NODE)
     assert "the fullest: 131,072 tokens in 2 sequences" in text and "tokens on each side of a pair" in text
     assert code == 3 and "finding: dpo.reference is '/no/such/model' but there is no folder /no/such/model" in text
 
 
-def test_what_does_not_fit_is_refused_with_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_refused_with_sizes(capsys):
     with pytest.raises(
         ConfigError, match=r"needs \d+\.\d GiB on each GPU .*has 24.0 GiB; .*memory.offload_optimizer = true"
     ):
@@ -84,25 +69,15 @@ def test_what_does_not_fit_is_refused_with_sizes(capsys: pytest.CaptureFixture[s
         ("other", "finding: model.path is", "there is no plan of its memory"),
     ],
 )
-def test_absent_weights_and_data_are_findings(
-    name: str, finding: str, plan: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_absent_weights_and_data_are_findings(name, finding, plan, capsys, tmp_path):
     shutil.copytree(DEMO / "model", tmp_path / "model")
-    base = [
-        "--stage",
-        "sft",
-        "--run.steps",
-        2,
-        "--model.path",
-        tmp_path / name,
-        "--model.tokenizer",
-        DEMO / "data/tokenizer",
-    ]
-    code, text = run(capsys, *base, "--data.train", tmp_path / "none.jsonl", "--run.output", tmp_path / "run", *NODE)
+    line = f"""--stage sft --run.steps 2 --model.path {tmp_path / name} --model.tokenizer {DEMO / "data/tokenizer"}
+        --data.train {tmp_path / "none.jsonl"} --run.output {tmp_path / "run"}"""
+    code, text = run(capsys, *line.split(), *NODE)
     assert code == 3 and "finding: data: " in text and "none.jsonl" in text and finding in text and plan in text
 
 
-def test_everything_present_is_zero(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_everything_present_is_zero(capsys, tmp_path):
     code, text = run(
         capsys, "--config", DEMO / "sft.toml", "--gpus", 2, "--data.cache", tmp_path, "--run.output", tmp_path / "run"
     )
@@ -110,14 +85,14 @@ def test_everything_present_is_zero(capsys: pytest.CaptureFixture[str], tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_wrong_settings_are_still_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_settings_are_still_refused(capsys):
     with pytest.raises(ConfigError, match="sequence_parallel_size is 3 but must divide the 8 processes"):
         run(capsys, *arch(sp=3), *NODE)
     with pytest.raises(ConfigError, match="add --dry-run or leave them out"):
         parse_command_line([*map(str, arch()), "--gpus", "8"])
 
 
-def test_names_of_published_shapes() -> None:
+def test_names_of_published_shapes():
     for path, name in (
         ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
         ("Qwen/Qwen2.5-72B", "qwen2.5-72b"),
@@ -128,21 +103,19 @@ def test_names_of_published_shapes() -> None:
 
 
 @pytest.mark.parametrize("config", sorted(DEMO.parent.glob("*.toml")), ids=lambda p: p.stem)
-def test_shipped_configurations_are_planned(config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_shipped_configurations_are_planned(config, capsys, tmp_path):
     path = tomllib.loads(config.read_text())["model"]["path"]
     gpus = 1 if "lora" in config.stem else 8
-    machine = ["--gpus", gpus, "--gpu-memory", 80, "--host-memory", 1024]
-    code, text = run(capsys, "--config", config, "--model.path", tmp_path / path.split("/")[-1], *machine)
+    asked = ["--config", config, "--model.path", tmp_path / path.split("/")[-1], "--gpus", gpus, "--gpu-memory"]
+    code, text = run(capsys, *asked, 80, "--host-memory", 1024)
     assert code == 3 and "the model is planned with the published shape of" in text
     plan = text[text.index("predicted for ") :]
     chosen = re.search(
         r"memory: recompute \S+ \(auto: ([\d.]+) GiB predicted of 80.0 GiB\); host [\d.]+ GiB per process", plan
     )
     assert chosen and 10 < float(chosen[1]) <= 76
-    longest = [
-        int(n.replace(",", ""))
-        for n in re.findall(r"longest sequence at sequence_parallel_size \d+: ([\d,]+) tokens", plan)
-    ]
+    lengths = re.findall(r"longest sequence at sequence_parallel_size \d+: ([\d,]+) tokens", plan)
+    longest = [int(n.replace(",", "")) for n in lengths]
     assert longest == sorted(longest) and longest[0] > 50_000
     settings = r"= \d, memory.recompute = \"auto\" \(\S+\), memory.offload = \"none\""
     cost = r": [\d.]+ GiB, \d+ GiB of a node, [\d.]+ s / step"
@@ -151,14 +124,4 @@ def test_shipped_configurations_are_planned(config: Path, capsys: pytest.Capture
     with pytest.raises(
         ConfigError, match=r"the run needs [\d.]+ GiB on each GPU even with the least kept .* but a GPU has 8.0 GiB"
     ):
-        run(
-            capsys,
-            "--config",
-            config,
-            "--model.path",
-            tmp_path / path.split("/")[-1],
-            "--gpus",
-            gpus,
-            "--gpu-memory",
-            8,
-        )
+        run(capsys, *asked, 8)

@@ -30,7 +30,7 @@ def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: s
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 96), (37, 896), (300, 3584)])
-def test_gated_activation(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_gated_activation(device, dtype, shape):
     gate, up, grad = draw(shape, shape, shape, dtype=dtype, device=device)
     g, u = gate.double().requires_grad_(), up.double().requires_grad_()
     exact = F.silu(g) * u
@@ -45,7 +45,7 @@ def test_gated_activation(device: str, dtype: torch.dtype, shape: tuple[int, int
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 96), (1037, 896), (300, 3584), (5, 8192)])
-def test_norm_gradient(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_norm_gradient(device, dtype, shape):
     x, grad, residual, weight = draw(shape, shape, shape, shape[1:], dtype=dtype, device=device)
     v, w = x.double().requires_grad_(), weight.double().requires_grad_()
     exact = v / (v.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w
@@ -61,13 +61,13 @@ def test_norm_gradient(device: str, dtype: torch.dtype, shape: tuple[int, int]) 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((28, 4), 128), ((14, 2), 96)])
-def test_rotation(device: str, dtype: torch.dtype, heads: tuple[int, int], width: int) -> None:
+def test_rotation(device, dtype, heads, width):
     q, k = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
     k = k[:, : heads[1]]  # rows that are not dense, like a view of an exchange buffer
     angles = torch.rand(19, width // 2, generator=torch.Generator().manual_seed(0)).to(device) * 7
     cos, sin = angles.cos(), angles.sin()
 
-    def exact(x: torch.Tensor, sign: float) -> torch.Tensor:
+    def exact(x, sign):
         turned = torch.polar(torch.ones_like(angles, dtype=torch.float64), sign * angles.double())
         pairs = torch.complex(*x.double().chunk(2, -1)) * turned[:, None]
         return torch.cat([pairs.real, pairs.imag], -1)
@@ -86,7 +86,7 @@ def test_rotation(device: str, dtype: torch.dtype, heads: tuple[int, int], width
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile", [40, 16])
-def test_feed_forward_half(device: str, dtype: torch.dtype, tile: int) -> None:
+def test_feed_forward_half(device, dtype, tile):
     x, grad, norm, gate, up, down = draw(
         (40, 32), (40, 32), (32,), (64, 32), (64, 32), (32, 64), dtype=dtype, device=device
     )
@@ -110,7 +110,7 @@ def test_feed_forward_half(device: str, dtype: torch.dtype, tile: int) -> None:
         near(tiled, want, dtype, factor)
 
 
-def test_frozen_weights_of_the_half_get_no_gradient() -> None:
+def test_frozen_weights_of_the_half_get_no_gradient():
     x, norm, gate, up, down = draw((9, 8), (8,), (16, 8), (16, 8), (8, 16))
     up.requires_grad_()
     grad_x, grads = feed_forward_gradients(x, torch.ones_like(x), FeedForwardWeights(norm, gate, up, down), 1e-5, 4)
@@ -121,8 +121,8 @@ def test_frozen_weights_of_the_half_get_no_gradient() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-def test_kernels_run_where_the_current_device_is_another() -> None:
-    def run(device: str) -> list[torch.Tensor]:
+def test_kernels_run_where_the_current_device_is_another():
+    def run(device):
         x, up, grad, weight = draw((40, 96), (40, 96), (40, 96), (96,), device=device)
         q, angles = x.view(40, 2, 48), up[:, :24]
         norm, _ = rms_norm_backward(grad, x, weight, 1e-5)
@@ -133,7 +133,7 @@ def test_kernels_run_where_the_current_device_is_another() -> None:
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements() -> None:
+def test_more_than_two_to_the_31_elements():
     rows, width = 2**31 // 4096 + 100, 4096
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     tail = slice(rows - 64, rows)

@@ -47,7 +47,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 100])
-def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, limit: int) -> None:
+def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path, limit):
     writer = WeightWriter(tmp_path, max_shard_bytes=limit)
     for name, tensor in tensors().items():
         writer.add(name, tensor)
@@ -68,22 +68,16 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path: Path, limit:
             assert torch.equal(files.read(name, start, stop), flat[start:stop])
 
 
-def test_a_slice_reads_only_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slice_reads_only_its_bytes(tmp_path, monkeypatch):
     save_file({"big": torch.arange(100_000, dtype=torch.float32)}, tmp_path / "model.safetensors")
     files = WeightFiles(tmp_path)
     read, real = [], os.preadv
-
-    def preadv(fd: int, buffers: list, offset: int) -> int:
-        count = real(fd, buffers, offset)
-        read.append(count)
-        return count
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "preadv", lambda *where: read.append(real(*where)) or read[-1])
     assert torch.equal(files.read("big", 50_000, 50_010), torch.arange(50_000, 50_010, dtype=torch.float32))
     assert sum(read) == 40
 
 
-def test_model_survives_both_directions_bit_by_bit(tmp_path: Path) -> None:
+def test_model_survives_both_directions_bit_by_bit(tmp_path):
     from transformers import AutoModelForCausalLM
 
     for kind in ("llama", "qwen2"):
@@ -108,8 +102,8 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path: Path) -> None:
             assert torch.equal(files.read(name), parameter), name
 
 
-def test_wrong_folders_are_refused_by_one_sentence(tmp_path: Path) -> None:
-    def refusal(kind: type[Exception], call) -> str:
+def test_wrong_folders_are_refused_by_one_sentence(tmp_path):
+    def refusal(kind, call):
         with pytest.raises(kind) as error:
             call()
         assert "\n" not in str(error.value)
@@ -140,7 +134,7 @@ def test_wrong_folders_are_refused_by_one_sentence(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
 
 
-def test_side_files_are_copied_as_they_are(tmp_path: Path) -> None:
+def test_side_files_are_copied_as_they_are(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     target.mkdir()
@@ -151,7 +145,7 @@ def test_side_files_are_copied_as_they_are(tmp_path: Path) -> None:
     assert copied == {"chat_template.jinja", "generation_config.json", "tokenizer.json"}
 
 
-def test_random_start_depends_on_seed_and_name_only() -> None:
+def test_random_start_depends_on_seed_and_name_only():
     config = ARCHITECTURES["qwen2.5-0.5b"]
     name = "model.layers.0.mlp.up_proj.weight"
     a = init_parameter(name, (200, 896), config, 1)
@@ -238,7 +232,7 @@ def _resolve(*model_ids: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_hub_id_is_fetched_once_for_all_processes_and_then_found_offline(tmp_path: Path) -> None:
+def test_a_hub_id_is_fetched_once_for_all_processes_and_then_found_offline(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     common = {"config.json": json.dumps(TINY).encode(), "pytorch_model.bin": b"never", "modeling.py": b"never"}
     kept = {"model.safetensors": (tmp_path / "model.safetensors").read_bytes(), "chat_template.jinja": b"x"}

@@ -1,7 +1,6 @@
 """Every recompute level, with or without tiles, has ordinary autograd's gradients, at its own cost."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ FLOAT32 = MemorySettings(element_size=4)
 
 @pytest.mark.parametrize("tile", [0, TILE], ids=["whole", "tiled"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_are_those_of_ordinary_autograd(level: str, tile: int) -> None:
+def test_gradients_are_those_of_ordinary_autograd(level, tile):
     expected_logps, expected = gradients(build())
     logps, found = gradients(build(recompute=level, mlp_tile=tile))
     torch.testing.assert_close(logps, expected_logps, rtol=1e-6, atol=1e-6)
@@ -41,7 +40,7 @@ def test_gradients_are_those_of_ordinary_autograd(level: str, tile: int) -> None
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_bfloat16_tiles_sum_in_float32(level: str) -> None:
+def test_bfloat16_tiles_sum_in_float32(level):
     exact = gradients(build())[1]
     whole = gradients(build(torch.bfloat16))[1]
     found = gradients(build(torch.bfloat16, recompute=level, mlp_tile=TILE))[1]
@@ -51,7 +50,7 @@ def test_bfloat16_tiles_sum_in_float32(level: str) -> None:
         assert error <= 1.01 * (whole[name].float() - exact[name]).norm(), name  # sums in bfloat16 would add 2 to 6 %
 
 
-def test_levels_may_differ_by_layer_and_are_checked() -> None:
+def test_levels_may_differ_by_layer_and_are_checked():
     expected = gradients(build())[1]
     for levels in (["block", "none", "keep_attention"], ["pair", "block", "pair"], ["block", "pair", "pair"]):
         assert_same(gradients(build(recompute=levels, mlp_tile=TILE))[1], expected)
@@ -64,15 +63,15 @@ def test_levels_may_differ_by_layer_and_are_checked() -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(monkeypatch):
     """Count the attention kernel's calls in each direction, and calls of torch's linear by the shape of the weight."""
     calls = Counter[str]()
     shapes = {(40, 24): "gate or up", (24, 40): "down", (12, 24): "key or value"}
 
-    def count(module: Any, name: str) -> None:
+    def count(module, name):
         real = getattr(module, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             calls[shapes.get(tuple(args[1].shape), "other") if name == "linear" else name] += 1
             return real(*args, **kwargs)
 
@@ -84,7 +83,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return calls
 
 
-def test_each_level_runs_what_it_says(calls: Counter[str]) -> None:
+def test_each_level_runs_what_it_says(calls):
     # over three layers: attention kernels forward, projections of q, k and v, MLPs forward
     table = {"none": (3, 3, 3), "keep_attention": (3, 6, 6), "block": (6, 6, 6), "pair": (6 + 1, 6 + 1, 6 + 1)}
     for level, (attends, projections, mlps) in table.items():
@@ -129,8 +128,8 @@ def held_by_autograd(rank: int = 0) -> int:
     return sum(size for place, size in storages.items() if place not in shared)
 
 
-def test_each_level_keeps_what_is_planned() -> None:
-    def planned(level: str, model: Model = PLANNED) -> float:
+def test_each_level_keeps_what_is_planned():
+    def planned(level, model = PLANNED):
         return kept_bytes(Case(model, Machine(1, GIB), Work(26), FLOAT32), level)
 
     for level in ("keep_attention", "block"):
@@ -144,14 +143,14 @@ def test_each_level_keeps_what_is_planned() -> None:
     assert [round(kept_bytes(case, level) / (1 << 19)) for level in LEVELS] == [100, 16, 8, 4]
 
 
-def test_no_level_keeps_more_tensors_than_are_planned_for() -> None:
+def test_no_level_keeps_more_tensors_than_are_planned_for():
     """Each tensor may leave its last chunk of pinned memory partly empty."""
     for level in ("keep_attention", "block"):
         planned = pinned_bytes(Case(PLANNED, Machine(1, GIB), Work(0), MemorySettings(level))) / CHUNK_BYTES
         assert kept_on_the_host(level, chunk_bytes=1 << 16) == 3 * planned * (1 << 16)
 
 
-def test_a_backward_frees_what_its_layers_kept() -> None:
+def test_a_backward_frees_what_its_layers_kept():
     for level in LEVELS[1:]:
         offloader = Offloader("cpu", chunk_bytes=1 << 16, copy=True)
         loss = build(recompute=level, offloader=offloader)(batch()).logps.sum()
@@ -163,7 +162,7 @@ def test_a_backward_frees_what_its_layers_kept() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-def test_a_backward_that_fails_leaves_nothing_behind(level: str) -> None:
+def test_a_backward_that_fails_leaves_nothing_behind(level):
     model = build(recompute=level)
     loss = model(batch()).logps.sum()
     probe = model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -176,7 +175,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(level: str) -> None:
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_every_hook_on_any_part_of_a_layer_runs(level: str, kind: str) -> None:
+def test_every_hook_on_any_part_of_a_layer_runs(level, kind):
     expected = gradients(build())[1]
     names = [name for name, _ in build().model.layers[0].named_modules() if name]
     assert {"input_layernorm", "self_attn.attention", "self_attn.o_proj", "mlp.down_proj"} < set(names)
@@ -189,10 +188,10 @@ def test_every_hook_on_any_part_of_a_layer_runs(level: str, kind: str) -> None:
         assert seen["calls"] >= 3, name
 
 
-def test_frozen_weights_and_adapters() -> None:
+def test_frozen_weights_and_adapters():
     from peft import LoraConfig, get_peft_model
 
-    def adapted(dropout: float, **memory: Any) -> nn.Module:
+    def adapted(dropout, **memory):
         torch.manual_seed(0)
         model = build(**memory)
         targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -223,14 +222,14 @@ def test_frozen_weights_and_adapters() -> None:
         assert abs(slope - float(first[probe].view(-1)[index])) < 2e-2 * abs(slope), level
 
 
-def test_tiles_cover_all_rows_once() -> None:
+def test_tiles_cover_all_rows_once():
     assert [(t.start, t.stop) for t in tiles(10, 4)] == [(0, 4), (4, 8), (8, 10)]
     assert [(t.start, t.stop) for t in tiles(0, 4)] == [(0, 0)]
     assert tile_rows(10, 4) == 4 and tile_rows(10, 6) == 5 and tile_rows(10**6, 0) == 10**6
     assert tile_rows(2 * AUTO_ROWS) == 2 * AUTO_ROWS and tile_rows(16 * AUTO_ROWS) == AUTO_ROWS
 
 
-def test_tiles_run_a_module_without_rows_and_give_unused_parameters_zeros() -> None:
+def test_tiles_run_a_module_without_rows_and_give_unused_parameters_zeros():
     linear, unused = nn.Linear(3, 3), nn.Parameter(torch.ones(2))
     parameters = [*linear.parameters(), unused]
     for rows in (0, 5):

@@ -23,7 +23,7 @@ LLAMA3_SCALING = {
 }
 
 
-def test_old_and_new_rope_styles_agree() -> None:
+def test_old_and_new_rope_styles_agree():
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3_SCALING}}
     older = LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3_SCALING}}
     new = LLAMA | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3_SCALING}}
@@ -32,7 +32,7 @@ def test_old_and_new_rope_styles_agree() -> None:
     assert configs[0].rope_theta == 5e5 and configs[0].rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_defaults_are_those_of_transformers():
     from transformers import LlamaConfig, Qwen2Config
 
     for raw, cls in ((LLAMA, LlamaConfig), (QWEN, Qwen2Config)):
@@ -50,7 +50,7 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_config_survives_a_round_trip_through_transformers(name: str) -> None:
+def test_config_survives_a_round_trip_through_transformers(name):
     from transformers import AutoConfig
 
     config = ARCHITECTURES[name]
@@ -88,17 +88,17 @@ def test_config_survives_a_round_trip_through_transformers(name: str) -> None:
         (LLAMA | {"rms_norm_eps": []}, "rms_norm_eps = [] but it must be a number above 0"),
     ],
 )
-def test_unsupported_fields_are_refused(raw: dict, sentence: str) -> None:
+def test_unsupported_fields_are_refused(raw, sentence):
     with pytest.raises(ValueError) as error:
         ModelConfig.from_hf(raw)
     message = str(error.value)
     assert sentence in message and "\n" not in message
 
 
-def test_sliding_window_that_is_not_in_use_is_accepted() -> None:
+def test_sliding_window_that_is_not_in_use_is_accepted():
     assert ModelConfig.from_hf(QWEN | {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28})
 
 
-def test_unknown_architecture_names_the_nearest() -> None:
+def test_unknown_architecture_names_the_nearest():
     with pytest.raises(ValueError, match="nearest: llama3-8b"):
         architecture("llama-3-8b")

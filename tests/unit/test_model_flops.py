@@ -26,7 +26,7 @@ class Adapted(nn.Linear):
 
 
 @pytest.mark.parametrize("rank", [0, RANK], ids=["all weights", "adapters"])
-def test_equals_what_torch_counts(rank: int) -> None:
+def test_equals_what_torch_counts(rank):
     layers = nn.Sequential(*(Adapted(rank) for _ in range(LAYERS)))
     head = nn.Linear(D, V, bias=False).requires_grad_(not rank)
     tokens = torch.randn(T, D, requires_grad=True)
@@ -39,19 +39,19 @@ def test_equals_what_torch_counts(rank: int) -> None:
     assert (adapters > 0) == bool(rank)
 
 
-def test_causal_attention_counts_half_of_the_square() -> None:
+def test_causal_attention_counts_half_of_the_square():
     q, k, v = (torch.randn(1, 1, T, D, requires_grad=True) for _ in range(3))
     with FlopCounterMode(display=False) as counted:
         ((q @ k.mT).softmax(-1) @ v).sum().backward()
     assert model_flops(0, 1, D, T, float(T * T)) == counted.get_total_flops() / 2
 
 
-def test_the_vocabulary_projection_counts_trained_tokens_only() -> None:
+def test_the_vocabulary_projection_counts_trained_tokens_only():
     data = dataset("sft")
     trainer, _ = build_trainer(Case("sft"), data)
     seen: list[tuple[float, float, float]] = []
 
-    def flops(*amounts: float) -> float:
+    def flops(*amounts):
         seen.append(amounts)  # type: ignore[arg-type]
         return 0.0
 

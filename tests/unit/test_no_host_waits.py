@@ -73,7 +73,7 @@ def batches(name: str, stage: Stage, mesh: ParallelMesh) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["pt", "sft", "rm", "dpo", "kto", "ppo"])
-def test_no_stage_waits_for_the_device(name: str) -> None:
+def test_no_stage_waits_for_the_device(name):
     mesh = ParallelMesh()
     stage = stage_of(name, mesh)
     metrics = MetricSums(META)

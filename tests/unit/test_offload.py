@@ -19,7 +19,7 @@ def all_chunks_are_free(offloader: Offloader) -> bool:
 @pytest.mark.parametrize("away", [(True, True, True), (True, False, True), (True, True, False)])
 @pytest.mark.parametrize("budget", [None, 3 * 1024, 0])
 @pytest.mark.parametrize("levels", MIXTURES, ids="+".join)
-def test_offload_returns_every_byte(levels: tuple[str, ...], budget: int | None, away: tuple[bool, ...]) -> None:
+def test_offload_returns_every_byte(levels, budget, away):
     expected = gradients(build())[1]
     offloader = Offloader("cpu", budget, chunk_bytes=1024, copy=True)
     model = build(recompute=levels, mlp_tile=TILE, offloader=offloader, offload=away)
@@ -34,13 +34,13 @@ def test_offload_returns_every_byte(levels: tuple[str, ...], budget: int | None,
     assert offloader.pool.allocated == held and all_chunks_are_free(offloader)
 
 
-def test_on_cpu_offload_moves_nothing() -> None:
+def test_on_cpu_offload_moves_nothing():
     offloader = Offloader("cpu")
     assert_same(gradients(build(recompute="block", offloader=offloader))[1], gradients(build())[1])
     assert offloader.pool.allocated == 0
 
 
-def test_groups_leave_one_behind_and_come_back_one_ahead() -> None:
+def test_groups_leave_one_behind_and_come_back_one_ahead():
     offloader = Offloader("cpu", chunk_bytes=64, copy=True)
     groups, tensors, kept = [], [], []
     for i in range(4):
@@ -57,7 +57,7 @@ def test_groups_leave_one_behind_and_come_back_one_ahead() -> None:
     assert torch.equal(groups[2].get(kept[2]), tensors[2]) and torch.equal(groups[0].get(kept[0]), tensors[0])
 
 
-def test_host_pool_keeps_its_budget() -> None:
+def test_host_pool_keeps_its_budget():
     pool = HostPool(100, chunk_bytes=40, pin=False)
     chunks = pool.take(70)
     assert chunks is not None and len(chunks) == 2 and pool.take(1) is None

@@ -1,6 +1,5 @@
 """Offload on a GPU: real copies on a side stream give back every bit, in less memory, step after step."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ SHAPE = ModelConfig.from_hf({
 
 
 @pytest.fixture
-def deterministic() -> Iterator[None]:
+def deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -56,7 +55,7 @@ def train(
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", ["pair", "block", "keep_attention"])
-def test_offloaded_gradients_are_bitwise_the_same(level: str, dtype: torch.dtype, deterministic: None) -> None:
+def test_offloaded_gradients_are_bitwise_the_same(level, dtype, deterministic):
     expected, whole = train(level, dtype, None)
     assert all(torch.equal(a, b) for a, b in zip(expected, train(level, dtype, None)[0])), "the case itself must repeat"
     kept = TOKENS * SHAPE.hidden_size * expected[0].element_size()  # at least this much per layer
@@ -76,7 +75,7 @@ def test_offloaded_gradients_are_bitwise_the_same(level: str, dtype: torch.dtype
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
-def test_copies_wait_for_the_computation_and_it_for_them() -> None:
+def test_copies_wait_for_the_computation_and_it_for_them():
     """Long kernels before the tensor is made, and others that take its memory at once when it has left."""
     offloader = Offloader("cuda", chunk_bytes=1 << 20)
     slow, size = torch.randn(4096, 4096, device="cuda"), 32 << 20

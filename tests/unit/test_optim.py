@@ -19,13 +19,13 @@ def rates(**settings: object) -> list[float]:
 
 
 @pytest.mark.parametrize("warmup", [10, 0.1])
-def test_warm_up_rises_evenly_to_the_peak(warmup: float) -> None:
+def test_warm_up_rises_evenly_to_the_peak(warmup):
     found = rates(schedule="constant", warmup=warmup)
     assert found[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)]) and set(found[10:]) == {2.0}
     assert set(rates(schedule="constant", warmup=0)) == {2.0}
 
 
-def test_linear_and_cosine_fall_to_their_floor() -> None:
+def test_linear_and_cosine_fall_to_their_floor():
     """At step 10 + k of 90 steps after the warm-up; the floor itself would be step 100."""
     linear = rates(schedule="linear", warmup=10, min_lr=0.1)
     cosine = rates(schedule="cosine", warmup=10, min_lr=0.1)
@@ -38,13 +38,13 @@ def test_linear_and_cosine_fall_to_their_floor() -> None:
     assert rates(schedule="linear", warmup=0)[-1] == pytest.approx(0.02)
 
 
-def test_wsd_is_constant_then_falls() -> None:
+def test_wsd_is_constant_then_falls():
     found = rates(schedule="wsd", warmup=10, decay_fraction=0.2, min_lr=0.5)
     assert found[9:81] == [2.0] * 72
     assert found[80:] == pytest.approx([2 - k / 20 for k in range(20)])
 
 
-def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+def test_matrices_decay_and_norms_and_biases_do_not():
     shape = {"model_type": "qwen2", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}  # fmt: skip
     model = CausalLM(ModelConfig.from_hf(shape))
@@ -59,7 +59,7 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     assert only["params"] == [model.lm_head.weight], "frozen parameters are in no group, and an empty group is left out"
 
 
-def test_one_update_is_adamws() -> None:
+def test_one_update_is_adamws():
     """theta (1 - lr wd) - lr m / (sqrt v + eps), both moments corrected for their start."""
     model = torch.nn.Linear(3, 2, bias=True)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}

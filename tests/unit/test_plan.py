@@ -41,11 +41,14 @@ def node(gpus: int = 8, gib: float = 139.8, host_gib: float = 0) -> Machine:
     return Machine(gpus, gib * GIB, host_gib * GIB)
 
 
+NODE = node()
+
+
 def predicted(work: Work, settings: MemorySettings, model: Model = LLAMA, world: int = 8) -> Prediction:
     return predict(Case(model, node(world), work, settings))
 
 
-def seconds(work: Work, settings: MemorySettings, model: Model = LLAMA, machine: Machine = node()) -> float:
+def seconds(work: Work, settings: MemorySettings, model: Model = LLAMA, machine: Machine = NODE) -> float:
     return step_seconds(Case(model, machine, work, settings))
 
 
@@ -60,9 +63,7 @@ def case_of(row: dict[str, Any]) -> Case:
     if "heads" in row:  # "query/kv", of the same size as the shape's own
         changes |= zip(("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/")))
     model = plain_model(ModelConfig.from_hf({**shape.to_hf(), **changes}))
-    common = (
-        int(row["ranks"].split(" x ")[0]) if "ranks" in row else 0
-    )  # "U x R": ranks that exchange heads, that split rows
+    common = int(row.get("ranks", "0").split(" x ")[0])  # "U x R": ranks that exchange heads, that split rows
     level, _, upper = row["recompute"].partition("+")
     upper, _, count = upper.partition("*")
     settings = MemorySettings(level.split("*")[0], upper, int(count or 0), row["offload"])
@@ -72,7 +73,7 @@ def case_of(row: dict[str, Any]) -> Case:
 @pytest.mark.parametrize(
     "row", MEASURED, ids=lambda r: f"{r['arch']} {r['layers']} layers {r['tokens']} tokens {r['recompute']}"
 )
-def test_measured_steps_are_predicted(row: dict[str, Any]) -> None:
+def test_measured_steps_are_predicted(row):
     """Memory within 5%, time within 15%."""
     case = case_of(row)
     assert step_seconds(case) == pytest.approx(row["seconds"], rel=0.15)
@@ -80,7 +81,7 @@ def test_measured_steps_are_predicted(row: dict[str, Any]) -> None:
         assert predict(case).allocated / GIB == pytest.approx(row["peak_gib"], rel=0.05)
 
 
-def test_states_are_eighteen_bytes_per_parameter() -> None:
+def test_states_are_eighteen_bytes_per_parameter():
     N, work = LLAMA.parameters, Work(8192, 8)
     assert N == ARCHITECTURES["llama3-8b"].num_parameters() and LLAMA.layer_parameters + 2 * 4096 == 218_112_000
     assert predicted(work, SETTINGS["none"]).states == 18 * N / 8
@@ -94,19 +95,19 @@ def test_states_are_eighteen_bytes_per_parameter() -> None:
     assert outside == pytest.approx([1.3e9, 3.4e9])
 
 
-def test_lower_levels_keep_less_and_take_longer() -> None:
+def test_lower_levels_keep_less_and_take_longer():
     work = Work(1 << 18, 8)
     kept = [predicted(work, s).kept for s in SETTINGS.values()]
     times = [seconds(work, s) for s in SETTINGS.values()]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4 and times == sorted(set(times))
 
 
-def test_executed_flops_of_full_training_and_adapters() -> None:
+def test_executed_flops_of_full_training_and_adapters():
     """6 N per token, 8 N where the whole layer is recomputed; 4 N and 6 N with adapters, whose base has no gradient."""
     work, layers = Work(4096), LLAMA.layers
     N, down = LLAMA.layer_parameters, LLAMA.width * LLAMA.intermediate
 
-    def per_token(model: Model, level: str) -> float:
+    def per_token(model, level):
         rest = 2 * model.vocabulary_parameters * (4 if model.is_full else 3) + 6 * model.trained * (not model.is_full)
         return (step_flops(Case(model, node(), work, SETTINGS[level]))[0] / 4096 - rest) / layers
 
@@ -122,7 +123,7 @@ def test_executed_flops_of_full_training_and_adapters() -> None:
     assert pairs[0] == 2 * pairs[1] == pytest.approx(3.5 * layers * forward)
 
 
-def test_offloaded_layers_move_what_they_keep() -> None:
+def test_offloaded_layers_move_what_they_keep():
     work = Work(1 << 20, 8)
     stay, away = predicted(work, SETTINGS["block"]), predicted(work, MemorySettings("block", offloaded_layers=32))
     assert stay.kept == 8192 * 32 * (1 << 17) and away.kept == pytest.approx(stay.kept * 2 / 32)
@@ -131,14 +132,14 @@ def test_offloaded_layers_move_what_they_keep() -> None:
     assert upper.offloaded == pytest.approx(away.offloaded * 20 / 32)  # ordinary autograd's tensors stay
 
 
-def test_a_second_decoder_keeps_and_computes_as_much_again() -> None:
+def test_a_second_decoder_keeps_and_computes_as_much_again():
     one, work = LLAMA._replace(has_head=False), Work(1 << 18, 8)
     two, s = one._replace(decoders=2), SETTINGS["keep_attention"]
     assert predicted(work, s, two).kept == 2 * predicted(work, s, one).kept
     assert 1.9 < seconds(work, s, two) / seconds(work, s, one) <= 2
 
 
-def test_rollouts_hold_the_whole_policy_and_its_cache() -> None:
+def test_rollouts_hold_the_whole_policy_and_its_cache():
     rollout, work = Rollout(128, 64, 1024, 1024, steps=4), Work(2048)
     plain, more, merged = (
         predicted(work._replace(rollout=r), SETTINGS["block"]) for r in (None, rollout, rollout._replace(merged=True))
@@ -151,7 +152,7 @@ def test_rollouts_hold_the_whole_policy_and_its_cache() -> None:
     assert times == sorted(set(times))
 
 
-def test_passes_without_gradient_are_planned_for() -> None:
+def test_passes_without_gradient_are_planned_for():
     """A reference or reward model may be larger than the trained one: its gathered layers and its work are the peak."""
     small, work = plain_model(architecture("qwen2.5-0.5b")), Work(1 << 16)
     large = plain_model(architecture("llama3-70b"))._replace(parameters=0)  # its shards aside
@@ -163,12 +164,12 @@ def test_passes_without_gradient_are_planned_for() -> None:
     assert untiled.allocated - untiled.states > gathered + 2 * (1 << 16) * 3 * large.intermediate
 
 
-def test_tiles_shrink_the_working_set() -> None:
+def test_tiles_shrink_the_working_set():
     whole, tiled = (predicted(Work(1 << 22, 8), MemorySettings("block", mlp_tile=t)).working for t in (0, "auto"))
     assert whole > tiled
 
 
-def test_row_parallel_ranks_hold_and_are_sent_all_keys_of_their_heads() -> None:
+def test_row_parallel_ranks_hold_and_are_sent_all_keys_of_their_heads():
     """28 query and 4 kv heads on 8 ranks: 4 head-parallel times 2 row-parallel ranks, 1 kv head on each."""
     splits = [(QWEN, Work(0, 4), (4, 1)), (QWEN, Work(0, 8), (4, 2)), (LLAMA, Work(0, 8, common_heads=4), (4, 2))]
     for model, work, split in splits:  # in the last one another model shares the mesh
@@ -183,23 +184,23 @@ def test_row_parallel_ranks_hold_and_are_sent_all_keys_of_their_heads() -> None:
     assert kept[1] - kept[0] == 2 * (2 * (8 - 2) * 128) * 4096 * 32
 
 
-def test_links_between_nodes_are_slower() -> None:
+def test_links_between_nodes_are_slower():
     here, apart, work = Machine(16, GIB, gpus_per_node=16), Machine(16, GIB), Work(1 << 15, 16)
     slow, fast = (seconds(work, SETTINGS["none"], machine=machine) for machine in (apart, here))
     assert slow > 1.5 * fast
 
 
-def asked(tokens: int, machine: Machine = node(), **work: Any) -> Case:
+def asked(tokens: int, machine: Machine = NODE, **work: Any) -> Case:
     return Case(LLAMA, machine, Work(tokens, machine.gpus, **work), MemorySettings())
 
 
-def chosen(tokens: int, machine: Machine = node(), **more: Any) -> Case:
+def chosen(tokens: int, machine: Machine = NODE, **more: Any) -> Case:
     choice = choose(asked(tokens, machine), **more)
     assert choice is not None and choice.fits()
     return choice
 
 
-def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers() -> None:
+def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers():
     assert chosen(1 << 17).name == "none"
     for tokens, level, upper in (
         (1 << 19, "keep_attention", "none"),
@@ -215,7 +216,7 @@ def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers() -> No
     assert choose(asked(4096, node(1, 80))) is None
 
 
-def test_upper_layers_are_done_when_the_others_begin() -> None:
+def test_upper_layers_are_done_when_the_others_begin():
     """Ordinary autograd works while all is kept, recomputed layers while only what they keep themselves is."""
     work = Work(1 << 17, 4)
     block, mixed, none = (
@@ -225,7 +226,7 @@ def test_upper_layers_are_done_when_the_others_begin() -> None:
     assert mixed.working == pytest.approx(max(none.working, block.working - none.kept / 32))
 
 
-def test_offload_auto_takes_the_fewest_layers() -> None:
+def test_offload_auto_takes_the_fewest_layers():
     machine, levels = node(host_gib=550), ("none", "keep_attention", "block")
     assert choose(asked(3 << 20, machine), levels) is None
     choice = chosen(3 << 20, machine, levels=levels, offload="auto")
@@ -241,7 +242,7 @@ def test_offload_auto_takes_the_fewest_layers() -> None:
     assert everything.settings.offloaded_layers == 32
 
 
-def test_pairs_hold_half_and_reach_further() -> None:
+def test_pairs_hold_half_and_reach_further():
     work, unit = Work(1 << 20, 8), 8192 * (1 << 17)
     one, odd = (predicted(work, SETTINGS["pair"], LLAMA._replace(layers=n)) for n in (32, 31))
     assert predicted(work, SETTINGS["block"]).kept == 32 * unit
@@ -254,8 +255,8 @@ def test_pairs_hold_half_and_reach_further() -> None:
     assert longest[1] > 1.4 * longest[0]
 
 
-def test_longest_sequence_is_the_longest() -> None:
-    def longest(machine: Machine, documents: int = 1, **more: Any) -> int:
+def test_longest_sequence_is_the_longest():
+    def longest(machine, documents = 1, **more):
         return longest_sequence(asked(0, machine, documents=documents).having(saves=True), **more)
 
     length = longest(node())
@@ -265,8 +266,8 @@ def test_longest_sequence_is_the_longest() -> None:
     assert longest(node(8, 141, 550), offload="auto") >= 4 << 20
 
 
-def test_recommended_settings() -> None:
-    def degree(machine: Machine, tokens: int, batches: int = 1 << 10) -> tuple[int, str] | None:
+def test_recommended_settings():
+    def degree(machine, tokens, batches = 1 << 10):
         found = recommend(asked(tokens, machine), batches)
         return (found[1].work.sp, found[0]) if found is not None else None
 

@@ -1,7 +1,6 @@
 """PPO beside the loop: what a rollout holds, which steps it gives, when its updates are dropped, what is refused."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,7 +66,7 @@ def by_hand(a: Answers, old: torch.Tensor, values: torch.Tensor, reference: torc
     [{"whiten_advantages": False}, {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "score_clip": 1.5, "gamma": 0.9},
      {"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5}],
 )  # fmt: skip
-def test_rewards_advantages_and_returns_against_the_formula(options: dict[str, Any]) -> None:
+def test_rewards_advantages_and_returns_against_the_formula(options):
     a, draw = answers(), torch.Generator().manual_seed(1)
     old, values, reference = (torch.randn(14, generator=draw) for _ in range(3))
     made = maker(**options)
@@ -91,10 +90,10 @@ def test_rewards_advantages_and_returns_against_the_formula(options: dict[str, A
         assert not column.index_fill(0, rows, 0).any()
 
 
-def test_the_score_is_earned_by_the_eos_token_itself() -> None:
+def test_the_score_is_earned_by_the_eos_token_itself():
     """Without KL, discount or values, every prediction of an answer returns its score, the last one being EOS's."""
 
-    def first_answer(lam: float) -> Any:
+    def first_answer(lam):
         made = maker(kl_coefficient=0.0, lam=lam, whiten_advantages=False)
         return made.finish(0, answers(), *torch.zeros(3, 14)).sequence(0)
 
@@ -105,7 +104,7 @@ def test_the_score_is_earned_by_the_eos_token_itself() -> None:
     assert first_answer(0.0).token_columns["advantages"].tolist() == [0, 0, 0, 0, 1, 0]
 
 
-def test_whitening_is_over_the_whole_rollout() -> None:
+def test_whitening_is_over_the_whole_rollout():
     rollout = maker().finish(0, answers(), torch.zeros(14), torch.randn(14), torch.zeros(14))
     rows, _ = rollout.answers.predictions()
     found = rollout.columns["advantages"][rows].double()
@@ -134,7 +133,7 @@ def loader(made: list[int], passes: int = 2, minibatches: int = 3, dp: int = 1, 
     return RolloutLoader(prompts, make, passes=passes, minibatches=minibatches)
 
 
-def test_every_pass_takes_every_answer_once_in_new_minibatches() -> None:
+def test_every_pass_takes_every_answer_once_in_new_minibatches():
     made: list[int] = []
     steps = loader(made)
     assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
@@ -152,7 +151,7 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches() -> None:
         assert orders[6 * r : 6 * r + 3] != orders[6 * r + 3 : 6 * r + 6]
 
 
-def test_steps_hold_the_same_answers_on_every_topology() -> None:
+def test_steps_hold_the_same_answers_on_every_topology():
     whole = loader([])
     for k in range(6):
         parts = [loader([], dp=2, rank=rank).step(0, k) for rank in range(2)]
@@ -167,15 +166,13 @@ def stage(**options: Any) -> PpoStage:
     return made
 
 
-def test_early_stop_drops_the_step_and_the_rest_of_its_rollout_only() -> None:
+def test_early_stop_drops_the_step_and_the_rest_of_its_rollout_only():
     made = stage(target_kl=0.1)
     steps = made.rollouts
-    good, bad = ({"loss/policy_avg": 0.0, "policy/approxkl_avg": kl} for kl in (0.05, 0.2))
     steps.step(0, 0)
-    good, bad = made.derive(good), made.derive(bad)
+    good, bad = (made.derive({"loss/policy_avg": 0.0, "policy/approxkl_avg": kl}) for kl in (0.05, 0.2))
     assert (good["policy/stopped"], bad["policy/stopped"]) == (0, 1) and good["rollout"] == 0
-    assert made.accepts(good) and steps.indices(0, 1)
-    assert not made.accepts(bad)
+    assert made.accepts(good) and steps.indices(0, 1) and not made.accepts(bad)
     assert steps.step(0, 2) == [[]] and steps.indices(0, 2) == []
     assert not made.accepts({})  # an empty step: nothing to update with
     assert steps.step(0, 6) != [[]] and made.accepts(good)  # the next rollout is trained on again
@@ -183,7 +180,7 @@ def test_early_stop_drops_the_step_and_the_rest_of_its_rollout_only() -> None:
     assert [stage().may_prepare(k) for k in range(7)] == [False, *[True] * 5, False]
 
 
-def test_state_in_the_middle_and_at_the_border_of_a_rollout(tmp_path) -> None:
+def test_state_in_the_middle_and_at_the_border_of_a_rollout(tmp_path):
     made = stage()
     made.maker = maker()
     made.rollouts.step(0, 2)
@@ -207,7 +204,7 @@ def test_state_in_the_middle_and_at_the_border_of_a_rollout(tmp_path) -> None:
     assert again.rollouts.current is None
 
 
-def test_first_step_identities() -> None:
+def test_first_step_identities():
     made = PpoStage(None, SOLO, PpoSection(), maker=None, tolerance=1e-5)
     made.check_first_step({"policy/logp_change": 1e-7})
     with pytest.raises(RuntimeError, match=r"its log-probabilities differ by 0.01 per token"):
@@ -221,7 +218,7 @@ def double(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return 2.0 * len(completion) / row["scale"]
 
 
-def test_reward_functions() -> None:
+def test_reward_functions():
     names = ("tests.unit.test_ppo_stage:double", "meta-llama/reward", "C:/x y")
     assert [is_function(name) for name in names] == [True, False, False]
     assert score_text(double, "a", "bcd", {"scale": 2}, 4) == 3.0
@@ -238,7 +235,7 @@ def test_reward_functions() -> None:
     ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0), ("The answer is 7.0", "7", 1.0),
     ("7 apples, 8 pears", "7", 0.0), ("It is -3.", "#### -3", 1.0), ("no idea", "#### 5", 0.0), ("5 5,", 5, 1.0),
 ])  # fmt: skip
-def test_verifiable_reward(completion: str, answer: Any, score: float) -> None:
+def test_verifiable_reward(completion, answer, score):
     assert gsm8k_reward("", completion, {"answer": answer}) == score
 
 
@@ -261,17 +258,17 @@ def config(data: dict[str, Any] | None = None, **ppo: Any) -> Any:
     ({"dual_clip": 0.5}, "ppo.dual_clip is 0.5"),
     ({"kl_target": 6.0, "kl_coefficient": 0.0}, "ppo.kl_target is set but ppo.kl_coefficient is 0"),
 ])  # fmt: skip
-def test_refusals(ppo: dict[str, Any], complaint: str) -> None:
+def test_refusals(ppo, complaint):
     prepare(config(), 1, [])
     with pytest.raises(ConfigError, match=complaint):
         prepare(config(**ppo), 1)
 
 
-def test_stop_tokens(tmp_path: Path) -> None:
+def test_stop_tokens(tmp_path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, CHATML), eos_token="<|endoftext|>")
     eos, end, other = (tokenizer.get_vocab()[t] for t in ("<|endoftext|>", "<|im_end|>", "Q"))
 
-    def found(*extra: str, ends: tuple[int, ...] | None = None) -> set[int]:
+    def found(*extra, ends = None):
         settings = config(data={"chat_template": "chatml"}, stop_tokens=list(extra))
         tokens = stop_tokens(settings, tokenizer, replace(SHAPE, eos_token_id=ends))
         assert list(tokens) == sorted(tokens)
@@ -284,15 +281,13 @@ def test_stop_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "prompts"), [({}, 4), ({"prompts_per_rollout": 6}, 6)])
-def test_prompts_per_rollout_are_the_examples_of_a_step_unless_they_are_set(
-    options: dict[str, Any], prompts: int
-) -> None:
+def test_prompts_per_rollout_are_the_examples_of_a_step_unless_they_are_set(options, prompts):
     plan = Prepared(config(**options), 1, SHAPE, None, None, {})
     steps = step_loader(plan, ListDataset("prompt", [(s,) for s in sequences(25, 0)]), 1, 0)
     assert [len(steps.indices(0, k)) for k in (0, steps.steps_per_epoch - 1)] == [prompts, 1]
 
 
-def test_parameter_groups() -> None:
+def test_parameter_groups():
     model = torch.nn.Module()
     model.policy, model.value = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
     groups = scoped_groups(model, 0.1, {"policy": 1.0, "value": 5.0})

@@ -40,7 +40,7 @@ def curve(axis: Axes, number: int) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in zip(*axis.lines[number].get_data(), strict=True)]
 
 
-def test_rows_of_a_resumed_and_killed_run(tmp_path: Path) -> None:
+def test_rows_of_a_resumed_and_killed_run(tmp_path):
     """Steps 4 and 5 were trained twice; step 6 belongs to the first attempt only; the last line is torn."""
     rows = [{"step": s, "loss": 10.0 + s} for s in range(1, 7)] + [{"step": s, "loss": 20.0 + s} for s in (4, 5)]
     folder = write(tmp_path / "run", [*rows, {"step": 5, "eval/loss": 7.0}, "\n[3]\n\n{}\n", '{"step": 6, "loss": 26.'])
@@ -48,7 +48,7 @@ def test_rows_of_a_resumed_and_killed_run(tmp_path: Path) -> None:
     assert curve(loss, 0) == [(1, 11), (2, 12), (3, 13), (4, 24), (5, 25)] and curve(loss, 1) == [(5, 7)]
 
 
-def test_values_that_are_missing_or_not_finite(tmp_path: Path) -> None:
+def test_values_that_are_missing_or_not_finite(tmp_path):
     """null and NaN are gaps that are marked; a metric that was not logged at a step is no gap."""
     rows: list[Any] = [{"step": s, "loss": float(s)} for s in range(1, 9)]
     rows[2]["loss"] = None
@@ -60,7 +60,7 @@ def test_values_that_are_missing_or_not_finite(tmp_path: Path) -> None:
     assert curve(found["kl"], 0) == [(1, 0.5), (8, 0.75)] and set(found) == {"Loss", "kl", ""}
 
 
-def test_runs_are_laid_over_each_other(tmp_path: Path) -> None:
+def test_runs_are_laid_over_each_other(tmp_path):
     rows = [*training(60, **{"rewards/margins": 0.1}), {"step": 60, "eval/loss": 0.3, "eval/rewards/margins": 0.2}]
     found = axes(write(tmp_path / "first", training(40)), write(tmp_path / "second", rows))
     titles = ["Loss", "Learning rate", "Gradient norm", "When gradient policies acted", "rewards/margins"]
@@ -72,14 +72,14 @@ def test_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     assert labels == ["clipped 25%", "clipped 25%", "skipped 0%", "skipped 0%"]
 
 
-def test_noise_is_smoothed_and_wide_ranges_are_logarithmic(tmp_path: Path) -> None:
+def test_noise_is_smoothed_and_wide_ranges_are_logarithmic(tmp_path):
     rows = [{"step": s, "loss": 2 + math.sin(97.0 * s), "kl": 10.0**-s} for s in range(300)]
     found = axes(write(tmp_path / "run", rows))
     smooth = curve(found["Loss"], 1)
     assert smooth[-1][0] == 299 and all(abs(y - 2) < 0.5 for _, y in smooth) and found["kl"].get_yscale() == "log"
 
 
-def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_and_picture(tmp_path, capsys):
     """Names that look like HTML, XML comments or formulas are only text, and both files show every run."""
     evil = "</title><script>alert('1')</script>&--><b>$\\frac$"
     folders = [write(tmp_path / name / "_run", training(5, **{evil: i, f"grad/active/{evil}": 1.0}), {"stage": evil})
@@ -91,7 +91,7 @@ def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     loaded: list[str | None] = []
     parser, text = HTMLParser(), page.read_text()
 
-    def start(tag: str, attributes: list[tuple[str, str | None]]) -> None:
+    def start(tag, attributes):
         tags.add(tag)
         loaded.extend(value for name, value in attributes if name in ("src", "href", "xlink:href"))
 
@@ -111,7 +111,7 @@ def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ([], "holds no complete line"),
     (['{"step": 1, "lo'], "holds no complete line"),
 ])  # fmt: skip
-def test_folders_without_metrics_are_refused(tmp_path: Path, capsys: Any, rows: Any, sentence: str) -> None:
+def test_folders_without_metrics_are_refused(tmp_path, capsys, rows, sentence):
     good, bad = write(tmp_path / "good", training(3)), tmp_path / "bad"
     bad.mkdir() if rows is None else write(bad, rows)
     assert main([str(good), str(bad), "--output", str(tmp_path / "out")]) == 2

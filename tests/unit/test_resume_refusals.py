@@ -27,7 +27,7 @@ def config(output: Path, **changes: Any) -> Config:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     """What a run of DPO wrote, without its weights."""
     folder = tmp_path / "checkpoints/step-2"
     folder.mkdir(parents=True)
@@ -43,7 +43,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
-def test_its_own_checkpoint_is_found(checkpoint: Path, tmp_path: Path) -> None:
+def test_its_own_checkpoint_is_found(checkpoint, tmp_path):
     own = config(tmp_path, optimizer={"lr": 1.0}, parallel={"sequence_parallel_size": 4})
     assert prepare(own, 4, []).resume_from == checkpoint
     assert prepare(config(tmp_path / "elsewhere"), 1, []).resume_from is None
@@ -61,15 +61,13 @@ def test_its_own_checkpoint_is_found(checkpoint: Path, tmp_path: Path) -> None:
         ({"gradients": {"policies": [{"policy": "zclip"}]}}, r"policies are .*'clip_global_norm'\] but this run has"),
     ],
 )
-def test_another_runs_checkpoint_is_refused(
-    changes: dict[str, Any], sentence: str, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_another_runs_checkpoint_is_refused(changes, sentence, checkpoint, tmp_path):
     with pytest.raises(ConfigError, match=sentence) as caught:
         prepare(config(tmp_path, **changes), 1, [])
     assert caught.value.key == "run.resume"
 
 
-def test_a_checkpoint_of_an_older_format_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_older_format_is_refused(checkpoint, tmp_path):
     state = json.loads((checkpoint / "run.json").read_text())
     (checkpoint / "run.json").write_text(json.dumps({**state, "format": 1}))
     with pytest.raises(

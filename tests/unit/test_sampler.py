@@ -36,7 +36,7 @@ def prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("shape", [SHAPE, QWEN], ids=["llama", "qwen2 tied"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logps_are_the_models_own(shape: ModelConfig, temperature: float) -> None:
+def test_logps_are_the_models_own(shape, temperature):
     """What the sampler reports is what the training model computes for the same packed tokens."""
     model, sampler = made(shape)
     asked = prompts(9)
@@ -51,7 +51,7 @@ def test_logps_are_the_models_own(shape: ModelConfig, temperature: float) -> Non
     torch.testing.assert_close(logps.detach(), torch.tensor([x for c in found for x in c.logps]), rtol=2e-5, atol=2e-5)
 
 
-def test_samples_depend_on_no_batch_and_no_process() -> None:
+def test_samples_depend_on_no_batch_and_no_process():
     """Any batch size, any order and any subset of the prompts gives every prompt the same tokens."""
     _, sampler = made(SHAPE)
     asked, options = prompts(13), SamplingOptions(10, top_p=0.9, stop_tokens=(5,))
@@ -67,7 +67,7 @@ def test_samples_depend_on_no_batch_and_no_process() -> None:
         assert [c.tokens for c in sampler.sample(asked, options, **other)] != whole
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution():
     """4,000 draws of one prompt: every token's share lies within five standard errors of its probability."""
     model, sampler = made(SHAPE)
     count, prompt = 4000, [3, 14, 15, 92]
@@ -81,7 +81,7 @@ def test_draws_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 7, 16, 40])
-def test_looking_rarely_changes_nothing(limit: int) -> None:
+def test_looking_rarely_changes_nothing(limit):
     """What a finished sequence draws until the next look is forgotten, also beyond the last token asked for."""
     _, sampler = made(SHAPE)
     asked, options = prompts(13), SamplingOptions(limit, stop_tokens=(5, 6, 7, 8))
@@ -93,7 +93,7 @@ def test_looking_rarely_changes_nothing(limit: int) -> None:
             np.testing.assert_allclose(a.logps, b.logps, rtol=1e-5, atol=1e-6)
 
 
-def test_uniforms_are_uniform_and_differ_in_every_key() -> None:
+def test_uniforms_are_uniform_and_differ_in_every_key():
     u = np.concatenate([uniforms(0, r, range(100), t) for r in range(10) for t in range(10)])
     assert len(np.unique(u)) == len(u) and u.min() >= 0 and u.max() < 1
     assert abs(u.mean() - 0.5) < 0.02 and abs(u.var() - 1 / 12) < 0.005
@@ -101,7 +101,7 @@ def test_uniforms_are_uniform_and_differ_in_every_key() -> None:
     assert not (uniforms(1, 2, [3], 4) == uniforms(2, 1, [3], 4)).any()
 
 
-def test_truncation_of_the_distribution() -> None:
+def test_truncation_of_the_distribution():
     _, sampler = made(SHAPE)
     asked = prompts(40)
     greedy = [c.tokens for c in sampler.sample(asked, SamplingOptions(4, temperature=0.0))]
@@ -112,7 +112,7 @@ def test_truncation_of_the_distribution() -> None:
     assert len({c.tokens[0] for c in few}) == 3
 
 
-def test_stop_token_ends_a_completion_and_belongs_to_it() -> None:
+def test_stop_token_ends_a_completion_and_belongs_to_it():
     _, sampler = made(SHAPE)
     free = sampler.sample([[1, 2, 3]], SamplingOptions(8))[0]
     assert len(free.tokens) == 8 and not free.ended
@@ -123,7 +123,7 @@ def test_stop_token_ends_a_completion_and_belongs_to_it() -> None:
     assert sampler.sample([[1, stop]], SamplingOptions(1))[0].tokens  # a stop token inside the prompt ends nothing
 
 
-def test_refusals_and_sizes() -> None:
+def test_refusals_and_sizes():
     with pytest.raises(ValueError, match="has no tokens"):
         made(SHAPE)[1].sample([[]], SamplingOptions(1))
     assert cache_bytes(SHAPE, 3, 10, torch.bfloat16) == 2 * 2 * 3 * 10 * 2 * 8 * 2

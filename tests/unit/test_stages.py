@@ -1,7 +1,6 @@
 """The parts of the stages that need no process group: metrics, hints, KTO's pairs, the reference cache."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ from ulysses.training.stages.rm import RmStage
 CPU = torch.device("cpu")
 
 
-def test_maximum_over_micro_batches_and_of_nothing() -> None:
+def test_maximum_over_micro_batches_and_of_nothing():
     metrics = MetricSums(CPU)
     metrics.add_max("a", torch.tensor([1.0, -3.0]))
     metrics.add_max("a", torch.tensor([2.5]))
@@ -36,7 +35,7 @@ def test_maximum_over_micro_batches_and_of_nothing() -> None:
     assert metrics.reduce() == {"mean": 1.5, "a": 2.5}
 
 
-def test_score_is_read_at_the_last_token_whatever_it_is() -> None:
+def test_score_is_read_at_the_last_token_whatever_it_is():
     """EOS inside the prompt, EOS as padding elsewhere, a sequence of one token: only the length decides."""
     rows = [[9, 2, 5, 2], [2], [3, 2, 2, 2, 2]]
     batch = pack_shard([Sequence(torch.tensor(r), torch.zeros(len(r))) for r in rows], ParallelMesh(1))
@@ -44,7 +43,7 @@ def test_score_is_read_at_the_last_token_whatever_it_is() -> None:
 
 
 @pytest.mark.parametrize(("eos", "pad", "expected"), [(7, 8, 8), (7, 7, None), ((5, 7), 5, None), (None, None, None)])
-def test_exported_reward_model_never_pads_with_eos(eos: Any, pad: Any, expected: Any) -> None:
+def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     tokenizer: Any = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if isinstance(eos, tuple) else eos)
     shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=eos, pad_token_id=9)
     assert RmStage.final_shape(shape, tokenizer).pad_token_id == expected
@@ -55,13 +54,13 @@ def test_exported_reward_model_never_pads_with_eos(eos: Any, pad: Any, expected:
     (300, 100, (1.0, 1.0), "kto.undesirable_weight = 3"), (100, 300, (1.0, 1.0), "kto.desirable_weight = 3"),
     (5, 0, (1.0, 1.0), "5 good and 0 bad"), (5, 5, (1.0, 0.0), "inf"),
 ])  # fmt: skip
-def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, says) -> None:
+def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, says):
     hint = weight_hint(good, bad, *weights)
     assert says in hint and bool(says) == bool(hint)
 
 
 @pytest.mark.parametrize("examples", [2, 3, 5, 6])
-def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples: int) -> None:
+def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples):
     """A permutation of pairs by ranks or packing would be seen here; so would reversed pairs on an odd batch."""
     data = stage_dataset(StageCase("kto"))
     prompts = data.columns["prompt_id"]
@@ -83,7 +82,7 @@ def fake_reference(batch: Any) -> torch.Tensor:
     return -(batch.tokens.double() / 7 + batch.positions) * 0.1
 
 
-def test_reference_cache_is_written_whole_or_not_at_all_and_knows_its_pairs(tmp_path: Path) -> None:
+def test_reference_cache_is_written_whole_or_not_at_all_and_knows_its_pairs(tmp_path):
     data = stage_dataset(StageCase("kto"))
     loader = StepLoader(data, 5, tokens_per_microbatch=128, seed=3)
     pairs = pairs_of_run(loader, 2 * loader.steps_per_epoch)
@@ -92,8 +91,8 @@ def test_reference_cache_is_written_whole_or_not_at_all_and_knows_its_pairs(tmp_
     assert mismatched_lengths(data, pairs, MAX_LENGTH) == lengths and max(lengths) <= MAX_LENGTH
     calls: list[int] = []
 
-    def filled(limit: int) -> ReferenceCache:
-        def counted(batch: Any) -> torch.Tensor:
+    def filled(limit):
+        def counted(batch):
             calls.append(batch.num_sequences)
             if sum(calls) > limit:
                 raise KeyboardInterrupt
@@ -124,11 +123,11 @@ def test_reference_cache_is_written_whole_or_not_at_all_and_knows_its_pairs(tmp_
         cache.mismatch(*absent, MAX_LENGTH)
 
 
-def test_fingerprint_sees_every_tensor(tmp_path: Path) -> None:
+def test_fingerprint_sees_every_tensor(tmp_path):
     shape = ARCHITECTURES["llama3-8b"]
     tensors = {"a.large": torch.zeros(2_111_111), "b.small": torch.zeros(8), "c.large": torch.zeros(2_000_000)}
 
-    def fingerprint() -> str:
+    def fingerprint():
         save_file(tensors, tmp_path / "model.safetensors")
         return InitialWeights(shape, 0, tmp_path).fingerprint()
 
@@ -141,7 +140,7 @@ def test_fingerprint_sees_every_tensor(tmp_path: Path) -> None:
     assert fingerprint() not in (first, second)
 
 
-def test_reference_cache_gives_each_side_of_a_pair_its_own_values(tmp_path: Path) -> None:
+def test_reference_cache_gives_each_side_of_a_pair_its_own_values(tmp_path):
     data = stage_dataset(StageCase("dpo"))
     cache = ReferenceCache(tmp_path, data)
     cache.fill(fake_reference, ParallelMesh(1), CPU, 128, lambda text: None)
@@ -151,13 +150,13 @@ def test_reference_cache_gives_each_side_of_a_pair_its_own_values(tmp_path: Path
             assert sequence.token_columns["reference_logps"] == pytest.approx(expected)
 
 
-def test_length_desensitised_weights() -> None:
+def test_length_desensitised_weights():
     long, short = (Sequence(torch.arange(n), (torch.arange(n) >= 3).float()) for n in (9, 5))
     columns = [s.token_columns["ld_weights"].tolist() for s in length_desensitised([long, short], 0.25)]
     assert columns[0][2:8] == [1.0, 1.0, 0.25, 0.25, 0.25, 0.25] and columns[1][2:4] == [1.0, 1.0]
     assert [len(c) for c in columns] == [9, 5]
 
 
-def test_every_loss_option_of_the_configuration_reaches_the_loss() -> None:
+def test_every_loss_option_of_the_configuration_reaches_the_loss():
     options = loss_options(DpoSection(loss_type="discopop", discopop_tau=0.2, f_divergence="js", simpo_gamma=0.1))
     assert options["discopop_tau"] == 0.2 and options["f_divergence"] == "js" and options["simpo_gamma"] == 0.1
