@@ -27,7 +27,7 @@ from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.checkpoint import Checkpoints
-from ulysses.training.optim import scoped_groups
+from ulysses.training.optim import parameter_groups
 from ulysses.training.rollout import RolloutMaker
 from ulysses.training.stages.ppo import PpoSection, PpoStage
 from ulysses.training.trainer import Trainer
@@ -69,7 +69,7 @@ def engine_of(
     mesh: ParallelMesh, config: PpoSection, seed: int = 0, lr: float = 1e-3, shape: ModelConfig = SHAPE
 ) -> ZeroEngine:
     def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-        return scoped_groups(model, 0.0, {"policy": 1.0, "value": config.value_lr_factor})
+        return parameter_groups(model, 0.0, {"policy": 1.0, "value": config.value_lr_factor})
 
     source = HostWeights(shape, seed)
     return trained_engine(

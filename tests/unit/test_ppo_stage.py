@@ -14,7 +14,7 @@ from ulysses.data.chat import load_tokenizer
 from ulysses.data.steps import StepLoader
 from ulysses.training.build import step_loader
 from ulysses.training.command_line import check
-from ulysses.training.optim import scoped_groups
+from ulysses.training.optim import parameter_groups
 from ulysses.training.prepare import Prepared, prepare
 from ulysses.training.rewards import gsm8k_reward, is_function, load_function, score_text
 from ulysses.training.rollout import Answers, Rollout, RolloutLoader, RolloutMaker
@@ -290,7 +290,7 @@ def test_prompts_per_rollout_are_the_examples_of_a_step_unless_they_are_set(opti
 def test_parameter_groups():
     model = torch.nn.Module()
     model.policy, model.value = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
-    groups = scoped_groups(model, 0.1, {"policy": 1.0, "value": 5.0})
+    groups = parameter_groups(model, 0.1, {"policy": 1.0, "value": 5.0})
     assert [(g["scope"], g["lr_factor"], g["weight_decay"]) for g in groups] == [
         ("policy", 1.0, 0.1), ("policy", 1.0, 0.0), ("value", 5.0, 0.1), ("value", 5.0, 0.0),
     ]  # fmt: skip

@@ -26,7 +26,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.config import DTYPES, Config, LoraSection
 from ulysses.training.memory import MemoryChoice, adapter_parameters
 from ulysses.training.metrics import model_flops
-from ulysses.training.optim import adamw, scoped_groups
+from ulysses.training.optim import adamw, parameter_groups
 from ulysses.training.prepare import Prepared
 from ulysses.training.section import ConfigError, blame
 from ulysses.training.stages.base import OtherModel
@@ -168,8 +168,7 @@ def build_engine(
         model.requires_grad_(False)
         return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
     on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
-    scopes = stage.scopes(config)
-    groups = scoped_groups(model, config.optimizer.weight_decay, scopes) if scopes else None
+    groups = parameter_groups(model, config.optimizer.weight_decay, stage.scopes(config))
     optimizer = adamw(model, config.optimizer, on_gpu=on_gpu, groups=groups)
     return ZeroEngine(
         model.train(), settings, optimizer, (DecoderLayer,), DTYPES[config.optimizer.reduce_dtype]

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.state import load_state, save_state
+from ulysses.zero.state import save_state
 
 FORMAT = 2
 
@@ -67,8 +67,7 @@ class Checkpoints:
         if main:
             # other ranks may still write theirs, which safetensors does under a temporary name
             own = [p for p in temporary.iterdir() if not p.name.startswith(("rank-", "."))]
-            _flush_to_disk(own)
-            _flush_to_disk([temporary])
+            _flush_to_disk([*own, temporary])
             if final.exists():
                 remove_folder(final)
             os.rename(temporary, final)
@@ -99,16 +98,6 @@ class Checkpoints:
                     remove_folder(self.folder / f"step-{step}")
         for leftover in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
-
-
-def load_checkpoint(path: Path, engine: ZeroEngine) -> dict[str, Any]:
-    """Restore the engine and return the saved run state; all ranks call it together.
-
-    Raises ValueError for a folder that is not a complete checkpoint of this engine.
-    """
-    state = read_run_state(path)
-    load_state(engine, path)
-    return state
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
@@ -144,8 +133,7 @@ def resume_point(
         if newest is not None and not overwrite:
             raise ValueError(
                 f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to '
-                f"continue, "
-                "run.overwrite = true to delete them, or another folder"
+                "continue, run.overwrite = true to delete them, or another folder"
             )
         return None
     chosen = newest if resume == "auto" else Path(resume)
@@ -159,8 +147,7 @@ def resume_point(
     if left and not overwrite:
         raise ValueError(
             f'run.resume is {chosen} but run.output also holds {left[-1].name}, which run.resume = "auto" would '
-            f"continue "
-            f"next time; set run.overwrite = true to delete {', '.join(p.name for p in left)}, or another run.output"
+            f"continue next time; set run.overwrite = true to delete {', '.join(p.name for p in left)}, or another run.output"
         )
     return chosen, state
 

@@ -29,16 +29,14 @@ class MetricSums:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._sums: dict[str, tuple[Tensor, ...]] = {}  # a plain sum, or a sum and its count
+        self._sums: dict[str, list[Tensor]] = {}  # a plain sum, or a sum and its count
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
         """Add to a global mean of which `total` is a sum over `count` things, or without a count to a global sum."""
-        new = tuple(self._number(x) for x in ((total,) if count is None else (total, count)))
+        new = [self._number(x) for x in ((total,) if count is None else (total, count))]
         old = self._sums.get(name)
-        self._sums[name] = (
-            new if old is None else tuple(a + b for a, b in zip(old, new, strict=True))
-        )
+        self._sums[name] = [a + b for a, b in zip(old, new, strict=True)] if old else new
 
     def add_max(self, name: str, values: Tensor) -> None:
         """Add to a maximum over all micro-batches and ranks; no values leave it as it is."""
@@ -134,8 +132,7 @@ class MetricsLog:
         from tqdm import tqdm
 
         path = folder / "metrics.jsonl"
-        if path.exists():
-            _keep_until(path, first_step)
+        _keep_until(path, first_step)
         self.file = path.open("a")
         self.board = _board(folder / "tensorboard", first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
@@ -144,11 +141,7 @@ class MetricsLog:
             import wandb
 
             self.wandb = wandb.init(
-                project=wandb_project,
-                name=folder.name,
-                config=config,
-                resume="allow",
-                dir=str(folder),
+                project=wandb_project, name=folder.name, config=config, resume="allow", dir=folder
             )
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -156,10 +149,9 @@ class MetricsLog:
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
         self.file.write(json.dumps({"step": step, **clean}) + "\n")
         self.file.flush()
-        if self.board is not None:
-            for name, value in clean.items():
-                if value is not None:
-                    self.board.add_scalar(name, value, step)
+        for name, value in clean.items():
+            if self.board is not None and value is not None:
+                self.board.add_scalar(name, value, step)
         if self.wandb is not None:
             self.wandb.log(clean, step=step)
 
@@ -183,6 +175,8 @@ class MetricsLog:
 
 def _keep_until(path: Path, step: int) -> None:
     """Drop the lines of later steps, and a last line that a kill cut short."""
+    if not path.exists():
+        return
     lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith("}\n") and json.loads(line)["step"] <= step]
     temporary = path.with_suffix(".tmp")

@@ -1,6 +1,7 @@
 """AdamW's parameter groups and the learning rate as a pure function of the step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,33 +9,31 @@ from torch import nn
 from ulysses.training.config import OptimizerSection
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Split the trainable parameters: matrices decay, norms and biases do not; empty groups are left out."""
-    decay, rest = [], []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            shape = getattr(
-                parameter, "ds_shape", parameter.shape
-            )  # a partitioned parameter is empty; ds_shape is its real shape
-            (decay if len(shape) >= 2 else rest).append(parameter)
-    groups = [
-        {"params": decay, "weight_decay": weight_decay, "name": "decay"},
-        {"params": rest, "weight_decay": 0.0, "name": "no_decay"},
-    ]
-    return [g for g in groups if g["params"]]
+def parameter_groups(
+    model: nn.Module, weight_decay: float, scopes: dict[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Split the trainable parameters: matrices decay, norms and biases do not; empty groups are left out.
 
-
-def scoped_groups(
-    model: nn.Module, weight_decay: float, scopes: dict[str, float]
-) -> list[dict[str, object]]:
-    """Split each submodule in `scopes` by itself; its learning rate is multiplied by the factor given there."""
-    found = []
-    for scope, factor in scopes.items():
-        for group in parameter_groups(model.get_submodule(scope), weight_decay):
-            found.append(
-                {**group, "name": f"{scope} {group['name']}", "scope": scope, "lr_factor": factor}
-            )
-    return found
+    Args:
+        scopes: the submodules that are split by themselves, with factors of their learning rates; none is all as one.
+    """
+    groups = []
+    for scope, factor in (scopes or {"": 1.0}).items():
+        trained = [p for p in model.get_submodule(scope).parameters() if p.requires_grad]
+        for decays in (True, False):
+            # a partitioned parameter is empty; ds_shape is its real shape
+            chosen = [p for p in trained if (len(getattr(p, "ds_shape", p.shape)) > 1) == decays]
+            if chosen:
+                decay = weight_decay if decays else 0.0
+                groups.append(
+                    {
+                        "params": chosen,
+                        "weight_decay": decay,
+                        "scope": scope or "default",
+                        "lr_factor": factor,
+                    }
+                )
+    return groups
 
 
 def adamw(
@@ -42,11 +41,11 @@ def adamw(
     config: OptimizerSection,
     *,
     on_gpu: bool,
-    groups: list[dict[str, object]] | None = None,
+    groups: list[dict[str, Any]] | None = None,
 ) -> torch.optim.AdamW:
     """Create AdamW (Loshchilov & Hutter 2019) over `parameter_groups` or `groups`, fused if its state is on a GPU."""
     return torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay) if groups is None else groups,
+        groups or parameter_groups(model, config.weight_decay),
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

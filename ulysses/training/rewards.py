@@ -7,8 +7,8 @@ A function gets the texts without special tokens (the prompt as the chat templat
 runs in the process that decoded the answer, while the others run theirs.
 """
 
-import importlib
 import math
+import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +18,8 @@ RewardFunction = Callable[[str, str, dict[str, Any]], float]
 
 
 def is_function(reward: str) -> bool:
-    """Say whether ppo.reward names a Python function rather than a model."""
-    module, _, name = reward.partition(":")
-    return (
-        bool(name)
-        and not Path(reward).exists()
-        and all(p.isidentifier() for p in [*module.split("."), name])
-    )
+    """Return whether ppo.reward names a Python function rather than a model."""
+    return bool(re.fullmatch(r"[\w.]+:\w+", reward)) and not Path(reward).exists()
 
 
 def load_function(reward: str) -> RewardFunction:
@@ -32,9 +27,8 @@ def load_function(reward: str) -> RewardFunction:
 
     Raises ValueError if there is no such module or function.
     """
-    module, _, name = reward.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = pkgutil.resolve_name(reward)
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"ppo.reward is {reward!r} but it cannot be imported ({error}); name a function as module:function, with "
@@ -42,7 +36,7 @@ def load_function(reward: str) -> RewardFunction:
         ) from None
     if not callable(found):
         raise ValueError(
-            f"ppo.reward is {reward!r} but {name} is not a function; name one as module:function"
+            f"ppo.reward is {reward!r} but that is not a function; name one as module:function"
         )
     return found
 

@@ -3,7 +3,6 @@
 configuration -> checks (no allocation) -> data -> processes and mesh -> engine -> stage -> Trainer -> export
 """
 
-import hashlib
 import json
 import os
 from contextlib import ExitStack
@@ -117,14 +116,13 @@ class TrainingRun:
         built = stage.build(parts)
         loader = parts.loader(parts.train_data)
         total = stage.total_steps(config, loader)
+        held_out = parts.eval_data
         trainer = Trainer(
             mesh=self.mesh,
             engine=self.engine,
             stage=built,
             loader=built.loader(loader),
-            eval_loader=parts.loader(parts.eval_data, evaluation=True)
-            if parts.eval_data is not None
-            else None,
+            eval_loader=None if held_out is None else parts.loader(held_out, evaluation=True),
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
             policies=self._policies(),
@@ -215,20 +213,15 @@ class TrainingRun:
         data = [str(d and d.folder.name) for d in (self.train_data, self.eval_data)]
         versions = [torch.__version__, version("deepspeed")]
         text = json.dumps([self._resolved(), data, str(self.prepared.resume_from), versions])
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        low = torch.tensor(
-            [digest, -digest, -int(self.debug)], dtype=torch.int64, device=self.device
-        )
-        dist.all_reduce(low, op=dist.ReduceOp.MIN)
-        if int(low[0]) != -int(low[1]):
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (text, self.debug))
+        if len({text for text, _ in everyone}) > 1:
             raise ConfigError(
                 "configuration, data, checkpoint or library versions differ between the processes; start all of "
-                "them with the "
-                "same files and versions"
+                "them with the same files and versions"
             )
-        return bool(
-            low[2]
-        )  # what all must do together follows from this, never from a rank's own flag
+        # what all must do together follows from this, never from a rank's own flag
+        return any(debug for _, debug in everyone)
 
     def _say(self, text: str) -> None:
         rank = int(os.environ.get("RANK", "0"))

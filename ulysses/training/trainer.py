@@ -25,12 +25,13 @@ from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import seed_of
-from ulysses.training.checkpoint import Checkpoints, load_checkpoint
+from ulysses.training.checkpoint import Checkpoints, read_run_state
 from ulysses.training.config import RunSection
 from ulysses.training.failure import StepError
 from ulysses.training.metrics import MetricsLog, MetricSums
 from ulysses.training.stages.base import Stage
 from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.state import load_state
 
 
 class StepData(NamedTuple):
@@ -84,7 +85,7 @@ class Trainer:
         self.log: MetricsLog | None = None
         self.stop_requested = False  # agreed on by all ranks at a step's boundary
         self.stop_wanted = False  # this process was told to stop
-        self._next: tuple[int, StepData] | None = None
+        self._next: dict[int, StepData] = {}
 
     # ---------------------------------------------------------------- the loop
 
@@ -149,7 +150,8 @@ class Trainer:
         """Inside the block SIGTERM means: finish the running step, save and stop."""
 
         def request(*_: Any) -> None:
-            self.stop_wanted = True  # only the reduced sum of these decides: a signal may reach one rank a step earlier
+            # only the sum over all ranks decides: a signal may reach one rank a step earlier
+            self.stop_wanted = True
 
         before = signal.signal(signal.SIGTERM, request)
         try:
@@ -168,7 +170,7 @@ class Trainer:
         step = self.step
         # Only dropout draws from this generator, so a resumed run needs no generator state.
         torch.manual_seed(seed_of(self.seed, step, self.mesh.rank))
-        data = self._take(step)
+        data = self._next.pop(step, None) or self._prepare(self.loader, step)
         self.stage.step = step
         self.stage.prepare_step(data.batches, data.side_batches)
         counts = self._counts(data.batches)
@@ -185,7 +187,7 @@ class Trainer:
             self.engine.backward(loss, last=i == len(data.batches) - 1)
         # Host work while the device still computes.
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
-            self._next = (step + 1, self._prepare(step + 1))
+            self._next = {step + 1: self._prepare(self.loader, step + 1)}
         gradients = self.engine.gradients()
         metrics.add("stop", float(self.stop_wanted))
         values = metrics.reduce()
@@ -203,45 +205,31 @@ class Trainer:
         )
         report = self.policies.apply(gradients, context)
         if context.stop:
-            examples = self.loader.indices(*self._position(step))[:8]
+            examples = self.loader.indices(*divmod(step, self.loader.steps_per_epoch))[:8]
             raise FloatingPointError(f"{context.stop}; examples {examples} ... of the data")
+        lr = context.lr * context.lr_scale
         if context.skip or not self.stage.accepts(values):
             self.engine.skip_step()
         else:
-            lr = context.lr * context.lr_scale
             groups = self.engine.optimizer.param_groups
             self.engine.step([lr * group.get("lr_factor", 1.0) for group in groups])
         if context.skip:
             self.say(f"skipped {context.skip}")
         self.step = step + 1
-        lr = {"lr": context.lr * context.lr_scale}
         speed = self._speed(data, projected, time.perf_counter() - began)
-        self.metrics = {**values, **report, **lr, **speed}
+        self.metrics = {**values, **report, "lr": lr, **speed}
         return self.metrics
 
-    def _position(self, step: int) -> tuple[int, int]:
-        return divmod(step, self.loader.steps_per_epoch)
-
-    def _take(self, step: int) -> StepData:
-        prepared, self._next = self._next, None
-        return prepared[1] if prepared and prepared[0] == step else self._prepare(step)
-
-    def _prepare(self, step: int) -> StepData:
-        batches = self._shard(self.loader.step(*self._position(step)))
-        indices = self.loader.indices(*self._position(step))
-        lengths = self.loader.dataset.sequence_lengths[indices].astype("float64")
-        side_batches = self.stage.side_batches(self.loader, indices)
+    def _prepare(self, loader: Any, step: int) -> StepData:
+        position = divmod(step, loader.steps_per_epoch)
+        batches = []
+        for examples in loader.step(*position):
+            sequences = [s for example in examples for s in self.stage.sequences(example)]
+            batches.append(pack_shard(sequences, self.mesh, self.engine.device))
+        indices = loader.indices(*position)
+        lengths = loader.dataset.sequence_lengths[indices].astype("float64")
+        side_batches = self.stage.side_batches(loader, indices)
         return StepData(batches, side_batches, float(lengths.sum()), float((lengths**2).sum()))
-
-    def _shard(self, micro_batches: list[list[Any]]) -> list[ShardedBatch]:
-        return [
-            pack_shard(
-                [s for example in examples for s in self.stage.sequences(example)],
-                self.mesh,
-                self.engine.device,
-            )
-            for examples in micro_batches
-        ]
 
     def _counts(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
         """Global counts over all micro-batches and ranks, known before the first backward. One collective."""
@@ -279,10 +267,9 @@ class Trainer:
         weights: dict[str, float] = {}
         with self.engine.inference():
             for k in range(self.eval_loader.steps_per_epoch):
-                batches = self._shard(self.eval_loader.step(0, k))
-                indices = self.eval_loader.indices(0, k)
-                self.stage.prepare_step(batches, self.stage.side_batches(self.eval_loader, indices))
-                for batch in batches:
+                data = self._prepare(self.eval_loader, k)
+                self.stage.prepare_step(data.batches, data.side_batches)
+                for batch in data.batches:
                     counts = self.stage.counts(batch)
                     for i, term in enumerate(self.stage.losses(batch, sums)):
                         weights[f"term{i}"] = term.weight
@@ -298,26 +285,24 @@ class Trainer:
         """Return everything that `load_state_dict` restores, as plain JSON; the engine and the stage save their own."""
         return {
             "step": self.step,
-            "best": list(self.best) if self.best else None,
+            "best": self.best,
             "policies": self.policies.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
-        self.best = (int(state["best"][0]), float(state["best"][1])) if state["best"] else None
+        self.best = state["best"] and tuple(state["best"])
         self.policies.load_state_dict(state["policies"])
 
     def save(self) -> None:
         """Write a checkpoint of this step into the run folder."""
         checkpoints = Checkpoints(Path(self.run.output) / "checkpoints", self.run.keep)
-        checkpoints.save(
-            self.engine,
-            {**self.state_dict(), **self.description},
-            best=self.best[0] if self.best else None,
-            more=self.stage.save,
-        )
+        state = {**self.state_dict(), **self.description}
+        best = self.best[0] if self.best else None
+        checkpoints.save(self.engine, state, best=best, more=self.stage.save)
 
     def resume(self, checkpoint: Path) -> None:
         """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""
-        self.load_state_dict(load_checkpoint(checkpoint, self.engine))
+        self.load_state_dict(read_run_state(checkpoint))
+        load_state(self.engine, checkpoint)
         self.stage.load(checkpoint)

@@ -10,6 +10,7 @@ PPO only           loader, may_prepare, accepts, evaluate, save, load: a stage t
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -46,12 +47,16 @@ class OtherModel(NamedTuple):
     reward: bool = False
 
 
+@dataclass(eq=False)
 class Stage:
     """Base of all stages.
 
     Args:
         model: the trained engine, called like the module it wraps.
         config: the stage's own table.
+
+    Attributes:
+        step: the optimizer step being computed; the loop sets it.
     """
 
     name: ClassVar[str]  # of the stage and of its table
@@ -60,11 +65,10 @@ class Stage:
     exported: ClassVar[str] = ""  # how the names of the exported parameters begin in the engine
     sequences_per_example: ClassVar[int] = 1  # all in the same micro-batch
 
-    def __init__(self, model: Any, mesh: Any, config: Any) -> None:
-        self.model = model
-        self.mesh = mesh
-        self.config = config
-        self.step = 0  # the optimizer step being computed; the loop sets it
+    model: Any
+    mesh: Any
+    config: Any
+    step: int = field(default=0, init=False)
 
     # ---------------------------------------------------------------- checks
 

@@ -10,7 +10,7 @@ z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_un
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -46,6 +46,7 @@ class KtoSection(Section):
     """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
 
 
+@dataclass(eq=False)
 class KtoStage(ReferencedStage):
     """Preference optimisation on unpaired, labelled answers.
 
@@ -57,6 +58,10 @@ class KtoStage(ReferencedStage):
 
     name, kind = "kto", "unpaired"
     config: KtoSection
+    _: KW_ONLY
+    max_length: int
+    budget: int
+    baseline: Tensor | None = field(default=None, init=False)  # z0 of the running step
 
     @classmethod
     def check(cls, config: "Config") -> Iterator[str]:
@@ -98,12 +103,6 @@ class KtoStage(ReferencedStage):
         if hint:
             parts.say(hint)
         return super().build(parts, max_length=config.data.max_length, budget=cls.budget(config))
-
-    def __init__(self, *parts: Any, max_length: int, budget: int, **reference: Any) -> None:
-        super().__init__(*parts, **reference)
-        self.max_length = max_length
-        self.budget = budget
-        self.baseline: Tensor | None = None  # z0 of the running step
 
     def sequences(self, example: Any) -> list[Sequence]:
         return [

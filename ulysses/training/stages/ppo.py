@@ -10,6 +10,7 @@ loader; the stage sees their columns old_logps, old_values, advantages and retur
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -111,6 +112,7 @@ class PpoSection(Section):
         return self
 
 
+@dataclass(eq=False)
 class PpoStage(ReferencedStage):
     """Proximal policy optimisation; `model` is an engine around models.policy_value.PolicyValue.
 
@@ -123,14 +125,11 @@ class PpoStage(ReferencedStage):
     exported = "policy."
     reference_words = ("live",)
 
-    def __init__(
-        self, model: Any, mesh: Any, config: PpoSection, *, temperature: float = 1.0, maker: RolloutMaker | None = None,
-        tolerance: float | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(model, mesh, config, tolerance=tolerance)
-        self.temperature = temperature
-        self.maker = maker
-        self.rollouts: RolloutLoader | None = None
+    config: PpoSection
+    _: KW_ONLY
+    temperature: float = 1.0
+    maker: RolloutMaker | None = None
+    rollouts: RolloutLoader | None = field(default=None, init=False)
 
     # ---------------------------------------------------------------- checks and facts
 

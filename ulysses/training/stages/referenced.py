@@ -7,6 +7,7 @@ reference = "cached"   the initial policy's log-probabilities, computed before t
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,6 +31,7 @@ STEP0_TOLERANCE = {
 }  # mean |policy - reference| per token that rounding alone explains
 
 
+@dataclass(eq=False)
 class ReferencedStage(Stage):
     """A stage that compares the policy with a reference, token by token.
 
@@ -41,20 +43,10 @@ class ReferencedStage(Stage):
 
     reference_words: ClassVar[tuple[str, ...]] = ("cached", "live")
 
-    def __init__(
-        self,
-        model: Any,
-        mesh: Any,
-        config: Any,
-        *,
-        cached: bool = False,
-        reference: Any = None,
-        tolerance: float | None = None,
-    ) -> None:
-        super().__init__(model, mesh, config)
-        self.cached = cached
-        self.reference = reference
-        self.tolerance = tolerance
+    _: KW_ONLY
+    cached: bool = False
+    reference: Any = None
+    tolerance: float | None = None
 
     # ---------------------------------------------------------------- checks and facts
 
@@ -106,13 +98,8 @@ class ReferencedStage(Stage):
 
     @classmethod
     def build(cls, parts: "StageParts", **more: Any) -> "ReferencedStage":
-        return cls(
-            parts.engine,
-            parts.mesh,
-            cls.table(parts.config),
-            **cls.reference_arguments(parts),
-            **more,
-        )
+        arguments = {**cls.reference_arguments(parts), **more}
+        return cls(parts.engine, parts.mesh, cls.table(parts.config), **arguments)
 
     @classmethod
     def first_step_tolerance(cls, parts: "StageParts") -> float | None:

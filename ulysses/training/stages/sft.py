@@ -6,7 +6,7 @@ dft   sum_t w_t (-p_t log p_t) / sum_t w_t, p_t constant      dynamic fine-tunin
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -44,6 +44,7 @@ class SftSection(Section):
         return self
 
 
+@dataclass(eq=False)
 class SftStage(Stage):
     """Supervised fine-tuning on the tokens with nonzero weight.
 
@@ -53,10 +54,7 @@ class SftStage(Stage):
 
     name, kind = "sft", "sequence"
     config: SftSection
-
-    def __init__(self, model: Any, mesh: Any, config: SftSection, seed: int = 0) -> None:
-        super().__init__(model, mesh, config)
-        self.seed = seed
+    seed: int = 0
 
     @classmethod
     def build(cls, parts: "StageParts") -> "SftStage":
