@@ -260,7 +260,6 @@ class StageParts:
     prepared: Prepared
     engine: ZeroEngine
     mesh: ParallelMesh
-    device: torch.device
     train_data: Any
     eval_data: Any
     fresh: bool  # not resumed: the engine still holds the initial policy

@@ -129,12 +129,14 @@ class MetricsLog:
         wandb_project: str = "",
         config: dict[str, Any] | None = None,
     ) -> None:
+        # both take long to import, and only rank 0 needs them
+        from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
         path = folder / "metrics.jsonl"
         _keep_until(path, first_step)
         self.file = path.open("a")
-        self.board = _board(folder / "tensorboard", first_step + 1)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
         self.wandb = None
         if wandb_project:
@@ -150,7 +152,7 @@ class MetricsLog:
         self.file.write(json.dumps({"step": step, **clean}) + "\n")
         self.file.flush()
         for name, value in clean.items():
-            if self.board is not None and value is not None:
+            if value is not None:
                 self.board.add_scalar(name, value, step)
         if self.wandb is not None:
             self.wandb.log(clean, step=step)
@@ -167,8 +169,7 @@ class MetricsLog:
     def close(self) -> None:
         self.bar.close()
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
 
@@ -182,16 +183,3 @@ def _keep_until(path: Path, step: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))
     temporary.rename(path)
-
-
-def _board(folder: Path, first_step: int) -> Any:
-    """Open TensorBoard's writer; without the package, say so and go on."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        print(
-            "tensorboard is not installed, so no event files are written (metrics.jsonl has everything); "
-            "pip install tensorboard"
-        )
-        return None
-    return SummaryWriter(str(folder), purge_step=first_step)

@@ -12,7 +12,7 @@ Letters: N sequences, T tokens of all sequences (prompts too), A tokens of all a
 
 import time
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -329,10 +329,8 @@ class RolloutLoader:
     _: KW_ONLY
     passes: int
     minibatches: int
-
-    def __post_init__(self) -> None:
-        self.current: Rollout | None = None
-        self.stopped = False
+    current: Rollout | None = field(default=None, init=False)
+    stopped: bool = field(default=False, init=False)
 
     @property
     def steps_per_rollout(self) -> int:
@@ -366,7 +364,7 @@ class RolloutLoader:
         """Return this group's micro-batches of step k."""
         indices = self.indices(epoch, k)
         rollout = self.dataset
-        lengths = rollout.sequence_lengths[indices].tolist() if indices else []
+        lengths = rollout.sequence_lengths[indices].tolist()
         plan = self.prompts.pack(lengths, self.prompts.tokens_per_microbatch)
         return [
             [Example(indices[p], (rollout.sequence(indices[p]),)) for p in micro_batch]

@@ -106,7 +106,6 @@ class TrainingRun:
             prepared,
             self.engine,
             self.mesh,
-            self.device,
             self.train_data,
             self.eval_data,
             fresh=resume_from is None,

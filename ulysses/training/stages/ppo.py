@@ -24,7 +24,7 @@ from ulysses.memory.plan import Rollout as PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.training.metrics import MetricSums
 from ulysses.training.rewards import is_function, load_function
-from ulysses.training.rollout import Rollout, RolloutLoader, RolloutMaker
+from ulysses.training.rollout import COLUMNS, Rollout, RolloutLoader, RolloutMaker
 from ulysses.training.section import Section
 from ulysses.training.stages.base import OtherModel, Term
 from ulysses.training.stages.referenced import ReferencedStage
@@ -289,8 +289,7 @@ class PpoStage(ReferencedStage):
         config, weights = self.config, batch.loss_weights
         nothing = weights.new_zeros(weights.shape)  # a batch without sequences has no columns
         old, old_values, advantages, returns = (
-            batch.token_columns.get(name, nothing)
-            for name in ("old_logps", "old_values", "advantages", "returns")
+            batch.token_columns.get(name, nothing) for name in COLUMNS
         )
         out = self.model(batch, entropy=True, temperature=self.temperature)
         policy = ppo_policy_loss(

@@ -148,7 +148,7 @@ class ReferencedStage(Stage):
                     f"the reference log-probabilities of this run are gone from {folder}, and resuming no "
                     f"longer has the initial policy; restore data.cache, or set {cls.name}.reference to the initial model's path"
                 )
-            cache.fill(logps, parts.mesh, parts.device, cls.budget(config), parts.say)
+            cache.fill(logps, parts.mesh, parts.engine.device, cls.budget(config), parts.say)
             return cache
 
         parts.train_data = through(parts.train_data, False)
