@@ -9,26 +9,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from losses.dpo import dpo_loss
+from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig
-from models.decoder import CausalLM, LayerMemory, init_weights
+from models.decoder import CausalLM, LayerMemory
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, trained_engine, whole_gradients
 from ulysses.data.encode import Example
-from ulysses.data.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
-from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.stages.dpo import DpoSection, DpoStage
-from ulysses.training.stages.sft import SftSection, SftStage
+from ulysses.training.config import Config
+from ulysses.training.stages import STAGES
+from ulysses.training.stages.base import Stage
+from ulysses.training.stages.referenced import ReferencedStage
 from ulysses.training.trainer import Trainer
-from ulysses.zero.construct import initialize_distributed
+from ulysses.zero.construct import WeightSource, initialize_distributed
 
 SHAPE = ModelConfig.from_hf(
     {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
      "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
      "max_position_embeddings": 512, "hidden_act": "silu", "initializer_range": 0.1}
 )  # fmt: skip
+
+MAX_LENGTH = 50  # of KTO's mismatched pairs
 
 
 class ListDataset:
@@ -86,6 +89,7 @@ class Case:
     sp: int = 1
     budget: int = 128
     packing_seed: int | None = None
+    examples: int = 6
     steps: int = 1
     lr: float = 0.0
     dtype: torch.dtype = torch.float32
@@ -112,90 +116,59 @@ class CaptureChain(GradientPolicyChain):
         return {"grad_norm": gradients.norm()}
 
 
-def build_trainer(case: Case, data: Any, stage: Any = None) -> tuple[Trainer, CaptureChain]:
-    """Build model, stage and trainer on this rank; `stage(engine, mesh)` replaces the built-in ones."""
+def make_stage(case: Case, engine: Any, mesh: Any) -> Stage:
+    """Build the case's stage; preference stages take the reference's values from the data set."""
+    kind = STAGES[case.stage]
+    table = Config.model_fields[case.stage].annotation
+    more: dict[str, Any] = {}
+    if issubclass(kind, ReferencedStage):
+        more["cached"] = case.options.get("loss_type") not in REFERENCE_FREE
+    if case.stage == "kto":
+        more |= {"max_length": MAX_LENGTH, "budget": case.budget}
+    return kind(engine, mesh, table(**case.options), **more)
+
+
+def build_trainer(
+    case: Case,
+    data: Any,
+    create: Callable[[ParallelMesh], nn.Module] | None = None,
+    source: WeightSource | None = None,
+) -> tuple[Trainer, CaptureChain]:
+    """Build model, stage and trainer on this rank; all ranks call it together."""
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    away = {"offload_optimizer": case.offload_optimizer, "offload_parameters": case.offload_parameters}
 
-    def create() -> CausalLM:
-        return CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))
+    def decoder() -> nn.Module:
+        return create(mesh) if create else CausalLM(case.shape, mesh, memory=LayerMemory(case.recompute))
 
     engine = trained_engine(
-        create, HostWeights(case.shape, 0), case.lr, optimizer=case.optimizer, dtype=case.dtype, raw=case.raw,
-        reduce_between=case.reduce_between, node_size=case.node_size, **away,
+        decoder, source or HostWeights(case.shape, 0), case.lr, optimizer=case.optimizer, dtype=case.dtype,
+        raw=case.raw, reduce_between=case.reduce_between, node_size=case.node_size,
+        offload_optimizer=case.offload_optimizer, offload_parameters=case.offload_parameters,
     )  # fmt: skip
-    if stage is not None:
-        made = stage(engine, mesh)
-    elif case.stage == "sft":
-        made = SftStage(engine, mesh, SftSection(**case.options))
-    else:
-        made = DpoStage(engine, mesh, DpoSection(**case.options), cached=True)
     loader = ShuffledLoader(
-        data,
-        6,
-        tokens_per_microbatch=case.budget,
-        seed=3,
-        data_parallel_size=mesh.data_parallel_size,
-        dp_rank=mesh.dp_rank,
-        packing_seed=case.packing_seed,
-    )
+        data, case.examples, tokens_per_microbatch=case.budget, seed=3, data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,
+    )  # fmt: skip
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh, engine=engine, stage=made, loader=loader, total_steps=case.steps,
+        mesh=mesh, engine=engine, stage=make_stage(case, engine, mesh), loader=loader, total_steps=case.steps,
         learning_rate=lambda step: case.lr, policies=chain,
     )  # fmt: skip
     return trainer, chain
 
 
-def run_case(
-    case: Case, data: Any = None, stage: Any = None
-) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
+def run_case(case: Case, data: Any = None) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
     """Train `case.steps` steps; returns every step's metrics and whole gradients (gradients on rank 0 only)."""
-    data = dataset(case.stage) if data is None else data
-    trainer, chain = build_trainer(case, data, stage)
-    metrics = [trainer.train_step() for _ in range(case.steps)]
+    return take_steps(*build_trainer(case, dataset(case.stage) if data is None else data), case.steps)
+
+
+def take_steps(
+    trainer: Trainer, chain: CaptureChain, steps: int
+) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
+    metrics = [trainer.train_step() for _ in range(steps)]
     trainer.engine.destroy()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return metrics, chain.steps if rank == 0 else []
-
-
-def plain_gradients(
-    case: Case, data: Any = None, dtype: torch.dtype = torch.float64, count: int = 6
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the first `count` examples from the formula: no packing, no ZeRO, one process."""
-    data = dataset(case.stage) if data is None else data
-    model = CausalLM(case.shape, None, attention="reference")
-    init_weights(model, seed=0)
-    model.to(dtype)
-    mesh = ParallelMesh(1) if not dist.is_initialized() else None
-    loader = StepLoader(data, count, tokens_per_microbatch=10_000, seed=3)
-    examples = [data[i] for i in loader.indices(0, 0)]
-
-    def logps(s: Sequence) -> torch.Tensor:
-        out = model(pack_shard([s], mesh, "cpu")).logps
-        weights = torch.as_tensor(np.asarray(s.loss_weights)).to(dtype)
-        return out[: len(s.tokens) - 1] * weights[1:], weights[1:].sum()
-
-    if case.stage == "sft":
-        pairs = [logps(e.sequences[0]) for e in examples]
-        loss = -sum(p.sum() for p, _ in pairs) / sum(w for _, w in pairs)
-    else:
-        options = {k: v for k, v in case.options.items() if k in ("beta", "loss_type", "label_smoothing")}
-        per_pair = []
-        for e in examples:
-            (c, cw), (r, rw) = logps(e.sequences[0]), logps(e.sequences[1])
-            refs = [
-                (s.token_columns["reference_logps"][:-1].to(dtype) * s.loss_weights[1:].to(dtype)).sum()
-                for s in e.sequences
-            ]
-            per_pair.append(
-                dpo_loss(c.sum()[None], r.sum()[None], refs[0][None], refs[1][None], chosen_lengths=cw[None],
-                         rejected_lengths=rw[None], **options)[0].sum()
-            )  # fmt: skip
-        loss = sum(per_pair) / len(per_pair)
-    loss.backward()
-    return float(loss), {n: p.grad for n, p in model.named_parameters()}
+    return metrics, chain.steps if dist.get_rank() == 0 else []
 
 
 def assert_same_gradients(

@@ -1,57 +1,43 @@
 """PT, RM, KTO and adapters on real ranks under real ZeRO-3, beside the same step from the formula in float64."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from losses.dpo import REFERENCE_FREE, dpo_loss
-from models.arch import ModelConfig
+from losses.dpo import dpo_loss
 from models.decoder import CausalLM, LayerMemory, RewardModel
 from tests.engine_case import (
+    MAX_LENGTH,
     SHAPE,
     CaptureChain,
+    Case,
     ListDataset,
+    build_trainer,
+    dataset,
     sequences,
+    take_steps,
 )
-from tests.shuffled_loader import ShuffledLoader
-from tests.zero_case import trained_engine
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import InitialWeights
 from ulysses.training.config import LoraSection
 from ulysses.training.lora import AdapterWeights, add_adapters, is_adapter
-from ulysses.training.stages.dpo import DpoSection, DpoStage
-from ulysses.training.stages.kto import KtoSection, KtoStage
-from ulysses.training.stages.pt import PtSection, PtStage
-from ulysses.training.stages.rm import RmSection, RmStage
-from ulysses.training.stages.sft import SftSection, SftStage
+from ulysses.training.stages import STAGES
 from ulysses.training.trainer import Trainer
-from ulysses.zero.construct import initialize_distributed
-
-MAX_LENGTH = 50
 
 
 @dataclass
-class StageCase:
+class StageCase(Case):
     """One stage on one topology; `labels` are KTO's, one per example of the data set."""
 
-    stage: str
-    sp: int = 1
-    budget: int = 128
-    packing_seed: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
     lora_rank: int = 0
     targets: tuple[str, ...] = ("q_proj", "v_proj", "down_proj")
     examples: int = 5
-    steps: int = 1
-    recompute: str = "none"
     labels: tuple[int, ...] = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)
-    shape: ModelConfig = SHAPE
     attention: str = "auto"
     ragged: bool = False  # sequences of one token, and answers so short that shards hold no trained token
 
@@ -130,7 +116,7 @@ class StartedAdapters(AdapterWeights):
 
 
 def make_model(case: StageCase, mesh: Any, attention: str | None = None) -> torch.nn.Module:
-    cls = RewardModel if case.stage == "rm" else CausalLM
+    cls = RewardModel if STAGES[case.stage].reward else CausalLM
     memory = LayerMemory(case.recompute)
     model = cls(case.shape, mesh, attention=attention or case.attention, memory=memory)
     if case.lora_rank:
@@ -138,49 +124,29 @@ def make_model(case: StageCase, mesh: Any, attention: str | None = None) -> torc
     return model
 
 
-def make_stage(case: StageCase, engine: Any, mesh: Any) -> Any:
-    o = case.options
-    match case.stage:
-        case "pt":
-            return PtStage(engine, mesh, PtSection(**o))
-        case "sft":
-            return SftStage(engine, mesh, SftSection(**o), seed=0)
-        case "rm":
-            return RmStage(engine, mesh, RmSection(**o))
-        case "dpo":
-            return DpoStage(engine, mesh, DpoSection(**o), cached=o.get("loss_type") not in REFERENCE_FREE)
-    return KtoStage(engine, mesh, KtoSection(**o), max_length=MAX_LENGTH, budget=case.budget, cached=True)
-
-
-def make_trainer(case: StageCase, lr: float = 0.0, data: Any = None) -> tuple[Trainer, CaptureChain]:
+def make_trainer(case: StageCase, lr: float = 0.0) -> tuple[Trainer, CaptureChain]:
     """Build everything on this rank; all ranks call it together."""
-    initialize_distributed()
-    mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
+    case = replace(case, lr=lr, steps=max(2, case.steps))
     source = StartedAdapters(InitialWeights(case.shape, 0), 0)
-    engine = trained_engine(lambda: make_model(case, mesh), source, lr)
-    loader = ShuffledLoader(
-        stage_dataset(case) if data is None else data, case.examples, tokens_per_microbatch=case.budget, seed=3,
-        data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,
-    )  # fmt: skip
-    chain = CaptureChain()
-    trainer = Trainer(
-        mesh=mesh, engine=engine, stage=make_stage(case, engine, mesh), loader=loader,
-        total_steps=max(2, case.steps), learning_rate=lambda step: lr, policies=chain,
-    )  # fmt: skip
-    return trainer, chain
+    return build_trainer(case, stage_dataset(case), lambda mesh: make_model(case, mesh), source)
 
 
 def run_stage(case: StageCase, lr: float = 0.0) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
     """Take the case's steps; returns metrics and whole gradients of each (gradients on rank 0 only)."""
-    trainer, chain = make_trainer(case, lr)
-    metrics = [trainer.train_step() for _ in range(case.steps)]
-    trainer.engine.destroy()
-    return metrics, chain.steps if dist.get_rank() == 0 else []
+    return take_steps(*make_trainer(case, lr), case.steps)
 
 
-def formula(case: StageCase, step: int = 0) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+def plain_gradients(case: Case, count: int = 6) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the first `count` examples of engine_case's data from the formula."""
+    plain = StageCase(case.stage, shape=case.shape, options=case.options, examples=count)
+    return formula(plain, data=dataset(case.stage))[:2]
+
+
+def formula(
+    case: StageCase, step: int = 0, data: ListDataset | None = None
+) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
     """Loss, gradients and metrics of a step with the first weights: float64, one sequence at a time, no ZeRO."""
-    data = stage_dataset(case)
+    data = stage_dataset(case) if data is None else data
     model = make_model(case, None, attention="reference")
     source = StartedAdapters(InitialWeights(case.shape, 0), 0)
     with torch.no_grad():

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from models.arch import ModelConfig
-from tests.engine_case import Case, assert_same_gradients, build_trainer, dataset, plain_gradients
+from tests.engine_case import Case, assert_same_gradients, build_trainer, dataset
 from tests.harness import device, run_distributed
+from tests.stage_case import plain_gradients
 from ulysses.gradients import (
     GradientPolicyChain,
     Gradients,

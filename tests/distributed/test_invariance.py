@@ -11,10 +11,10 @@ from tests.engine_case import (
     assert_same_gradients,
     build_trainer,
     dataset,
-    plain_gradients,
     run_case,
 )
 from tests.harness import run_distributed
+from tests.stage_case import plain_gradients
 from ulysses.data.steps import StepLoader
 
 # (processes, sp, token budget, packing order): sampled so that every pair of values meets.

@@ -7,9 +7,9 @@
 
     python tests/e2e/chain.py --output runs/chain                                    generated data, minutes on a CPU
     python tests/e2e/chain.py --output runs/chain --data FOLDER --size 150m --max-length 8192
-    python tests/e2e/chain.py --plot runs/chain                                      curves.png, needs matplotlib
 
-FOLDER holds a folder of data files per stage (pt, sft, rm, dpo, kto, ppo) and tokenizer.json or tokenizer/. Rows whose
+Both draw curves.png and write table.txt. FOLDER holds a folder of data files per stage (pt, sft, rm, dpo, kto, ppo) and
+tokenizer.json or tokenizer/. Rows whose
 first question hashes into the held-out part are never trained on. A killed stage dies by SIGKILL four steps after its
 only checkpoint; what it logged in between is an uninterrupted run's, so the resumed run must log the same. A stage that
 is done is not run again.
@@ -22,13 +22,12 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 
 from examples.demo_data import write_demo  # noqa: E402
+from tests.harness import free_port  # noqa: E402
 from ulysses.data import BadRowError, DropRowError  # noqa: E402
 from ulysses.data.chat import load_tokenizer  # noqa: E402
 from ulysses.data.formats import detect_format, parse_row  # noqa: E402
@@ -98,14 +98,7 @@ LARGE = Recipe(
     held_out={"pt": 64, "sft": 128, "rm": 1000, "dpo": 1000, "kto": 512, "ppo": 128},
     settings={"ppo": {**PPO, "ppo.max_new_tokens": 128, "ppo.generation_batch": 128}, "pt": {"pt.z_loss": 1e-4}},
 )
-LARGER = {
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-RECIPES = {"tiny": TINY, "150m": LARGE, "400m": replace(LARGE, shape=LARGER)}
+RECIPES = {"tiny": TINY, "150m": LARGE}
 
 
 # ------------------------------------------------------------------------------------------------------------ data
@@ -119,14 +112,14 @@ def demo_data(folder: Path) -> tuple[dict[str, tuple[list[Path], list[Path]]], P
     }, folder / "tokenizer"
 
 
-def split(stage: str, files: Iterable[Path], folder: Path, parts: int) -> tuple[list[Path], list[Path]]:
+def split(stage: str, source: Path, folder: Path, parts: int) -> tuple[list[Path], list[Path]]:
     """Copy rows into training and held-out files, one of each per input; about one question in `parts` is held out.
 
     All rows of a question fall on the same side. Of a text longer than a hundred pages the end is held out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = [], []
-    for number, path in enumerate(f for given in files for f in source_files(Source(str(given)))):
+    for number, path in enumerate(source_files(Source(str(source)))):
         sides: tuple[list[Any], list[Any]] = ([], [])
         for _, _, row in read_rows(Source(str(path))):
             text = row.get("text", "") if stage == "pt" else ""
@@ -167,7 +160,6 @@ class Chain:
         launch: (arguments of train.py, processes, log folder, metrics.jsonl, step to be killed after or 0) -> None;
             raises if the run fails.
         kill: the stages that are killed once.
-        reward: "rm" for the reward model just trained, or module:function.
         changes: further settings by stage.
     """
 
@@ -179,7 +171,6 @@ class Chain:
     processes: int = 1
     max_length: int = 256
     kill: tuple[str, ...] = tuple(KINDS)
-    reward: str = "rm"
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self) -> dict[str, dict[str, Any]]:
@@ -209,22 +200,17 @@ class Chain:
         began = time.monotonic()
         self.launch(arguments, self.processes, folder / "logs", metrics, 0)
         seconds.append(time.monotonic() - began)
-        return measure(
-            stage,
-            folder,
-            saved,
-            seconds,
-            self.changes.get(stage, {}).get("batch.examples", self.recipe.examples[stage]),
-        )
+        return measure(stage, folder, saved, seconds, self.setting(stage, "batch.examples", self.recipe.examples))
+
+    def setting(self, stage: str, name: str, recipe: dict[str, int]) -> int:
+        return self.changes.get(stage, {}).get(name, recipe[stage])
 
     def save_every(self, stage: str) -> int:
         """The step of the only checkpoint before the last; an odd one, so that it lies inside a rollout."""
-        half = self.steps(stage) // 2 | 1
-        assert half + AFTER < self.steps(stage), f"{stage} has too few steps to be killed in the middle"
+        steps = self.setting(stage, "run.steps", self.recipe.steps)
+        half = steps // 2 | 1
+        assert half + AFTER < steps, f"{stage} has too few steps to be killed in the middle"
         return half
-
-    def steps(self, stage: str) -> int:
-        return int(self.changes.get(stage, {}).get("run.steps", self.recipe.steps[stage]))
 
     def arguments(self, stage: str, folder: Path) -> list[str]:
         """The command line of one stage, the same before and after the kill."""
@@ -245,13 +231,14 @@ class Chain:
         bare = self.tokenizer.is_file()
         if stage == "pt":
             values |= {"model.path": str(self.output / "model"), "model.init": "random",
-                       "model.tokenizer": str(self.tokenizer), "model.special_tokens": self._special_tokens()}  # fmt: skip
+                       "model.tokenizer": str(self.tokenizer),
+                       "model.special_tokens": self._special_tokens()}  # fmt: skip
         else:
             values |= {"model.path": str(self.output / START[stage] / "export"), "data.truncation": "keep_end"}
         if stage == "sft" and bare:
             values["data.chat_template"] = "chatml"  # from here on the exports carry it
         if stage == "ppo":
-            values |= {"ppo.reward": str(self.output / "rm/export") if self.reward == "rm" else self.reward,
+            values |= {"ppo.reward": str(self.output / "rm/export"),
                        "ppo.stop_tokens": ["<|im_end|>"] if bare else [],
                        "data.truncation": "drop", "data.max_length": min(self.max_length, 256)}  # fmt: skip
         values |= recipe.settings.get(stage, {}) | self.changes.get(stage, {})
@@ -267,7 +254,8 @@ class Chain:
         tokenizer = load_tokenizer(self.tokenizer, **self._special_tokens())
         folder.mkdir(parents=True, exist_ok=True)
         config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
-                  "vocab_size": -(-len(tokenizer) // 64) * 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": max(2048, self.max_length),
+                  "vocab_size": -(-len(tokenizer) // 64) * 64, "rms_norm_eps": 1e-5,
+                  "rope_theta": 10000.0, "max_position_embeddings": max(2048, self.max_length),
                   "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": self.tokenizer.is_file(),
                   "eos_token_id": tokenizer.eos_token_id, **self.recipe.shape}  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -280,21 +268,15 @@ def launch(arguments: list[str], processes: int, logs: Path, metrics: Path, kill
         RuntimeError: with the end of the log, if a process fails.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    world = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": free_port(), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
     children = []
     for rank in range(processes):
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes,
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
-            **{k: str(v) for k, v in world.items()},
-        }
+        environment = os.environ | {k: str(v) for k, v in (world | {"RANK": rank, "LOCAL_RANK": rank}).items()}
         with (logs / f"{rank}.out").open("w") as log:
-            children.append(subprocess.Popen([sys.executable, str(ROOT / "train.py"), *arguments], env=environment,
-                                             cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))  # fmt: skip
+            line = [sys.executable, str(ROOT / "train.py"), *arguments]
+            pipes = {"stdout": log, "stderr": subprocess.STDOUT}
+            children.append(subprocess.Popen(line, env=environment, cwd=ROOT, start_new_session=True, **pipes))
     try:
         while any(child.poll() is None for child in children) and not any(child.returncode for child in children):
             if kill_after and metrics.exists() and metrics.read_text().count("\n") >= kill_after:
@@ -317,18 +299,15 @@ def read_lines(path: Path) -> list[dict[str, float]]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def repeated(folder: Path, saved: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+def repeated(folder: Path, saved: int) -> list[tuple[dict[str, float], ...]]:
     """Pair what the killed process logged after its checkpoint with what the resumed one logged, times left out."""
     again = {m["step"]: m for m in read_lines(folder / "metrics.jsonl")}
     pairs = [(m, again[m["step"]]) for m in read_lines(folder / "killed.jsonl") if m["step"] > saved]
-    return [
-        ({k: v for k, v in a.items() if k not in TIMES}, {k: v for k, v in b.items() if k not in TIMES})
-        for a, b in pairs
-    ]
+    return [tuple({k: v for k, v in m.items() if k not in TIMES} for m in pair) for pair in pairs]
 
 
 def measure(stage: str, folder: Path, saved: int, seconds: list[float], examples: int) -> dict[str, Any]:
-    """Return the numbers of one stage: speed without each start's first two steps, means over first and last tenth.
+    """Return the numbers of one stage: its time, means over the first and last tenth, and its held-out value.
 
     Args:
         saved: the step of the checkpoint that it was resumed from; 0 if it was not killed.
@@ -337,8 +316,6 @@ def measure(stage: str, folder: Path, saved: int, seconds: list[float], examples
     """
     lines = read_lines(folder / "metrics.jsonl")
     last, rollouts = lines[-1], list({m["rollout"]: m for m in lines}.values()) if stage == "ppo" else []
-    steady = [m for m in lines if m["step"] > 2 and not saved < m["step"] <= saved + 2]
-    busy = sum(m["seconds"] for m in steady)
     curve = [m["objective/scores"] for m in rollouts] or [m["loss"] for m in lines]
     tenth = max(1, len(curve) // 10)
     held_out, deviation = last.get(f"eval/{HELD_OUT[stage]}"), last.get("eval/objective/scores_std")
@@ -347,9 +324,6 @@ def measure(stage: str, folder: Path, saved: int, seconds: list[float], examples
     n = int((re.findall(r"held-out data: .* kept (\d+) examples", (folder / "logs/0.out").read_text()) or ["0"])[0])
     found = {
         "steps": len(lines), "seconds": sum(seconds), "starts": len(seconds), "resumed_at": saved,
-        "tokens_per_second": sum(m["tokens"] for m in steady) / busy,
-        "mfu": sum(m["mfu"] * m["seconds"] for m in steady) / busy if "mfu" in last else None,
-        "peak_memory_gib": max(m["peak_memory_gib"] for m in lines) if "peak_memory_gib" in last else None,
         "curve": "score" if rollouts else "loss", "first": sum(curve[:tenth]) / tenth,
         "last": sum(curve[-tenth:]) / tenth, "held_out": held_out,
         "held_out_error": None if deviation is None else deviation / math.sqrt(n), "held_out_examples": n,
@@ -360,28 +334,17 @@ def measure(stage: str, folder: Path, saved: int, seconds: list[float], examples
     if rollouts:
         squares = sum(m["objective/scores_std"] ** 2 for m in rollouts[:tenth] + rollouts[-tenth:])
         found["rise_error"] = math.sqrt(squares / examples) / tenth
-        sampled = examples * sum(m["response_length/mean"] for m in rollouts)
-        found["sampled_tokens_per_second"] = sampled / sum(m["time/sampling"] for m in rollouts)
     return found
-
-
-HEAD = (
-    f"{'stage':5} {'steps':>5} {'s':>6} {'tokens/s':>9} {'MFU':>6} {'GiB':>5}  "
-    f"{'first -> last':24} {'held out':28} resumed"
-)
 
 
 def line(stage: str, r: dict[str, Any]) -> str:
     """Return a stage's line of the table."""
-    mfu = "-" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
-    peak = "-" if r["peak_memory_gib"] is None else f"{r['peak_memory_gib']:.1f}"
     error = "" if r["held_out_error"] is None else f" +- {r['held_out_error']:.3f}"
     held_out = "-" if r["held_out"] is None else f"{HELD_OUT[stage].rpartition('/')[2]} {r['held_out']:.3f}{error}"
-    curve, resumed = f"{r['curve']} {r['first']:.3f} -> {r['last']:.3f}", "-"
+    curve, resumed = f"{r['curve']} {r['first']:.3f} -> {r['last']:.3f}", ""
     if r["resumed_at"]:
-        resumed = f"at {r['resumed_at']}; {r['repeated_steps']} steps again, loss off by {r['loss_difference']:.1e}"
-    speed = f"{r['steps']:5} {r['seconds']:6.1f} {r['tokens_per_second']:9.0f} {mfu:>6} {peak:>5}"
-    return f"{stage:5} {speed}  {curve:24} {held_out:28} {resumed}"
+        resumed = f"resumed at {r['resumed_at']}; loss of {r['repeated_steps']} steps off by {r['loss_difference']:.1e}"
+    return f"{stage:5} {r['steps']:5} steps {r['seconds']:6.1f} s  {curve:24} {held_out:28} {resumed}"
 
 
 def plot(folder: Path) -> Path:
@@ -397,9 +360,7 @@ def plot(folder: Path) -> Path:
         for file, style in (("metrics.jsonl", {"lw": 1}), ("killed.jsonl", {"lw": 3, "alpha": 0.3})):
             if (folder / stage / file).exists():
                 lines = read_lines(folder / stage / file)
-                axis.plot(
-                    [m["step"] for m in lines], [m[name] for m in lines], label=file.removesuffix(".jsonl"), **style
-                )
+                axis.plot([m["step"] for m in lines], [m[name] for m in lines], **style)
         axis.set(title=f"{stage}: {name}", xlabel="step")
         axis.legend(["run", "before it was killed"])
     figure.tight_layout()
@@ -409,72 +370,40 @@ def plot(folder: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="folder of all runs")
+    parser.add_argument("--output", type=Path, required=True, help="folder of all runs")
     parser.add_argument("--data", type=Path, help="folder of real data; without it the demo's is generated")
-    for stage in KINDS:
-        parser.add_argument(f"--{stage}", type=Path, nargs="+", help=f"data files of {stage} instead of DATA/{stage}")
-    parser.add_argument("--tokenizer", type=Path, help="folder or tokenizer.json instead of DATA's")
     parser.add_argument("--size", choices=RECIPES, default="tiny")
     parser.add_argument(
         "--max-length", type=int, default=256, help="tokens of the longest sequence; four times that per micro-batch"
     )
     parser.add_argument("--gpus", type=int, default=1, help="processes, all of one sequence-parallel group")
-    parser.add_argument("--steps", nargs="*", default=[], metavar="STAGE=N", help="other than the recipe's")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="STAGE.KEY=JSON", help="settings, for example sft.optimizer.lr=1e-4"
     )
     parser.add_argument(
         "--kill", nargs="*", default=[*KINDS], choices=[*KINDS], help="stages that are killed once; default all"
     )
-    parser.add_argument("--reward", default="rm", help="of PPO: rm, or module:function")
-    parser.add_argument(
-        "--plot", type=Path, metavar="DIR", help="only draw DIR/curves.png from DIR/STAGE/metrics.jsonl"
-    )
     a = parser.parse_args()
-    if a.plot:
-        print(plot(a.plot))
-        return 0
-    output = (a.output or parser.error("--output is missing; name a folder for the runs")).resolve()
+    output = a.output.resolve()
     if a.data:
-        given = {stage: getattr(a, stage) or [a.data / stage] for stage in KINDS}
-        data = {
-            stage: split(stage, files, output / "data", 4 if KINDS[stage] == "pair" else 12)
-            for stage, files in given.items()
-        }
-        tokenizer = a.tokenizer or next(p for p in (a.data / "tokenizer.json", a.data / "tokenizer") if p.exists())
+        data = {stage: split(stage, a.data / stage, output / "data", 4 if kind == "pair" else 12)
+                for stage, kind in KINDS.items()}  # fmt: skip
+        tokenizer = next(p for p in (a.data / "tokenizer.json", a.data / "tokenizer") if p.exists())
     else:
         data, tokenizer = demo_data(output / "data")
     changes: dict[str, dict[str, Any]] = {}
-    for entry in [*(s.replace("=", ".run.steps=") for s in a.steps), *a.set]:
+    for entry in a.set:
         name, _, value = entry.partition("=")
         stage, _, key = name.partition(".")
         changes.setdefault(stage, {})[key] = json.loads(value)
-    chain = Chain(
-        output,
-        RECIPES[a.size],
-        data,
-        tokenizer.resolve(),
-        launch,
-        a.gpus,
-        a.max_length,
-        tuple(a.kill),
-        a.reward,
-        changes,
-    )
-    found = chain.run()
-    ppo, total = found["ppo"], sum(record["seconds"] for record in found.values())
-    rise = f"{(ppo['last'] - ppo['first']) / ppo['rise_error']:.1f} standard errors"
-    table = "\n".join([
-        HEAD, *(line(stage, record) for stage, record in found.items()),
-        f"PPO's score rose by {rise}; it sampled {ppo['sampled_tokens_per_second']:.0f} tokens/s; "
-        f"all stages took {total:.0f} s",
-    ])  # fmt: skip
+    recipe, tokenizer = RECIPES[a.size], tokenizer.resolve()
+    found = Chain(output, recipe, data, tokenizer, launch, a.gpus, a.max_length, tuple(a.kill), changes).run()
+    ppo = found["ppo"]
+    rise = f"PPO's score rose by {(ppo['last'] - ppo['first']) / ppo['rise_error']:.1f} standard errors"
+    table = "\n".join([*(line(stage, record) for stage, record in found.items()), rise])
     (output / "table.txt").write_text(f"{table}\n")
     print(f"\n{table}")
-    try:
-        print(plot(output))
-    except ImportError:
-        print("no matplotlib here: copy the folder without its checkpoints and draw it with --plot")
+    print(plot(output))
     return 0
 
 

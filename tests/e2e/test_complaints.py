@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,105 +75,77 @@ def arguments(place: Path, stage: str = "sft", **settings: Any) -> list[str]:
     return tiny(stage, place / "run", place / "cache", **settings)
 
 
-def full_disk(rank: int) -> None:
-    import shutil as module
-
-    usage = module.disk_usage
-    module.disk_usage = lambda path: usage(path)._replace(free=100_000)
-
-
-CASES: dict[str, Any] = {
-    "bad config": (lambda p: ["--config", p / "bad.toml"], r"bad.toml does not hold one valid table: .*line"),
-    "wrong key": (
-        lambda p: arguments(p, optimizer__learning_rate=1e-4),
-        r"optimizer.learning_rate: unknown; here it is optimizer.lr",
-    ),
-    "missing data": (lambda p: arguments(p, data__train='["none.jsonl"]'), r"data: .*/none.jsonl"),
-    "broken line": (lambda p: arguments(p, data__train=[str(p / "broken.jsonl")]), r"broken.jsonl.* (line|row) 6"),
+# What is wrong: how the run is started (PLACE is the folder of wrong files), and the complaint.
+CASES = {
+    "bad config": ("config PLACE/bad.toml", r"bad.toml does not hold one valid table: .*line"),
+    "wrong key": ("sft optimizer.learning_rate=1e-4", r"optimizer.learning_rate: unknown; here it is optimizer.lr"),
+    "missing data": ("sft data.train=none.jsonl", r"data: .*/none.jsonl"),
+    "broken line": ("sft data.train=PLACE/broken.jsonl", r"broken.jsonl.* (line|row) 6"),
     "data table": (
-        lambda p: arguments(p, data__train={"path": "a.jsonl", "colums": {}}),
+        'sft data.train={"path":"a.jsonl","colums":{}}',
         r"data: data source a.jsonl: colums: Unexpected",
     ),
     "output in a file": (
-        lambda p: arguments(p, run__output=p / "bad.toml/run"),
+        "sft run.output=PLACE/bad.toml/run",
         r"run.output .*/run cannot be written: .*bad.toml is",
     ),
-    "no wandb": (
-        lambda p: arguments(p, run__wandb="project"),
-        r"run.wandb is set but the package wandb is not installed; pip",
-    ),
-    "no such reference": (
-        lambda p: arguments(p, "dpo", dpo__reference=p / "nowhere/model"),
-        r"dpo.reference is .* no folder /.*nowhere",
-    ),
-    "lacking reference": (
-        lambda p: arguments(p, "dpo", dpo__reference=p / "lacking"),
-        r"dpo.reference: .* lacks 1 of 21 parameters",
-    ),
+    "no wandb": ("sft run.wandb=project", r"run.wandb is set but the package wandb is not installed; pip"),
+    "no such reference": ("dpo dpo.reference=PLACE/nowhere/model", r"dpo.reference is .* no folder /.*nowhere"),
+    "lacking reference": ("dpo dpo.reference=PLACE/lacking", r"dpo.reference: .* lacks 1 of 21 parameters"),
     "another tokenizer's reference": (
-        lambda p: arguments(p, "kto", kto__reference=p / "small"),
+        "kto kto.reference=PLACE/small",
         r"kto.reference .* has 100 tokens but the policy \d+",
     ),
     "degree": (
-        lambda p: arguments(p, parallel__sequence_parallel_size=3),
+        "sft parallel.sequence_parallel_size=3",
         r"size is 3 but must divide the 2 processes; set it to one of \[1, 2\]",
     ),
-    "too long": (lambda p: arguments(p, batch__tokens_per_microbatch=16), r"tokens_per_microbatch.* 16"),
-    "no template": (lambda p: arguments(p, model__tokenizer=p / "no_template"), r"chat template"),
-    "kernel on CPU": (lambda p: arguments(p, model__attention="flash4"), r"model.attention: .*flash4"),
-    "full disk": (lambda p: arguments(p), r"GiB free but 2 checkpoints and the export need"),
-    "held folder": (
-        lambda p: arguments(p, run__output=p / "held"),
-        r'held already holds checkpoints; set run.resume = "auto"',
-    ),
+    "too long": ("sft batch.tokens_per_microbatch=16", r"tokens_per_microbatch.* 16"),
+    "no template": ("sft model.tokenizer=PLACE/no_template", r"chat template"),
+    "kernel on CPU": ("sft model.attention=flash4", r"model.attention: .*flash4"),
+    "full disk": ("sft", r"GiB free but 2 checkpoints and the export need"),
+    "held folder": ("sft run.output=PLACE/held", r'held already holds checkpoints; set run.resume = "auto"'),
     "lacking weights": (
-        lambda p: pretrained(p, "lacking"),
+        "pretrained lacking",
         r"lacks 1 of 21 parameters, first model.layers.1.mlp.up_proj.weight",
     ),
-    "no such model": (lambda p: pretrained(p, "nowhere"), r"there is no folder /.*nowhere"),
-    "not a checkpoint": (
-        lambda p: arguments(p, run__resume=p / "model"),
-        r"run.resume: .*/model is not a complete checkpoint",
-    ),
+    "no such model": ("pretrained nowhere", r"there is no folder /.*nowhere"),
+    "not a checkpoint": ("sft run.resume=PLACE/model", r"run.resume: .*/model is not a complete checkpoint"),
     "older checkpoint": (
-        lambda p: arguments(p, run__output=p / "later", run__resume=p / "later/checkpoints/step-2"),
+        "sft run.output=PLACE/later run.resume=PLACE/later/checkpoints/step-2",
         r"also holds step-4, which run.resume = \"auto\" would continue .*run.overwrite = true to delete step-4, or",
     ),
     "another run's checkpoint": (
-        lambda p: arguments(p, run__output=p / "held", run__resume=p / "later/checkpoints/step-4"),
+        "sft run.output=PLACE/held run.resume=PLACE/later/checkpoints/step-4",
         r"run.output also holds step-3, .*run.overwrite = true to delete step-3, or another run.output",
     ),
     "gradient policy": (
-        lambda p: arguments(p, gradients__policies=[{"policy": "gradient_centralization", "when": 1}]),
+        'sft gradients.policies=[{"policy":"gradient_centralization","when":1}]',
         r"gradients.policies\[0\]: gradient_centralization has no setting 'when'",
     ),
 }
 
 
+def command_line(place: Path, start: str) -> list[Any]:
+    stage, *rest = start.replace("PLACE", str(place)).split()
+    if stage == "config":
+        return ["--config", *rest]
+    if stage == "pretrained":
+        return pretrained(place, *rest)
+    return arguments(place, stage, **dict(setting.split("=", 1) for setting in rest))
+
+
 def pretrained(place: Path, name: str) -> list[Any]:
-    return [
-        "--stage",
-        "sft",
-        "--model.path",
-        place / name,
-        "--model.dtype",
-        "float32",
-        "--run.steps",
-        "3",
-        "--run.output",
-        place / "run",
-        "--data.cache",
-        place / "cache",
-        "--data.train",
-        json.dumps([str(DATA / "sft_eval.jsonl")]),
-        "--data.max_length",
-        "256",
-    ]
+    """A run that starts from a model folder, whose weights bring their shape."""
+    options = "--stage sft --model.dtype float32 --run.steps 3 --data.max_length 256".split()
+    paths = {"model.path": place / name, "run.output": place / "run", "data.cache": place / "cache",
+             "data.train": DATA / "sft_eval.jsonl"}  # fmt: skip
+    return options + [word for name, path in paths.items() for word in (f"--{name}", path)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, tmp_path: Path) -> None:
-    make, pattern = CASES[name]
+    start, pattern = CASES[name]
 
     def before(rank: int) -> None:
         import torch.distributed as dist
@@ -182,11 +155,12 @@ def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, t
 
         dist.init_process_group = meet
         if name == "full disk":
-            full_disk(rank)
+            usage = shutil.disk_usage
+            shutil.disk_usage = lambda path: usage(path)._replace(free=100_000)
         if name == "no wandb":
             sys.modules["wandb"] = None
 
-    started = Ranks(make(place), 2, tmp_path, before=before)
+    started = Ranks(command_line(place, start), 2, tmp_path, before=before)
     outcome = started.wait(60)
     assert list(started.codes.values()) == [2, 2], outcome.stderr
     lines = outcome.stderr.strip().splitlines()
@@ -215,16 +189,8 @@ def test_the_process_that_tells_leaves_first(place: Path, tmp_path: Path) -> Non
 def test_what_the_run_holds_already_counts_as_free_disk(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = parse_command_line(
-        [
-            *map(str, pretrained(place, "model")),
-            "--run.output",
-            str(tmp_path / "run"),
-            "--run.save_every",
-            "1",
-            "--run.overwrite",
-        ]
-    ).config
+    more = ["--run.output", str(tmp_path / "run"), "--run.save_every", "1", "--run.overwrite"]
+    config = parse_command_line([*map(str, pretrained(place, "model")), *more]).config
     each = 12 * ModelConfig.from_hf(json.loads((place / "model/config.json").read_text())).num_parameters()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2 * each))
@@ -280,14 +246,16 @@ def test_a_pair_with_an_empty_answer_is_dropped_and_reported(place: Path, tmp_pa
     assert re.search(r"dropped, empty answer: 1 \(.*empty_answer.jsonl row 8\)", outcome.stdout), outcome.stdout
 
 
-def fail_on_rank_1(rank: int) -> None:
+def fail_on_rank_1(rank: int, others_wait: bool = False) -> None:
     from ulysses.training.stages.sft import SftStage
 
     losses = SftStage.losses
 
     def broken(self: Any, batch: Any, metrics: Any) -> Any:
-        if rank == 1 and self.step == 2:
+        if self.step == 2 and rank == 1:
             raise ValueError("planted")
+        if self.step == 2 and others_wait:
+            time.sleep(300)
         return losses(self, batch, metrics)
 
     SftStage.losses = broken
@@ -295,13 +263,8 @@ def fail_on_rank_1(rank: int) -> None:
 
 def test_an_error_on_one_process_ends_all_and_is_told_once(place: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
-    outcome = ranks(
-        arguments(place, run__output=output, parallel__sequence_parallel_size=2),
-        2,
-        tmp_path,
-        before=fail_on_rank_1,
-        timeout=40,
-    )
+    line = arguments(place, run__output=output, parallel__sequence_parallel_size=2)
+    outcome = ranks(line, 2, tmp_path, before=fail_on_rank_1, timeout=40)
     assert outcome.code == 1
     assert re.findall(r"^error: .*$", outcome.stderr, re.M) == ["error: rank 1, step 3: ValueError: planted"]
     assert outcome.stderr.count("Traceback") == 1, "an error that nobody foresaw comes with one stack trace"
@@ -309,23 +272,8 @@ def test_an_error_on_one_process_ends_all_and_is_told_once(place: Path, tmp_path
 
 
 def test_a_process_stuck_outside_of_collectives_is_ended_too(place: Path, tmp_path: Path) -> None:
-    def before(rank: int) -> None:
-        fail_on_rank_1(rank)
-        if rank == 0:
-            import time
-
-            from ulysses.training.stages.sft import SftStage
-
-            losses = SftStage.losses
-
-            def sleeps(self: Any, *rest: Any) -> Any:
-                if self.step == 2:
-                    time.sleep(300)
-                return losses(self, *rest)
-
-            SftStage.losses = sleeps
-
-    outcome = ranks(arguments(place, run__output=tmp_path / "run"), 2, tmp_path, before=before, timeout=40)
+    line, stuck = arguments(place, run__output=tmp_path / "run"), partial(fail_on_rank_1, others_wait=True)
+    outcome = ranks(line, 2, tmp_path, before=stuck, timeout=40)
     assert outcome.code == 1 and outcome.stderr.count("error: rank 1, step 3") == 1
 
 
@@ -348,14 +296,8 @@ def test_non_finite_loss_stops_before_the_weights_are_touched(place: Path, tmp_p
 
         ZeroEngine.step = touched
 
-    line = pretrained(tmp_path, "bad")
-    outcome = ranks(
-        [*line, "--run.output", tmp_path / "run", "--parallel.sequence_parallel_size", "2"],
-        2,
-        tmp_path,
-        before=before,
-        timeout=60,
-    )
+    line = [*pretrained(tmp_path, "bad"), "--parallel.sequence_parallel_size", "2"]
+    outcome = ranks(line, 2, tmp_path, before=before, timeout=60)
     assert outcome.code == 1 and "touched" not in outcome.stderr
     [told] = re.findall(r"^error: .*$", outcome.stderr, re.M)
     assert re.match(r"error: rank \d, step 1: the loss is nan .*; examples \[\d+, ", told), told
