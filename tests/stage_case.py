@@ -20,6 +20,7 @@ from tests.engine_case import (
     sequences,
     take_steps,
 )
+from tests.zero_case import filled
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -147,13 +148,8 @@ def formula(
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
     """Loss, gradients and metrics of a step with the first weights: float64, one sequence at a time, no ZeRO."""
     data = stage_dataset(case) if data is None else data
-    model = make_model(case, None, attention="reference")
     source = StartedAdapters(InitialWeights(case.shape, 0), 0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            flat = source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu"))
-            p.copy_(flat.view(p.shape))
-    model.double()
+    model = filled(make_model(case, None, attention="reference"), source).double()
     indices = StepLoader(data, case.examples, tokens_per_microbatch=10_000, seed=3).indices(0, step)
     examples = [data[i] for i in indices]
 

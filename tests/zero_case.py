@@ -27,6 +27,14 @@ class HostWeights(InitialWeights):
         return super().slice(name, shape, start, stop, dtype, torch.device("cpu")).to(device)
 
 
+@torch.no_grad()
+def filled(model: nn.Module, source: WeightSource) -> nn.Module:
+    """Give a whole model the weights of a source, and return it."""
+    for name, p in model.named_parameters():
+        p.copy_(source.slice(name, p.shape, 0, p.numel(), p.dtype, torch.device("cpu")).view(p.shape))
+    return model
+
+
 def trained_engine(
     create: Callable[[], nn.Module],
     source: WeightSource,

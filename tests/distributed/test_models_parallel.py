@@ -12,7 +12,7 @@ from models import CausalLM, LayerMemory, ModelConfig, RewardModel, init_weights
 from models.decoder import Decoder
 from tests.harness import device, gpus, run_distributed
 from tests.stage_case import StartedAdapters
-from tests.zero_case import HostWeights, trained_engine, whole_gradients
+from tests.zero_case import HostWeights, filled, trained_engine, whole_gradients
 from ulysses.memory.levels import LEVELS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import available_kernels
@@ -59,9 +59,7 @@ def source_of(config: ModelConfig, adapters: bool) -> Any:
 
 def one_process(config: ModelConfig, adapters: bool = False) -> dict[str, torch.Tensor]:
     """Gradients of plain torch; called outside of the ranks."""
-    model, source = make(config, None, adapters), source_of(config, adapters)
-    for name, p in model.named_parameters():
-        p.data.copy_(source.slice(name, p.shape, 0, p.numel(), p.dtype, p.device).view(p.shape))
+    model = filled(make(config, None, adapters), source_of(config, adapters))
     loss_of(model, pack_shard(sequences(), ParallelMesh(1))).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 

@@ -22,7 +22,7 @@ from tests.engine_case import (
 )
 from tests.harness import run_distributed
 from tests.shuffled_loader import ShuffledLoader
-from tests.zero_case import HostWeights, frozen_engine, trained_engine
+from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -137,11 +137,7 @@ def formula(config: PpoSection, shape: ModelConfig = SHAPE) -> tuple[float, dict
     """Loss, gradients and metrics of the first step, one sequence at a time, float64, no ZeRO."""
     data = fixed_rollout()
     model = PolicyValue(shape, None, separate=config.value == "separate", attention="reference")
-    source = HostWeights(shape, 0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu")).view(p.shape))
-    model.double()
+    filled(model, HostWeights(shape, 0)).double()
     sums = {
         name: torch.zeros((), dtype=torch.float64)
         for name in ("policy", "value", "entropy", "kl", "clipped", "ratio")
@@ -368,23 +364,12 @@ def model_scores() -> bool:
     engine = engine_of(mesh, config)
     scorer = frozen_engine(lambda: RewardModel(SHAPE, mesh), source)
     maker = RolloutMaker(
-        engine,
-        None,
-        None,
-        scorer,
-        shape=SHAPE,
-        tokenizer=None,
-        mesh=mesh,
-        config=config,
-        options=OPTIONS,
-        budget=128,
+        engine, None, None, scorer, shape=SHAPE, tokenizer=None, mesh=mesh, config=config, options=OPTIONS, budget=128,
         seed=1,
-    )
+    )  # fmt: skip
     answers = maker.answer(0, prompts(), [3, 1, 5])
-    plain = RewardModel(SHAPE, None, attention="reference")
+    plain = filled(RewardModel(SHAPE, None, attention="reference"), source)
     with torch.no_grad():
-        for name, p in plain.named_parameters():
-            p.copy_(source.slice(name, p.shape, 0, p.numel(), torch.float32, torch.device("cpu")).view(p.shape))
         one = [float(plain(pack_shard([answers.sequence(i)], ParallelMesh(1), "cpu"))[-1]) for i in range(3)]
     torch.testing.assert_close(answers.scores, torch.tensor(one, dtype=torch.float64), rtol=1e-4, atol=1e-5)
     for e in (engine, scorer):

@@ -78,18 +78,8 @@ def run(
     """Run train.py to its end; with several agents, `processes` belong to each of them."""
     port = free_port()
     line = [*command(launcher, processes, port, agents), str(ROOT / "train.py"), *map(str, arguments)]
-    children = [
-        subprocess.Popen(
-            line,
-            cwd=cwd,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for _ in range(agents)
-    ]
+    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    children = [subprocess.Popen(line, cwd=cwd, env=environment(), **options) for _ in range(agents)]
     deadline, texts = time.monotonic() + timeout, []
     try:
         for child in children:
@@ -210,15 +200,12 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in ("seconds", "tokens_per_second")} for line in lines]
+
+
 # Three layers are the fewest of which DeepSpeed still gathers some ahead when an evaluation ends.
-TINY = [
-    "--model.config.hidden_size",
-    "32",
-    "--model.config.intermediate_size",
-    "64",
-    "--model.config.num_hidden_layers",
-    "3",
-]
+SIZE = {"hidden_size": "32", "intermediate_size": "64", "num_hidden_layers": "3"}
 
 
 def tiny(stage: str, output: Path, cache: Path, **settings: Any) -> list[str]:
@@ -232,10 +219,8 @@ def tiny(stage: str, output: Path, cache: Path, **settings: Any) -> list[str]:
     if stage == "dpo":  # the preference loss alone, which starts at ln 2
         values["dpo.sft_weight"] = 0.0
     values |= {name.replace("__", "."): value for name, value in settings.items()}
-    out = ["--config", str(ROOT / f"configs/demo/{stage}.toml"), *TINY]
+    values = {f"model.config.{name}": value for name, value in SIZE.items()} | values
+    out = ["--config", str(ROOT / f"configs/demo/{stage}.toml")]
     for name, value in values.items():
-        out += [
-            f"--{name}",
-            value if isinstance(value, str) else str(value) if isinstance(value, Path) else json.dumps(value),
-        ]
+        out += [f"--{name}", str(value) if isinstance(value, str | Path) else json.dumps(value)]
     return out

@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from models.decoder import CausalLM
-from models.hf_format import WeightFiles, read_config
+from models.hf_format import read_config
+from tests.e2e.launch import without_times
 from tests.e2e.test_stage_runs import SHAPE, base, demo, on_ranks, settings  # noqa: F401 (fixtures)
 from tests.harness import run_distributed
+from tests.zero_case import filled
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.training.build import InitialWeights
 from ulysses.training.command_line import check
 from ulysses.training.run import TrainingRun
 
@@ -29,19 +32,16 @@ def test_the_initial_policys_own_folder_is_the_live_reference(demo, base, tmp_pa
         on_ranks(2, dpo(demo, base, tmp_path / name, dpo__reference=kind, run__steps=3))
         for name, kind in (("live", "live"), ("path", str(base)))
     ]
-    timed = ("seconds", "tokens_per_second")
-    live, path = ([{k: v for k, v in line.items() if k not in timed} for line in lines] for lines in found)
+    live, path = map(without_times, found)
     assert live == path
     assert live[0]["loss"] == pytest.approx(np.log(2), abs=1e-6) and live[2]["loss"] < 0.68
 
 
 def plain(folder: Path) -> CausalLM:
     """The model in float64 in one process."""
-    model, files = CausalLM(read_config(folder), None, attention="reference"), WeightFiles(folder)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(files.read(name).view(p.shape))
-    return model.double()
+    shape = read_config(folder)
+    model = CausalLM(shape, None, attention="reference")
+    return filled(model, InitialWeights(shape, 0, folder)).double()
 
 
 def answer_logps(model: CausalLM, s: Sequence) -> torch.Tensor:
@@ -74,23 +74,10 @@ def with_another(config: dict[str, Any], policy: Path, reference: Path) -> tuple
 
 
 def test_another_reference_gives_its_own_loss(demo, base, tmp_path) -> None:  # noqa: F811
-    heads = {
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 8,
-    }  # which the policy's degree does not divide
-    on_ranks(
-        1,
-        settings(
-            demo,
-            "sft",
-            tmp_path / "other",
-            run__steps=3,
-            run__seed=7,
-            optimizer__lr=3e-2,
-            model__config=SHAPE | heads,
-        ),
-    )
+    # heads that the policy's degree does not divide
+    shape = SHAPE | {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}
+    changes = {"run__steps": 3, "run__seed": 7, "optimizer__lr": 3e-2, "model__config": shape}
+    on_ranks(1, settings(demo, "sft", tmp_path / "other", **changes))
     other = tmp_path / "other" / "export"
     config = dpo(demo, base, tmp_path / "run", dpo__reference=str(other), dpo__beta=0.1)
     for found, expected, moved in run_distributed(with_another, 2, config, base, other, with_zero=True, cpu=True):
