@@ -49,9 +49,8 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 # Fields that change what the layers compute, with the values that leave them as they are; any other value is refused.
-_NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
-    (
-        (None, 0),
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
         (
             "num_experts",
             "num_local_experts",
@@ -64,9 +63,9 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
             "is_encoder_decoder",
             "add_cross_attention",
         ),
+        (None, 0),
     ),
-    (
-        (None, 1),
+    **dict.fromkeys(
         (
             "partial_rotary_factor",
             "logit_scale",
@@ -75,9 +74,9 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
             "logits_scaling",
             "scale_emb",
         ),
+        (None, 1),
     ),
-    (
-        (None, {}, []),
+    **dict.fromkeys(
         (
             "quantization_config",
             "auto_map",
@@ -87,9 +86,10 @@ _NEUTRAL: tuple[tuple[tuple[Any, ...], tuple[str, ...]], ...] = (
             "scale_depth",
             "no_rope_layers",
         ),
+        (None, {}, []),
     ),
-    ((None, "silu", "swish"), ("hidden_act",)),
-)
+    "hidden_act": (None, "silu", "swish"),
+}
 
 _REQUIRED = (
     "vocab_size",
@@ -169,7 +169,7 @@ class ModelConfig:
         heads, eos = _number(known, "num_attention_heads"), known.get("eos_token_id")
         known.setdefault("num_key_value_heads", heads)
         known.setdefault("head_dim", _number(known, "hidden_size") // heads)
-        theta, scaling = _read_rope(raw, family.defaults["rope_theta"])
+        theta, scaling = _read_rope(known)
         return cls(
             model_type=model_type,
             **{name: _number(known, name) for name in _WHOLE},
@@ -236,11 +236,9 @@ def _number(fields: Mapping[str, Any], name: str, kind: type = int) -> Any:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
-    neutral = {name: values for values, names in _NEUTRAL for name in names}
-    neutral |= dict.fromkeys(family.switched_off, (None, False))
-    if not raw.get("use_sliding_window", "use_sliding_window" not in family.switched_off):
-        neutral["sliding_window"] = (raw.get("sliding_window"),)
-    neutral.setdefault("sliding_window", (None,))
+    neutral = {**_NEUTRAL, **dict.fromkeys(family.switched_off, (None, False))}
+    if raw.get("use_sliding_window", "use_sliding_window" not in family.switched_off):
+        neutral["sliding_window"] = (None,)
     for field, values in neutral.items():
         value = raw.get(field)
         if value not in values:
@@ -262,11 +260,10 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
         )
 
 
-def _read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, RopeScaling | None]:
+def _read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Return (theta, scaling) from either style; the new style keeps both in rope_parameters."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    theta = default_theta if theta is None else float(theta)
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or fields["rope_theta"])
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise ValueError(
@@ -280,30 +277,12 @@ def _read_rope(raw: Mapping[str, Any], default_theta: float) -> tuple[float, Rop
             f"config.json has rope type {kind!r} but only 'default' and 'llama3' are computed; remove it or use "
             "another model"
         )
-    original = rope.get("original_max_position_embeddings") or raw.get("max_position_embeddings", 0)
+    length = rope.get("original_max_position_embeddings") or fields["max_position_embeddings"]
     names = ("factor", "low_freq_factor", "high_freq_factor")
     missing = [name for name in names if name not in rope]
     if missing:
         raise ValueError(f"config.json asks for llama3 rope scaling without {missing[0]}; add it")
-    return theta, RopeScaling(*(float(rope[name]) for name in names), int(original))
-
-
-def _sizes(
-    common: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]
-) -> dict[str, ModelConfig]:
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
-    return {
-        name: ModelConfig(
-            **{**common, **dict(zip(names, sizes)), "head_dim": sizes[0] // sizes[3], **more}
-        )
-        for name, (*sizes, more) in table.items()
-    }
+    return theta, RopeScaling(*(float(rope[name]) for name in names), int(length))
 
 
 _LLAMA3 = {
@@ -315,14 +294,16 @@ _LLAMA3 = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-_LLAMA31, _LLAMA32 = (
-    {
-        "max_position_embeddings": 131072,
-        "rope_scaling": RopeScaling(factor, 1.0, 4.0, 8192),
-        "tie_word_embeddings": tied,
-    }
-    for factor, tied in ((8.0, False), (32.0, True))
-)
+_LLAMA31 = {
+    **_LLAMA3,
+    "max_position_embeddings": 131072,
+    "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8192),
+}
+_LLAMA32 = {
+    **_LLAMA31,
+    "rope_scaling": RopeScaling(32.0, 1.0, 4.0, 8192),
+    "tie_word_embeddings": True,
+}
 _QWEN25 = {
     "model_type": "qwen2",
     "vocab_size": 152064,
@@ -333,35 +314,37 @@ _QWEN25 = {
     "bos_token_id": 151643,
     "eos_token_id": 151643,
 }
-_SMALL = {"vocab_size": 151936, "tie_word_embeddings": True}
-_SHORT = {"max_position_embeddings": 32768}
-_EPS5 = {"rms_norm_eps": 1e-5}
+_QWEN25_TIED = {**_QWEN25, "vocab_size": 151936, "tie_word_embeddings": True}
+_QWEN25_SHORT = {**_QWEN25_TIED, "max_position_embeddings": 32768}
+_QWEN25_LARGE = {**_QWEN25, "rms_norm_eps": 1e-5}
 
-# name: width, width of the MLP, layers, query heads, kv heads, other fields
+# name: other fields, width, width of the MLP, layers, query heads, kv heads
+_PUBLISHED: Mapping[str, tuple[Mapping[str, Any], int, int, int, int, int]] = {
+    "llama3-8b": (_LLAMA3, 4096, 14336, 32, 32, 8),
+    "llama3-70b": (_LLAMA3, 8192, 28672, 80, 64, 8),
+    "llama3.1-8b": (_LLAMA31, 4096, 14336, 32, 32, 8),
+    "llama3.1-70b": (_LLAMA31, 8192, 28672, 80, 64, 8),
+    "llama3.2-1b": (_LLAMA32, 2048, 8192, 16, 32, 8),
+    "llama3.2-3b": (_LLAMA32, 3072, 8192, 28, 24, 8),
+    "qwen2.5-0.5b": (_QWEN25_SHORT, 896, 4864, 24, 14, 2),
+    "qwen2.5-1.5b": (_QWEN25_TIED, 1536, 8960, 28, 12, 2),
+    "qwen2.5-3b": (_QWEN25_SHORT, 2048, 11008, 36, 16, 2),
+    "qwen2.5-7b": (_QWEN25, 3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": (_QWEN25_LARGE, 5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": (_QWEN25_LARGE, 5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": (_QWEN25_LARGE, 8192, 29568, 80, 64, 8),
+}
 ARCHITECTURES: Mapping[str, ModelConfig] = {
-    **_sizes(
-        _LLAMA3,
-        {
-            "llama3-8b": (4096, 14336, 32, 32, 8, {}),
-            "llama3-70b": (8192, 28672, 80, 64, 8, {}),
-            "llama3.1-8b": (4096, 14336, 32, 32, 8, _LLAMA31),
-            "llama3.1-70b": (8192, 28672, 80, 64, 8, _LLAMA31),
-            "llama3.2-1b": (2048, 8192, 16, 32, 8, _LLAMA32),
-            "llama3.2-3b": (3072, 8192, 28, 24, 8, _LLAMA32),
-        },
-    ),
-    **_sizes(
-        _QWEN25,
-        {
-            "qwen2.5-0.5b": (896, 4864, 24, 14, 2, _SMALL | _SHORT),
-            "qwen2.5-1.5b": (1536, 8960, 28, 12, 2, _SMALL),
-            "qwen2.5-3b": (2048, 11008, 36, 16, 2, _SMALL | _SHORT),
-            "qwen2.5-7b": (3584, 18944, 28, 28, 4, {}),
-            "qwen2.5-14b": (5120, 13824, 48, 40, 8, _EPS5),
-            "qwen2.5-32b": (5120, 27648, 64, 40, 8, _EPS5),
-            "qwen2.5-72b": (8192, 29568, 80, 64, 8, _EPS5),
-        },
-    ),
+    name: ModelConfig(
+        hidden_size=width,
+        intermediate_size=mlp_width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width // heads,
+        **fields,
+    )
+    for name, (fields, width, mlp_width, layers, heads, kv_heads) in _PUBLISHED.items()
 }
 
 

@@ -16,8 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from models import fused_triton
 
-HALF_TYPES = (torch.bfloat16, torch.float16)
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable."""
@@ -98,7 +96,7 @@ def _on_gpu(x: Tensor) -> bool:
     return (
         x.is_cuda
         and fused_triton.triton is not None
-        and x.dtype in (*HALF_TYPES, torch.float32)
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and x.numel() > 0
     )
 

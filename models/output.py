@@ -32,9 +32,8 @@ class VocabularyHead(nn.Module):
     ) -> None:
         super().__init__()
         self.tile_rows = tile_rows
-        if tied is None:
-            tied = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.weight = tied
+        size = config.vocab_size, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(size)) if tied is None else tied
 
     def forward(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
         return linear_logprobs(hidden, self.weight, targets, tile_rows=self.tile_rows, **options)

@@ -13,7 +13,7 @@ Shapes: B sequences, P longest prompt, M longest sequence, D width, H query head
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -39,16 +39,16 @@ class SamplingOptions:
     stop_tokens: tuple[int, ...] = ()  # the one that ends a completion is part of it
 
 
-@dataclass(frozen=True)
+@dataclass
 class Completion:
     """One answer: its tokens (the stop token included), their log-probabilities, and whether a stop token ended it.
 
     The log-probabilities are those of the whole tempered distribution, before top_p and top_k.
     """
 
-    tokens: list[int]
-    logps: list[float]
-    ended: bool
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    ended: bool = False
 
 
 def uniforms(seed: int, rollout: int, prompts: Sequence[int], token: int) -> np.ndarray:
@@ -143,9 +143,7 @@ class Sampler:
         places = torch.tensor(lengths, device=self.device)  # where the first drawn token goes
         last = hidden[torch.arange(count, device=self.device), places - 1]
         drawn = places  # of the token before; the first is predicted by the prompt
-        tokens: list[list[int]] = [[] for _ in prompts]
-        logps: list[list[float]] = [[] for _ in prompts]
-        ended = [False] * count
+        answers = [Completion() for _ in prompts]
         rows = list(range(count))  # the sequences still decoded, as rows of the cache
         t = 0  # tokens that each of them has
         while rows:
@@ -163,18 +161,19 @@ class Sampler:
                 values.append(value)
             for found, value in zip(torch.stack(block).tolist(), torch.stack(values).tolist()):
                 for r, token, logp in zip(rows, found, value):
-                    if not ended[r]:
-                        tokens[r].append(token)
-                        logps[r].append(logp)
-                        ended[r] = token in options.stop_tokens
+                    answer = answers[r]
+                    if not answer.ended:
+                        answer.tokens.append(token)
+                        answer.logps.append(logp)
+                        answer.ended = token in options.stop_tokens
             t = span.stop
-            going = [i for i, r in enumerate(rows) if not ended[r]] if t < limit else []
+            going = [i for i, r in enumerate(rows) if not answers[r].ended] if t < limit else []
             if going and len(going) < len(rows):
                 keep = torch.tensor(going, device=self.device)
                 drawn, places = drawn[keep], places[keep]
                 cache.keep(keep)
             rows = [rows[i] for i in going]
-        return [Completion(*parts) for parts in zip(tokens, logps, ended)]
+        return answers
 
     def _draw(self, hidden: Tensor, options: SamplingOptions, u: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one token per row of hidden [B, D] by u [B]; returns tokens [B] and their log-probabilities [B]."""
