@@ -9,10 +9,10 @@ export stays in it.
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,10 +100,10 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
             copy_side_files(source, new, TOKENIZER_FILES)
         if not (new / "tokenizer.json").exists():  # only vocab.json and merges.txt
             tokenizer.save_pretrained(str(new))
-        removed: tuple[str, ...] = ()
+        removed = set()
         if template is not None:
             if config.data.chat_template != "tokenizer":
-                removed = ("chat_template",)
+                removed = {"chat_template"}
                 (new / "chat_template.json").unlink(missing_ok=True)
             if removed or isinstance(tokenizer.chat_template, str):
                 (new / "chat_template.jinja").write_text(template.text, encoding="utf-8")
@@ -111,27 +111,24 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
             special["eos_token"] = tokenizer.convert_ids_to_tokens(template.end_of_turn)
             ends = {name: plan.shape.to_hf()[name] for name in ("bos_token_id", "eos_token_id")}
             _edit(new / GENERATION, ends)
-        _edit_tokenizer_config(new / "tokenizer_config.json", special, removed)
         if (new / "special_tokens_map.json").exists():
             _edit(new / "special_tokens_map.json", special)
+        settings_file = new / "tokenizer_config.json"
+        if not settings_file.exists():  # a bare tokenizer.json
+            write_json(settings_file, {"clean_up_tokenization_spaces": False})
+        settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        if settings.get("tokenizer_class", "Backend").endswith("Backend"):
+            special["tokenizer_class"] = "PreTrainedTokenizerFast"
+        # transformers 5 writes a list, 4 reads only a dict under this name
+        if isinstance(settings.get("extra_special_tokens"), list):
+            special["additional_special_tokens"] = settings["extra_special_tokens"]
+            removed.add("extra_special_tokens")
+        _edit(settings_file, special, removed)
 
 
-def _edit_tokenizer_config(path: Path, special: dict[str, Any], removed: tuple[str, ...]) -> None:
-    if not path.exists():  # a bare tokenizer.json
-        write_json(path, {"clean_up_tokenization_spaces": False})
-    settings = _read(path)
-    known = settings.get("tokenizer_class", "Backend")
-    changes = {"tokenizer_class": "PreTrainedTokenizerFast"} if known.endswith("Backend") else {}
-    extra = settings.get("extra_special_tokens")
-    if isinstance(extra, list):  # transformers 5 writes a list, 4 reads only a dict under this name
-        changes["additional_special_tokens"] = extra
-        removed = (*removed, "extra_special_tokens")
-    _edit(path, special | changes, removed)
-
-
-def _edit(path: Path, values: dict[str, Any], removed: tuple[str, ...] = ()) -> None:
+def _edit(path: Path, values: dict[str, Any], removed: Collection[str] = ()) -> None:
     """Change keys of a JSON file; a file that says all of it already is left as it is."""
-    before = _read(path)
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     after = {key: value for key, value in before.items() if key not in removed}
     for key, value in values.items():
         old = after.get(key)
@@ -139,10 +136,6 @@ def _edit(path: Path, values: dict[str, Any], removed: tuple[str, ...] = ()) -> 
             after[key] = value
     if after != before:
         write_json(path, after)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 # ---------------------------------------------------------------- weights
@@ -310,7 +303,7 @@ def model_card(config: Config, run: Path, step: int) -> str:
     tables = {
         "Settings": settings,
         f"Metrics at step {step}": _metrics(run / "metrics.jsonl", step),
-        "Versions": {name: version(name) for name in packages if _is_installed(name)},
+        "Versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
     lines = [
         "---",
@@ -341,9 +334,6 @@ def _metrics(path: Path, step: int) -> dict[str, float]:
         values = json.loads(line)
         if values["step"] <= step:
             found |= values
-    kept = {k: v for k, v in found.items() if k == "loss" or "/" in k}
-    return {k: v for k, v in kept.items() if not k.startswith("time/")}
-
-
-def _is_installed(package: str) -> bool:
-    return any(distributions(name=package))
+    return {
+        k: v for k, v in found.items() if k == "loss" or ("/" in k and not k.startswith("time/"))
+    }

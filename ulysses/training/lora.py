@@ -35,7 +35,7 @@ def add_adapters(model: nn.Module, config: "LoraSection") -> nn.Module:
 
     Works while the model is created in partitions: no value is drawn here, since AdapterWeights provides them.
     """
-    inject_adapter_in_model(_peft_config(config, reward=False), model)
+    inject_adapter_in_model(_peft_config(config), model)
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             # our own class, which keeps no view of a gathered weight in the autograd graph
@@ -49,12 +49,15 @@ def add_adapters(model: nn.Module, config: "LoraSection") -> nn.Module:
     return model
 
 
-def _peft_config(config: "LoraSection", *, reward: bool, base: str | None = None) -> PeftConfig:
+def _peft_config(config: "LoraSection", **options: Any) -> PeftConfig:
     return PeftConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(config.targets),
-        init_lora_weights=False, bias="none", task_type="SEQ_CLS" if reward else "CAUSAL_LM",
-        modules_to_save=["score"] if reward else None, base_model_name_or_path=base,
-    )  # fmt: skip
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets),
+        init_lora_weights=False,
+        **options,
+    )
 
 
 class AdapterWeights:
@@ -151,9 +154,14 @@ def save_adapters(
         for name, t in tensors.items()
     }
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    saved = _peft_config(config.lora, reward=reward, base=base)
-    saved.revision = config.revision
-    saved.inference_mode = True
+    saved = _peft_config(
+        config.lora,
+        task_type="SEQ_CLS" if reward else "CAUSAL_LM",
+        modules_to_save=["score"] if reward else None,
+        base_model_name_or_path=base,
+        revision=config.revision,
+        inference_mode=True,
+    )
     saved.save_pretrained(str(folder))
 
 
