@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from itertools import product
@@ -55,25 +56,21 @@ def read_run(folder: Path, name: str) -> Run:
         raise ValueError(f"{folder} holds no metrics.jsonl; give the folder of a run (run.output)")
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            content = json.loads(line)
+            content = json.loads(line, parse_int=float)
             step = int(content.pop("step"))
-            row = {
-                key: float(value) if value is not None and math.isfinite(value) else math.nan
-                for key, value in content.items()
-                if isinstance(value, int | float | None)
-            }
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             continue
+        content = {key: math.nan if value is None else value for key, value in content.items()}
+        row = {key: value for key, value in content.items() if isinstance(value, float)}
         if step < last:
             rows = {earlier: kept for earlier, kept in rows.items() if earlier < step}
         rows[step] = rows.get(step, {}) | row
         last = step
     if not rows:
         raise ValueError(f"{path} holds no complete line; wait until the run has logged a step")
-    try:
+    stage = ""
+    with suppress(OSError, ValueError, TypeError, KeyError):
         stage = str(json.loads((folder / "config.json").read_text())["stage"])
-    except (OSError, ValueError, TypeError, KeyError):
-        stage = ""
     return Run(name, stage, rows)
 
 
@@ -81,10 +78,8 @@ def draw_curves(axis: Axes, runs: Sequence[Run], metrics: Sequence[str]) -> None
     """Draw metrics over steps: training as a line, held-out values as dots, a dotted line where one was not finite."""
     drawn = []
     for (i, run), (j, metric) in product(enumerate(runs), enumerate(metrics)):
-        (steps, values), (held_out_steps, held_out) = (
-            run.series(metric),
-            run.series(f"eval/{metric}"),
-        )
+        steps, values = run.series(metric)
+        held_out_steps, held_out = run.series(f"eval/{metric}")
         finite, color, style = np.isfinite(values), f"C{i}", ("-", "--", "-.", ":")[j % 4]
         noisy = finite.sum() >= SMOOTHED and metric != "lr"
         marker = "." if len(steps) == 1 else ""
@@ -146,9 +141,8 @@ def draw_figure(runs: Sequence[Run]) -> Figure:
         axis.tick_params(labelbottom=True)
         axis.grid(alpha=0.25)
     lines = [Line2D([], [], color=f"C{i}", linewidth=3) for i in range(len(runs))]
-    names = [
-        f" {run.name} ({run.stage})" for run in runs
-    ]  # matplotlib drops names that begin with _
+    # matplotlib drops names that begin with _
+    names = [f" {run.name} ({run.stage})" for run in runs]
     figure.legend(lines, names, loc="outside upper left", ncols=4)
     return figure
 

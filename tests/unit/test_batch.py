@@ -48,11 +48,9 @@ def test_pack_shard_equals_shard_of_pack_and_shards_hold_every_token_once(sp, nu
         indices = one.cu_seqlens[one.sequence_ids] + one.positions
         real, padded = indices < total, one.attention_plan.total
         assert padded % sp == 0 and padded - total < sp and one.tokens.numel() == padded // sp
-        for name in ("tokens", "targets", "loss_weights", "positions", "sequence_ids", "is_last"):
-            here, there = getattr(one, name), getattr(pack, name)
+        for name in ("tokens", "targets", "loss_weights", "positions", "sequence_ids", "is_last", "reference_logps"):
+            here, there = ({**vars(b), **b.token_columns}[name] for b in (one, pack))
             assert torch.equal(here[real], there[indices[real]]) and here.dtype == there.dtype, name
-        here, there = (b.token_columns["reference_logps"] for b in (one, pack))
-        assert torch.equal(here[real], there[indices[real]]) and here.dtype == there.dtype
         assert (one.targets[~real] == -100).all() and (one.loss_weights[~real] == 0).all()
         assert (one.sequence_ids[~real] == 7).all() and not one.is_last[~real].any()
         assert one.num_sequences == 7 and one.num_tokens == total
@@ -114,20 +112,25 @@ def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
 
 
 def test_bad_sequences_are_refused():
-    with pytest.raises(ValueError, match="loss_weights has a value that is not finite"):
-        pack_shard([Sequence([1, 2], [0.0, float("nan")])], ParallelMesh())
     with pytest.raises(ValueError, match="a sequence has no tokens; drop it"):
         Sequence([], [])
     with pytest.raises(ValueError, match="loss_weights has 2 entries for 3 tokens"):
         Sequence([1, 2, 3], [0, 1])
-    plain = Sequence([1, 2], [0, 1])
-    with pytest.raises(ValueError, match=r"sequence 1 has columns \[\] and the first one \['label'\]"):
-        pack_shard([Sequence([1, 2], [0, 1], columns={"label": 1}), plain], ParallelMesh())
-    with pytest.raises(ValueError, match=r"sequence 1 has token_columns \[\] and the first one \['c'\]"):
-        pack_shard([Sequence([1, 2], [0, 1], {"c": [0, 0]}), plain], ParallelMesh())
 
 
-def test_a_pack_past_int32_is_refused_before_anything_is_read():
-    huge = type("Huge", (), {"__len__": lambda self: 2**30})()
-    with pytest.raises(ValueError, match="does not fit int32 cu_seqlens"):
-        pack_shard([Sequence(huge, huge), Sequence(huge, huge)], ParallelMesh())
+HUGE = type("Huge", (), {"__len__": lambda self: 2**30})()  # refused before anything is read
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (Sequence([1, 2], [0.0, float("nan")]), "loss_weights has a value that is not finite"),
+        (Sequence([1, 2], [0, 1], columns={"x": 1}), r"sequence 1 has columns \[\] and the first one \['x'\]"),
+        (Sequence([1, 2], [0, 1], {"c": [0, 0]}), r"sequence 1 has token_columns \[\] and the first one \['c'\]"),
+        (Sequence(HUGE, HUGE), "does not fit int32 cu_seqlens"),
+    ],
+)
+def test_bad_packs_are_refused(first, message):
+    second = first if len(first.tokens) > 2 else Sequence([1, 2], [0, 1])
+    with pytest.raises(ValueError, match=message):
+        pack_shard([first, second], ParallelMesh())

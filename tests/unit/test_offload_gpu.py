@@ -10,7 +10,6 @@ from ulysses.memory.offload import Group, Offloader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 
-CUDA = torch.cuda.is_available()
 LAYERS, TOKENS = 8, 6000
 SHAPE = ModelConfig.from_hf({
     "model_type": "llama", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024,
@@ -52,7 +51,6 @@ def train(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("level", ["pair", "block", "keep_attention"])
 def test_offloaded_gradients_are_bitwise_the_same(level, dtype, deterministic):
@@ -74,19 +72,17 @@ def test_offloaded_gradients_are_bitwise_the_same(level, dtype, deterministic):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs an NVIDIA GPU")
 def test_copies_wait_for_the_computation_and_it_for_them():
     """Long kernels before the tensor is made, and others that take its memory at once when it has left."""
     offloader = Offloader("cuda", chunk_bytes=1 << 20)
     slow, size = torch.randn(4096, 4096, device="cuda"), 32 << 20
-    groups, kept, exact = [], [], []
+    groups, kept = [], []
     for i in range(6):
         product = slow
         for _ in range(20):
             product = product @ slow * 1e-4
         group = Group(offloader)
         value = torch.full((size // 4,), float(i), device="cuda") + product[0, 0].nan_to_num().clamp(0, 0)
-        exact.append(float(i))
         groups.append(group)
         kept.append(group.keep(value))
         del value, product
@@ -95,7 +91,7 @@ def test_copies_wait_for_the_computation_and_it_for_them():
     assert [k.away for k in kept] == [True] * 5 + [False]
     for i in reversed(range(6)):
         back = groups[i].get(kept[i])
-        assert bool((back == exact[i]).all())
+        assert bool((back == i).all())
         del back
         kept.pop(), groups.pop()
         torch.full((size // 4,), -1.0, device="cuda")

@@ -15,7 +15,7 @@ TOTAL = 100
 
 def rates(**settings: object) -> list[float]:
     config = OptimizerSection(lr=2.0, **settings)  # type: ignore[arg-type]
-    return [learning_rate(step, TOTAL, config) for step in range(TOTAL)]
+    return [learning_rate(step, TOTAL, config) for step in range(TOTAL + 1)]
 
 
 @pytest.mark.parametrize("warmup", [10, 0.1])
@@ -29,19 +29,15 @@ def test_linear_and_cosine_fall_to_their_floor():
     """At step 10 + k of 90 steps after the warm-up; the floor itself would be step 100."""
     linear = rates(schedule="linear", warmup=10, min_lr=0.1)
     cosine = rates(schedule="cosine", warmup=10, min_lr=0.1)
-    for k in range(90):
-        assert linear[10 + k] == pytest.approx(2 - 1.8 * k / 90)
-        assert cosine[10 + k] == pytest.approx(0.2 + 0.9 * (1 + math.cos(math.pi * k / 90)))
-    assert learning_rate(
-        TOTAL, TOTAL, OptimizerSection(lr=2.0, schedule="cosine", warmup=10, min_lr=0.1)
-    ) == pytest.approx(0.2)
-    assert rates(schedule="linear", warmup=0)[-1] == pytest.approx(0.02)
+    assert linear[10:] == pytest.approx([2 - 1.8 * k / 90 for k in range(91)])
+    assert cosine[10:] == pytest.approx([0.2 + 0.9 * (1 + math.cos(math.pi * k / 90)) for k in range(91)])
+    assert rates(schedule="linear", warmup=0)[-2] == pytest.approx(0.02)
 
 
 def test_wsd_is_constant_then_falls():
     found = rates(schedule="wsd", warmup=10, decay_fraction=0.2, min_lr=0.5)
     assert found[9:81] == [2.0] * 72
-    assert found[80:] == pytest.approx([2 - k / 20 for k in range(20)])
+    assert found[80:] == pytest.approx([2 - k / 20 for k in range(21)])
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():

@@ -50,7 +50,7 @@ def test_rows_of_a_resumed_and_killed_run(tmp_path):
 
 def test_values_that_are_missing_or_not_finite(tmp_path):
     """null and NaN are gaps that are marked; a metric that was not logged at a step is no gap."""
-    rows: list[Any] = [{"step": s, "loss": float(s)} for s in range(1, 9)]
+    rows = [{"step": s, "loss": float(s)} for s in range(1, 9)]
     rows[2]["loss"] = None
     rows[4] = '{"step": 5, "loss": NaN, "word": "x"}\n{"step": 5, "huge": 1' + "0" * 400 + "}\n"
     rows[0]["kl"], rows[7]["kl"] = 0.5, 0.75
@@ -87,16 +87,15 @@ def test_page_and_picture(tmp_path, capsys):
     assert main([str(folder) for folder in [*folders, folders[0]]]) == 0
     page, picture = folders[0] / "report.html", folders[0] / "report.png"
     assert capsys.readouterr().out == f"wrote {page} and {picture}\n"
-    tags: set[str] = set()
-    loaded: list[str | None] = []
-    parser, text = HTMLParser(), page.read_text()
+    tags, loaded = set(), []
+    text = page.read_text()
 
-    def start(tag, attributes):
-        tags.add(tag)
-        loaded.extend(value for name, value in attributes if name in ("src", "href", "xlink:href"))
+    class Parser(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            tags.add(tag)
+            loaded.extend(value for name, value in attributes if name in ("src", "href", "xlink:href"))
 
-    parser.handle_starttag = parser.handle_startendtag = start  # type: ignore[method-assign]
-    parser.feed(text)
+    Parser().feed(text)
     assert not tags & {"script", "b", "img", "link"} and all(str(value).startswith("#") for value in loaded)
     svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])  # well-formed
     shown = [element.text or "" for element in svg.iter() if element.tag.endswith("text")]

@@ -82,6 +82,12 @@ def fake_reference(batch: Any) -> torch.Tensor:
     return -(batch.tokens.double() / 7 + batch.positions) * 0.1
 
 
+def assert_own_values(cache: ReferenceCache, count: int) -> None:
+    for sequence in (sequence for i in range(count) for sequence in cache[i].sequences):
+        expected = fake_reference(pack_shard([sequence], ParallelMesh(1)))
+        assert sequence.token_columns["reference_logps"] == pytest.approx(expected)
+
+
 def test_reference_cache_is_written_whole_or_not_at_all_and_knows_its_pairs(tmp_path):
     data = stage_dataset(StageCase("kto"))
     loader = StepLoader(data, 5, tokens_per_microbatch=128, seed=3)
@@ -110,11 +116,7 @@ def test_reference_cache_is_written_whole_or_not_at_all_and_knows_its_pairs(tmp_
     cache = filled(1000)
     assert cache.complete() and sum(calls) == len(data) + len(pairs)
     filled(0)  # nothing is computed again
-    for i in range(len(data)):
-        (sequence,) = cache[i].sequences
-        assert sequence.token_columns["reference_logps"] == pytest.approx(
-            fake_reference(pack_shard([sequence], ParallelMesh(1)))
-        )
+    assert_own_values(cache, len(data))
     for i, j in pairs:
         expected = fake_reference(pack_shard([data.mismatch(i, j, MAX_LENGTH)], ParallelMesh(1)))
         assert cache.mismatch(i, j, MAX_LENGTH).token_columns["reference_logps"] == pytest.approx(expected)
@@ -144,10 +146,7 @@ def test_reference_cache_gives_each_side_of_a_pair_its_own_values(tmp_path):
     data = stage_dataset(StageCase("dpo"))
     cache = ReferenceCache(tmp_path, data)
     cache.fill(fake_reference, ParallelMesh(1), CPU, 128, lambda text: None)
-    for i in range(len(data)):
-        for sequence in cache[i].sequences:
-            expected = fake_reference(pack_shard([sequence], ParallelMesh(1)))
-            assert sequence.token_columns["reference_logps"] == pytest.approx(expected)
+    assert_own_values(cache, len(data))
 
 
 def test_length_desensitised_weights():

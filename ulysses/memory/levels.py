@@ -164,16 +164,8 @@ class _Layer(torch.autograd.Function):
         del query, key, value
         (through_project,), grads_project = project.gradients(*grads)
         grad_input = grad_hidden.add_(through_project) if ctx.needs_input_grad[4] else None
-        return (
-            None,
-            None,
-            None,
-            None,
-            grad_input,
-            *grads_project,
-            *grads_output,
-            *grads_feed_forward,
-        )
+        no_tensors = (None,) * 4  # layer, rope, plan, pair
+        return *no_tensors, grad_input, *grads_project, *grads_output, *grads_feed_forward
 
 
 class _Stage:
@@ -188,9 +180,8 @@ class _Stage:
         with torch.enable_grad(), replay(self._random):
             outputs = self._function(*self._inputs, *others)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        self._edges = [
-            get_gradient_edge(x) for x in outputs
-        ]  # the graph's ends without the tensors
+        # the graph's ends without the tensors
+        self._edges = [get_gradient_edge(x) for x in outputs]
         return tuple(x.detach() for x in outputs)
 
     def gradients(self, *grads: Tensor) -> tuple[list[Tensor], list[Tensor]]:

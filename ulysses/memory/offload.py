@@ -1,4 +1,4 @@
-"""Kept activations in pinned host memory, copied beside the computation.
+"""Kept activations in pinned host memory, copied while the GPU computes.
 
     forward of layer i     compute | layer i        | layer i+1      | ...
                            copy    |   kept(i-1) -> host | kept(i) -> host
@@ -53,13 +53,12 @@ class HostPool:
 
     def _allocate(self) -> Tensor:
         chunk = torch.empty(self.chunk_bytes + PAGE, dtype=torch.uint8)
-        chunk = chunk[-chunk.data_ptr() % PAGE :][
-            : self.chunk_bytes
-        ]  # a page may be registered once, for one chunk
-        if self.pin:  # registered rather than allocated pinned: torch's pinned allocator rounds up to powers of two
-            result = int(
-                torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), self.chunk_bytes, 0)
-            )
+        # a page may be registered once, for one chunk
+        chunk = chunk[-chunk.data_ptr() % PAGE :][: self.chunk_bytes]
+        # registered rather than allocated pinned: torch's pinned allocator rounds up to powers of two
+        if self.pin:
+            register = torch.cuda.cudart().cudaHostRegister
+            result = int(register(chunk.data_ptr(), self.chunk_bytes, 0))
             if result != 0:
                 raise RuntimeError(
                     f"the driver refused to pin {self.chunk_bytes} more bytes of host memory (error {result}) after "
@@ -87,7 +86,7 @@ class Kept:
 
     @property
     def away(self) -> bool:
-        """Say whether only the host holds the tensor."""
+        """Return whether only the host holds the tensor."""
         return self.tensor is None
 
     def store(self) -> None:
@@ -124,9 +123,8 @@ class Kept:
             self._pool.give(self._chunks)
             self._chunks = None
 
-    def __del__(
-        self,
-    ) -> None:  # a graph that is dropped without a backward gives its chunks back too
+    def __del__(self) -> None:
+        """Give the chunks back of a graph that is dropped without a backward pass."""
         self._release()
 
 

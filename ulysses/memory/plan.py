@@ -27,9 +27,8 @@ GIB = 1 << 30
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 HOST_FILL = 0.9  # share of a node's free memory that training may take
 LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
-WORKING_GROUPS = (
-    2  # offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
-)
+# offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
+WORKING_GROUPS = 2
 PROCESS_BYTES = 4e9  # host memory of one process: interpreter, libraries, NCCL's shared buffers
 SLACK = 0.03  # fragments that the allocator cannot give back, as a share of its peak
 CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on an H200
@@ -59,9 +58,8 @@ class Model(NamedTuple):
     parameters: int
     trained: int
     has_head: bool = True  # False: a score per token instead of the vocabulary
-    decoders: int = (
-        1  # 2: a second stack of layers runs on the same tokens (a separate value model)
-    )
+    # 2: a second stack of layers runs on the same tokens (a separate value model)
+    decoders: int = 1
 
     @property
     def query_width(self) -> int:
@@ -134,13 +132,11 @@ class Work(NamedTuple):
     sp: int = 1
     micro_batches: int = 1
     documents: int = 1  # 2 for one pair
-    forwards: float = (
-        0.0  # passes without gradient over the same tokens (live reference, KTO's baseline)
-    )
+    # passes without gradient over the same tokens (live reference, KTO's baseline)
+    forwards: float = 0.0
     rollout: Rollout | None = None
-    common_heads: int = (
-        0  # common divisor of the heads of all models that share the mesh; 0: one model
-    )
+    # common divisor of the heads of all models that share the mesh; 0: one model
+    common_heads: int = 0
 
     @property
     def local(self) -> int:
@@ -326,14 +322,12 @@ def _layer_moment(case: Case, level: str) -> float:
     D, F, q, held = model.width, model.intermediate, model.query_width, _held(case)
     rows = S if level == "none" else tile_rows(S, case.settings.mlp_tile)
     fixed = _gathered(case) + 4 * model.head_dim * S
-    if (
-        model.is_full
-    ):  # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's
+    if model.is_full:
+        # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's
         fixed += size * (model.layer_parameters + model.vocabulary_parameters)
         fixed += 4 * 3 * D * F * (rows < S)
-    wrapped = (
-        1 if model.is_full else 2
-    )  # projections called as modules keep every intermediate of a tile
+    # projections called as modules keep every intermediate of a tile
+    wrapped = 1 if model.is_full else 2
     # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and measured steps
     # take one more; before and after them: what the exchanges pack
     attention = max(6 * q + 8 * held, _packed(case)) - (q + 2 * held) * (level == "none")
@@ -399,7 +393,7 @@ def step_seconds(case: Case) -> float:
     times = 2 * model.layers + sum(level != "none" for level in case.levels)
     sent = model.decoders * times * s.element_size * model.head_dim * heads * work.local
     seconds += sent / (EXCHANGE * machine.link_over(work.sp))
-    # beside the computation: weights are gathered twice and gradients reduced; copies to and from the host
+    # during the computation: weights are gathered twice and gradients reduced; copies to and from the host
     traffic = s.element_size * ((2 + work.forwards) * model.parameters + model.trained)
     traffic *= (W - 1) / W / (GATHER * machine.link_over(W))
     moved = 4 * model.trained / W * s.offload_optimizer
@@ -439,8 +433,8 @@ def one_level(case: Case, level: str, offload: str = "none") -> Case:
     most = int((case.machine.host_budget - predict(case).host) // each)
     away = max(0, min(case.model.layers, most))
     if offload == "auto":
-        fits = [case.having(offloaded_layers=n).fits_gpu() for n in range(away)]
-        away = fits.index(True) if True in fits else away
+        enough = (n for n in range(away) if case.having(offloaded_layers=n).fits_gpu())
+        away = next(enough, away)
     return case.having(offloaded_layers=away)
 
 

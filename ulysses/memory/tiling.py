@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-AUTO_ROWS = (
-    8192  # short sequences lose nothing by running whole, so "auto" cuts from twice as many rows on
-)
+# short sequences lose nothing by running whole, so "auto" cuts from twice as many rows on
+AUTO_ROWS = 8192
 
 RowFunction = Callable[[Tensor], Tensor]
 TileRows = int | Literal["auto"]

@@ -48,9 +48,8 @@ def initialize_distributed() -> torch.device:
     single = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     for name, value in {**single, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
-    if (
-        "LOCAL_WORLD_SIZE" not in os.environ
-    ):  # torchrun sets it; deepspeed's launcher says LOCAL_SIZE
+    # torchrun sets it; deepspeed's launcher says LOCAL_SIZE
+    if "LOCAL_WORLD_SIZE" not in os.environ:
         world = int(os.environ["WORLD_SIZE"])
         guess = min(world, torch.cuda.device_count() or world)
         os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_SIZE", str(guess))

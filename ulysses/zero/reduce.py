@@ -170,12 +170,8 @@ class GradientReduction:
             dist.all_to_all_single(copies, flat, [own] * W, sizes, group=self._inside)
             return copies.view(W, own).sum(0, dtype=torch.float32)
         L = W // self._nodes
-        by_place = (
-            F.pad(flat, (0, W * size - numel))
-            .view(self._nodes, L, size)
-            .transpose(0, 1)
-            .contiguous()
-        )
+        padded = F.pad(flat, (0, W * size - numel))
+        by_place = padded.view(self._nodes, L, size).transpose(0, 1).contiguous()
         copies = torch.empty_like(by_place)
         dist.all_to_all_single(copies, by_place, group=self._inside)
         sums = copies.sum(0, dtype=torch.float32).to(self._between)
@@ -190,9 +186,8 @@ class GradientReduction:
         flat = torch.cat([grad.reshape(-1).float() for _, grad in waiting])
         if self._world > 1:
             dist.all_reduce(flat, group=self._all)
-        for (parameter, _), whole in zip(
-            waiting, flat.split([grad.numel() for _, grad in waiting]), strict=True
-        ):
+        sums = flat.split([grad.numel() for _, grad in waiting])
+        for (parameter, _), whole in zip(waiting, sums, strict=True):
             own = self._slices[parameter]
             self._store(parameter, whole.narrow(0, own.start, own.length))
 
@@ -209,10 +204,9 @@ class GradientReduction:
                 target.add_(total, alpha=share)
             return
         mean = total.float() * share
-        target.copy_(
-            mean if first else mean.add_(target.to(mean.device, non_blocking=True)),
-            non_blocking=True,
-        )
+        if not first:
+            mean.add_(target.to(mean.device, non_blocking=True))
+        target.copy_(mean, non_blocking=True)
 
 
 def ranks_of_a_node() -> int:
