@@ -40,7 +40,8 @@ def flat(record):
     return turns(record.prompt), [turns(a) for a in record.answers]
 
 
-Q, A, B = ("user", "q"), ("assistant", "a"), ("assistant", "b")
+Q, A, B, SYSTEM = ("user", "q"), ("assistant", "a"), ("assistant", "b"), ("system", "s")
+GOOD = {"instruction": "q", "input": "", "output": "a"}
 
 
 @pytest.mark.parametrize(
@@ -50,11 +51,10 @@ Q, A, B = ("user", "q"), ("assistant", "a"), ("assistant", "b")
         ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]},
                        {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, [], [Q, A]),
         ({"conversations": [HUMAN, GPT]}, [], [Q, A]),
-        ({"conversations": [HUMAN, GPT], "system": "s"},
-         [], [("system", "s"), Q, A]),
-        ({"instruction": "q", "input": "", "output": "a"}, [], [Q, A]),
+        ({"conversations": [HUMAN, GPT], "system": "s"}, [], [SYSTEM, Q, A]),
+        (GOOD, [], [Q, A]),
         ({"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]},
-         [], [("system", "s"), ("user", "u"), ("assistant", "v"), ("user", "q\nmore"), A]),
+         [], [SYSTEM, ("user", "u"), ("assistant", "v"), ("user", "q\nmore"), A]),
         ({"prompt": "q", "completion": "a"}, [Q], [A]),
         ({"prompt": [USER], "completion": [BOT]}, [Q], [A]),
         ({"question": "q", "answer": "a"}, [Q], [A]),
@@ -67,6 +67,7 @@ def test_sft_formats(tmp_path, row, prompt, answer):
 
 
 PAIR = ([Q], [[A], [B]])
+CONVERSATIONS = {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_OTHER}
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,7 @@ PAIR = ([Q], [[A], [B]])
         {"prompt": "q", "chosen": [USER, BOT], "rejected": [USER, OTHER]},
         TRANSCRIPTS,
         {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"},
-        {"conversations": [HUMAN], "chosen": GPT,
-         "rejected": GPT_OTHER},
+        CONVERSATIONS,
         {"instruction": "q", "input": "", "chosen": "a", "rejected": "b"},
         {"instruction": "q", "input": "", "output": ["a", "b"]},
         {"prompt": "q", "responses": ["b", "a"], "scores": [0.1, 0.9]},
@@ -103,8 +103,7 @@ def test_preference_formats(tmp_path, row):
         (TRANSCRIPTS, []),
         ({"chosen": [USER, BOT, USER, BOT], "rejected": [USER, BOT, USER, OTHER]}, [Q, A]),
         ({"messages": [USER, BOT, USER], "chosen": BOT, "rejected": OTHER}, [Q, A]),
-        ({"conversations": [HUMAN], "chosen": GPT,
-          "rejected": GPT_OTHER}, []),
+        (CONVERSATIONS, []),
     ],
 )  # fmt: skip
 def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(tmp_path, row, history):
@@ -134,22 +133,17 @@ def test_ranked_list_gives_all_pairs_and_margin_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "label"),
+    ("row", "prompt", "label"),
     [
-        ({"messages": [USER, BOT], "label": True}, 1.0),
-        ({"prompt": "q", "completion": "a", "label": False}, 0.0),
-        ({"instruction": "q", "output": "a", "kto_tag": True}, 1.0),
-        ({"conversations": [HUMAN, GPT], "kto_tag": False}, 0.0),
+        ({"messages": [USER, BOT, USER, BOT], "label": True}, [Q, A, Q], 1.0),
+        ({"prompt": "q", "completion": "a", "label": False}, [Q], 0.0),
+        ({"instruction": "q", "output": "a", "kto_tag": 1}, [Q], 1.0),
+        ({"conversations": [HUMAN, GPT], "kto_tag": False}, [Q], 0.0),
     ],
 )
-def test_kto_formats(tmp_path, row, label):
+def test_kto_prompt_is_everything_before_the_last_answer(tmp_path, row, prompt, label):
     records, _ = read(tmp_path, [row], "unpaired")
-    assert [(flat(r), r.columns["label"]) for r in records] == [(([Q], [[A]]), label)]
-
-
-def test_kto_prompt_is_everything_before_the_last_answer(tmp_path):
-    records, _ = read(tmp_path, [{"messages": [USER, BOT, USER, BOT], "label": 1}], "unpaired")
-    assert flat(records[0]) == ([Q, A, Q], [[A]])
+    assert [(flat(r), r.columns["label"]) for r in records] == [((prompt, [[A]]), label)]
 
 
 def test_prompts_keep_the_raw_row_under_its_own_names(tmp_path):
@@ -181,43 +175,36 @@ def test_message_weights(tmp_path):
     assert [m.weight for m in records[0].answers[0]] == [0.0, 0.0, None, 0.5, None, None]
 
 
-GOOD = {"instruction": "q", "input": "", "output": "a"}
+def message(**keys):
+    return {"messages": [USER, keys]}
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "message"),
+    ("row", "kind", "sentence"),
     [
-        ({"instruction": "q"}, "sequence", "row 2 has no answer"),
-        ({"instruction": 3, "output": "a"}, "sequence", "row 2 'instruction' is int, not a string"),
-        ({"instruction": "q", "output": 4}, "sequence", "row 2 'output' is int"),
-        ([1], "sequence", "row 2 is list, not an object"),
-        ({"instruction": "q", "output": "a", "history": [["x"]]}, "sequence", "list of .user, assistant. pairs"),
-        ({"instruction": "q", "output": "\ud800"}, "sequence", "unpaired surrogate"),
-        ({"instruction": "q", "output": "a"}, "pair", "row 1 has no chosen and rejected"),
-        ({"instruction": "q", "output": "a"}, "unpaired", "row 1 has no 'label' or 'kto_tag'"),
+        ({"instruction": "q"}, "sequence", "row 1 has no answer"),
+        ({"instruction": 3, "output": "a"}, "sequence", "row 1 'instruction' is int, not a string"),
+        (GOOD | {"output": 4}, "sequence", "row 1 'output' is int"),
+        ([1], "sequence", "row 1 is list, not an object"),
+        (GOOD | {"history": [["x"]]}, "sequence", "list of .user, assistant. pairs"),
+        (GOOD | {"output": "\ud800"}, "sequence", "unpaired surrogate"),
+        (GOOD, "pair", "row 1 has no chosen and rejected"),
+        (GOOD, "unpaired", "row 1 has no 'label' or 'kto_tag'"),
+        ({"foo": 1}, "sequence", "fit none of the formats"),
+        ({"text": "x"}, "sequence", "plain text, which only stage pt"),
+        ({"messages": [USER, "text"]}, "sequence", "message 2 is str, not an object"),
+        (message(role="wizard", content="x"), "sequence", "message 2 has the role 'wizard'"),
+        (message(role="assistant"), "sequence", "message 2 has no text content"),
+        (message(role="assistant", content=[{"type": "image", "value": "x"}]), "sequence", "type 'image'; only text"),
+        (message(role="user", content="x", weight=1), "sequence", "gives the weight 1 to a user message"),
+        (message(role="assistant", content="x", weight=-1), "sequence", "negative weight"),
+        (message(**{"from": "function_call"}, value="not json"), "sequence", "tool call as JSON"),
     ],
 )
-def test_bad_rows_are_errors_that_name_the_row(tmp_path, row, kind, message):
-    with pytest.raises(DataError, match=message) as caught:
-        read(tmp_path, [GOOD, row], kind)
+def test_bad_rows_are_errors_that_name_the_row(tmp_path, row, kind, sentence):
+    with pytest.raises(DataError, match=sentence) as caught:
+        read(tmp_path, [row], kind)
     assert str(tmp_path / "rows.jsonl") in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("message", "sentence"),
-    [
-        ({"role": "wizard", "content": "x"}, "message 2 has the role 'wizard'"),
-        ({"role": "assistant"}, "message 2 has no text content"),
-        ({"role": "assistant", "content": [{"type": "image", "value": "x.png"}]}, "type 'image'; only text"),
-        ({"role": "user", "content": "x", "weight": 1}, "gives the weight 1 to a user message"),
-        ({"role": "assistant", "content": "x", "weight": -1}, "negative weight"),
-        ({"from": "function_call", "value": "not json"}, "tool call as JSON"),
-        ("text", "message 2 is str, not an object"),
-    ],
-)
-def test_bad_messages(tmp_path, message, sentence):
-    with pytest.raises(DataError, match=sentence):
-        read(tmp_path, [{"messages": [USER, message]}], "sequence")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +212,7 @@ def test_bad_messages(tmp_path, message, sentence):
     [
         ({"instruction": "q", "output": " "}, "sequence", "empty answer"),
         ({"instruction": "", "output": "a"}, "sequence", "empty prompt"),
-        ({"instruction": "q", "output": "a", "label": False}, "sequence", "its label is false"),
+        (GOOD | {"label": False}, "sequence", "its label is false"),
         ({"instruction": "q", "chosen": "a", "rejected": "a"}, "pair", "chosen and rejected are the same"),
         ({"instruction": "q", "chosen": "a", "rejected": ""}, "pair", "empty answer"),
     ],
@@ -330,13 +317,9 @@ def test_sources_and_their_mistakes(tmp_path):
         load(tmp_path / "x.docx")
     with pytest.raises(DataError, match=r"no column 'words', which columns names"):
         read(tmp_path, [GOOD], "sequence", columns={"prompt": "words"})
-    with pytest.raises(DataError, match=r"fit none of the formats"):
-        read(tmp_path, [{"foo": 1}], "sequence")
-    with pytest.raises(DataError, match=r"plain text, which only stage pt"):
-        read(tmp_path, [{"text": "x"}], "sequence")
 
 
-def test_bytes_are_hashed_once_unless_they_change(tmp_path, monkeypatch):
+def test_digest_follows_content_and_bytes_are_hashed_once(tmp_path, monkeypatch):
     """A second process, and a later run, find the digest under the file's size and times."""
     monkeypatch.setattr("ulysses.data.sources.SETTLED_SECONDS", 0.0)
     source = Source(write_rows(tmp_path / "a.jsonl", [GOOD]))
@@ -347,15 +330,8 @@ def test_bytes_are_hashed_once_unless_they_change(tmp_path, monkeypatch):
     assert source_digest(source, tmp_path / "cache") == first and len(hashed) == 1
     write_rows(tmp_path / "a.jsonl", [{**GOOD, "output": "b"}])
     assert source_digest(source, tmp_path / "cache") != first and len(hashed) == 2
-
-
-def test_digest_follows_content_not_place(tmp_path):
-    first = Source(write_rows(tmp_path / "a.jsonl", [GOOD]))
-    second = Source(write_rows(tmp_path / "b.jsonl", [GOOD]))
-    assert source_digest(first, tmp_path) == source_digest(second, tmp_path)
-    write_rows(tmp_path / "b.jsonl", [GOOD, GOOD])
-    assert source_digest(first, tmp_path) != source_digest(second, tmp_path)
-    assert source_digest(first, tmp_path) != source_digest(Source(first.path, format="alpaca"), tmp_path)
+    copy = write_rows(tmp_path / "b.jsonl", [GOOD])
+    assert source_digest(Source(copy), tmp_path) == first != source_digest(Source(copy, format="alpaca"), tmp_path)
 
 
 def test_long_text_is_streamed_in_parts_without_loss(tmp_path):
@@ -375,7 +351,4 @@ def test_text_file_with_separator_is_several_documents(tmp_path):
     records, _ = load(path, separator="\n===\n")
     assert [r.text for r in records] == ["one", "two\n\nlines", "three"]
     assert len({r.where for r in records}) == 3
-
-
-def test_max_examples(tmp_path):
-    assert len(read(tmp_path, [GOOD] * 5, "sequence", max_examples=2)[0]) == 2
+    assert load(path, separator="\n===\n", max_examples=2)[0] == records[:2]
