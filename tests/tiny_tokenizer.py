@@ -30,9 +30,6 @@ def write_tokenizer(folder: Path, specials: tuple[str, ...] = LLAMA3, bos: str |
 
 
 def write_rows(path: Path, rows: list) -> str:
-    """Write rows as JSON lines (or a JSON array for .json) and return the path as text."""
-    if path.suffix == ".json":
-        path.write_text(json.dumps(rows), encoding="utf-8")
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    """Write rows as JSON lines and return the path as text."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)

@@ -1,6 +1,5 @@
 """Tokenised datasets: weights, truncation, documents, cache keys, memory maps, inspection."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -30,10 +29,10 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def open_rows(tmp_path, tokenizer):
-    def open_rows(rows, kind, max_length=512, name="rows.jsonl", weight=1.0, **settings):
-        source = Source(write_rows(tmp_path / name, rows), weight=weight)
-        return open_dataset([source], kind, tokenizer, DataSettings(max_length, **settings), tmp_path / "cache",
-                            chat_template="chatml")
+    def open_rows(rows, kind, length=512, name="rows.jsonl", template="chatml", tokenizer=tokenizer, **settings):
+        source = Source(write_rows(tmp_path / name, rows))
+        return open_dataset([source], kind, tokenizer, DataSettings(length, **settings), tmp_path / "cache",
+                            chat_template=template)
 
     return open_rows
 
@@ -47,14 +46,12 @@ def test_sft_trains_every_answer_or_the_last_or_all(tokenizer, open_rows):
     sequence = open_rows([row], "sequence")[0].sequences[0]
     assert trained(tokenizer, sequence) == "answer<|im_end|>last<|im_end|>"
     assert set(np.unique(sequence.loss_weights)) == {0.0, 1.0, 0.25}
-    last = open_rows([row], "sequence", train_on="last")[0].sequences[0]
-    assert trained(tokenizer, last) == "last<|im_end|>"
-    everything = open_rows([row], "sequence", train_on="all")[0].sequences[0]
-    assert everything.loss_weights.all()
+    assert open_rows([row], "sequence", train_on="all")[0].sequences[0].loss_weights.all()
     history = {"instruction": "i", "output": "o", "history": [["u", "a"]]}
-    assert trained(tokenizer, open_rows([history], "sequence")[0].sequences[0]) == "a<|im_end|>o<|im_end|>"
     completion = {"prompt": [USER, BOT, USER], "completion": [BOT]}
-    assert trained(tokenizer, open_rows([completion], "sequence")[0].sequences[0]) == "answer<|im_end|>"
+    for given, train_on, text in ((row, "last", "last<|im_end|>"), (history, "assistant", "a<|im_end|>o<|im_end|>"),
+                                  (completion, "assistant", "answer<|im_end|>")):
+        assert trained(tokenizer, open_rows([given], "sequence", train_on=train_on)[0].sequences[0]) == text
 
 
 def test_pairs_share_their_prompt_tokens(tokenizer, open_rows):
@@ -112,13 +109,12 @@ def test_sft_truncation_policies(tokenizer, open_rows):
         open_rows(rows[2:], "sequence", 40)
 
 
-def test_keep_end_keeps_bos(tmp_path):
+def test_keep_end_keeps_bos(tmp_path, open_rows):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", bos="<|begin_of_text|>"), eos_token="<|eot_id|>",
                                bos_token="<|begin_of_text|>")
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
     for kind in ("pair", "prompt"):
-        dataset = open_dataset([Source(write_rows(tmp_path / "x.jsonl", rows))], kind, tokenizer,
-                               DataSettings(40, "keep_end"), tmp_path / "cache", chat_template="llama3")
+        dataset = open_rows(rows, kind, 40, template="llama3", tokenizer=tokenizer, truncation="keep_end")
         for sequence in dataset[0].sequences:
             tokens = list(sequence.tokens)
             assert tokens[0] == tokenizer.bos_token_id and tokens.count(tokenizer.bos_token_id) == 1
@@ -127,12 +123,11 @@ def test_keep_end_keeps_bos(tmp_path):
 
 @pytest.mark.parametrize("max_length", [7, 64, 4096])
 @pytest.mark.parametrize("bos", [None, "<|im_start|>"])
-def test_documents_are_split_without_losing_a_token(tmp_path, max_length, bos):
+def test_documents_are_split_without_losing_a_token(tmp_path, open_rows, max_length, bos):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", CHATML, bos=bos), eos_token="<|im_end|>",
                                **({"bos_token": bos} if bos else {}))
     texts = ["a", "hello <|im_end|> there", "x" * 500, "line\n" * 200]
-    dataset = open_dataset([Source(write_rows(tmp_path / "t.jsonl", [{"text": t} for t in texts]))], "text", tokenizer,
-                           DataSettings(max_length), tmp_path / "cache")
+    dataset = open_rows([{"text": t} for t in texts], "text", max_length, tokenizer=tokenizer)
     documents, current = [], []
     for example in dataset:
         tokens = example.sequences[0].tokens.tolist()
@@ -154,10 +149,10 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(tmp_path, tokenizer,
     text = "".join(f"word {i}, and some more.\n" for i in range(3000))
     path = tmp_path / "t.txt"
     path.write_text(text)
-    whole = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "one")
+    arguments = [Source(str(path))], "text", tokenizer, DataSettings(1000)
+    whole = open_dataset(*arguments, tmp_path / "one")
     monkeypatch.setattr("ulysses.data.sources.CHUNK_CHARACTERS", 5000)
-    parts = open_dataset([Source(str(path))], "text", tokenizer, DataSettings(1000), tmp_path / "two")
-    assert np.array_equal(whole[0].sequences[0].tokens, parts[0].sequences[0].tokens)
+    parts = open_dataset(*arguments, tmp_path / "two")
     assert (whole.folder / "tokens.bin").read_bytes() == (parts.folder / "tokens.bin").read_bytes()
     assert len(whole) == -(-len(text) // 999)
 
@@ -212,20 +207,18 @@ def test_prompts_end_with_the_opened_turn_and_keep_their_row(tokenizer, open_row
         open_rows([{"question": "q", "answer": "a"}], "sequence").row(0)
 
 
-def test_cache_is_keyed_by_content(tmp_path, tokenizer, open_rows):
+def test_cache_is_keyed_by_content(tmp_path, open_rows):
     row = {"messages": [USER, BOT]}
     first = open_rows([row], "sequence")
     stamp = (first.folder / "tokens.bin").stat().st_mtime_ns
     again = open_rows([row], "sequence", name="other_name.jsonl")
     assert again.folder == first.folder and (first.folder / "tokens.bin").stat().st_mtime_ns == stamp
-    assert str(again.report) == str(first.report) and again.fingerprint == first.fingerprint
+    assert str(again.report) == str(first.report)
     others = [
         open_rows([row, row], "sequence"), open_rows([row], "sequence", 400),
         open_rows([row], "sequence", train_on="all"),
-        open_dataset([Source(write_rows(tmp_path / "r.jsonl", [row]))], "sequence", tokenizer, DataSettings(512),
-                     tmp_path / "cache", chat_template="qwen2.5"),
+        open_rows([row], "sequence", template="qwen2.5"),
     ]  # fmt: skip
-    assert len({d.folder for d in [first, *others]}) == 5
     assert len({d.fingerprint for d in [first, *others]}) == 5
     assert len(os.listdir(tmp_path / "cache" / "tokenized")) == 5  # and no file of a writer is left
     assert TokenizedDataset(first.folder)[0].sequences[0].tokens.tolist() == first[0].sequences[0].tokens.tolist()
@@ -246,11 +239,3 @@ def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys, monke
     preview_examples(open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair"), tokenizer, 1)
     text = capsys.readouterr().out
     assert "(chosen)" in text and "\x1b[30;42mbad<|im_end|>\x1b[0m" in text
-
-
-def test_report_survives_the_cache(open_rows):
-    rows = [{"messages": [USER, BOT]}, {"messages": [USER, BOT | {"content": ""}]}]
-    for _ in range(2):
-        report = open_rows(rows, "sequence").report
-        assert (report.read, report.kept, report.dropped) == (2, 1, {"empty answer": 1})
-        assert json.loads(json.dumps(vars(report)))["examples"]["empty answer"][0].endswith("rows.jsonl row 2")

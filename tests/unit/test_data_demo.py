@@ -84,14 +84,6 @@ def test_shuffled_labels_change_only_the_preference(demo):
     assert sum(labels) == len(labels) // 2
 
 
-def test_every_stage_can_read_its_file(demo):
-    tokenizer = load_tokenizer(demo / "a" / "tokenizer")
-    kinds = {"sft": "sequence", "dpo": "pair", "rm": "pair", "kto": "unpaired", "ppo": "prompt", "pt": "text"}
-    for stage, kind in kinds.items():
-        source = Source(str(demo / "a" / f"{stage}_eval.jsonl"))
-        assert len(open_dataset([source], kind, tokenizer, DataSettings(128), demo / "c")) > 30
-
-
 def test_reward_prefers_polite_and_right():
     row = {"answer": "kitchen"}
     polite = politeness_reward("", "The red lamp is in the kitchen. With pleasure! Have a lovely day.", row)
