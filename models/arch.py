@@ -282,7 +282,8 @@ def _read_rope(fields: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     missing = [name for name in names if name not in rope]
     if missing:
         raise ValueError(f"config.json asks for llama3 rope scaling without {missing[0]}; add it")
-    return theta, RopeScaling(*(float(rope[name]) for name in names), int(length))
+    factor, low, high = (float(rope[name]) for name in names)
+    return theta, RopeScaling(factor, low, high, int(length))
 
 
 _LLAMA3 = {

@@ -113,7 +113,7 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights, cos, sin = ctx.saved_tensors
         w, wanted = ProjectWeights(*weights), ctx.needs_input_grad[2:8]
-        turned = rotate_pair(*grads[:2], cos, sin, back=True)
+        turned = rotate_pair(grads[0], grads[1], cos, sin, back=True)
         flat = [g.flatten(1) for g in (*turned, grads[2])]
         x = rms_norm(hidden, w.norm, ctx.eps)
         matrices = [g.t() @ x if want else None for g, want in zip(flat, wanted[:3])]

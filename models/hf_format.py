@@ -410,7 +410,8 @@ class WeightWriter:
     def finish(self) -> None:
         """Write the last shard, name the files after their number and write the index."""
         self._write_shard()
-        weight_map, count = {}, len(self._written)
+        weight_map: dict[str, str] = {}
+        count = len(self._written)
         for number, names in enumerate(self._written):
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS
             (self.folder / f"{number}.tmp").rename(self.folder / file)

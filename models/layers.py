@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models import half_blocks
 from models.arch import ModelConfig
-from models.fused import rotate, swiglu
+from models.fused import rms_norm, rotate, swiglu
 from ulysses.memory.levels import Pair, run_layer
 from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import TileRows, run_tiles, tile_gradients, tile_rows
@@ -24,8 +24,6 @@ from ulysses.parallel.attention import UlyssesAttention
 
 class Unfilled(nn.Module):
     """Leave a module of torch without its random start: a file or `init_parameter` fills the weights."""
-
-    weight: nn.Parameter
 
     def reset_parameters(self) -> None:
         pass
@@ -41,11 +39,16 @@ class Linear(Unfilled, nn.Linear):
 class Embedding(Unfilled, nn.Embedding):
     """Look up the rows of token ids [S]."""
 
+    weight: nn.Parameter
+
 
 class RMSNorm(Unfilled, nn.RMSNorm):
-    """Scale every row of [..., D] to unit mean square, times `weight`."""
+    """Scale every row of [..., D] to unit mean square, times `weight`, by the fused kernel where there is one."""
 
     eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
-from ulysses.training.export import export_checkpoint, merge_adapter
+from ulysses.training.export_model import export_checkpoint, merge_adapter
 
 
 def main() -> int:

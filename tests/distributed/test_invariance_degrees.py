@@ -114,7 +114,8 @@ def reference_values(folder: Path, case: StageCase) -> list[np.ndarray]:
     cache = ReferenceCache(folder, data, pairs, MAX_LENGTH)
     with torch.no_grad():
         cache.fill(lambda batch: model(batch).logps, mesh, device(), case.budget, lambda text: None)
-    found = [s for i in range(len(data)) for s in cache[i].sequences] + [cache.mismatch(*pair, MAX_LENGTH) for pair in pairs]
+    found = [s for i in range(len(data)) for s in cache[i].sequences]
+    found += [cache.mismatch(*pair, MAX_LENGTH) for pair in pairs]
     return [np.array(s.token_columns["reference_logps"]) for s in found]
 
 

@@ -20,7 +20,7 @@ from ulysses.data.dataset import TokenizedDataset
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import build_engine, weights_of
 from ulysses.training.command_line import check
-from ulysses.training.export import export_checkpoint, export_engine
+from ulysses.training.export_model import export_checkpoint, export_engine
 from ulysses.training.prepare import read_shape
 from ulysses.zero.construct import initialize_distributed
 

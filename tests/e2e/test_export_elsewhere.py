@@ -19,7 +19,7 @@ from models.hf_format import WeightFiles, WeightWriter, write_config
 from tests.e2e.launch import ROOT, environment, metrics, ranks
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.export import main
-from ulysses.training.export import whole_folder
+from ulysses.training.export_model import whole_folder
 from ulysses.training.prepare import read_other
 from ulysses.training.stages.base import OtherModel
 

@@ -15,7 +15,7 @@ from examples.demo_data import write_demo
 from models.hf_format import WeightFiles
 from tests.e2e.launch import ROOT, metrics, ranks
 from ulysses.training.checkpoint import Checkpoints
-from ulysses.training.export import export_checkpoint
+from ulysses.training.export_model import export_checkpoint
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 704}
 

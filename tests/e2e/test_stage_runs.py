@@ -17,7 +17,7 @@ from tests.harness import AS_LARGE, run_distributed
 from tests.zero_case import filled
 from ulysses.training.build import InitialWeights
 from ulysses.training.command_line import check
-from ulysses.training.export import export_checkpoint
+from ulysses.training.export_model import export_checkpoint
 from ulysses.training.memory import adapter_parameters
 from ulysses.training.run import TrainingRun
 from ulysses.training.section import ConfigError

@@ -1,9 +1,15 @@
 """The elementwise passes against autograd in float64, on CPU and, where there is a GPU, as Triton kernels."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from models import fused_triton
 from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
 from models.half_blocks import (
     FeedForwardWeights,
@@ -117,6 +123,33 @@ def test_frozen_weights_of_the_half_get_no_gradient():
     assert len(grads) == 1 and grads[0].shape == up.shape and grad_x.shape == x.shape
     out = feed_forward(x, FeedForwardWeights(norm, gate, up, down), 1e-5)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), up)[0], grads[0])
+
+
+def test_kernels_are_launched_on_their_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+
+    @contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *_, **__: seen.append(list(current))
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
+    monkeypatch.setattr(fused_triton, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=int))
+    for name in ("_rotate_kernel", "_swiglu_kernel", "_swiglu_backward_kernel", "_rms_norm_backward_kernel"):
+        monkeypatch.setattr(fused_triton, name, Kernel(), raising=False)
+    x, q = torch.ones(4, 8), torch.ones(4, 2, 8)
+    fused_triton.rotate(q, q, x, x, 1.0, (q, q))
+    fused_triton.swiglu(x, x)
+    fused_triton.swiglu_backward(x, x, x)
+    fused_triton.rms_norm_backward(x, x, x[0], 1e-5, None)
+    assert seen == [[x.device]] * 4 and not current
 
 
 @pytest.mark.gpu

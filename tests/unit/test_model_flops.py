@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.engine_case import Case, build_trainer, dataset
+from tests.harness import run_distributed
 from ulysses.training.metrics import model_flops
 
 LAYERS, D, V, T, RANK, TRAINED = 3, 16, 40, 24, 2, 7
@@ -46,7 +47,7 @@ def test_causal_attention_counts_half_of_the_square():
     assert model_flops(0, 1, D, T, float(T * T)) == counted.get_total_flops() / 2
 
 
-def test_the_vocabulary_projection_counts_trained_tokens_only():
+def counted_amounts():
     data = dataset("sft")
     trainer, _ = build_trainer(Case("sft"), data)
     seen: list[tuple[float, float, float]] = []
@@ -61,5 +62,10 @@ def test_the_vocabulary_projection_counts_trained_tokens_only():
     trainer.engine.destroy()
     lengths = [len(e.sequences[0].tokens) for e in examples]
     trained = [int((torch.as_tensor(e.sequences[0].loss_weights)[1:] != 0).sum()) for e in examples]
+    return seen, lengths, trained
+
+
+def test_the_vocabulary_projection_counts_trained_tokens_only():
+    [(seen, lengths, trained)] = run_distributed(counted_amounts, 1, with_zero=True)
     assert seen == [(sum(lengths), sum(n * n for n in lengths), sum(trained))]
     assert 0 < sum(trained) < sum(lengths)

@@ -16,8 +16,8 @@ from ulysses.memory.plan import (
     Machine,
     MemorySettings,
     Model,
+    PlannedRollout,
     Prediction,
-    Rollout,
     Work,
     choose,
     longest_sequence,
@@ -140,7 +140,7 @@ def test_a_second_decoder_keeps_and_computes_as_much_again():
 
 
 def test_rollouts_hold_the_whole_policy_and_its_cache():
-    rollout, work = Rollout(128, 64, 1024, 1024, steps=4), Work(2048)
+    rollout, work = PlannedRollout(128, 64, 1024, 1024, steps=4), Work(2048)
     plain, more, merged = (
         predicted(work._replace(rollout=r), SETTINGS["block"]) for r in (None, rollout, rollout._replace(merged=True))
     )

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from ulysses.gradients.clip import (
     AdaptiveGradientClipping,
     AutoClip,
@@ -137,23 +135,19 @@ def preset_policies(name: str, max_norm: float = 1.0) -> list[GradientPolicy]:
 
 
 def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
-    kinds, settings = {kind.name: kind for kind in GRADIENT_POLICIES}, dict(table)
-    name, place = settings.pop("policy", None), f"gradients.policies[{index}]"
-    if name not in kinds:
-        raise ValueError(f"{place}: policy is {name!r} but must be one of {_listed(name, kinds)}")
-    known = [f.name for f in fields(kinds[name]) if f.init]
-    for key in settings:
-        if key not in known:
-            raise ValueError(
-                f"{place}: {name} has no setting {key!r}; it has {_listed(key, known)}"
-            )
+    kinds = {kind.name: kind for kind in GRADIENT_POLICIES}
+    settings = dict(table)
+    name = settings.pop("policy", None)
     try:
+        if name not in kinds:
+            raise ValueError(f"policy is {name!r} but must be one of {_listed(name, kinds)}")
+        known = [f.name for f in fields(kinds[name]) if f.init]
+        for key in settings:
+            if key not in known:
+                raise ValueError(f"{name} has no setting {key!r}; it has {_listed(key, known)}")
         return kinds[name](**settings)
-    except ValidationError as error:
-        wrong = error.errors()[0]  # without a location it is a policy's own check
-        setting = f"{wrong['loc'][0]} is {wrong['input']!r}: " if wrong["loc"] else ""
-        message = wrong["msg"].removeprefix("Value error, ")
-        raise ValueError(f"{place}: {setting}{message[0].lower()}{message[1:]}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"gradients.policies[{index}]: {error}") from None
 
 
 def _listed(word: Any, known: Iterable[str]) -> str:

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
@@ -20,8 +18,14 @@ class ClipGlobalNorm(GradientPolicy):
     value's parameters are clipped separately. max_norm 0 does not clip.
     """
 
-    max_norm: NonNegativeFloat = 1.0
+    max_norm: float = 1.0
     name = "clip_global_norm"
+
+    def __post_init__(self) -> None:
+        if self.max_norm < 0:
+            raise ValueError(
+                f"max_norm is {self.max_norm} but must be at least 0 (0 does not clip)"
+            )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         report: Report = {}
@@ -43,9 +47,13 @@ class ClipGlobalNorm(GradientPolicy):
 class ClipMeanAbs(GradientPolicy):
     """g *= min(1, limit / mean|g|), where mean|g| is the mean over parameters of each one's mean |g|."""
 
-    limit: PositiveFloat = 5.0
+    limit: float = 5.0
     name = "clip_mean_abs"
     reads = ("mean_abs",)
+
+    def __post_init__(self) -> None:
+        if self.limit <= 0:
+            raise ValueError(f"limit is {self.limit} but must be above 0")
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         mean = gradients.mean_abs()
@@ -61,10 +69,17 @@ class AutoClip(GradientPolicy):
     Only the last `history` norms are kept (the paper keeps all).
     """
 
-    percentile: float = Field(10.0, ge=0, le=100)
-    history: PositiveInt = 10_000
+    percentile: float = 10.0
+    history: int = 10_000
     norms: list[float] = field(default_factory=list, init=False)
     name = "auto_clip"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.percentile <= 100 or self.history < 1:
+            raise ValueError(
+                f"percentile is {self.percentile} and history {self.history} "
+                "but they must lie in [0, 100] and be at least 1"
+            )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         norm = gradients.norm()
@@ -86,13 +101,20 @@ class ZClip(GradientPolicy):
     initialise them. The more extreme a norm is, the closer it lands to mu. ClipGlobalNorm after it bounds all norms.
     """
 
-    threshold: PositiveFloat = 2.5
-    decay: float = Field(0.97, gt=0, lt=1)
-    warmup: int = Field(25, ge=2)
+    threshold: float = 2.5
+    decay: float = 0.97
+    warmup: int = 25
     first: list[float] = field(default_factory=list, init=False)
     mean: float = field(default=0.0, init=False)
     variance: float = field(default=0.0, init=False)
     name = "zclip"
+
+    def __post_init__(self) -> None:
+        if self.threshold <= 0 or not 0 < self.decay < 1 or self.warmup < 2:
+            raise ValueError(
+                f"threshold is {self.threshold}, decay {self.decay} and warmup {self.warmup} "
+                "but they must be above 0, between 0 and 1, and at least 2"
+            )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         norm, z, factor = gradients.norm(), 0.0, 1.0
@@ -123,10 +145,16 @@ class AdaptiveGradientClipping(GradientPolicy):
     left alone (the paper leaves out the last layer). Needs the weights' values.
     """
 
-    clipping: PositiveFloat = 0.01
-    eps: PositiveFloat = 1e-3
+    clipping: float = 0.01
+    eps: float = 1e-3
     exclude: Sequence[str] = ("lm_head", "score")
     name = "adaptive_gradient_clipping"
+
+    def __post_init__(self) -> None:
+        if self.clipping <= 0 or self.eps <= 0:
+            raise ValueError(
+                f"clipping is {self.clipping} and eps {self.eps} but both must be above 0"
+            )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         weights, norms = gradients.row_norms()

@@ -1,9 +1,7 @@
 """Gradient policies that change the gradient's direction, or the length of one step."""
 
 import math
-
-from pydantic import NonNegativeFloat, PositiveFloat
-from pydantic.dataclasses import dataclass
+from dataclasses import dataclass
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
@@ -19,17 +17,18 @@ class GradientNoise(GradientPolicy):
     The noise is the same on any topology of one device type.
     """
 
-    sigma: NonNegativeFloat | None = None
-    ratio: NonNegativeFloat | None = None
-    eta: NonNegativeFloat | None = None
+    sigma: float | None = None
+    ratio: float | None = None
+    eta: float | None = None
     decay: float = 0.55
     name = "gradient_noise"
 
     def __post_init__(self) -> None:
-        if [self.sigma, self.ratio, self.eta].count(None) != 2:
+        given = [value for value in (self.sigma, self.ratio, self.eta) if value is not None]
+        if len(given) != 1 or given[0] < 0:
             raise ValueError(
                 f"sigma is {self.sigma}, ratio {self.ratio} and eta {self.eta} "
-                "but exactly one of them must be set"
+                "but exactly one of them must be set, to at least 0"
             )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
@@ -64,10 +63,17 @@ class ScaleSmallGradients(GradientPolicy):
     Under Adam a constant factor cancels; only a change of the factor matters, for a while.
     """
 
-    threshold: NonNegativeFloat = 1e-4
-    factor: PositiveFloat = 1.5
+    threshold: float = 1e-4
+    factor: float = 1.5
     name = "scale_small_gradients"
     reads = ("mean_abs",)
+
+    def __post_init__(self) -> None:
+        if self.threshold < 0 or self.factor <= 0:
+            raise ValueError(
+                f"threshold is {self.threshold} and factor {self.factor} "
+                "but they must be at least 0 and above 0"
+            )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         small = [mean < self.threshold for mean in gradients.parameter_mean_abs()]
@@ -82,8 +88,12 @@ class BoostLearningRate(GradientPolicy):
     The schedule itself does not change, so nothing compounds: the next step starts from the schedule again.
     """
 
-    factor: PositiveFloat = 1.2
+    factor: float = 1.2
     name = "boost_learning_rate"
+
+    def __post_init__(self) -> None:
+        if self.factor <= 0:
+            raise ValueError(f"factor is {self.factor} but must be above 0")
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         context.lr_scale *= self.factor

@@ -1,10 +1,7 @@
 """Gradient policies that leave a step out or end the run: non-finite values and spikes."""
 
 import math
-from dataclasses import field
-
-from pydantic import Field, PositiveFloat, PositiveInt
-from pydantic.dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
@@ -25,10 +22,16 @@ class StopOnNonFinite(GradientPolicy):
 class SkipNonFinite(GradientPolicy):
     """Skip the step, and stop the run after more than `limit` such steps in a row (bad weights never recover)."""
 
-    limit: PositiveInt = 3
+    limit: int = 3
     consecutive: int = field(default=0, init=False)
     total: int = field(default=0, init=False)
     name = "skip_non_finite"
+
+    def __post_init__(self) -> None:
+        if self.limit < 1:
+            raise ValueError(
+                f"limit is {self.limit} but must be at least 1; to stop at once use stop_on_non_finite"
+            )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         reason = _what_is_not_finite(gradients, context)
@@ -69,17 +72,18 @@ class SkipSpike(GradientPolicy):
     deviation is at least 1% of the mean, so that small changes after a flat stretch do not look like spikes.
     """
 
-    sigma: PositiveFloat = 6.0
+    sigma: float = 6.0
     window: int = 128
-    warmup: int = Field(32, ge=2)
+    warmup: int = 32
     losses: list[float] = field(default_factory=list, init=False)
     norms: list[float] = field(default_factory=list, init=False)
     name = "skip_spike"
 
     def __post_init__(self) -> None:
-        if self.warmup > self.window:
+        if self.sigma <= 0 or not 2 <= self.warmup <= self.window:
             raise ValueError(
-                f"warmup is {self.warmup} but must be at most the window of {self.window} steps"
+                f"sigma is {self.sigma}, window {self.window} and warmup {self.warmup} "
+                "but sigma must be above 0 and 2 <= warmup <= window"
             )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:

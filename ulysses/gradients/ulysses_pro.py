@@ -1,7 +1,6 @@
 """The multi-strategy gradient handling of March 2025, with its absolute thresholds, kept for comparison."""
 
-from pydantic import NonNegativeFloat
-from pydantic.dataclasses import dataclass
+from dataclasses import dataclass
 
 from ulysses.gradients.clip import ClipGlobalNorm
 from ulysses.gradients.gradients import Gradients
@@ -22,9 +21,12 @@ class UlyssesPro(GradientPolicy):
     mean |g| of about 0.8 / sqrt(N): in a large model every gradient counts as vanishing, and the noise exceeds it.
     """
 
-    max_norm: NonNegativeFloat = 1.0
+    max_norm: float = 1.0
     name = "ulysses_pro"
     reads = ("mean_abs",)
+
+    def __post_init__(self) -> None:
+        self.clip = ClipGlobalNorm(self.max_norm)
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         mean_abs = gradients.mean_abs()
@@ -35,7 +37,7 @@ class UlyssesPro(GradientPolicy):
             (vanishing, ScaleSmallGradients(threshold=1e-4, factor=1.1 if late else 1.5)),
             (vanishing and not late, BoostLearningRate(1.2)),
             (vanishing, GradientCentralization()),
-            (exploding, ClipGlobalNorm(self.max_norm)),
+            (exploding, self.clip),
         ]
         report = {"grad/mean_abs": mean_abs}
         for holds, policy in rules:

@@ -114,7 +114,7 @@ class Machine(NamedTuple):
         return self.link if ranks <= self.gpus_per_node else min(self.link, self.node_link)
 
 
-class Rollout(NamedTuple):
+class PlannedRollout(NamedTuple):
     """What one process decodes before `steps` optimizer steps: PPO's answers, `batch` of them at a time."""
 
     answers: int
@@ -134,7 +134,7 @@ class Work(NamedTuple):
     documents: int = 1  # 2 for one pair
     # passes without gradient over the same tokens (live reference, KTO's baseline)
     forwards: float = 0.0
-    rollout: Rollout | None = None
+    rollout: PlannedRollout | None = None
     # common divisor of the heads of all models that share the mesh; 0: one model
     common_heads: int = 0
 

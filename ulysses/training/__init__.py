@@ -19,8 +19,8 @@ def _refuse_foreign_packages() -> None:
         file = Path(spec.origin or next(iter(spec.submodule_search_locations or []), ""))
         if file.resolve() != home / name / "__init__.py":
             raise ImportError(
-                f"{file} shadows the engine's own package {name} ({home / name}); rename it, or start from another folder "
-                "and take it off PYTHONPATH"
+                f"{file} shadows the engine's own package {name} ({home / name}); rename it, or start from another "
+                "folder and take it off PYTHONPATH"
             )
 
 

@@ -147,7 +147,8 @@ def resume_point(
     if left and not overwrite:
         raise ValueError(
             f'run.resume is {chosen} but run.output also holds {left[-1].name}, which run.resume = "auto" would '
-            f"continue next time; set run.overwrite = true to delete {', '.join(p.name for p in left)}, or another run.output"
+            f"continue next time; set run.overwrite = true to delete {', '.join(p.name for p in left)}, or another "
+            "run.output"
         )
     return chosen, state
 

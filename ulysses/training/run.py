@@ -29,7 +29,7 @@ from ulysses.training.build import (
 from ulysses.training.checkpoint import clear_run_folder
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import Config
-from ulysses.training.export import export_engine, save_tokenizer
+from ulysses.training.export_model import export_engine, save_tokenizer
 from ulysses.training.failure import FailureWatch
 from ulysses.training.memory import choose_memory, this_machine
 from ulysses.training.metrics import MetricsLog, device_peak_flops

@@ -22,7 +22,7 @@ from ulysses.training.metrics import MetricSums
 
 if TYPE_CHECKING:  # config.py imports every stage for its table
     from models.arch import ModelConfig as Shape
-    from ulysses.memory.plan import Rollout
+    from ulysses.memory.plan import PlannedRollout
     from ulysses.training.build import StageParts
     from ulysses.training.config import Config
 
@@ -168,7 +168,7 @@ class Stage:
         return 0.0
 
     @classmethod
-    def planned_rollout(cls, config: "Config", world: int) -> "Rollout | None":
+    def planned_rollout(cls, config: "Config", world: int) -> "PlannedRollout | None":
         """Return what one of `world` processes decodes before each round of training, for the memory plan."""
         return None
 

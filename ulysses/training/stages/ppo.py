@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from losses.ppo import ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig as Shape
 from models.sampler import SamplingOptions
-from ulysses.memory.plan import Rollout as PlannedRollout
+from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.training.metrics import MetricSums
 from ulysses.training.rewards import is_function, load_function
@@ -342,7 +342,8 @@ class PpoStage(ReferencedStage):
         if not change <= self.tolerance:
             raise RuntimeError(
                 f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
-                f"{change:.3g} per token (at most {self.tolerance:g} is rounding): the model is not deterministic; look for dropout"
+                f"{change:.3g} per token (at most {self.tolerance:g} is rounding): the model is not deterministic; "
+                "look for dropout"
             )
         if self.maker is None or self.maker.reference is None:
             return

@@ -146,7 +146,8 @@ class ReferencedStage(Stage):
             if not (parts.fresh or config.model.lora.rank or cache.complete()):
                 raise ConfigError(
                     f"the reference log-probabilities of this run are gone from {folder}, and resuming no "
-                    f"longer has the initial policy; restore data.cache, or set {cls.name}.reference to the initial model's path"
+                    f"longer has the initial policy; restore data.cache, or set {cls.name}.reference to the "
+                    "initial model's path"
                 )
             cache.fill(logps, parts.mesh, parts.engine.device, cls.budget(config), parts.say)
             return cache
