@@ -131,9 +131,8 @@ def check(
     single = out_and_gradients(lambda *x: one_rank(*x, plan=alone), full)
     for name, many, one, want in zip(("out", "dq", "dk", "dv"), got, single, exact):
         error, one_error = (float((x.double() - want).norm() / want.norm()) for x in (many, one))
-        floor = (
-            1e-5 if dtype == torch.float32 else 5e-3
-        )  # bfloat16 sums of kv copies round once more
+        # In bfloat16 the sums over copies of keys and values round once more.
+        floor = 1e-5 if dtype == torch.float32 else 5e-3
         if error > max(floor, 1.5 * one_error):
             raise SystemExit(
                 f"{kernel} {heads} {dtype} on {world} ranks: {name} is off by {error:.1e}, one rank by {one_error:.1e}"

@@ -61,7 +61,7 @@ def parser(text: str | None) -> argparse.ArgumentParser:
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     p.add_argument("--arch", default="llama3-8b")
-    p.add_argument("--layers", type=int, default=0, help="use only so many layers; 0 uses all")
+    p.add_argument("--layers", type=int, default=0, help="use only this many layers; 0 uses all")
     p.add_argument(
         "--gpus",
         type=int,
@@ -100,9 +100,8 @@ def build(config: Config, device: torch.device) -> Bench:
     """Create mesh and engine with all activations kept; all ranks call it together."""
     shape, _ = read_shape(config)
     mesh = ParallelMesh(config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads)
-    resolve_kernel(
-        config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim
-    )  # refuses before it allocates
+    # Refuse a kernel that cannot run before anything is allocated.
+    resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim)
     kept = MemoryChoice(("none",) * shape.num_hidden_layers)
     engine = build_engine(
         config, shape, InitialWeights(shape, 0), mesh, config.model.attention, memory=kept
@@ -286,9 +285,8 @@ def launch(
         print(line, end="", flush=True)
         if line.startswith("{"):
             row = json.loads(line)
-            rows.append(
-                {**row, "seconds": row["step_s"]} if "step_s" in row else row
-            )  # other harnesses' name
+            # Other harnesses call it step_s.
+            rows.append({**row, "seconds": row["step_s"]} if "step_s" in row else row)
     ok = process.wait() == 0
     signal.alarm(0)
     return rows, ok

@@ -42,6 +42,7 @@ COLUMNS = (
     "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
     "mfu", "executed", "peak_gib", "host_gib", "ratio", "fit_seconds", "note",
 )  # fmt: skip
+# What only a training step tells.
 SPEEDS = (
     "seconds",
     "first_s",
@@ -50,7 +51,7 @@ SPEEDS = (
     "mfu",
     "executed",
     "loss",
-)  # of a training step
+)
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ class Source:
         columns: maps our key to the key that the file uses.
         split, subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
         separator: the text between two documents of a .txt file; without it the file is one document.
-        max_examples: use only so many of the first rows; 0 uses all.
+        max_examples: use only this many of the first rows; 0 uses all.
 
     Raises pydantic's ValidationError, which parse_sources turns into a DataError.
     """

@@ -110,7 +110,7 @@ class Machine(NamedTuple):
         return HOST_FILL * self.host_bytes / self.local_processes
 
     def link_over(self, ranks: int) -> float:
-        """Return the speed of the slowest link between so many neighbouring ranks."""
+        """Return the speed of the slowest link between this many neighbouring ranks."""
         return self.link if ranks <= self.gpus_per_node else min(self.link, self.node_link)
 
 

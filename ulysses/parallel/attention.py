@@ -46,9 +46,8 @@ class UlyssesAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.kernel = kernel
-        head_layout(
-            num_heads, num_kv_heads, self.mesh.head_parallel_size
-        )  # refuses what does not fit
+        # Refuse heads that do not fit the mesh.
+        head_layout(num_heads, num_kv_heads, self.mesh.head_parallel_size)
 
     def forward(
         self,

@@ -15,9 +15,8 @@ def wrapped(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-STEP = wrapped(
-    0x9E3779B97F4A7C15
-)  # splitmix64's increment, an odd number near 2**64 / golden ratio
+# splitmix64's increment, an odd number near 2**64 / golden ratio
+STEP = wrapped(0x9E3779B97F4A7C15)
 
 
 def seed_of(*key: object) -> int:

@@ -1,4 +1,4 @@
-"""The engine: configuration, stages, the loop, checkpoints. It needs our own `losses` and `models` beside `ulysses`.
+"""The engine: configuration, stages, the loop, checkpoints. It needs our own `losses` and `models` next to `ulysses`.
 
 Both names are common for folders of other projects, and Python takes the first one on its path: refuse a foreign one
 here, by its file, instead of failing on a name that it does not have. As a library `ulysses` alone needs neither.

@@ -96,7 +96,7 @@ class DataSection(Section):
     bad_rows: Literal["error", "drop"] = "error"
     """Whether a row that breaks its format stops the run, or is left out and counted."""
     cache: str = "~/.cache/ulysses"
-    """Folder that keeps the tokenised data for later runs; delete it at any time."""
+    """Folder that keeps tokenised data and reference log-probabilities; a DPO or KTO run needs the latter to resume."""
 
 
 class ParallelSection(Section):

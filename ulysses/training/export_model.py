@@ -3,7 +3,7 @@
     RUN/tokenizer/   tokenizer and generation_config.json, as the run's exports carry them; written at the start
     RUN/export/      config.json, weights or adapters, the files of RUN/tokenizer, README.md (the model card)
 
-A folder is written under a temporary name beside its target and takes its place whole, so that no file of an earlier
+A folder is written under a temporary name next to its target and takes its place whole, so that no file of an earlier
 export stays in it.
 """
 

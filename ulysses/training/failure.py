@@ -93,9 +93,8 @@ def complain(error: Exception, *, debug: bool) -> None:
     if debug:
         traceback.print_exception(error)
     if not first and any(name in os.environ for name in LAUNCHERS):
-        time.sleep(
-            LAUNCHER_SECONDS
-        )  # the launcher ends this process as soon as the one that prints has left
+        # The launcher ends this process as soon as the one that prints has left.
+        time.sleep(LAUNCHER_SECONDS)
 
 
 def _claim(store: Any) -> bool:

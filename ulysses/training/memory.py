@@ -59,7 +59,7 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
 
 
 def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Model:
-    """Return the planner's view of a model of which all weights are trained, or only so many of `adapters`."""
+    """Return the planner's view of a model that trains all its weights, or only this many of `adapters`."""
     parameters = shape.num_parameters(reward=reward)
     return Model(
         width=shape.hidden_size,

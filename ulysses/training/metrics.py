@@ -98,7 +98,7 @@ def model_flops(
         parameters: N, all weights without adapters.
         attention_width: H E, query heads times head dim.
         head: those of N in the vocabulary projection, which only `projected` tokens meet; 0 counts it for all tokens.
-        adapters: A, the trained weights beside frozen ones; 0 if all weights are trained.
+        adapters: A, the trained weights of a model whose other weights are frozen; 0 if all are trained.
     """
     weights = (parameters - head) * tokens + head * projected
     linear = 4.0 * weights + 6.0 * adapters * tokens if adapters else 6.0 * weights

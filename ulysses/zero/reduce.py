@@ -38,7 +38,7 @@ class GradientReduction:
         slices: of all trained parameters, their gradients on the GPU or in (pinned) host memory.
         units: modules whose parameters' gradients are complete when the module's backward is.
         device: of the model.
-        bucket: gradients with fewer elements travel together, in float32 all-reduces of about so many elements.
+        bucket: gradients with fewer elements travel together, in float32 all-reduces of about this many elements.
         between: dtype of the sums that travel between nodes.
         node_size: L; None asks the launcher's LOCAL_WORLD_SIZE.
     """
