@@ -88,6 +88,9 @@ def answers(model_folder: Path, prompts: list[list[dict[str, str]]]) -> list[str
     """Sample with plain transformers; a sample shows the tone better than the most likely answer does."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # loading this model takes no time
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder).float().eval()
