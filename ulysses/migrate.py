@@ -18,16 +18,11 @@ from typing import Any
 import yaml
 
 import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
-from ulysses.training.command_line import check, known_keys
+from ulysses.training.command_line import check, known_keys, put
 from ulysses.training.foreign_names import BATCH_FACTORS, foreign_names
 from ulysses.training.section import ConfigError
 from ulysses.training.stages import STAGES
 
-# Each of these words is written by one system only; everything else is TRL's.
-MARKS = {
-    "axolotl": {"base_model", "sequence_len", "micro_batch_size"},
-    "llamafactory": {"finetuning_type", "template", "cutoff_len", "dataset_dir"},
-}
 NOTHING = (None, "", "auto", -1, [], {})
 
 
@@ -67,7 +62,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise ConfigError(
                 "this file holds no settings; give the YAML that the trainer reads"
             )
-        return {name: _typed(value) for name, value in values.items()}
+        return values
     words, scripts = (
         shlex.split(text.replace("\\\n", " "), comments=True),
         foreign_names()["scripts"],
@@ -75,21 +70,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     start = next((i for i, word in enumerate(words) if Path(word).stem in scripts), None)
     if start is None:
         raise ConfigError(f"no command here starts a trainer: none of {', '.join(scripts)}")
-    lists: dict[str, list[str]] = {}
+    name, lists = "config", {}  # llamafactory-cli train FILE
     for word in words[start + 1 :]:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             lists[name] = [value] if equals else []
-        elif lists:
-            lists[name].append(word)
-        else:  # llamafactory-cli train FILE
-            lists["config"] = [word]
-    given = {k: v[0] if len(v) == 1 else v or True for k, v in lists.items()}
-    given = {name: _typed(value) for name, value in given.items()}
-    if file := given.pop("config", None):
-        given = read_settings(_find(file, path.parent)) | given
-    stage = scripts[Path(words[start]).stem]
-    return {"stage": stage} | given if stage else given
+        else:
+            lists.setdefault(name, []).append(word)
+    files = lists.pop("config", [])
+    given = {"stage": scripts[Path(words[start]).stem]}
+    for file in files:
+        given |= read_settings(_find(file, path.parent))
+    return given | {name: values or True for name, values in lists.items()}
 
 
 class Migration:
@@ -107,44 +99,54 @@ class Migration:
     """
 
     def __init__(self, given: dict[str, Any], folder: Path, gpus: int = 1) -> None:
-        self.names, self.folder = foreign_names(), folder
+        self.names = names = foreign_names()
         self.settings: dict[str, Any] = {}
         self.comments: dict[str, str] = {}
         self.remarks: list[str] = []
         self.not_needed: list[str] = []
+        given = {name: _plain(value) for name, value in given.items()}
+        given = {name: value for name, value in given.items() if value not in NOTHING}
         self.system = next(
-            (name for name, marks in MARKS.items() if marks & given.keys()), "trl"
+            (name for name, marks in names["marks"].items() if given.keys() & marks), "trl"
         )
-        given = self.names["defaults"][self.system] | given
-        if self.system == "axolotl" and not given.get("rl"):
-            kinds = {
-                "pt": given.get("pretraining_dataset"),
-                "rm": given.pop("reward_model", None),
-            }
-            given["stage"] = next((stage for stage, named in kinds.items() if named), "sft")
-        self._one("rl" if given.get("rl") else "stage", given.get("rl") or given.get("stage"))
+        for name, stage in names["implied"].items():
+            if given.get(name):
+                given.setdefault("stage", stage)
+        given = names["defaults"][self.system] | given
+        for name in ("stage", "rl"):
+            self._one(name, given.pop(name, None))
         stage = self.settings.get("stage")
         if stage not in STAGES:
             raise ConfigError(f"no stage is named; add --stage with one of {', '.join(STAGES)}")
-        given = self.names["defaults"].get(f"{self.system}_{stage}", {}) | given
-        if not (
-            given.get("finetuning_type") == "lora"
-            or given.get("use_peft")
-            or given.get("adapter")
-        ):
+        given = names["defaults"].get(f"{self.system}_{stage}", {}) | given
+        trained = {given.get(name) for name in ("finetuning_type", "use_peft", "adapter")}
+        if trained & {"lora", "qlora", True}:
+            given = {"lora_alpha": 2 * given.get("lora_rank", 8)} | given
+        else:
             given = {
                 name: value for name, value in given.items() if not name.startswith("lora_")
             }
-        elif self.system == "llamafactory":
-            given = {"lora_alpha": 2 * given["lora_rank"]} | given
-        betas = [
-            given.pop(name, old) for name, old in (("adam_beta1", 0.9), ("adam_beta2", 0.999))
-        ]
-        self.settings["optimizer.betas"] = betas
-        self._data(given)
-        self._schedule(given)
-        factors = {name: given.pop(name) for name in BATCH_FACTORS if given.get(name)}
-        for name, value in self._flat(given):
+        self.settings["optimizer.betas"] = [given.pop("adam_beta1"), given.pop("adam_beta2")]
+        if path := given.pop("dataset_name", None):
+            source = {"path": path, "subset": given.pop("dataset_config", None)}
+            given["datasets"] = source | {"split": given.pop("dataset_train_split", "train")}
+            if given.get("eval_strategy"):
+                test = given.pop("dataset_test_split", "test")
+                given["test_datasets"] = source | {"split": test}
+        info = _find(f"{given.pop('dataset_dir', 'data')}/dataset_info.json", folder)
+        self.described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
+        self.data_folder, self.most = info.parent, given.pop("max_samples", None)
+        file = given.get("deepspeed")
+        if isinstance(file, str) and (found := _find(file, folder)).exists():
+            given["deepspeed"] = json.loads(found.read_text())
+        for what in ("save", "eval"):
+            if given.get(f"{what}_strategy", "steps") != "steps":
+                given.pop(f"{what}_steps", None)
+        for name, others in names["replaces"].items():
+            if given.get(name):
+                given = {key: value for key, value in given.items() if key not in others}
+        factors = {name: given.pop(name) for name in BATCH_FACTORS if name in given}
+        for name, value in given.items():
             self._one(name, value)
         if "data.eval" not in self.settings:
             self.settings.pop("run.eval_every", None)
@@ -158,195 +160,116 @@ class Migration:
     def toml(self) -> str:
         """Return our settings as TOML with comments, and what is left to do."""
         lines, section = ["# what every setting means: train.py --help"], ""
-        keys = list(known_keys())
-        for key in sorted(self.settings, key=keys.index):
+        for key in sorted(self.settings, key=[*known_keys()].index):
             if key.partition(".")[0] != section:
                 section = key.partition(".")[0]
                 lines.append("")
+            # an inline table of TOML is a JSON object but for its colons
+            value = json.dumps(self.settings[key], ensure_ascii=False, separators=(", ", " = "))
             comment = f"  # {self.comments[key]}" if key in self.comments else ""
-            lines.append(f"{key} = {_toml(self.settings[key])}{comment}")
+            lines.append(f"{key} = {value}{comment}")
         try:
             config = check(tomllib.loads("\n".join(lines)))
             wrong = [*config.stage_class.check(config)]
         except ConfigError as error:
             wrong = str(error).splitlines()
-        for title, found in (
-            ("Without a counterpart here, and what to do:", self.remarks),
-            ("Still wrong:", wrong),
-            (
-                "Not needed here (train.py says why if you set them):",
-                [", ".join(self.not_needed)],
-            ),
-        ):
+        for title, found in {
+            "Without a counterpart here, and what to do": self.remarks,
+            "Still wrong": wrong,
+            "Not needed here (train.py says why if you set them)": [", ".join(self.not_needed)],
+        }.items():
             if any(found):
-                lines += ["", f"# {title}", *(f"#   {line}" for line in found)]
+                lines += ["", f"# {title}:", *(f"#   {line}" for line in found)]
         return "\n".join(lines)
 
     def _one(self, name: str, value: Any) -> None:
         """Apply the rule of one of their settings."""
-        lower, names = str(value).lower(), self.names
-        if value in NOTHING or (name.startswith("deepspeed.") and name not in names["ours"]):
+        names, lower, problem = self.names, str(value).lower(), ""
+        if value in NOTHING:
             return
         if name in names["not_needed"] or lower in names["harmless"].get(name, ()):
             self.not_needed.append(name)
-        elif instead := names["not_supported"].get(name):
-            if value and lower != "none":
-                self.remarks.append(f"{name} = {value}: {instead}")
         elif rule := names["ours"].get(name):
-            table = {"key": rule} if isinstance(rule, str) else rule
-            key, values = (
-                table["key"].replace("STAGE", self.settings.get("stage", "")),
-                table.get("values"),
-            )
-            if isinstance(value, list) and key.endswith("loss_type") and len(value) == 1:
-                value, lower = value[0], value[0]
+            table = rule if isinstance(rule, dict) else {"key": rule}
+            stage = self.settings.get("stage", "")
+            key, values = table["key"].replace("STAGE", stage), table.get("values")
+            if key in ("data.train", "data.eval"):
+                value = self._sources(value)
             if key == "model.lora.targets" and isinstance(value, str) and lower not in values:
                 value = value.split(",")
             new = values.get(lower) if values and not isinstance(value, list) else value
-            if key not in known_keys() or key.split(".")[0] in {*STAGES} - {
-                self.settings.get("stage")
-            }:
-                self.remarks.append(
-                    f"{name} = {value}: a run of this stage has no such setting; leave it out"
-                )
+            if key not in known_keys() or key.split(".")[0] in {*STAGES} - {stage}:
+                problem = "a run of this stage has no such setting; leave it out"
             elif new is None:
-                self.remarks.append(
-                    f"{name} = {value}: {key} has no such choice, so its default stands; see train.py --help"
+                problem = (
+                    f"{key} has no such choice, so its default stands; see train.py --help"
                 )
             elif new != "":
                 self.settings |= new if values and isinstance(new, dict) else {key: new}
                 if "note" in table:
                     self.comments[key] = f"{name}: {table['note']}"
-        else:
-            self.remarks.append(
-                f"{name} = {value}: unknown; train.py --help lists the settings"
-            )
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                self._one(f"{name}.{key}", each)
+        elif instead := names["not_supported"].get(name):
+            problem = instead if value else ""
+        elif not name.startswith("deepspeed."):
+            problem = "unknown; train.py --help lists the settings"
+        if problem:
+            self.remarks.append(f"{name} = {value}: {problem}")
 
-    def _schedule(self, given: dict[str, Any]) -> None:
-        """Leave one length, one warm-up, and what is done every so many steps."""
-        if (given.get("max_steps") or 0) > 0:
-            given |= dict.fromkeys(("num_train_epochs", "num_epochs"))
-        given[
-            "warmup_steps"
-            if given.get("warmup_ratio") and not given.get("warmup_steps")
-            else "warmup_ratio"
-        ] = None
-        for what, key in (("save", "run.save_every"), ("eval", "run.eval_every")):
-            strategy = given.get(f"{what}_strategy", "steps")
-            if strategy != "steps":
-                given.pop(f"{what}_steps", None)
-            if strategy == "epoch":
-                self.remarks.append(f"{what}_strategy = epoch: set {key} in steps")
+    def _sources(self, value: Any) -> Any:
+        """Turn one or several of their data sets, each a name or a description, into ours."""
+        if isinstance(value, str):
+            value = value.split(",")
+        sources = [
+            self._source(entry) for entry in (value if isinstance(value, list) else [value])
+        ]
+        return sources if len(sources) > 1 else sources[0]
 
-    def _data(self, given: dict[str, Any]) -> None:
-        """Translate the data sets: names of dataset_info.json, a hub id with its splits, or a list of descriptions."""
-        most, folder = given.pop("max_samples", None), given.get("dataset_dir", "data")
-        train = (
-            given.pop("datasets", None)
-            or given.pop("pretraining_dataset", None)
-            or given.pop("dataset", None)
-        )
-        held_out = given.pop("test_datasets", None) or given.pop("eval_dataset", None)
-        if name := given.pop("dataset_name", None):
-            one = {"path": name, "subset": given.pop("dataset_config", None)}
-            train = [one | {"split": given.pop("dataset_train_split", "train")}]
-            if str(given.get("eval_strategy", "no")) not in ("no", "False"):
-                held_out = [one | {"split": given.pop("dataset_test_split", "test")}]
-        for key, value in (("data.train", train), ("data.eval", held_out)):
-            value = (
-                value.split(",")
-                if isinstance(value, str)
-                else [value]
-                if isinstance(value, dict)
-                else value
-            )
-            sources = []
-            for entry in value or []:
-                if isinstance(entry, str) and self.system == "llamafactory":
-                    entry = self._described(entry.strip(), folder)
-                source = self._source(entry if isinstance(entry, dict) else {"path": entry})
-                source |= {"max_examples": most} if most else {}
-                sources.append(source["path"] if source.keys() == {"path"} else source)
-            if sources:
-                self.settings[key] = sources if len(sources) > 1 else sources[0]
-
-    def _described(self, name: str, folder: str) -> dict[str, Any]:
-        """Return the entry of dataset_info.json for a data set of LLaMA-Factory."""
-        info = _find(f"{folder}/dataset_info.json", self.folder)
-        entry = (
-            json.loads(info.read_text(encoding="utf-8")).get(name) if info.exists() else None
-        )
-        if entry is None:
-            self.remarks.append(
-                f"{name}: not in {folder}/dataset_info.json; write the file's path into data.train"
-            )
-            entry = {"file_name": f"{name}.json"}
-        if "file_name" in entry:
-            entry["file_name"] = str(info.parent / entry["file_name"])
-        return entry
-
-    def _source(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """Turn their description of one data set into ours."""
-        names, entry = (
-            self.names,
-            {key: value for key, value in entry.items() if value not in NOTHING},
-        )
-        source = {
-            ours: entry.pop(name) for name, ours in names["sources"].items() if name in entry
-        }
-        columns = entry.pop("columns", {})
-        columns = dict(columns) if isinstance(columns, dict) else {}
-        columns |= {name: entry.pop(name) for name in [*entry] if name in names["columns"]}
-        renamed = {names["columns"][k]: v for k, v in columns.items() if k in names["columns"]}
-        renamed = {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
-        left = entry | {name: v for name, v in columns.items() if name not in names["columns"]}
+    def _source(self, entry: Any) -> Any:
+        if isinstance(entry, str):
+            name = entry.strip()
+            if self.system == "llamafactory" and name not in self.described:
+                self.remarks.append(
+                    f"{name}: not in dataset_info.json of dataset_dir; write the file's path into data.train"
+                )
+            entry = self.described.get(name, {"path": name})
+        entry = {"num_samples": self.most} | entry
+        columns = entry.pop("columns", None)
+        entry |= columns if isinstance(columns, dict) else {}
+        source: dict[str, Any] = {}
+        left = []
+        for name, value in entry.items():
+            key = self.names["sources"].get(name)
+            if name == "file_name":
+                value = str(self.data_folder / value)
+            if key and value not in NOTHING and key != f"columns.{value}":
+                put(source, key, value)
+            elif not key and value not in NOTHING:
+                left.append(f"{name} {value}")
         if left:
-            listed = ", ".join(f"{key} {value}" for key, value in left.items())
             self.remarks.append(
-                f"{source.get('path')}: {listed}: formats follow from the rows' keys; look with --inspect 3"
+                f"{source.get('path')}: {', '.join(left)}: formats follow from the rows' keys; look with --inspect 3"
             )
-        return source | ({"columns": renamed} if renamed else {})
-
-    def _flat(self, given: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Return names and values, tables by their dotted names, and a DeepSpeed file as a table."""
-        pairs: list[tuple[str, Any]] = []
-        for name, value in given.items():
-            if name == "deepspeed" and isinstance(value, str):
-                file = _find(value, self.folder)
-                value = json.loads(file.read_text()) if file.exists() else {}
-                if not value:
-                    self.remarks.append(
-                        f"deepspeed = {file}: not found; see memory.offload_optimizer for offloading"
-                    )
-            if isinstance(value, dict) and name not in self.names["ours"]:
-                pairs += self._flat({f"{name}.{key}": each for key, each in value.items()})
-            else:
-                pairs.append((name, value))
-        return pairs
+        return source["path"] if source.keys() == {"path"} else source
 
 
-def _typed(value: Any) -> Any:
-    """Read the numbers and switches that YAML and a shell leave as text, such as 1e-5."""
+def _plain(value: Any) -> Any:
+    """Read the numbers and switches that YAML and a shell leave as text, such as 1e-5; one value alone is no list."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
     try:
         return json.loads(value)
     except (TypeError, ValueError):
-        return {"true": True, "false": False, "none": None}.get(str(value).lower(), value)
+        words = {"true": True, "false": False, "no": False, "none": None}
+        return words.get(str(value).lower(), value)
 
 
 def _find(path: str, folder: Path) -> Path:
     """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
     places = [Path(path), *(place / path for place in (folder, *folder.absolute().parents))]
     return next((place for place in places if place.exists()), Path(path))
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return (
-            "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
-        )
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":

@@ -42,13 +42,13 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     values = _read_file("--config", options.config, tomllib.loads)
     merge(values, {"deepspeed": _read_file("--deepspeed", options.deepspeed, json.loads)})
     for key, value in (given | overrides).items():
-        _put(values, key, value)
+        put(values, key, value)
     if values == {"deepspeed": {}}:
         raise ConfigError(
             "there is no configuration; give one with --config FILE.toml (configs/ has one for every stage), or read "
             "train.py --help"
         )
-    _put(values, "optimizer.lr", check(values).optimizer.lr * options.adjust_lr)
+    put(values, "optimizer.lr", check(values).optimizer.lr * options.adjust_lr)
     return CommandLine(check(values), options)
 
 
@@ -112,7 +112,7 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
     return given
 
 
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
+def put(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested tables, in place of what was there."""
     *tables, name = key.split(".")
     for table in tables:
