@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from ulysses.training.config import Config, Options
 from ulysses.training.foreign_names import BATCH_FACTORS, explain_unknown, spell_batch
-from ulysses.training.section import ConfigError
+from ulysses.training.section import ConfigError, flat
 from ulysses.zero.settings import merge
 
 
@@ -159,7 +159,7 @@ def _sentences(
         path, message, given = problem["loc"], problem["msg"], problem["input"]
         key = ".".join(map(str, path))
         if problem["type"] == "extra_forbidden":
-            unknown |= _leaves(key, given)
+            unknown |= flat({key: given})
             continue
         if problem["type"] == "value_error":  # from our own validators, which name their keys
             wrong[message] = message.removeprefix("Value error, "), []
@@ -190,13 +190,6 @@ def _sentences(
         hint = f" ({keys[key].description.rstrip('.')})" if messages else ""
         sentences.append(": ".join(filter(None, (start, ", or ".join(messages)))) + hint)
     return sentences
-
-
-def _leaves(key: str, value: Any) -> dict[str, Any]:
-    """Return the settings below a key by their dotted keys."""
-    if not isinstance(value, dict) or not value:
-        return {key: value}
-    return {k: v for name in value for k, v in _leaves(f"{key}.{name}", value[name]).items()}
 
 
 def _help_text() -> str:

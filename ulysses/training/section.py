@@ -37,10 +37,10 @@ class Section(BaseModel):
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one table whose keys are dotted."""
+    """Return nested tables as one table whose keys are dotted; an empty table is a value."""
     found: dict[str, Any] = {}
     for key, value in tables.items():
-        nested = isinstance(value, Mapping)
+        nested = isinstance(value, Mapping) and value
         found |= flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
     return found
 
