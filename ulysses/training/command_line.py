@@ -152,32 +152,30 @@ def _sentences(
 ) -> list[str]:
     """Put each of pydantic's complaints into one sentence, unknown keys before all others."""
     unknown: dict[str, Any] = {}
-    wrong: dict[
-        str, tuple[str, list[str]]
-    ] = {}  # what a sentence begins with, and its complaints
+    others: list[str] = []
+    # what all types of a setting refuse is one complaint
+    wrong: dict[str, str] = {}
     for problem in error.errors():
-        path, message, given = problem["loc"], problem["msg"], problem["input"]
-        key = ".".join(map(str, path))
+        message, given = problem["msg"], problem["input"]
+        key = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
             unknown |= flat({key: given})
             continue
         if problem["type"] == "value_error":  # from our own validators, which name their keys
-            wrong[message] = message.removeprefix("Value error, "), []
+            others.append(message.removeprefix("Value error, "))
             continue
-        message = message[0].lower() + message[1:]
         while key not in keys and "." in key:
-            key = key.rpartition(".")[
-                0
-            ]  # without the position in a list, or the member of a union
+            # without the position in a list, or the member of a union
+            key = key.rpartition(".")[0]
         if key not in keys:
             first = next((known for known in keys if known.startswith(f"{key}.")), key)
-            message = f"{key} is {given!r} but must be a table of settings such as {first}"
-            wrong[key] = message, []
+            others.append(f"{key} is {given!r} but must be a table of settings such as {first}")
         elif problem["type"] == "missing":
-            wrong[key] = f"{key} is missing; {keys[key].description.rstrip('.')}", []
+            others.append(f"{key} is missing; {keys[key].description.rstrip('.')}")
         else:
-            wrong.setdefault(key, (f"{prefix}{key} is {given!r}", []))[1].append(message)
-    sentences = []
+            start = f"{wrong[key]}, or " if key in wrong else f"{prefix}{key} is {given!r}: "
+            wrong[key] = start + message[0].lower() + message[1:]
+    sentences: list[str] = []
     factors = {key: unknown[key] for key in unknown if key.split(".")[-1] in BATCH_FACTORS}
     with suppress(AttributeError, ValueError, ZeroDivisionError):  # numbers that are none
         degree = int(values.get("parallel", {}).get("sequence_parallel_size", 1))
@@ -186,10 +184,8 @@ def _sentences(
         unknown = {key: value for key, value in unknown.items() if key not in factors}
     stage = str(values.get("stage"))
     sentences += [explain_unknown(key, stage, list(keys)) for key in unknown]
-    for key, (start, messages) in wrong.items():
-        hint = f" ({keys[key].description.rstrip('.')})" if messages else ""
-        sentences.append(": ".join(filter(None, (start, ", or ".join(messages)))) + hint)
-    return sentences
+    hints = (f"{text} ({keys[key].description.rstrip('.')})" for key, text in wrong.items())
+    return [*sentences, *others, *hints]
 
 
 def _help_text() -> str:
