@@ -55,25 +55,21 @@ def tell(error: Exception, *, debug: bool) -> None:
 
 def complain(error: Exception, *, debug: bool) -> None:
     """Print a configuration error in one sentence, once on each node: another node may lack what the first one has."""
-    rank, first = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0") == "0"
-    if first:
-        node = "" if rank == "0" else f" (node of rank {rank})"
-        sentence = f"error{node}: {error}"
-        print(sentence, file=sys.stderr, flush=True)
     if debug:
         traceback.print_exception(error)
-    if not LAUNCHERS & os.environ.keys():
+    launched = LAUNCHERS & os.environ.keys()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        if launched:  # it ends this process as soon as the one that prints has left
+            time.sleep(LAUNCHER_SECONDS)
         return
-    if first:
-        _repeat_below_launcher(sentence)
-    else:
-        # The launcher ends this process as soon as the one that prints has left.
-        time.sleep(LAUNCHER_SECONDS)
-
-
-def _repeat_below_launcher(sentence: str) -> None:
-    """Leave a process behind that prints the sentence again when the launcher, our parent, has ended."""
+    rank = os.environ.get("RANK", "0")
+    node = "" if rank == "0" else f" (node of rank {rank})"
+    sentence = f"error{node}: {error}"
+    print(sentence, file=sys.stderr, flush=True)
+    if not launched:
+        return
     with suppress(OSError):
+        # A process stays behind that prints the sentence again when the launcher, our parent, has ended.
         launcher = os.pidfd_open(os.getppid())
         if os.fork() == 0:
             os.setsid()  # the launcher ends its children's groups
