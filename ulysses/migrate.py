@@ -104,8 +104,11 @@ class Migration:
         self.comments: dict[str, str] = {}
         self.remarks: list[str] = []
         self.not_needed: list[str] = []
-        given = {name: _plain(value) for name, value in given.items()}
-        given = {name: value for name, value in given.items() if value not in NOTHING}
+        given = {
+            name: plain
+            for name, value in given.items()
+            if (plain := _plain(value)) not in NOTHING
+        }
         self.system = next(
             (name for name, marks in names["marks"].items() if given.keys() & marks), "trl"
         )
@@ -139,11 +142,8 @@ class Migration:
         file = given.get("deepspeed")
         if isinstance(file, str) and (found := _find(file, folder)).exists():
             given["deepspeed"] = json.loads(found.read_text())
-        for what in ("save", "eval"):
-            if given.get(f"{what}_strategy", "steps") != "steps":
-                given.pop(f"{what}_steps", None)
         for name, others in names["replaces"].items():
-            if given.get(name):
+            if str(given.get(name, 0)) not in ("0", "0.0", "steps"):
                 given = {key: value for key, value in given.items() if key not in others}
         factors = {name: given.pop(name) for name in BATCH_FACTORS if name in given}
         for name, value in given.items():
@@ -268,8 +268,8 @@ def _plain(value: Any) -> Any:
 
 def _find(path: str, folder: Path) -> Path:
     """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
-    places = [Path(path), *(place / path for place in (folder, *folder.absolute().parents))]
-    return next((place for place in places if place.exists()), Path(path))
+    places = (Path(), folder, *folder.absolute().parents)
+    return next((place / path for place in places if (place / path).exists()), Path(path))
 
 
 if __name__ == "__main__":
