@@ -96,12 +96,13 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
             key = key.replace("-", "_")
         # an unknown key is refused with all others, when the settings are checked
         takes = forms.get(key, [])
-        if not equals and rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
-        elif not equals and (key == "adjust_lr" or "bool" in takes or not takes):
-            value = "1"
-        elif not equals:
-            raise ConfigError(f"--{key} needs a value")
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif key == "adjust_lr" or "bool" in takes or not takes:
+                value = "1"
+            else:
+                raise ConfigError(f"--{key} needs a value")
         # what the text of a number or a word means, the schema decides
         if not takes or value.startswith(("[", "{")):
             with suppress(ValueError):
@@ -125,13 +126,11 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 def _read_file(option: str, path: str | None, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not path:
         return {}
+    _refuse_yaml(path)
     try:
-        _refuse_yaml(path)
         content = Path(path).read_bytes()
         is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         return dict(parse(content.decode("utf-16" if is_utf16 else "utf-8-sig")))
-    except ConfigError as error:
-        sentence = str(error)
     except OSError as error:
         sentence = f"{Path(path).absolute()} cannot be read ({error.strerror})"
     except (TypeError, ValueError) as error:
