@@ -43,7 +43,7 @@ from ulysses.training.rewards import Rewards, is_function, is_server, load_funct
 from ulysses.training.rollout import Rollout, RolloutLoader, RolloutMaker, answer_metrics
 from ulysses.training.section import Section
 from ulysses.training.stages.base import Facts, OtherModel, Term
-from ulysses.training.stages.referenced import STEP0_TOLERANCE, ReferencedStage
+from ulysses.training.stages.referenced import ReferencedStage
 
 if TYPE_CHECKING:
     from ulysses.training.config import Config
@@ -315,7 +315,8 @@ class PpoStage(ReferencedStage):
         )  # fmt: skip
 
     @classmethod
-    def build(cls, run: "TrainingRun") -> "PpoStage":
+    def build(cls, run: "TrainingRun") -> ReferencedStage:
+        stage = super().build(run)
         prepared, config, ppo = run.prepared, run.config, run.config.ppo
         tokenizer = prepared.tokenizer
         reward = scorer = None
@@ -335,7 +336,7 @@ class PpoStage(ReferencedStage):
                 ppo.sampler_timeout,
                 run.mesh.is_main,
             )
-        maker = RolloutMaker(
+        stage.maker = RolloutMaker(
             engine=run.engine,
             mesh=run.mesh,
             config=ppo,
@@ -352,7 +353,7 @@ class PpoStage(ReferencedStage):
                 ppo.generation_batch,
             ),
             budget=cls.budget(config),
-            reference=cls.reference_logps(run),
+            reference=stage.reference,
             reward=reward,
             scorer=scorer,
             lora=config.model.lora if config.model.lora.rank else None,
@@ -360,8 +361,7 @@ class PpoStage(ReferencedStage):
             outside=outside,
             watch=run.watch,
         )
-        tolerance = STEP0_TOLERANCE[config.model.dtype]
-        return cls(run.engine, run.mesh, ppo, maker=maker, tolerance=tolerance)
+        return stage
 
     # ---------------------------------------------------------------- what the loop reads
 
