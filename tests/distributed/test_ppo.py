@@ -106,8 +106,9 @@ def trainer_of(
     if reference_seed is not None:
         reference = logps_of(frozen_engine(lambda: CausalLM(shape, mesh), HostWeights(shape, reference_seed)))
         maker = RolloutMaker(
-            engine=engine, mesh=mesh, config=config, options=OPTIONS, budget=budget, reference=reference, reward=reward
-        )
+            engine=engine, mesh=mesh, config=config, options=OPTIONS, budget=budget, shared_budget=budget,
+            reference=reference, reward=reward,
+        )  # fmt: skip
     stage = PpoStage(engine, mesh, config, maker=maker, tolerance=1e-5 if reference_seed == 0 else math.inf)
     loader = ShuffledLoader(
         prompts(), 6, tokens_per_microbatch=budget, seed=3, data_parallel_size=mesh.data_parallel_size,
@@ -346,8 +347,9 @@ def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
     config, source = PpoSection(), HostWeights(SHAPE, 4)
     scorer = frozen_engine(lambda: RewardModel(SHAPE, mesh), source)
     maker = RolloutMaker(
-        engine=engine_of(mesh, config), mesh=mesh, config=config, options=OPTIONS, budget=128, scorer=scorer
-    )
+        engine=engine_of(mesh, config), mesh=mesh, config=config, options=OPTIONS, budget=128, shared_budget=128,
+        scorer=scorer,
+    )  # fmt: skip
     rollout = maker.answer(0, prompts(), [3, 1, 5])
     plain = filled(RewardModel(SHAPE, None, attention="reference"), source)
     with torch.no_grad():

@@ -159,11 +159,11 @@ class RolloutMaker:
         config: the [ppo] table.
         options: of sampling; its temperature is the policy's everywhere.
         budget: tokens per packed micro-batch.
+        shared_budget: tokens of the micro-batches in which answers to one prompt share it; 0 shares nothing.
         reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
         reward: scores lists of ulysses.training.rewards.Answered, one number of each function; None without functions.
         scorer: gives one more score, a frozen engine around models.decoder.RewardModel, or None.
         lora: the table of the policy's adapters, which the sampler adds to a copy of the matrices they adapt, or None.
-        share_prompts: answers to one prompt share it where a micro-batch holds them together.
         outside: samples on servers, or None.
         watch: is told of every phase.
     """
@@ -173,11 +173,11 @@ class RolloutMaker:
     config: Any
     options: SamplingOptions
     budget: int
+    shared_budget: int = 0
     reference: Callable[..., Tensor] | None = None
     reward: Callable[[list[Answered]], list[list[float]]] | None = None
     scorer: Any = None
     lora: Any = None
-    share_prompts: bool = True
     outside: OutsideSampler | None = None
     watch: Watch = field(default_factory=Watch)
 
@@ -187,11 +187,6 @@ class RolloutMaker:
             c.kl_coefficient, c.kl_target or None, c.kl_horizon
         )
         self.synchronised = False  # the sampling servers have had weights of this run
-
-    @property
-    def shared_budget(self) -> int:
-        """Tokens of the micro-batches in which answers may share their prompt; 0 if they shall not."""
-        return self.budget if self.share_prompts else 0
 
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages; updates the KL controller."""

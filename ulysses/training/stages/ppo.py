@@ -318,7 +318,7 @@ class PpoStage(ReferencedStage):
     def build(cls, run: "TrainingRun") -> ReferencedStage:
         stage = super().build(run)
         prepared, config, ppo = run.prepared, run.config, run.config.ppo
-        tokenizer = prepared.tokenizer
+        tokenizer, budget = prepared.tokenizer, cls.budget(config)
         reward = scorer = None
         if functions := [name for name in ppo.rewards if is_function(name)]:
             limits = ppo.reward_workers, ppo.reward_timeout
@@ -352,12 +352,12 @@ class PpoStage(ReferencedStage):
                 config.run.seed,
                 ppo.generation_batch,
             ),
-            budget=cls.budget(config),
+            budget=budget,
+            shared_budget=budget * config.batch.share_prompts,
             reference=stage.reference,
             reward=reward,
             scorer=scorer,
             lora=config.model.lora if config.model.lora.rank else None,
-            share_prompts=config.batch.share_prompts,
             outside=outside,
             watch=run.watch,
         )
