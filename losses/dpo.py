@@ -34,6 +34,13 @@ REFERENCE_FREE = ("simpo", "orpo")
 LENGTH_NORMALISED = ("ipo", "simpo", "sigmoid_norm", "orpo")
 _SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "sigmoid_norm")
 _WITH_DIVERGENCE = ("sigmoid", "robust", "hinge", "exo_pair", "discopop")
+_OF_BOTH_RATIOS = {
+    "orpo": orpo_loss,
+    "nca_pair": nca_pair_loss,
+    "sppo_hard": sppo_hard_loss,
+    "apo_zero": apo_zero_loss,
+    "apo_down": apo_down_loss,
+}
 _ELSEWHERE = {
     "cdpo": "here it is 'sigmoid' with label_smoothing > 0",
     "dpo": "here it is 'sigmoid'",
@@ -128,10 +135,9 @@ def dpo_loss(
     scores = [divergence_score(x, f_divergence, f_alpha) for x in (chosen, rejected)]
     delta = scores[0] - scores[1]
     match loss_type:
-        case "sigmoid" | "sigmoid_norm":
-            losses = sigmoid_loss(delta, beta, label_smoothing)
-        case "simpo":
-            losses = sigmoid_loss(delta, beta, label_smoothing, margin=simpo_gamma)
+        case "sigmoid" | "sigmoid_norm" | "simpo":
+            margin = simpo_gamma if loss_type == "simpo" else 0.0
+            losses = sigmoid_loss(delta, beta, label_smoothing, margin)
         case "robust":
             losses = robust_loss(delta, beta, label_smoothing)
         case "hinge":
@@ -142,16 +148,8 @@ def dpo_loss(
             losses = exo_pair_loss(delta, beta, label_smoothing)
         case "discopop":
             losses = discopop_loss(delta, beta, discopop_tau)
-        case "orpo":
-            losses = orpo_loss(chosen, rejected, beta)
-        case "nca_pair":
-            losses = nca_pair_loss(chosen, rejected, beta)
-        case "sppo_hard":
-            losses = sppo_hard_loss(chosen, rejected, beta)
-        case "apo_zero":
-            losses = apo_zero_loss(chosen, rejected, beta)
         case _:
-            losses = apo_down_loss(chosen, rejected, beta)
+            losses = _OF_BOTH_RATIOS[loss_type](chosen, rejected, beta)
     return losses, beta * chosen.detach(), beta * rejected.detach()
 
 

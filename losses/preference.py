@@ -3,7 +3,8 @@
 Shapes: every tensor is [N], one value per pair. Notation: S = summed log-probability of a completion, n its length,
 r = S_policy - S_reference, w chosen, l rejected, D = r_w - r_l, b = beta, e = label smoothing, s = sigmoid.
 Each loss names its paper and what it is called in TRL ("trl") and LLaMA-Factory ("lf"); where no "lf" name is given,
-LLaMA-Factory does not have it. A new type needs one more function here and one more case in `dpo_loss`.
+LLaMA-Factory does not have it. A new type needs one more function here and one more case in `dpo_loss`, or one more
+entry of the table above it.
 """
 
 import math
@@ -96,14 +97,14 @@ def discopop_loss(delta: Tensor, beta: float, temperature: float) -> Tensor:
     )
 
 
-def orpo_loss(chosen_mean: Tensor, rejected_mean: Tensor, beta: float) -> Tensor:
+def orpo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
     """Return -a_w - b log s(log odds_w - log odds_l), a = S / n, log odds = a - log(1 - e^a).
 
     Source: 2403.07691 (lf "orpo"; trl's ORPOTrainer). The first term is the chosen answer's mean negative
     log-likelihood, per pair as in the paper and lf (trl averages it over the batch's tokens).
     """
-    log_odds = (chosen_mean - log1mexp(chosen_mean)) - (rejected_mean - log1mexp(rejected_mean))
-    return -chosen_mean - beta * F.logsigmoid(log_odds)
+    log_odds = (chosen - log1mexp(chosen)) - (rejected - log1mexp(rejected))
+    return -chosen - beta * F.logsigmoid(log_odds)
 
 
 def divergence_score(ratio: Tensor, divergence: str, alpha: float = 0.5) -> Tensor:
