@@ -191,9 +191,7 @@ class RolloutMaker:
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages; updates the KL controller."""
         began = time.perf_counter()
-        if self.outside and (
-            number % self.config.sampler_sync_every == 0 or not self.synchronised
-        ):
+        if number % self.config.sampler_sync_every == 0 or not self.synchronised:
             self.synchronise()
         rollout = self.answer(number, dataset, indices, self.config.answers_per_prompt)
         sampled = time.perf_counter()
