@@ -60,6 +60,7 @@ class Rollout:
     stopped: the rest of its steps are empty.
 
     Attributes:
+        ends: [N], the column index after each answer's last token.
         owners: [N], the first of the answers that share a prompt with this one. An example has its owner's number.
         prefix: [N], the tokens of the prompt that only the owner holds, 0 for owners.
     """
@@ -74,10 +75,10 @@ class Rollout:
     budget: int = 0
 
     def __post_init__(self) -> None:
-        ends = self.lengths.cumsum(0)
+        self.ends = self.lengths.cumsum(0)
         prompt_tokens = F.pad((self.columns["weights"] == 0).cumsum(0), (1, 0))
         # the last token of a prompt predicts, so that every sequence keeps it
-        left_out = prompt_tokens[ends] - prompt_tokens[ends - self.lengths] - 1
+        left_out = prompt_tokens[self.ends] - prompt_tokens[self.ends - self.lengths] - 1
         owners, owner, room = [], 0, 0
         for n, (length, prefix) in enumerate(zip(self.lengths.tolist(), left_out.tolist())):
             room -= length - prefix
@@ -108,10 +109,8 @@ class Rollout:
 
     def __getitem__(self, i: int) -> Example:
         sequences = []
-        for n in range(i, len(self.lengths)):
-            if self.owners[n] != i:
-                break
-            stop = int(self.lengths[: n + 1].sum())
+        for n in (self.owners == i).nonzero().flatten().tolist():
+            stop = int(self.ends[n])
             start = stop - int(self.lengths[n])
             own = {name: column[start:stop] for name, column in self.columns.items()}
             sequence = Sequence(own.pop("tokens"), own.pop("weights"), own)
@@ -253,7 +252,7 @@ class RolloutMaker:
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
-            for answer, last in zip(answers, rollout.lengths.cumsum(0) - 1, strict=True):
+            for answer, last in zip(answers, rollout.ends - 1, strict=True):
                 answer.scores.append(float(values[last]))
         for answer in answers:
             weights = self.config.rewards.values()
