@@ -339,7 +339,7 @@ class RolloutMaker:
             bounds[1:] - 1,
             1.0,
             score_clip=config.score_clip or None,
-            missing_eos_penalty=config.missing_eos_penalty or None,
+            missing_eos_penalty=config.missing_eos_penalty,
             has_eos=ended,
         )
         sampled = [logp for answer in rollout.answers for logp in answer.logps]

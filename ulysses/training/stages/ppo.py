@@ -414,8 +414,9 @@ class PpoStage(ReferencedStage):
         }
         trained = [(policy_losses, 1.0)]
         if out.values is not None:
-            clip = config.value_clip or None
-            value = ppo_value_loss(out.values, columns["old_values"], columns["returns"], clip)
+            value = ppo_value_loss(
+                out.values, columns["old_values"], columns["returns"], config.value_clip
+            )
             means |= {"val/clipfrac_avg": value.clipped, "loss/value_avg": value.losses}
             trained.append((value.losses, config.value_coefficient))
         if config.kl_in == "loss" and config.kl_coefficient:
