@@ -119,7 +119,6 @@ _PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
 }
-_PREFIX = "base_model.model."
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
