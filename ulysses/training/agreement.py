@@ -38,8 +38,8 @@ def facts_of(plan: Prepared, data: list[str], *, verify: bool) -> dict[str, Any]
     facts |= {package: version(package) for package in ("torch", "deepspeed")}
     if os.environ.get("LOCAL_RANK", "0") == "0":
         facts["the tokenizer"] = tokenizer_digest(plan.tokenizer)
-        for path in PACKAGES.glob("*/**/*.*"):
-            if path.parts[len(PACKAGES.parts)] in ("losses", "models", "ulysses"):
+        for package in ("losses", "models", "ulysses"):
+            for path in (PACKAGES / package).rglob("*"):
                 if path.suffix in (".py", ".toml", ".jinja"):
                     facts[str(path.relative_to(PACKAGES))] = digest_of(path)
         read = digest_of if verify else sampled_digest
