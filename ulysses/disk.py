@@ -104,6 +104,14 @@ def write_digested(path: Path, parts: Iterable[Any], size: int = 0) -> str:
     return digest.hexdigest()
 
 
+def flush_to_disk(paths: Iterable[Path]) -> None:
+    """Wait until files or folders have left the system's memory."""
+    for path in paths:
+        number = os.open(path, os.O_RDONLY)
+        os.fsync(number)
+        os.close(number)
+
+
 def digest_of(path: Path) -> str:
     """Return the digest of a file's content."""
     with path.open("rb") as file:

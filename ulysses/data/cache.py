@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from ulysses.data import DataError
-from ulysses.disk import DiskError, check_files, lock_file, writing
+from ulysses.disk import DiskError, check_files, flush_to_disk, lock_file, writing
 
 
 def build_once(folder: Path, build: Callable[[Path], object]) -> bool:
@@ -105,9 +105,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    for path in temporary.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    flush_to_disk(temporary.iterdir())
     try:
         os.rename(temporary, folder)
     except OSError:

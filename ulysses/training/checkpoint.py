@@ -12,13 +12,13 @@ import json
 import os
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ulysses.disk import check_files, digest_of, writing
+from ulysses.disk import check_files, digest_of, flush_to_disk, writing
 from ulysses.training.section import blame
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
@@ -54,7 +54,7 @@ def save_checkpoint(
     dist.barrier()
     with writing(temporary):
         own = save_state(engine, temporary)
-        _flush_to_disk(temporary / name for name in own)
+        flush_to_disk(temporary / name for name in own)
     digests: list[Any] = [{}] * dist.get_world_size()
     dist.all_gather_object(digests, own)  # from here on no other process writes to the folder
     if main:
@@ -65,9 +65,9 @@ def save_checkpoint(
             files |= {path.name: digest_of(path) for path in rest}
             content = json.dumps({"format": FORMAT, **state, "files": files}, indent=1)
             (temporary / "run.json").write_text(content)
-            _flush_to_disk([*rest, temporary / "run.json", temporary])
+            flush_to_disk([*rest, temporary / "run.json", temporary])
             os.rename(temporary, final)
-            _flush_to_disk([folder])
+            flush_to_disk([folder])
         best, _ = state.get("best") or (None, None)
         for step in saved_steps(folder)[:-keep] if keep else []:
             if step != best:
@@ -177,11 +177,3 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _flush_to_disk(paths: Iterable[Path]) -> None:
-    """Wait until files or folders have left the system's memory."""
-    for path in paths:
-        number = os.open(path, os.O_RDONLY)
-        os.fsync(number)
-        os.close(number)
