@@ -145,7 +145,7 @@ def resume_point(
         return None
     with blame("run.resume"):
         state = read_run_state(chosen)
-    left = [] if resume == "auto" else _not_on_the_way(folder, chosen)
+    left = _not_on_the_way(folder, chosen)
     if left and not overwrite:
         raise ValueError(
             f'run.resume is {chosen} but run.output also holds {left[-1].name}, which run.resume = "auto" would '
