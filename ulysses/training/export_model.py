@@ -270,8 +270,10 @@ def model_card(config: Config, run: Path, step: int) -> str:
     settings = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"run", "data", "deepspeed"}
     )
-    data = {key: parse_sources(getattr(config.data, key) or []) for key in ("train", "eval")}
-    settings["data"] = {k: [Path(source.path).name for source in v] for k, v in data.items()}
+    settings["data"] = {
+        key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
+        for key in ("train", "eval")
+    }
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     tables = {
         "Settings": settings,
