@@ -138,14 +138,14 @@ def draw_figure(runs: dict[str, Run]) -> Figure:
         for metric, curve in run.items():
             seen.setdefault(metric.removeprefix("eval/"), set()).update(curve.values())
     actions = sorted(filter(ACTIONS.fullmatch, seen))
-    others = seen.keys() - TITLES.keys() - set(actions)
+    of_octaves = list(filter(OCTAVE.match, seen))
     # as they were logged, from the first to the last
-    octaves = list(dict.fromkeys(m.partition("/")[2] for m in filter(OCTAVE.match, seen)))
+    octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
     drawn = {m: partial(draw_curves, metric=m) for m in TITLES if m in seen}
     if actions:
         drawn["When gradient policies acted"] = partial(draw_actions, metrics=actions)
-    for metric in sorted(others):
-        if len(seen[metric]) > 1 and not OCTAVE.match(metric):
+    for metric in sorted(seen.keys() - {*TITLES, *actions, *of_octaves}):
+        if len(seen[metric]) > 1:
             drawn[metric] = partial(draw_curves, metric=metric)
     if octaves:
         drawn["Held-out nll by position"] = partial(draw_octaves, octaves=octaves)

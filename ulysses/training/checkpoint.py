@@ -42,8 +42,7 @@ def save_checkpoint(
         more: adds files of its own to the checkpoint, on rank 0.
         keep: how many of the newest checkpoints stay, in addition to the best one; 0 keeps all.
     """
-    rank = dist.get_rank()
-    main = rank == 0
+    main = dist.get_rank() == 0
     final = folder / f"step-{state['step']}"
     temporary = final.with_name(f".{final.name}.tmp")
     if main:
