@@ -11,8 +11,16 @@ The sequence axis is the inner one, so that its all-to-alls stay inside a node. 
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
+
+
+def gather(value: Any) -> list[Any]:
+    """Return every rank's value, any object that can be pickled, in rank order; all ranks call it together."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 class ParallelMesh:

@@ -12,18 +12,12 @@ import torch.distributed as dist
 
 from ulysses.data.chat import tokenizer_digest
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
+from ulysses.parallel.mesh import gather
 from ulysses.training.prepare import Prepared
 from ulysses.training.section import ConfigError, flat
 
 NODE = os.uname().nodename
 PACKAGES = Path(__file__).parents[2]
-
-
-def gather(value: Any) -> list[Any]:
-    """Return every rank's value in rank order; all ranks call it together."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def facts_of(plan: Prepared, data: list[str], *, verify: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ulysses.disk import check_files, digest_of, flush_to_disk, writing
+from ulysses.parallel.mesh import gather
 from ulysses.training.section import blame
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
@@ -54,8 +55,7 @@ def save_checkpoint(
     with writing(temporary):
         own = save_state(engine, temporary)
         flush_to_disk(temporary / name for name in own)
-    digests: list[Any] = [{}] * dist.get_world_size()
-    dist.all_gather_object(digests, own)  # from here on no other process writes to the folder
+    digests = gather(own)  # from here on no other process writes to the folder
     if main:
         with writing(temporary):
             more(temporary)

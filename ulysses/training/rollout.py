@@ -43,7 +43,7 @@ from models.sampler import Completion, Sampler, SamplingOptions, cache_bytes
 from ulysses.data.encode import Example
 from ulysses.data.steps import StepLoader, shuffled
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch
-from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.training.outside_sampler import OutsideSampler
 from ulysses.training.passes import token_values
 from ulysses.training.rewards import Answered
@@ -226,8 +226,7 @@ class RolloutMaker:
             ]
             for answer, scores in zip(found.values(), self.reward(asked), strict=True):
                 answer.scores = scores
-        everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, found)
+        everyone = gather(found)
         self.watch.phase("rollout")
         answers = [everyone[n // K % world][n] for n in range(len(prompts) * K)]
         parts, token_weights = [], []

@@ -17,8 +17,8 @@ from ulysses.data.steps import StepLoader
 from ulysses.gradients.table import watch_gradients
 from ulysses.parallel.kernels import prove_kernel
 from ulysses.parallel.layout import head_layout
-from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.agreement import agree, facts_of, gather, hold_output
+from ulysses.parallel.mesh import ParallelMesh, gather
+from ulysses.training.agreement import agree, facts_of, hold_output
 from ulysses.training.build import build_engine
 from ulysses.training.checkpoint import clear_run_folder
 from ulysses.training.command_line import check, parse_command_line

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ulysses.parallel.mesh import gather
 from ulysses.zero.deepspeed_internals import TESTED, ParameterSlice, leave_gradients_alone
 
 # Units whose gradients wait for their reduction, and take memory, before the host waits too.
@@ -197,6 +198,4 @@ def ranks_of_a_node() -> int:
     """Return L as the launcher says, or the world size if nodes differ or ranks are not numbered node by node."""
     world, size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     usable = world % size == 0 and dist.get_rank() % size == int(os.environ["LOCAL_RANK"])
-    sizes: list[Any] = [None] * world
-    dist.all_gather_object(sizes, size if usable else world)
-    return size if set(sizes) == {size} else world
+    return size if {*gather(size if usable else world)} == {size} else world
