@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout
 
@@ -88,7 +89,12 @@ def known_files(files: Iterable[Path], cache: Path) -> Path:
     """Return the folder that tells what is known of files with these names, sizes and times."""
     stats = [(str(path.absolute()), path.stat()) for path in files if path.exists()]
     states = [(n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in stats]
-    return cache / "digests" / hashlib.sha256(json.dumps(states).encode()).hexdigest()
+    return cache / "digests" / digest_of_value(states)
+
+
+def digest_of_value(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def _remove_abandoned(folder: Path) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ulysses.data import DataError
-from ulysses.data.cache import build_once, check_once
+from ulysses.data.cache import build_once, check_once, digest_of_value
 from ulysses.data.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.encode import (
     DataSettings,
@@ -70,8 +70,7 @@ def open_dataset(
         tokenizer_digest(tokenizer),
         template.text if template else None,
     ]
-    name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-    folder = cache / "tokenized" / name
+    folder = cache / "tokenized" / digest_of_value(content)[:32]
 
     def build(temporary: Path) -> None:
         report = Report()

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ulysses.data import BadRowError, DataError
-from ulysses.data.cache import build_once, known_files
+from ulysses.data.cache import build_once, digest_of_value, known_files
 
 FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text")
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
@@ -125,7 +125,7 @@ def source_digest(source: Source, cache: Path) -> str:
             content = (known / "sha256").read_text()
     columns = sorted(source.columns.items())
     reading = [source.format, columns, source.split, source.separator, source.max_examples]
-    return _sha256([content, reading])
+    return digest_of_value([content, reading])
 
 
 def _hash_files(files: list[Path]) -> str:
@@ -133,11 +133,7 @@ def _hash_files(files: list[Path]) -> str:
     for path in files:
         with path.open("rb") as file:
             digests.append([path.suffix, hashlib.file_digest(file, "sha256").hexdigest()])
-    return _sha256(digests)
-
-
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return digest_of_value(digests)
 
 
 def text_parts(
