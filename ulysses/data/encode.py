@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data import DataError, DropRowError
 from ulysses.data.chat import ChatTemplate, Encoded, Rendered, TextEncoder
 from ulysses.data.formats import Record, Report
 from ulysses.parallel.batch import Sequence
@@ -76,24 +76,14 @@ def encode_records(
     for batch in in_batches(records, lambda record: 0):
         rendered = []
         for record in batch:
-            try:
+            with report.dropping(record.where, settings.bad_rows):
                 rendered.append((record, _render(record, kind, template, settings)))
-            except DropRowError as error:
-                report.count(report.dropped, str(error), record.where)
-            except (BadRowError, RecursionError) as error:
-                if isinstance(error, RecursionError):
-                    error = BadRowError("is nested too deeply")
-                if settings.bad_rows != "drop":
-                    raise DataError(f"{record.where} {error}") from None
-                report.count(report.dropped, str(error), record.where)
         texts = [text for _, sides in rendered for text in sides]
         encoded = iter(template.encode_batch(texts, as_whole=kind == "sequence"))
         for record, sides in rendered:
             tokens = [next(encoded) for _ in sides]
-            try:
+            with report.dropping(record.where, settings.bad_rows):
                 yield _encode(record, kind, tokens, template.encoder.bos, settings, report)
-            except DropRowError as error:
-                report.count(report.dropped, str(error), record.where)
 
 
 def _render(

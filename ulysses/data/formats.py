@@ -7,7 +7,7 @@ says how the prompt is written; how the answers are written follows from their o
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -91,6 +91,20 @@ class Report:
         if counts[what] <= EXAMPLES_PER_REASON:
             self.examples.setdefault(what, []).append(where)
 
+    @contextmanager
+    def dropping(self, where: str, bad_rows: str) -> Iterator[None]:
+        """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error"."""
+        try:
+            yield
+        except DropRowError as error:
+            self.count(self.dropped, str(error), where)
+        except (BadRowError, RecursionError) as error:
+            too_deep = isinstance(error, RecursionError)
+            problem = "is nested too deeply" if too_deep else str(error)
+            if bad_rows != "drop":
+                raise DataError(f"{where} {problem}") from None
+            self.count(self.dropped, problem.split(":")[0], where)
+
     def add(self, later: "Report") -> None:
         """Add what was dropped and noted of rows that follow."""
         self.dropped.update(later.dropped)
@@ -151,24 +165,17 @@ def read_records(
     Raises DataError: a missing or broken file, or a row that breaks its format.
     """
     for index, where, row, row_format in rows:
-        try:
+        with report.dropping(where, bad_rows):
             checked = _checked(row, sources[index].columns)
             if row_format == "auto":
                 row_format = detect_format(checked)
             records = parse_row(checked, row_format, kind)
-        except (BadRowError, DropRowError, RecursionError) as error:
-            if isinstance(error, RecursionError):
-                error = BadRowError("is nested too deeply")
-            if isinstance(error, BadRowError) and bad_rows != "drop":
-                raise DataError(f"{where} {error}") from None
-            report.count(report.dropped, str(error).split(":")[0], where)
-            continue
-        if len(records) > 1:
-            report.count(report.notes, "rows that gave several examples", where)
-        kept = row if kind == "prompt" else None
-        for record in records:
-            for _, text in text_parts([record.text]) if kind == "text" else [(1, "")]:
-                yield replace(record, text=text, where=where, source=index, row=kept)
+            if len(records) > 1:
+                report.count(report.notes, "rows that gave several examples", where)
+            kept = row if kind == "prompt" else None
+            for record in records:
+                for _, text in text_parts([record.text]) if kind == "text" else [(1, "")]:
+                    yield replace(record, text=text, where=where, source=index, row=kept)
 
 
 def _checked(row: Any, columns: Mapping[str, str]) -> Row:
