@@ -84,8 +84,7 @@ def open_dataset(
             return list(encode_records(records, kind, template, settings, own)), own
 
         def encoded(rows: Iterable[LocatedRow]) -> Iterator[Any]:
-            batches = in_batches(rows, lambda located: len(str(located.row)))
-            for examples, own in in_order(encode, batches, workers):
+            for examples, own in in_order(encode, in_batches(rows), workers):
                 report.add(own)
                 yield from examples
 

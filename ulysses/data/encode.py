@@ -10,7 +10,7 @@ text       BOS document EOS         cut into pieces of max_length that overlap b
                                     first is predicted exactly once
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from ulysses.data import DataError, DropRowError
 from ulysses.data.chat import ChatTemplate, Encoded, Rendered, TextEncoder
-from ulysses.data.formats import Record, Report
+from ulysses.data.formats import LocatedRow, Record, Report
 from ulysses.parallel.batch import Sequence
 
 ROWS_AT_ONCE = 256
@@ -72,18 +72,17 @@ def encode_records(
     settings: DataSettings,
     report: Report,
 ) -> Iterator[Example]:
-    """Tokenise conversations in batches; what cannot be trained on is dropped and counted."""
-    for batch in in_batches(records, lambda record: 0):
-        rendered = []
-        for record in batch:
-            with report.dropping(record.where, settings.bad_rows):
-                rendered.append((record, _render(record, kind, template, settings)))
-        texts = [text for _, sides in rendered for text in sides]
-        encoded = iter(template.encode_batch(texts, as_whole=kind == "sequence"))
-        for record, sides in rendered:
-            tokens = [next(encoded) for _ in sides]
-            with report.dropping(record.where, settings.bad_rows):
-                yield _encode(record, kind, tokens, template.encoder.bos, settings, report)
+    """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
+    rendered = []
+    for record in records:
+        with report.dropping(record.where, settings.bad_rows):
+            rendered.append((record, _render(record, kind, template, settings)))
+    texts = [text for _, sides in rendered for text in sides]
+    encoded = iter(template.encode_batch(texts, as_whole=kind == "sequence"))
+    for record, sides in rendered:
+        tokens = [next(encoded) for _ in sides]
+        with report.dropping(record.where, settings.bad_rows):
+            yield _encode(record, kind, tokens, template.encoder.bos, settings, report)
 
 
 def _render(
@@ -132,7 +131,7 @@ def _encode(
         )
     if longest > settings.max_length:
         report.count(report.notes, "truncated", record.where)
-    return Example(report.kept, tuple(sequences), columns, record.source, record.row)
+    return Example(0, tuple(sequences), columns, record.source, record.row)
 
 
 def _weighed(
@@ -154,8 +153,8 @@ def _weighed(
     start, room = len(tokens), limit
     if kind in ("pair", "ranked", "unpaired"):
         start = sides[0].spans[0][0]
-        starts = [side.spans[0][0] for side in sides]
-        if any(side.tokens[:start] != tokens[:start] for side in sides) or {*starts} != {start}:
+        prompt = start, tokens[:start]
+        if any((side.spans[0][0], side.tokens[:start]) != prompt for side in sides):
             raise DropRowError(
                 "the prompts of chosen and rejected differ once the chat template is applied"
             )
@@ -219,13 +218,13 @@ def _pieces(
         yield left
 
 
-def in_batches(items: Iterable[Any], size: Callable[[Any], int]) -> Iterator[list[Any]]:
-    """Group rows or records, fewer where they have many characters, to bound memory."""
-    batch: list[Any] = []
+def in_batches(rows: Iterable[LocatedRow]) -> Iterator[list[LocatedRow]]:
+    """Group rows, fewer where they have many characters, to bound memory."""
+    batch: list[LocatedRow] = []
     characters = 0
-    for item in items:
-        batch.append(item)
-        characters += size(item)
+    for located in rows:
+        batch.append(located)
+        characters += len(str(located.row))
         if len(batch) == ROWS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
             yield batch
             batch, characters = [], 0
