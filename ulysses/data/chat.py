@@ -68,8 +68,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
         elif place.is_dir() and not (place / "tokenizer.json").exists():
             tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
         else:
-            name = str(place if place.is_dir() else path)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(place))
     except Exception as error:  # every layer below has its own classes
         problem = " ".join(str(error).split())[:300]
         raise DataError(
@@ -133,9 +132,9 @@ class TextEncoder:
         first = tokenizer("a")["input_ids"][:1]
         self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
 
-    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text."""
-        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def guard(self, value: Any) -> Any:
@@ -150,9 +149,9 @@ class TextEncoder:
             [self.guard(entry) for entry in value] if isinstance(value, list | tuple) else value
         )
 
-    def split_special(self, text: str) -> list[str | int]:
+    def split_special(self, text: str) -> Piece:
         """Cut rendered text into plain texts and the ids of the special tokens between them."""
-        parts: list[str | int] = []
+        parts: Piece = []
         start = 0
         for match in self.special_pattern.finditer(text):
             before = text[start : match.start()]
@@ -267,8 +266,8 @@ class ChatTemplate:
             as_whole: an answer that begins with a newline may share its first token with the end of its prompt, as in
                 the tokens of the whole text; otherwise its prompt has the tokens that it has alone.
         """
-        parts = (part for pieces, _ in conversations for piece in pieces for part in piece)
-        texts = list(dict.fromkeys(part for part in parts if isinstance(part, str)))
+        parts = {part for pieces, _ in conversations for piece in pieces for part in piece}
+        texts = [part for part in parts if isinstance(part, str)]
         ids = dict(zip(texts, self.encoder.encode_texts(texts)))
         encoded = []
         for pieces, written in conversations:
@@ -443,13 +442,15 @@ class ChatTemplate:
         return Rendered(pieces, written)
 
     def _render(self, messages: list[Any], tools: Any, generation_prompt: bool) -> str:
-        given = {
-            "messages": messages,
-            "tools": tools,
-            "add_generation_prompt": generation_prompt,
-        }
         try:
-            return join_bounded(self._compiled.generate(given | self._special_names))
+            return join_bounded(
+                self._compiled.generate(
+                    messages=messages,
+                    tools=tools,
+                    add_generation_prompt=generation_prompt,
+                    **self._special_names,
+                )
+            )
         except (TemplateError, TypeError) as error:
             raise DropRowError(f"the chat template refuses it: {error}") from None
 
@@ -490,9 +491,7 @@ def _is_lost(message: dict[str, Any], answer: str) -> bool:
     """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
     said = (str(message.get(key) or "") for key in SAID)
     changed = (text for text in said if text.strip() not in answer)
-    return any(
-        part.strip() not in answer for text in changed for part in re.split(THINK_TAG, text)
-    )
+    return any(part.strip() not in answer for text in changed for part in THINK_TAG.split(text))
 
 
 def _raise_exception(message: str) -> None:
