@@ -155,14 +155,14 @@ class TextEncoder:
         start = 0
         for match in self.special_pattern.finditer(text):
             before = text[start : match.start()]
-            parts += [GUARDS.sub("", before), self.special[match[match.lastindex or 0]]]
+            parts += [GUARDS.sub("", before), self.special[match[match.lastindex]]]
             start = match.end()
         parts.append(GUARDS.sub("", text[start:]))
         return [part for part in parts if part != ""]
 
 
 def _broken(match: re.Match[str]) -> str:
-    token = match[match.lastindex or 0]
+    token = match[match.lastindex]
     return match[0].replace(token, GUARD.join(token))
 
 
@@ -208,8 +208,6 @@ class ChatTemplate:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template)
         self.marks_generation = re.search(r"\{%-?\s*generation\b", self.text) is not None
-        # Only templates that know of thinking are known to write earlier turns differently.
-        self._may_rewrite = not self.marks_generation or "think" in self.text
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -325,10 +323,11 @@ class ChatTemplate:
             text = re.sub(f"[{OPEN}{CLOSE}]", "", self._render(plain, guarded_tools, not begun))
             return [self._cut(text.partition(BEGUN)[0], [], [])]
         # Marks tell all answers of one text apart; other templates, and those that rewrite, are rendered turn by turn.
-        keeps = turns == "together" or (turns == "auto" and not self._may_rewrite)
+        # Only templates that know of thinking are known to write earlier turns differently.
+        keeps = turns == "together" or (turns == "auto" and "think" not in self.text)
         one_text = self.marks_generation and keeps
         groups: list[Any] = []  # a text, and {place: span} of its answers
-        if keeps and not one_text and len(answers) > 2:
+        if turns == "together" and not one_text and len(answers) > 2:
             groups = self._at_once(plain, guarded_tools, answers)
         for i in reversed([] if groups else answers):
             if not (groups and one_text):
