@@ -358,11 +358,9 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, Messages | No
             if kind == "prompt":
                 prompt.append(replace(begun, begun=size))
             for messages in answers:
-                text, more = (
-                    begun.content + messages[0].content,
-                    {**begun.more, **messages[0].more},
-                )
-                messages[0] = replace(messages[0], content=text, more=more, begun=size)
+                continued = messages[0]
+                text, more = begun.content + continued.content, {**begun.more, **continued.more}
+                messages[0] = replace(continued, content=text, more=more, begun=size)
     if system := row.get("system"):
         first = prompt or answer or prompt
         if not first or first[0].role != "system":
