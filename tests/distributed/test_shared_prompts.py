@@ -48,7 +48,8 @@ def tables(heads, head_dim, dtype):
 
 
 def embed(table, tokens, positions):
-    return table[tokens] * (1 + torch.cos(positions.to(table.dtype)))[:, None, None]
+    # bfloat16 has no odd whole numbers above 256
+    return table[tokens] * (1 + torch.cos(positions.double())).to(table.dtype)[:, None, None]
 
 
 def formula(heads, head_dim=E, scale=1):
