@@ -1,0 +1,112 @@
+"""Steps on packs whose sequences share a prompt: every sequence whole, the prompt computed once, and plain SFT.
+
+    torchrun --nproc_per_node 1 benchmarks/shared_prompts.py --layers 8 --cases 6144,2048,2 30720,2048,2 6144,1024,8
+    torchrun --nproc_per_node 2 benchmarks/shared_prompts.py --layers 4 --cases 200000,1024,2 --forms shared sft
+
+A case is PROMPT,ANSWER,BRANCHES in tokens: so many sequences with one prompt and an answer each. "sft" is one sequence of
+as many tokens as "shared" computes. A step trains the answers' tokens by their negative log-likelihood: forward, backward,
+clipping and AdamW, on random weights and tokens, with all processes as one sequence-parallel group. Prints one JSON line
+per case and a table; `gain` is whole / shared, `to_sft` shared / sft. Any of train.py's settings may follow.
+"""
+
+import time
+from typing import Any
+
+import torch
+from common import (
+    Bench,
+    Sequence,
+    build,
+    leave,
+    pack_shard,
+    parser,
+    remember,
+    say,
+    settings,
+    table,
+    take_step,
+    wait,
+)
+
+from ulysses.parallel.batch import ShardedBatch, share_prefix
+from ulysses.zero.construct import initialize_distributed
+
+FORMS = ("whole", "shared", "sft")
+
+
+def main() -> None:
+    p = parser(__doc__)
+    p.add_argument("--cases", nargs="+", required=True)
+    p.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS)
+    p.add_argument("--steps", type=int, default=3, help="timed after a first one")
+    a, rest = p.parse_known_args()
+    device = initialize_distributed()
+    degree = str(torch.distributed.get_world_size())
+    config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", degree, *rest])
+    bench = build(config, device)
+    rows = []
+    for case in a.cases:
+        prompt, answer, branches = map(int, case.split(","))
+        row: dict[str, Any] = {"case": case, "sp": int(degree)}
+        for form in a.forms:
+            pack = random_tree(bench, form, prompt, answer, branches)
+            row |= {f"{form}_{key}": value for key, value in steps(bench, pack, a.steps).items()}
+        for name, above, below in (("gain", "whole", "shared"), ("to_sft", "shared", "sft")):
+            if f"{above}_s" in row and f"{below}_s" in row:
+                row[name] = round(row[f"{above}_s"] / row[f"{below}_s"], 3)
+        rows.append(row)
+        say(row, a.out)
+    if torch.distributed.get_rank() == 0:
+        print(table(rows, list(dict.fromkeys(key for row in rows for key in row))), flush=True)
+    leave()
+
+
+def random_tree(
+    bench: Bench, form: str, prompt: int, answer: int, branches: int
+) -> ShardedBatch:
+    """Return this rank's shard of a pack of random tokens; only answers are trained."""
+    draw = torch.Generator().manual_seed(1)
+
+    def random(tokens: int) -> torch.Tensor:
+        return torch.randint(0, bench.shape.vocab_size, (tokens,), generator=draw)
+
+    shared = random(prompt)
+    answers = [random(answer) for _ in range(branches)]
+    if form == "sft":
+        answers = [torch.cat(answers)]
+    sequences = [
+        Sequence(
+            torch.cat([shared, one]), (torch.arange(prompt + len(one)) >= prompt).float()
+        )
+        for one in answers
+    ]
+    if form == "shared":
+        sequences = share_prefix(sequences)
+    return pack_shard(sequences, bench.mesh, bench.engine.device)
+
+
+def steps(bench: Bench, pack: ShardedBatch, timed: int) -> dict[str, Any]:
+    """Return the median seconds of some steps with their peak memory, and what the layers keep."""
+    choice = remember(bench, pack.num_tokens)
+    on_gpu = bench.engine.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(timed + 1):
+        wait(bench.engine.device)
+        start = time.perf_counter()
+        loss = take_step(bench, pack, pack.num_tokens)
+        wait(bench.engine.device)
+        seconds.append(time.perf_counter() - start)
+    return {
+        "tokens": pack.num_tokens,
+        "s": round(float(torch.tensor(seconds[1:]).median()), 4),
+        "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if on_gpu else None,
+        "level": "+".join(sorted(set(choice.recompute))),
+        "loss": round(float(loss), 4),
+    }
+
+
+if __name__ == "__main__":
+    main()
