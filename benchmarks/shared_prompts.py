@@ -3,10 +3,10 @@
     torchrun --nproc_per_node 1 benchmarks/shared_prompts.py --layers 8 --cases 6144,2048,2 30720,2048,2 6144,1024,8
     torchrun --nproc_per_node 2 benchmarks/shared_prompts.py --layers 4 --cases 200000,1024,2 --forms shared sft
 
-A case is PROMPT,ANSWER,BRANCHES in tokens: so many sequences with one prompt and an answer each. "sft" is one sequence of
-as many tokens as "shared" computes. A step trains the answers' tokens by their negative log-likelihood: forward, backward,
-clipping and AdamW, on random weights and tokens, with all processes as one sequence-parallel group. Prints one JSON line
-per case and a table; `gain` is whole / shared, `to_sft` shared / sft. Any of train.py's settings may follow.
+A case is PROMPT,ANSWER,BRANCHES in tokens: so many sequences with one prompt and an answer each. "sft" is one sequence
+of as many tokens as "shared" computes. A step trains the answers' tokens by their negative log-likelihood: forward,
+backward, clipping and AdamW, on random weights and tokens, with all processes as one sequence-parallel group. Prints a
+JSON line per case and a table; `gain` is whole / shared, `to_sft` shared / sft. Any of train.py's settings may follow.
 """
 
 import time
@@ -50,7 +50,9 @@ def main() -> None:
         row: dict[str, Any] = {"case": case, "sp": int(degree)}
         for form in a.forms:
             pack = random_tree(bench, form, prompt, answer, branches)
-            row |= {f"{form}_{key}": value for key, value in steps(bench, pack, a.steps).items()}
+            row |= {
+                f"{form}_{key}": value for key, value in steps(bench, pack, a.steps).items()
+            }
         for name, above, below in (("gain", "whole", "shared"), ("to_sft", "shared", "sft")):
             if f"{above}_s" in row and f"{below}_s" in row:
                 row[name] = round(row[f"{above}_s"] / row[f"{below}_s"], 3)
@@ -75,9 +77,7 @@ def random_tree(
     if form == "sft":
         answers = [torch.cat(answers)]
     sequences = [
-        Sequence(
-            torch.cat([shared, one]), (torch.arange(prompt + len(one)) >= prompt).float()
-        )
+        Sequence(torch.cat([shared, one]), (torch.arange(prompt + len(one)) >= prompt).float())
         for one in answers
     ]
     if form == "shared":
@@ -96,7 +96,7 @@ def steps(bench: Bench, pack: ShardedBatch, timed: int) -> dict[str, Any]:
     for _ in range(timed + 1):
         wait(bench.engine.device)
         start = time.perf_counter()
-        loss = take_step(bench, pack, pack.num_tokens)
+        take_step(bench, pack, pack.num_tokens)
         wait(bench.engine.device)
         seconds.append(time.perf_counter() - start)
     return {
@@ -104,7 +104,6 @@ def steps(bench: Bench, pack: ShardedBatch, timed: int) -> dict[str, Any]:
         "s": round(float(torch.tensor(seconds[1:]).median()), 4),
         "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if on_gpu else None,
         "level": "+".join(sorted(set(choice.recompute))),
-        "loss": round(float(loss), 4),
     }
 
 
