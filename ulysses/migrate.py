@@ -2,13 +2,12 @@
 
     YAML, JSON or a shell command  ->  {their name: value}  ->  {our key: value} with comments  ->  TOML
 
-The rules are data: ulysses/training/foreign_names.toml. Here is what no table can say: batch sizes, data sets and files
-that the configuration names. What has no counterpart is listed below the settings, with what to do.
+The rules are data: ulysses/training/foreign_names.toml, which is applied here. What has no counterpart is listed below
+the settings, with what to do.
 """
 
 import argparse
 import json
-import math
 import shlex
 import sys
 import tomllib
@@ -19,8 +18,9 @@ import yaml
 
 import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.training.command_line import check, known_keys, put
-from ulysses.training.foreign_names import BATCH_FACTORS, foreign_names
-from ulysses.training.section import ConfigError
+from ulysses.training.config import Config
+from ulysses.training.foreign_names import BATCH_FACTORS, foreign_names, whole_step
+from ulysses.training.section import ConfigError, flat
 from ulysses.training.stages import STAGES
 
 NOTHING = (None, "", "auto", -1, [], {})
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = read_settings(asked.file)
         if asked.stage:
             given["stage"] = asked.stage
-        print(Migration(given, asked.file.parent, asked.gpus).toml())
+        print(translate(given, asked.file.parent, asked.gpus))
     except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"error: {asked.file}: {error}", file=sys.stderr)
         return 2
@@ -63,196 +63,163 @@ def read_settings(path: Path) -> dict[str, Any]:
                 "this file holds no settings; give the YAML that the trainer reads"
             )
         return values
-    words, scripts = (
-        shlex.split(text.replace("\\\n", " "), comments=True),
-        foreign_names()["scripts"],
-    )
-    start = next((i for i, word in enumerate(words) if Path(word).stem in scripts), None)
-    if start is None:
+    scripts = foreign_names()["scripts"]
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    while words and Path(words[0]).stem not in scripts:
+        del words[0]
+    if not words:
         raise ConfigError(f"no command here starts a trainer: none of {', '.join(scripts)}")
-    name, lists = "config", {}  # llamafactory-cli train FILE
-    for word in words[start + 1 :]:
+    # llamafactory-cli train FILE
+    name, given = "config", {"stage": [scripts[Path(words[0]).stem]]}
+    for word in words[1:]:
         if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            lists[name] = [value] if equals else []
-        else:
-            lists.setdefault(name, []).append(word)
-    files = lists.pop("config", [])
-    given = {"stage": scripts[Path(words[start]).stem]}
-    for file in files:
-        given |= read_settings(_find(file, path.parent))
-    return given | {name: values or True for name, values in lists.items()}
+            name, _, word = word[2:].partition("=")
+        given.setdefault(name, []).append(word)
+    values = {name: [word for word in words if word] or True for name, words in given.items()}
+    for file in values.pop("config", []):
+        values = read_settings(_find(file, path.parent)) | values
+    return values
 
 
-class Migration:
-    """One file on its way.
+def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
+    """Return our settings as TOML with comments, and what is left to do.
 
     Args:
         given: their settings.
-        folder: where the file lies; what it names is looked for here and in the current folder.
-
-    Attributes:
-        settings: our settings by dotted key.
-        comments: by our key, what its value means now.
-        remarks: what has no counterpart, and what to do about it.
-        not_needed: names that can be left out.
+        folder: where their file lies; what it names is looked for there and in the current folder.
     """
-
-    def __init__(self, given: dict[str, Any], folder: Path, gpus: int = 1) -> None:
-        self.names = names = foreign_names()
-        self.settings: dict[str, Any] = {}
-        self.comments: dict[str, str] = {}
-        self.remarks: list[str] = []
-        self.not_needed: list[str] = []
-        given = {
-            name: plain
-            for name, value in given.items()
-            if (plain := _plain(value)) not in NOTHING
-        }
-        self.system = next(
-            (name for name, marks in names["marks"].items() if given.keys() & marks), "trl"
-        )
-        for name, stage in names["implied"].items():
-            if given.get(name):
-                given.setdefault("stage", stage)
-        given = names["defaults"][self.system] | given
-        for name in ("stage", "rl"):
-            self._one(name, given.pop(name, None))
-        stage = self.settings.get("stage")
-        if stage not in STAGES:
-            raise ConfigError(f"no stage is named; add --stage with one of {', '.join(STAGES)}")
-        given = names["defaults"].get(f"{self.system}_{stage}", {}) | given
-        trained = {given.get(name) for name in ("finetuning_type", "use_peft", "adapter")}
-        if trained & {"lora", "qlora", True}:
-            given = {"lora_alpha": 2 * given.get("lora_rank", 8)} | given
-        else:
-            given = {
-                name: value for name, value in given.items() if not name.startswith("lora_")
-            }
-        self.settings["optimizer.betas"] = [given.pop("adam_beta1"), given.pop("adam_beta2")]
-        if path := given.pop("dataset_name", None):
-            source = {"path": path, "subset": given.pop("dataset_config", None)}
-            given["datasets"] = source | {"split": given.pop("dataset_train_split", "train")}
-            if given.get("eval_strategy"):
-                test = given.pop("dataset_test_split", "test")
-                given["test_datasets"] = source | {"split": test}
-        info = _find(f"{given.pop('dataset_dir', 'data')}/dataset_info.json", folder)
-        self.described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
-        self.data_folder, self.most = info.parent, given.pop("max_samples", None)
-        file = given.get("deepspeed")
-        if isinstance(file, str) and (found := _find(file, folder)).exists():
-            given["deepspeed"] = json.loads(found.read_text())
-        for name, others in names["replaces"].items():
-            if str(given.get(name, 0)) not in ("0", "0.0", "steps"):
-                given = {key: value for key, value in given.items() if key not in others}
-        factors = {name: given.pop(name) for name in BATCH_FACTORS if name in given}
-        for name, value in given.items():
-            self._one(name, value)
-        if "data.eval" not in self.settings:
-            self.settings.pop("run.eval_every", None)
-        groups = max(1, gpus // self.settings.get("parallel.sequence_parallel_size", 1))
-        self.settings["batch.examples"] = math.prod(factors.values()) * groups
-        self.comments["batch.examples"] = (
-            " x ".join(f"{name} {value}" for name, value in factors.items())
-            + f" x {groups} GPU(s), where those that share a sequence count once; --gpus N for others"
-        )
-
-    def toml(self) -> str:
-        """Return our settings as TOML with comments, and what is left to do."""
-        lines, section = ["# what every setting means: train.py --help"], ""
-        for key in sorted(self.settings, key=[*known_keys()].index):
-            if key.partition(".")[0] != section:
-                section = key.partition(".")[0]
-                lines.append("")
-            # an inline table of TOML is a JSON object but for its colons
-            value = json.dumps(self.settings[key], ensure_ascii=False, separators=(", ", " = "))
-            comment = f"  # {self.comments[key]}" if key in self.comments else ""
-            lines.append(f"{key} = {value}{comment}")
-        try:
-            config = check(tomllib.loads("\n".join(lines)))
-            wrong = [*config.stage_class.check(config)]
-        except ConfigError as error:
-            wrong = str(error).splitlines()
-        for title, found in {
-            "Without a counterpart here, and what to do": self.remarks,
-            "Still wrong": wrong,
-            "Not needed here (train.py says why if you set them)": [", ".join(self.not_needed)],
-        }.items():
-            if any(found):
-                lines += ["", f"# {title}:", *(f"#   {line}" for line in found)]
-        return "\n".join(lines)
-
-    def _one(self, name: str, value: Any) -> None:
-        """Apply the rule of one of their settings."""
-        names, lower, problem = self.names, str(value).lower(), ""
-        if value in NOTHING:
-            return
-        if name in names["not_needed"] or lower in names["harmless"].get(name, ()):
-            self.not_needed.append(name)
-        elif rule := names["ours"].get(name):
-            table = rule if isinstance(rule, dict) else {"key": rule}
-            stage = self.settings.get("stage", "")
-            key, values = table["key"].replace("STAGE", stage), table.get("values")
-            if key in ("data.train", "data.eval"):
-                value = self._sources(value)
-            if key == "model.lora.targets" and isinstance(value, str) and lower not in values:
+    names, keys = foreign_names(), known_keys()
+    rules = names["ours"] | names["not_needed"] | names["not_supported"]
+    given = _complete(given, folder, names)
+    factors = {name: given.pop(name) for name in BATCH_FACTORS if name in given}
+    settings: dict[str, Any] = {}
+    comments: dict[str, str] = {}
+    remarks: list[str] = []
+    not_needed: dict[str, None] = {}
+    # other rules depend on the stage
+    for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
+        value, table, problem = given[name], name, ""
+        while "." in table and table not in rules:
+            table = table.rpartition(".")[0]
+        lower, rule = str(value).lower(), rules.get(table)
+        if table in names["not_needed"] or lower in names["harmless"].get(name, ()):
+            not_needed[table] = None
+        elif table in names["ours"]:
+            stage = settings.get("stage", "")
+            key, choices = rule["key"].replace("STAGE", stage), rule.get("values")
+            if rule.get("list") and isinstance(value, str):
                 value = value.split(",")
-            new = values.get(lower) if values and not isinstance(value, list) else value
-            if key not in known_keys() or key.split(".")[0] in {*STAGES} - {stage}:
+            if key in ("data.train", "data.eval"):
+                value = [
+                    _source(each, names["sources"], remarks)
+                    for each in (value if isinstance(value, list) else [value])
+                ]
+                value = value if len(value) > 1 else value[0]
+            new = choices.get(lower) if choices and not isinstance(value, list) else value
+            if key not in keys or key.split(".")[0] in {*STAGES} - {stage}:
                 problem = "a run of this stage has no such setting; leave it out"
             elif new is None:
                 problem = (
                     f"{key} has no such choice, so its default stands; see train.py --help"
                 )
             elif new != "":
-                self.settings |= new if values and isinstance(new, dict) else {key: new}
-                if "note" in table:
-                    self.comments[key] = f"{name}: {table['note']}"
-        elif isinstance(value, dict):
-            for key, each in value.items():
-                self._one(f"{name}.{key}", each)
-        elif instead := names["not_supported"].get(name):
-            problem = instead if value else ""
-        elif not name.startswith("deepspeed."):
-            problem = "unknown; train.py --help lists the settings"
+                key += name.removeprefix(table)
+                settings |= new if choices and isinstance(new, dict) else {key: new}
+                if "note" in rule:
+                    comments[key] = f"  # {name}: {rule['note']}"
+        elif value or not rule:
+            problem = rule or "unknown; train.py --help lists the settings"
         if problem:
-            self.remarks.append(f"{name} = {value}: {problem}")
+            remarks.append(f"{name} = {value}: {problem}")
+    if "stage" not in settings:
+        raise ConfigError(f"no stage is named; add --stage with one of {', '.join(STAGES)}")
+    if "data.eval" not in settings:
+        settings.pop("run.eval_every", None)
+    groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
+    settings["batch.examples"], product = whole_step(factors, groups)
+    comments["batch.examples"] = f"  # {product}; --gpus N for others"
+    lines = ["# what every setting means: train.py --help"]
+    sections = [*Config.model_fields]
+    for key in sorted(settings, key=lambda key: sections.index(key.split(".")[0])):
+        # an inline table of TOML is a JSON object but for its colons
+        text = json.dumps(settings[key], ensure_ascii=False, separators=(", ", " = "))
+        lines.append(f"{key} = {text}{comments.get(key, '')}")
+    try:
+        config = check(tomllib.loads("\n".join(lines)))
+        wrong = [*config.stage_class.check(config)]
+    except ConfigError as error:
+        wrong = str(error).splitlines()
+    for title, found in {
+        "Without a counterpart here, and what to do": remarks,
+        "Still wrong": wrong,
+        "Not needed here (train.py says why if you set them)": [", ".join(not_needed)],
+    }.items():
+        if any(found):
+            lines += ["", f"# {title}:", *(f"#   {line}" for line in found)]
+    return "\n".join(lines)
 
-    def _sources(self, value: Any) -> Any:
-        """Turn one or several of their data sets, each a name or a description, into ours."""
-        if isinstance(value, str):
-            value = value.split(",")
-        sources = [
-            self._source(entry) for entry in (value if isinstance(value, list) else [value])
-        ]
-        return sources if len(sources) > 1 else sources[0]
 
-    def _source(self, entry: Any) -> Any:
-        if isinstance(entry, str):
-            name = entry.strip()
-            if self.system == "llamafactory" and name not in self.described:
-                self.remarks.append(
-                    f"{name}: not in dataset_info.json of dataset_dir; write the file's path into data.train"
-                )
-            entry = self.described.get(name, {"path": name})
-        entry = {"num_samples": self.most} | entry
-        columns = entry.pop("columns", None)
-        entry |= columns if isinstance(columns, dict) else {}
-        source: dict[str, Any] = {}
-        left = []
-        for name, value in entry.items():
-            key = self.names["sources"].get(name)
-            if name == "file_name":
-                value = str(self.data_folder / value)
-            if key and value not in NOTHING and key != f"columns.{value}":
-                put(source, key, value)
-            elif not key and value not in NOTHING:
-                left.append(f"{name} {value}")
-        if left:
-            self.remarks.append(
-                f"{source.get('path')}: {', '.join(left)}: formats follow from the rows' keys; look with --inspect 3"
-            )
-        return source["path"] if source.keys() == {"path"} else source
+def _complete(given: dict[str, Any], folder: Path, names: dict[str, Any]) -> dict[str, Any]:
+    """Add what their trainer takes where the file says nothing and what other files say; remove what is void."""
+    file = given.get("deepspeed")
+    if isinstance(file, str) and (found := _find(file, folder)).exists():
+        given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
+    plain = {name: _plain(value) for name, value in flat(given).items()}
+    given = {name: value for name, value in plain.items() if value not in NOTHING}
+    marks, defaults = names["marks"], names["defaults"]
+    system = next((name for name in marks if given.keys() & marks[name]), "trl")
+    for name, stage in names["implied"].items():
+        if given.get(name):
+            given.setdefault("stage", stage)
+    given = defaults[system] | defaults.get(f"{system}_{given.get('stage')}", {}) | given
+    given.setdefault("lora_alpha", 2 * given.get("lora_rank", 8))
+    for rule in names["replaces"]:
+        if str(given.get(rule["name"], 0)).lower() not in rule["unless"]:
+            given = {name: given[name] for name in given if name not in rule["names"]}
+    given["adam_beta1"] = [given["adam_beta1"], given.pop("adam_beta2")]
+    if path := given.pop("dataset_name", None):
+        source = {"path": path, "subset": given.pop("dataset_config", None)}
+        given["datasets"] = source | {"split": given.pop("dataset_train_split", "train")}
+        if given.get("eval_strategy"):
+            test = given.pop("dataset_test_split", "test")
+            given["test_datasets"] = source | {"split": test}
+    if (
+        "dataset_dir" in given
+    ):  # of LLaMA-Factory: a file there describes data sets by their names
+        info = _find(f"{given['dataset_dir']}/dataset_info.json", folder)
+        described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
+        most = given.pop("max_samples", None)
+        for each in described.values():
+            each.setdefault("num_samples", most)
+            if "file_name" in each:
+                each["file_name"] = str(info.parent / each["file_name"])
+        for name in given.keys() & {"dataset", "eval_dataset"}:
+            unknown = {"dataset_info.json": "does not describe it, so write its path"}
+            given[name] = [
+                described.get(each, {"path": each} | unknown)
+                for each in given[name].replace(" ", "").split(",")
+            ]
+    return given
+
+
+def _source(entry: Any, keys: dict[str, str], remarks: list[str]) -> Any:
+    """Turn one of their data sets, a path or a description, into ours."""
+    source: dict[str, Any] = {}
+    left = []
+    for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
+        name = name.removeprefix("columns.")
+        key = keys.get(name)
+        if value in NOTHING or key == f"columns.{value}":
+            continue
+        if key:
+            put(source, key, value)
+        else:
+            left.append(f"{name} {value}")
+    if left:
+        remarks.append(
+            f"{source.get('path')}: {', '.join(left)}: formats follow from the rows' keys; look with --inspect 3"
+        )
+    return source["path"] if source.keys() == {"path"} else source
 
 
 def _plain(value: Any) -> Any:

@@ -245,6 +245,13 @@ def test_llamafactory_kto_has_the_betas_own_section(migrate: Any) -> None:
     assert config.model.lora.rank == 8 and len(config.model.lora.targets) == 7 and config.batch.examples == 8
 
 
+def test_a_table_of_settings_and_data_that_nothing_describes(migrate: Any) -> None:
+    text = LLAMAFACTORY_LORA.replace("dataset: identity", "dataset: nowhere\nrope_scaling: {rope_type: yarn, factor: 4.0}")
+    config, shown = migrate(text)
+    assert (config.model.rope.type, config.model.rope.factor) == ("yarn", 4) and config.data.train == "nowhere"
+    assert "nowhere: dataset_info.json does not describe it, so write its path" in shown
+
+
 def test_trl_yaml_and_a_command_that_names_it(migrate: Any, tmp_path: Path) -> None:
     config, shown = migrate(TRL_DPO, "--stage", "dpo")
     source = {"path": "trl-lib/ultrafeedback_binarized", "split": "train"}

@@ -38,7 +38,8 @@ MISTAKES = {
     f"{BASE} --run.save_evry 5": "run.save_evry: unknown; did you mean run.save_every?",
     f"{BASE} --quux 5": "quux: unknown; train.py --help lists the settings",
     f"{BASE} --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --parallel.sequence_parallel_size 2":
-        "set batch.examples = 64, which is 2 x 8 x 4 GPUs",
+        "gradient_accumulation_steps 8 x 4 GPUs (those that share a sequence count once): "
+        "unknown; here batch.examples is the whole step: set batch.examples = 64",
     f"{BASE} --batch.micro_batch_size auto": "here it is batch.examples (the whole step",
     f"{BASE} --optimizer adamw": "optimizer is 'adamw' but must be a table of settings such as optimizer.lr",
     f"{BASE} --run.seed -1": "run.seed is '-1': input should be greater than or equal to 0",

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ulysses.training.config import Config, Options
-from ulysses.training.foreign_names import BATCH_FACTORS, explain_unknown, spell_batch
+from ulysses.training.foreign_names import BATCH_FACTORS, explain_unknown, whole_step
 from ulysses.training.section import ConfigError, flat
 from ulysses.zero.settings import merge
 
@@ -179,7 +179,11 @@ def _sentences(
     with suppress(AttributeError, ValueError, ZeroDivisionError):  # numbers that are none
         degree = int(values.get("parallel", {}).get("sequence_parallel_size", 1))
         groups = int(os.environ.get("WORLD_SIZE", "1")) // degree or 1
-        sentences = [spell_batch(factors, groups)] if factors else []
+        if factors:
+            product, given = whole_step(factors, groups)
+            sentences = [
+                f"{given}: unknown; here batch.examples is the whole step: set batch.examples = {product}"
+            ]
         unknown = {key: value for key, value in unknown.items() if key not in factors}
     stage = str(values.get("stage"))
     sentences += [explain_unknown(key, stage, list(keys)) for key in unknown]

@@ -4,6 +4,7 @@ The table is foreign_names.toml, which the migration (ulysses/migrate.py) reads 
 """
 
 import difflib
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ BATCH_FACTORS = (
 
 def foreign_names() -> dict[str, Any]:
     """Read the table: names of other trainers' settings, and what to do about each."""
-    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    names = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    rules = names["ours"].items()
+    names["ours"] = {n: rule if isinstance(rule, dict) else {"key": rule} for n, rule in rules}
+    return names
 
 
 def explain_unknown(key: str, stage: str, keys: list[str]) -> str:
@@ -29,9 +33,8 @@ def explain_unknown(key: str, stage: str, keys: list[str]) -> str:
     names, section, last = foreign_names(), *key.rpartition(".")[::2]
     for name in (key, last):
         if rule := names["ours"].get(name):
-            table = rule if isinstance(rule, dict) else {"key": rule}
-            note = f" ({table['note']})" if "note" in table else ""
-            return f"{key}: unknown; here it is {_ours(table['key'], stage, keys)}{note}"
+            note = f" ({rule['note']})" if "note" in rule else ""
+            return f"{key}: unknown; here it is {_ours(rule['key'], stage, keys)}{note}"
         if name in names["not_needed"]:
             return f"{key}: not needed here ({names['not_needed'][name]}); leave it out"
         if name in names["not_supported"]:
@@ -48,21 +51,17 @@ def explain_unknown(key: str, stage: str, keys: list[str]) -> str:
     return f"{key}: unknown; train.py --help lists the settings"
 
 
-def spell_batch(factors: dict[str, Any], groups: int) -> str:
-    """Return one sentence that multiplies the factors of other trainers' batch size out.
+def whole_step(factors: dict[str, Any], groups: int) -> tuple[int, str]:
+    """Return the product of the factors of other trainers' batch size, and how it comes about.
 
     Args:
         factors: some of BATCH_FACTORS with their values.
         groups: data-parallel groups of GPUs.
     """
-    product = groups
-    for value in factors.values():
-        product *= int(value)
     given = " x ".join(f"{name} {value}" for name, value in factors.items())
-    gpus = f"{groups} GPU{'s' * (groups > 1)} (those that share a sequence count once)"
     return (
-        f"{given}: unknown; here batch.examples is the whole step over all GPUs: set batch.examples = {product}, "
-        f"which is {' x '.join(map(str, factors.values()))} x {gpus}"
+        math.prod(map(int, factors.values())) * groups,
+        f"{given} x {groups} GPUs (those that share a sequence count once)",
     )
 
 
