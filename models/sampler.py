@@ -1,39 +1,53 @@
 """Batched sampling with a KV cache, from plain weights: no modules, no hooks, no communication.
 
-    prompts  [ p p p . . ]   prefill   keys and values of every layer     [B, K, M, E]
-             [ p p p p p ]      |      one token per sequence and pass, written at its own position
-             [ p . . . . ]      v
-    token t of prompt p in rollout r  =  inverse of the cumulative distribution at u(seed, r, p, t)
+    waiting answers      slots [B]                        one step, captured as a CUDA graph
+    key 7: p p p    -->  [ p p p a a . . . ]   tokens -> decoder, keys and values written into the cache -> logits
+    key 8: p p p    -->  [ p p p a . . . . ]          -> tokens drawn by u(seed, rollout, key, number of the token)
+    key 9: p p      -->  [ p p a a a a . . ]          -> answers that end stand still until the host looks
 
-Prompts lie left-aligned, so positions are those of training and nothing is masked but the future. What a prompt gets
-depends on its key alone, not on the other prompts of its batch; processes decode their own prompts without waiting.
-On a GPU the host runs ahead: it checks every LOOK tokens which sequences have ended, and drops what they drew since.
+A slot's cache holds its prompt but for the last token, which the first step takes: every step then does the same.
+Answers to one prompt prefill it once and copy it. The host looks every LOOK steps which answers have ended, and gives
+their slots to waiting ones. What an answer gets depends on its key alone, not on the other slots; processes decode
+their own answers without waiting for each other.
 
-Shapes: B sequences, P longest prompt, M longest sequence, D width, H query heads, K kv heads, E head dim, V vocabulary.
+Shapes: B slots, n rows of them at work, L tokens of each, M longest sequence, D width, H query heads, K kv heads,
+E head dim, V vocabulary.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
 from models.fused import rms_norm, rotate_pair, swiglu
 from models.rope import rotary_table
+from ulysses.memory.plan import PREFILL_TOKENS
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
-LOOK = 16  # tokens
+LOOK = 16  # steps
+# Most bytes that drawing takes per slot and vocabulary entry, in the memory of the graphs and once more outside.
+DRAWING_BYTES = 128
+# cuDNN is left out: it compiles a plan for every new length.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+Prompt = tuple[int, ...]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are drawn and when a completion ends; the [ppo] table checks the ranges.
 
-    Prompts are decoded `batch` at a time, which changes memory and speed but not the result (but for rounding).
+    `batch` answers are decoded at a time, which changes memory and speed but not the result (but for rounding).
     """
 
     max_new_tokens: int
@@ -60,18 +74,46 @@ class Completion:
     scores: list[float] = field(default_factory=list)
 
 
-def uniforms(seed: int, rollout: int, prompts: Sequence[int], token: int) -> np.ndarray:
-    """Return u in [0, 1), float64, for token number `token` of every prompt: a hash of all four."""
-    state = np.asarray(prompts, np.int64)
-    for part in (seed, rollout, token):
-        state = scatter_bits(state + wrapped((part + 1) * STEP + 1))
-    return uniform_bits(scatter_bits(state + STEP)) * 2.0**-53
-
-
 def cache_bytes(config: ModelConfig, sequences: int, longest: int, dtype: torch.dtype) -> int:
     """Return the bytes of keys and values of `sequences` sequences of `longest` tokens."""
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return sequences * longest * token * dtype.itemsize
+
+
+@dataclass(eq=False)
+class Slots:
+    """What the answers at work hold, in tensors whose addresses stay, as CUDA graphs need.
+
+    Attributes:
+        cache: keys and values, [layers, 2, B, K, M, E].
+        state: [5, B] int64: the newest token, the position of the first step, tokens drawn before the newest draw, the
+            hash of the answer's key, and whether the newest draw ended the answer. Such an answer repeats its last
+            step, with the same result.
+        tokens, logps: what was drawn, [B, max_new_tokens].
+        held: a prompt that is in the cache, and its slot.
+        graphs: the captured steps by rows and columns of the cache; they share the memory `pool`.
+    """
+
+    options: SamplingOptions
+    stops: Tensor
+    cache: Tensor
+    state: Tensor
+    tokens: Tensor
+    logps: Tensor
+    held: dict[Prompt, int] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = field(default_factory=dict)
+    pool: tuple[int, int] | None = None
+
+    def copy(self, source: int, target: int, columns: int) -> None:
+        """Copy the first columns of a slot's cache."""
+        if source != target:
+            self.cache[:, :, target, :, :columns] = self.cache[:, :, source, :, :columns]
+
+    def move(self, source: int, target: int) -> None:
+        """Copy all of a slot."""
+        self.copy(source, target, self.cache.shape[4])
+        for rows in (self.state.T, self.tokens, self.logps):
+            rows[target] = rows[source]
 
 
 class Sampler:
@@ -79,109 +121,194 @@ class Sampler:
 
     Args:
         weights: {name: tensor}; aliases of gathered parameters are fine, nothing is written to them.
+        progress: is called with the number of new tokens at every look.
+        graphs: capture the steps as CUDA graphs, on a GPU.
 
     Attributes:
-        look: tokens between two looks at which sequences have ended. A look waits for a GPU but not for a CPU; it
+        look: steps between two looks at which answers have ended. A look waits for a GPU but not for a CPU; it
             changes the speed only.
+        prefill: tokens of prompts that are computed together; it bounds the memory.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         weights: Mapping[str, Tensor],
-        renew: Callable[[], None] = lambda: None,
+        progress: Callable[[int], object] = lambda tokens: None,
+        *,
+        graphs: bool = True,
     ) -> None:
         self.config = config
-        self.renew = renew
         self.weights = weights
+        self.progress = progress
         embedding = weights["model.embed_tokens.weight"]
         self.head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
         self.device = embedding.device
-        self.look = 1 if self.device.type == "cpu" else LOOK
+        on_gpu = self.device.type == "cuda"
+        self.graphs = graphs and on_gpu
+        self.look = LOOK if on_gpu else 1
+        self.prefill = PREFILL_TOKENS
 
     @torch.no_grad()
+    @sdpa_kernel(KERNELS)
     def sample(
         self,
-        prompts: Mapping[int, Sequence[int]],
+        prompts: Mapping[int, Sequence[int] | Tensor],
         options: SamplingOptions,
         rollout: int = 0,
     ) -> dict[int, Completion]:
         """Return the completion of every prompt under the prompt's key.
 
         Args:
-            prompts: tokens, at least one per prompt, by the prompt's number in the rollout. This key decides with
+            prompts: tokens, at least one per prompt, by the answer's number in the rollout. This key decides with
                 seed, rollout and token number what is drawn.
         """
-        # prompts of like length together: less padding
-        order = sorted(prompts, key=lambda key: len(prompts[key]))
+        asked = {key: tuple(torch.as_tensor(p).tolist()) for key, p in prompts.items()}
+        # equal prompts one after the other, and those of like length: they share the work, or its padding
+        waiting = sorted(asked, key=lambda key: (len(asked[key]), asked[key], key))[::-1]
         found: dict[int, Completion] = {}
-        for first in range(0, len(order), options.batch):
-            keys = order[first : first + options.batch]
-            found |= self._batch(keys, prompts, options, rollout)
+        if not waiting:
+            return found
+        rows = min(options.batch, len(waiting))
+        slots = self._slots(options, rows, len(asked[waiting[0]]) + options.max_new_tokens)
+        busy: dict[int, int] = {}  # the answers at work, by slot
+        drawn = [0] * rows
+        while busy or waiting:
+            free = [slot for slot in range(rows) if slot not in busy]
+            taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
+            if taken:
+                keys = torch.tensor([*taken.values()])
+                for part in (options.seed, rollout):
+                    keys = _mixed(keys, torch.tensor(wrapped(part)))
+                self._fill(slots, {slot: asked[key] for slot, key in taken.items()}, keys)
+                busy |= taken
+                drawn = [0 if slot in taken else n for slot, n in enumerate(drawn)]
+            elif not self.graphs or 4 * len(busy) <= rows:  # a graph is worth a few steps
+                for slot in [slot for slot in busy if slot >= len(busy)]:
+                    hole = next(h for h in itertools.count() if h not in busy)
+                    slots.move(slot, hole)
+                    busy[hole], drawn[hole] = busy.pop(slot), drawn[slot]
+                rows = len(busy)
+            steps = min(self.look, options.max_new_tokens - min(drawn[slot] for slot in busy))
+            reach = max(len(asked[key]) + drawn[slot] for slot, key in busy.items()) + steps
+            # a graph serves all lengths of its bucket; keys are aligned for half-precision kernels
+            step = max(256, 1 << reach.bit_length() - 3) if self.graphs else 8
+            seen = min(_rounded(reach, step), slots.cache.shape[4])
+            for _ in range(steps):
+                self._advance(slots, rows, seen)
+            before = sum(drawn[slot] for slot in busy)
+            _, _, drawn, _, ended = slots.state.tolist()
+            self.progress(sum(drawn[slot] + ended[slot] for slot in busy) - before)
+            if done := [slot for slot in busy if ended[slot]]:
+                tokens, logps = (part[done].tolist() for part in (slots.tokens, slots.logps))
+                for slot, *answer in zip(done, tokens, logps):
+                    new, numbers = (part[: drawn[slot] + 1] for part in answer)
+                    stopped = new[-1] in options.stop_tokens
+                    found[busy.pop(slot)] = Completion(new, numbers, stopped)
         return found
 
-    def _batch(
-        self,
-        keys: list[int],
-        prompts: Mapping[int, Sequence[int]],
-        options: SamplingOptions,
-        rollout: int,
-    ) -> dict[int, Completion]:
-        """Decode together the prompts of these keys, which are in the order of their lengths."""
-        c, limit = self.config, options.max_new_tokens
-        answers = {key: Completion() for key in keys}
-        asked = [torch.from_numpy(np.asarray(prompts[key], np.int64)) for key in keys]
-        padded = pad_sequence(asked, batch_first=True)
-        count, longest = padded.shape
-        # keys and values of every layer; a row is filled up to its sequence's own position
-        size = (2, count, c.num_key_value_heads, _rounded(longest + limit), c.head_dim)
-        cache = [self.head.new_zeros(size) for _ in range(c.num_hidden_layers)]
-        positions = torch.arange(longest, device=self.device).expand(count, -1)
-        hidden = self._forward(padded.to(self.device), positions, cache)
-        # where the first drawn token goes
-        places = torch.tensor([len(p) for p in asked], device=self.device)
-        last = hidden[torch.arange(count, device=self.device), places - 1]
-        drawn = places  # of the token before; the first is predicted by the prompt
-        t = 0  # tokens that each of them has
-        while t < limit and (going := [i for i, k in enumerate(keys) if not answers[k].ended]):
-            if len(going) < len(keys):
-                keys = [keys[i] for i in going]  # the rows of the cache
-                rows = torch.tensor(going, device=self.device)
-                drawn, places = drawn[rows], places[rows]
-                for number in range(len(cache)):
-                    cache[number] = cache[number][:, rows]
-            self.renew()
-            longest = len(prompts[keys[-1]])
-            span = range(t, min(t + self.look, limit))
-            draws = np.stack([uniforms(options.seed, rollout, keys, i) for i in span])
-            block = []
-            for i, u in zip(span, torch.from_numpy(draws).to(self.device)):
-                if i:
-                    at = (places + (i - 1))[:, None]
-                    last = self._forward(drawn[:, None], at, cache, _rounded(longest + i))[:, 0]
-                drawn, values = self._draw(last, options, u)
-                block.append((drawn, values))
-            tokens, logps = (torch.stack(parts, dim=1).tolist() for parts in zip(*block))
-            for key, new, numbers in zip(keys, tokens, logps):
-                stops = (n for n, token in enumerate(new, 1) if token in options.stop_tokens)
-                end, answer = next(stops, None), answers[key]
-                answer.tokens += new[:end]
-                answer.logps += numbers[:end]
-                answer.ended = end is not None
-            t = span.stop
-        return answers
+    def _slots(self, options: SamplingOptions, count: int, longest: int) -> Slots:
+        c, size = self.config, (count, options.max_new_tokens)
+        shape = (c.num_hidden_layers, 2, count, c.num_key_value_heads, _rounded(longest, 8))
+        return Slots(
+            options,
+            torch.tensor(options.stop_tokens, dtype=torch.int64, device=self.device),
+            # zeros, because nothing that is masked may be NaN
+            self.head.new_zeros(*shape, c.head_dim),
+            torch.zeros(5, count, dtype=torch.int64, device=self.device),
+            torch.zeros(size, dtype=torch.int64, device=self.device),
+            torch.zeros(size, dtype=torch.float64, device=self.device),
+        )
+
+    # ---------------------------------------------------------------- new answers
+
+    def _fill(self, slots: Slots, prompts: dict[int, Prompt], keys: Tensor) -> None:
+        """Begin an answer in every slot of `prompts`, drawn by the hashes `keys`."""
+        fresh = {p: slot for slot, p in prompts.items() if p not in slots.held}
+
+        def share(known: dict[Prompt, int]) -> None:
+            for slot, prompt in prompts.items():
+                if prompt in known:
+                    slots.copy(known[prompt], slot, len(prompt))
+
+        share(slots.held)
+        self._prefill(slots.cache, fresh)
+        share(fresh)
+        slots.held = {prompts[slot]: slot for slot in list(prompts)[-1:]}
+        rows = [(p[-1], len(p) - 1, 0, 0, 0) for p in prompts.values()]
+        state = torch.tensor(rows).T
+        state[3] = keys
+        slots.state[:, list(prompts)] = state.to(self.device)
+
+    def _prefill(self, cache: Tensor, prompts: dict[Prompt, int]) -> None:
+        """Write the keys and values of prompts but for their last tokens into the cache of their slots."""
+        left = sorted((p for p in prompts if len(p) > 1), key=len)
+        while left:
+            count = max(1, self.prefill // len(left[-1]))
+            group, left = left[-count:], left[:-count]
+            slots = torch.tensor([prompts[p] for p in group], device=self.device)
+            padded = pad_sequence([torch.tensor(p[:-1]) for p in group], batch_first=True)
+            tokens = padded.to(self.device)
+            positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
+            for first in range(0, tokens.shape[1], self.prefill):
+                chunk = slice(first, first + self.prefill)
+                self._forward(
+                    tokens[:, chunk],
+                    positions[:, chunk],
+                    cache,
+                    partial(_attend_prompt, slots, first),
+                )
+
+    # ---------------------------------------------------------------- a step
+
+    def _advance(self, slots: Slots, rows: int, seen: int) -> None:
+        """Take a step; the first one of every size warms up what its graph, which takes the others, must find ready."""
+        if graph := slots.graphs.get((rows, seen)):
+            graph.replay()
+            return
+        self._step(slots, rows, seen)
+        if self.graphs:
+            graph = torch.cuda.CUDAGraph()
+            slots.pool = slots.pool or torch.cuda.graph_pool_handle()
+            # other threads, such as NCCL's, may go on using the GPU
+            with torch.cuda.graph(graph, pool=slots.pool, capture_error_mode="thread_local"):
+                self._step(slots, rows, seen)
+            slots.graphs[rows, seen] = graph
+
+    def _step(self, slots: Slots, rows: int, seen: int) -> None:
+        """Draw a token in each of the first `rows` slots, which look at `seen` columns of their cache.
+
+        The host neither waits for the device here nor copies anything to it.
+        """
+        token, start, drawn, key, ended = slots.state[:, :rows]
+        place, each = start + drawn, torch.arange(rows, device=self.device)
+        future = torch.arange(seen, device=self.device) > place[:, None]
+        mask = self.head.new_zeros(rows, 1, 1, seen).masked_fill(
+            future[:, None, None], -math.inf
+        )
+        attend = partial(_attend_token, each, place, mask)
+        hidden = self._forward(token[:, None], place[:, None], slots.cache[:, :, :rows], attend)
+        u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
+        new, logps = self._draw(hidden, slots.options, u)
+        slots.tokens[each, drawn], slots.logps[each, drawn] = new, logps
+        stop = (new[:, None] == slots.stops).any(1) | (
+            drawn + 1 == slots.options.max_new_tokens
+        )
+        ended.copy_(stop)
+        token.copy_(torch.where(stop, token, new))
+        drawn += ~stop
 
     def _draw(
         self, hidden: Tensor, options: SamplingOptions, u: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Draw one token per row of hidden [B, D] by u [B]; returns tokens [B] and their log-probabilities [B].
+        """Draw one token per row of hidden [n, D] by u [n]; returns tokens [n] and their log-probabilities [n].
 
         Probabilities are in units of 2^-52. Sums of integers are exact, so that the draw is the same on every run; CUDA
         has no such running sum of floats. Of what top_k and top_p leave out, ties at the edge stay.
         """
-        logits = F.linear(hidden, self.head).double()
-        logps = torch.log_softmax(logits / options.temperature, -1)
-        kept = (logps.exp() * 2.0**52).long()
+        logits = F.linear(hidden, self.head).double().div_(options.temperature)
+        logps = logits.log_softmax(-1)
+        kept = logps.exp().mul_(2.0**52).long()
         if options.top_k:
             edge = logps.topk(min(options.top_k, logps.shape[-1]), dim=-1).values[:, -1:]
             kept = kept.masked_fill(logps < edge, 0)
@@ -200,15 +327,15 @@ class Sampler:
         return tokens[:, 0], logps.gather(-1, tokens)[:, 0]
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor, cache: list[Tensor], seen: int = 0
+        self, tokens: Tensor, positions: Tensor, cache: Tensor, attend: Attend
     ) -> Tensor:
-        """Return normalised hidden states [B, L, D] of tokens [B, L] at `positions`, adding to the cache.
+        """Return normalised hidden states [n L, D] of tokens [n, L] at `positions`.
 
-        A single token (L = 1) looks at the cache's first `seen` columns, up to its own position.
+        `attend` gets a layer's cache with query, key and value [n, heads, L, E]; it stores the latter two and returns
+        the query's attention.
         """
         c, w = self.config, self.weights
         shape = tokens.shape
-        future = torch.arange(seen, device=self.device) > positions[:, :1] if seen else None
 
         def norm(x: Tensor, name: str) -> Tensor:
             return rms_norm(x, w[f"{name}.weight"], c.rms_norm_eps)
@@ -227,41 +354,51 @@ class Sampler:
             )
             norms = [w[f"{layer}.self_attn.{p}_norm.weight"] for p in "qk" if c.qk_norm]
             query, key = rotate_pair(query, key, *rope, c.rms_norm_eps, *norms)
-            query, key, value = (
-                a.unflatten(0, shape).transpose(1, 2) for a in (query, key, value)
-            )
-            attended = _attend(kept, query, key, value, positions[:, 0], future)
-            attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+            heads = (a.unflatten(0, shape).transpose(1, 2) for a in (query, key, value))
+            attended = attend(kept, *heads).transpose(1, 2).flatten(2).flatten(0, 1)
             hidden = hidden + linear(attended, f"{layer}.self_attn.o")
             x = norm(hidden, f"{layer}.post_attention_layernorm")
             gate, up = (linear(x, f"{layer}.mlp.{p}") for p in ("gate", "up"))
             hidden = hidden + linear(swiglu(gate, up), f"{layer}.mlp.down")
-        return norm(hidden, "model.norm").unflatten(0, shape)
+        return norm(hidden, "model.norm")
 
 
-def _attend(
-    cache: Tensor, query: Tensor, key: Tensor, value: Tensor, at: Tensor, future: Tensor | None
+def _attend_prompt(
+    slots: Tensor, first: int, cache: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Store key, value [B, K, L, E] in a layer's cache [2, B, K, M, E]; return the query's attention [B, H, L, E].
+    """Store tokens `first` and following of prompts in these slots; they attend to all of their prompt so far."""
+    last = first + query.shape[2]
+    cache[:, slots, :, first:last] = torch.stack([key, value])
+    if first:
+        key, value = cache[:, slots, :, :last]
+    mask = causal_lower_right(query.shape[2], last)
+    return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
 
-    Without `future` these are whole prompts. With `future` [B, M'] each is one token, at position `at` [B], that
-    attends to the first M' columns except those marked.
+
+def _attend_token(
+    each: Tensor,
+    place: Tensor,
+    mask: Tensor,
+    cache: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """Store one token per row at its place; it attends to the columns that the mask [n, 1, 1, seen] leaves.
+
+    The heads that share keys stand where the tokens of a longer query would, so that no key is repeated.
     """
-    keys, values = cache
-    if future is None:  # padding lies behind the prompts and is overwritten as they grow
-        length = query.shape[2]
-        keys[:, :, :length], values[:, :, :length] = key, value
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True
-        )
-    rows, seen = torch.arange(len(at), device=at.device), future.shape[1]
-    keys[rows, :, at], values[rows, :, at] = key[:, :, 0], value[:, :, 0]
-    grouped = query.unflatten(1, (keys.shape[1], -1))[:, :, :, 0]  # [B, K, H / K, E]
-    scores = (grouped @ keys[:, :, :seen].transpose(2, 3)).float() * query.shape[-1] ** -0.5
-    weights = scores.masked_fill(future[:, None, None], -torch.inf).softmax(-1).to(values.dtype)
-    return (weights @ values[:, :, :seen]).flatten(1, 2)[:, :, None]
+    for kept, new in zip(cache, (key, value)):
+        kept[each, :, place] = new[:, :, 0]
+    keys, values = cache[:, :, :, : mask.shape[-1]]
+    grouped = query.view(len(each), keys.shape[1], -1, query.shape[-1])
+    return F.scaled_dot_product_attention(grouped, keys, values, mask).reshape(query.shape)
 
 
-def _rounded(columns: int) -> int:
-    """Return the next multiple of 8, which half-precision matrix kernels want."""
-    return -(-columns // 8) * 8
+def _mixed(state: Tensor, part: Tensor) -> Tensor:
+    """Hash a further part of a key into the hash of those before it."""
+    return scatter_bits(state + (part + 1) * STEP + 1)
+
+
+def _rounded(count: int, step: int) -> int:
+    return -(-count // step) * step
