@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ from ulysses.memory.plan import PREFILL_TOKENS
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
 LOOK = 16  # steps
+MOST_SLOTS = 512  # of an automatic batch
 # Most bytes that drawing takes per slot and vocabulary entry, in the memory of the graphs and once more outside.
 DRAWING_BYTES = 128
 # cuDNN is left out: it compiles a plan for every new length.
@@ -80,6 +82,13 @@ def cache_bytes(config: ModelConfig, sequences: int, longest: int, dtype: torch.
     return sequences * longest * token * dtype.itemsize
 
 
+def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:
+    """Return how many slots of `longest` tokens fit into `free` bytes, graphs and prefill included."""
+    widths = 3 * config.intermediate_size + 4 * config.hidden_size
+    each = cache_bytes(config, 1, longest, dtype) + DRAWING_BYTES * config.vocab_size
+    return int((free - PREFILL_TOKENS * widths * dtype.itemsize) // each)
+
+
 @dataclass(eq=False)
 class Slots:
     """What the answers at work hold, in tensors whose addresses stay, as CUDA graphs need.
@@ -102,7 +111,7 @@ class Slots:
     logps: Tensor
     held: dict[Prompt, int] = field(default_factory=dict)
     graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = field(default_factory=dict)
-    pool: tuple[int, int] | None = None
+    pool: Any = None
 
     def copy(self, source: int, target: int, columns: int) -> None:
         """Copy the first columns of a slot's cache."""
@@ -369,10 +378,13 @@ def _attend_prompt(
     """Store tokens `first` and following of prompts in these slots; they attend to all of their prompt so far."""
     last = first + query.shape[2]
     cache[:, slots, :, first:last] = torch.stack([key, value])
-    if first:
-        key, value = cache[:, slots, :, :last]
+    if not first:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
+    keys, values = cache[:, slots, :, :last]
     mask = causal_lower_right(query.shape[2], last)
-    return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
 
 def _attend_token(

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.arch import ModelConfig, RopeScaling
 from models.decoder import CausalLM, init_weights
-from models.sampler import Completion, Sampler, SamplingOptions
+from models.sampler import Completion, Sampler, SamplingOptions, cache_bytes, fitting_slots
 from tests.engine_case import QWEN3, SHAPE
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -116,6 +117,51 @@ def test_looking_rarely_changes_nothing(limit):
         for a, b in zip(found(), often, strict=True):
             assert (a.tokens, a.ended) == (b.tokens, b.ended)
             np.testing.assert_allclose(a.logps, b.logps, rtol=1e-5, atol=1e-6)
+
+
+DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize(("device", "graphs"), DEVICES, ids=["plain", "graphs"])
+@pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"])
+def test_slots_shared_prompts_and_chunks_change_nothing(device: str, graphs: bool, shape: ModelConfig):
+    """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""
+    model, _ = made(shape)
+    sampler = Sampler(shape, {n: p.detach().to(device) for n, p in model.named_parameters()}, graphs=graphs)
+    asked = [p for p in prompts(9) for _ in range(3)]
+    options: dict[str, Any] = {"stop_tokens": (5, 6, 7), "temperature": 0.8, "top_p": 0.95}
+    sampler.graphs = False
+    alone = sampled(sampler, asked, 20, batch=1, **options)
+    assert len({len(c.tokens) for c in alone}) > 5
+    counted: list[int] = []
+    sampler.graphs, sampler.progress = graphs, counted.append
+    for batch, sampler.prefill, sampler.look in ((5, 8192, 16), (8, 7, 1), (64, 50, 4)):
+        counted.clear()
+        for one, many in zip(alone, sampled(sampler, asked, 20, batch=batch, **options), strict=True):
+            assert (one.tokens, one.ended) == (many.tokens, many.ended)
+            np.testing.assert_allclose(one.logps, many.logps, rtol=1e-5, atol=1e-5)
+        assert sum(counted) == sum(len(c.tokens) for c in alone)
+
+
+@pytest.mark.parametrize("batch", [8, 3])
+def test_answers_to_one_prompt_compute_it_once(batch: int):
+    """Also those that begin when others have ended."""
+    _, sampler = made()
+
+    def flops(asked: Many[Many[int]]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            sampled(sampler, asked, 2, batch=batch)
+        return counter.get_total_flops()
+
+    prompt = list(range(90))
+    assert 4 * flops([prompt] * 8) < flops([[i, *prompt[1:]] for i in range(8)])
+
+
+def test_slots_that_fit():
+    """As many as their keys, values and drawing leave room for, besides a part of the prompts."""
+    one, ten, none = (fitting_slots(SHAPE, 100, torch.float32, free) for free in (1 << 30, 10 << 30, 1))
+    assert 0 <= one < ten and none < 1
+    assert (ten - one) * cache_bytes(SHAPE, 1, 100, torch.float32) < 9 << 30
 
 
 def test_truncation_of_the_distribution():

@@ -348,17 +348,18 @@ def _rollout(case: Case) -> tuple[float, float]:
     count = min(rollout.answers, rollout.batch)
     length = rollout.prompt_tokens + rollout.new_tokens
     cache = 2 * size * model.layers * model.kv_width  # of one token
-    prompts = size * count * rollout.prompt_tokens * (3 * model.intermediate + 4 * model.width)
-    # float64 logits, log-probabilities, what top_p keeps, their sums
-    drawing = 4 * 8 * count * model.vocabulary
+    prompts = min(count * rollout.prompt_tokens, PREFILL_TOKENS)
+    prefill = size * prompts * (3 * model.intermediate + 4 * model.width)
+    # float64 logits, log-probabilities, what top_p keeps, their sums: in the CUDA graphs' memory and outside
+    drawing = 2 * 4 * 8 * count * model.vocabulary
     weights = size * (layers + 2 * words) * (1 + rollout.merged)
-    allocated = weights + cache * count * length + max(prompts, drawing)
+    allocated = weights + cache * count * length + prefill + drawing
 
     batches = -(-rollout.answers // rollout.batch)
     cached = rollout.answers / batches * (rollout.prompt_tokens + rollout.new_tokens / 2)
     read = size * (layers + words) + cache * cached
-    token = max(read / MEMORY_RATE, model.layers * TOKEN_LAYER_SECONDS)
-    first = 2 * (layers + words) * rollout.answers * rollout.prompt_tokens
+    token = read / MEMORY_RATE + model.layers * TOKEN_LAYER_SECONDS
+    first = 2.0 * (layers + words) * rollout.answers * rollout.prompt_tokens
     first /= MATRICES * case.machine.peak_flops
     return allocated, (batches * rollout.new_tokens * token + first) / rollout.steps
 

@@ -18,7 +18,7 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
+from tqdm import tqdm
 
 from losses.ppo import (
     MAX_LOG_RATIO,
@@ -39,7 +40,14 @@ from losses.ppo import (
     whiten,
 )
 from models.hf_format import write_tensors
-from models.sampler import Completion, Sampler, SamplingOptions, cache_bytes
+from models.sampler import (
+    MOST_SLOTS,
+    Completion,
+    Sampler,
+    SamplingOptions,
+    cache_bytes,
+    fitting_slots,
+)
 from ulysses.data.encode import Example
 from ulysses.data.steps import StepLoader, shuffled
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch
@@ -186,6 +194,7 @@ class RolloutMaker:
             c.kl_coefficient, c.kl_target or None, c.kl_horizon
         )
         self.synchronised = False  # the sampling servers have had weights of this run
+        self.told = False  # that there are no CUDA graphs
 
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages; updates the KL controller."""
@@ -267,19 +276,53 @@ class RolloutMaker:
         if self.outside is not None:
             return self.outside.sample(own, self.options, number, self.watch.renew)
         # deepspeed, which a configuration alone does without
-        from ulysses.zero.gather import gathered_weights
+        from ulysses.zero.gather import RESERVE, free_bytes, gathered_weights
 
         shape, dtype = self.engine.module.config, next(self.engine.module.parameters()).dtype
-        longest += self.options.max_new_tokens
-        extra = cache_bytes(shape, min(self.options.batch, len(own)), longest, dtype)
+        device, options = self.engine.device, self.options
+        on_gpu, auto = device.type == "cuda", self.config.generation_batch == "auto"
+        longest += options.max_new_tokens
+        least = min(1 if auto else options.batch, len(own))
+        extra = cache_bytes(shape, least, longest, dtype)
         extra += shape.num_parameters() * dtype.itemsize if self.lora else 0
-        with gathered_weights(self.engine, "policy.", more_bytes=extra) as weights:
+        with (
+            gathered_weights(self.engine, "policy.", more_bytes=extra) as weights,
+            tqdm(
+                desc="sampling",
+                unit=" tokens",
+                leave=False,
+                dynamic_ncols=True,
+                disable=not self.mesh.is_main,
+            ) as bar,
+        ):
             if self.lora:
                 from ulysses.training.lora import merged  # peft is an optional dependency
 
                 weights = dict(merged(weights.items(), weights, self.lora))
-            sampler = Sampler(shape, weights, self.watch.renew)
-            return sampler.sample(own, self.options, number)
+            fitting, why = 0, "there is no GPU"
+            if on_gpu:
+                free = free_bytes(device) * (1 - RESERVE)
+                fitting = fitting_slots(shape, longest, dtype, free)
+                if auto:
+                    options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
+                why = (
+                    f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
+                )
+            graphs = min(options.batch, len(own)) <= fitting
+            if not graphs and self.mesh.is_main and not self.told:
+                bar.write(f"sampling without CUDA graphs: {why}")
+                self.told = True
+
+            def progress(tokens: int) -> None:
+                self.watch.renew()
+                bar.update(tokens)
+
+            found = Sampler(shape, weights, progress, graphs=graphs).sample(
+                own, options, number
+            )
+        if on_gpu:  # graphs and cache make room for training
+            torch.cuda.empty_cache()
+        return found
 
     # ---------------------------------------------------------------- passes without gradient
 

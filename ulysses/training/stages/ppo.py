@@ -91,8 +91,9 @@ class PpoSection(Section):
     """Sample among this many of the likeliest tokens; 0 is all. The KL penalty assumes 0."""
     stop_tokens: list[str] = []
     """Tokens that end an answer, besides the end of turn and the model's and tokenizer's end-of-sequence tokens."""
-    generation_batch: PositiveInt = 64
-    """Answers that each process decodes, or asks servers for, at a time; changes memory and speed only."""
+    generation_batch: PositiveInt | Literal["auto"] = "auto"
+    """Answers that each process decodes, or asks servers for, at a time; changes memory and speed only. auto is what a
+    GPU's free memory holds, up to 512, and 64 elsewhere."""
     sampler: str | list[str] = ""
     """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list."""
     sampler_folder: str = ""
@@ -195,6 +196,11 @@ class PpoSection(Section):
                 "set it to at least 2 (commonly 8)"
             )
         return self
+
+    @property
+    def planned_batch(self) -> int:
+        """Answers at a time that a plan counts on."""
+        return 64 if self.generation_batch == "auto" else self.generation_batch
 
     @property
     def whitens(self) -> bool:
@@ -310,7 +316,7 @@ class PpoStage(ReferencedStage):
         if ppo.servers:
             return None
         return PlannedRollout(
-            -(-facts.examples_per_load // world) * ppo.answers_per_prompt, ppo.generation_batch, config.data.max_length,
+            -(-facts.examples_per_load // world) * ppo.answers_per_prompt, ppo.planned_batch, config.data.max_length,
             ppo.max_new_tokens, facts.steps_per_load, merged=config.model.lora.rank > 0,
         )  # fmt: skip
 
@@ -350,7 +356,7 @@ class PpoStage(ReferencedStage):
                     *tokenizer.convert_tokens_to_ids(ppo.stop_tokens),
                 ),
                 config.run.seed,
-                ppo.generation_batch,
+                ppo.planned_batch,
             ),
             budget=budget,
             shared_budget=budget * config.batch.share_prompts,

@@ -1,0 +1,131 @@
+"""Sampled tokens per second on one GPU: CUDA graphs, plain steps, and transformers.generate with a static cache.
+
+    python benchmarks/sampling.py --arch qwen2.5-1.5b --prompts 64 --prompt-tokens 128 --new 256
+    python benchmarks/sampling.py --arch llama3-8b --variants graphs plain
+
+Weights and prompts are random, and no answer ends early. First a small model must draw the same tokens in float32 with
+graphs, without them, and one answer at a time. Prints a JSON line for every variant: `seconds` of the fastest of
+`--times` calls, prefill, captures and the release of memory included; `first_s` of one before, which compiles kernels.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# the engine need not be installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from models.arch import ModelConfig, architecture
+from models.decoder import empty_model
+from models.sampler import Sampler, SamplingOptions
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+VARIANTS = ("graphs", "plain", "transformers")
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--arch", default="qwen2.5-1.5b")
+    p.add_argument("--layers", type=int, default=0, help="use only this many layers; 0 is all")
+    p.add_argument("--prompts", type=int, default=64)
+    p.add_argument("--prompt-tokens", type=int, default=128)
+    p.add_argument("--new", type=int, default=256, help="tokens of every answer")
+    p.add_argument("--times", type=int, default=3)
+    p.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    a = p.parse_args()
+    print(json.dumps({"check": check()}), flush=True)
+    shape = architecture(a.arch)
+    if a.layers:
+        shape = replace(shape, num_hidden_layers=a.layers)
+    ids = torch.randint(shape.vocab_size, (a.prompts, a.prompt_tokens))
+    options = SamplingOptions(a.new, batch=a.prompts)
+    weights = random_weights(shape, DTYPE)
+    for variant in a.variants:
+        if variant == "transformers":
+            call = generate(shape, ids, a.new)
+        else:
+            sampler = Sampler(shape, weights, graphs=variant == "graphs")
+            call = lambda s=sampler: s.sample(dict(enumerate(ids)), options)  # noqa: E731
+        print(json.dumps({"variant": variant, **vars(a), **timed(call, a)}), flush=True)
+
+
+def timed(call: Callable[[], Any], a: argparse.Namespace) -> dict[str, float]:
+    """Time a call, and then some more; reserved_gib is the most that the allocator held."""
+    times = []
+    for _ in range(a.times + 1):
+        began = time.perf_counter()
+        call()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        times.append(time.perf_counter() - began)
+    seconds = min(times[1:])
+    peak = torch.cuda.max_memory_reserved() if DEVICE == "cuda" else 0
+    return {
+        "tokens_per_second": round(a.prompts * a.new / seconds),
+        "seconds": round(seconds, 3),
+        "first_s": round(times[0], 3),
+        "reserved_gib": round(peak / 2**30, 1),
+    }
+
+
+def random_weights(shape: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    return {
+        name: torch.empty(p.shape, device=DEVICE, dtype=dtype).normal_(
+            float("norm" in name), 0.02, generator=draw
+        )
+        for name, p in empty_model(shape).named_parameters()
+    }
+
+
+def check() -> str:
+    """Draw ragged answers to shared prompts in every way; slots are refilled and joined."""
+    shape = replace(
+        architecture("qwen2.5-0.5b"), num_hidden_layers=3, vocab_size=512, hidden_size=256, intermediate_size=512,
+        num_attention_heads=4, head_dim=64,
+    )  # fmt: skip
+    weights = random_weights(shape, torch.float32)
+    prompts = [torch.randint(512, (n * n,)) for n in range(1, 20)]
+    asked = dict(enumerate(prompts + prompts[::2]))
+    found = []
+    for batch, graphs in ((1, False), (16, False), (16, True)):
+        options = SamplingOptions(100, top_p=0.95, stop_tokens=(3, 5, 7, 11), batch=batch)
+        found.append(Sampler(shape, weights, graphs=graphs).sample(asked, options))
+    worst = 0.0
+    for n, alone in found[0].items():
+        for name, other in zip(("plain", "graphs"), found[1:]):
+            assert other[n].tokens == alone.tokens, f"answer {n} differs: {name}, alone"
+            worst = max([worst, *(abs(x - y) for x, y in zip(alone.logps, other[n].logps))])
+    assert worst < 1e-4, worst
+    return f"the same tokens, log-probabilities within {worst:.1e}"
+
+
+def generate(shape: ModelConfig, ids: torch.Tensor, new: int) -> Callable[[], Any]:
+    """Return a call of transformers.generate that samples as many tokens."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = shape.to_hf()
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+    model.generation_config.eos_token_id = None
+    ids = ids.to(DEVICE)
+    return lambda: model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, pad_token_id=0,
+        min_new_tokens=new, max_new_tokens=new, cache_implementation="static",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
