@@ -98,7 +98,7 @@ class Slots:
         state: [5, B] int64: the newest token, the position of the first step, tokens drawn before the newest draw, the
             hash of the answer's key, and whether the newest draw ended the answer. Such an answer repeats its last
             step, with the same result.
-        tokens, logps: what was drawn, [B, max_new_tokens].
+        answers: tokens and log-probabilities that were drawn, [2, B, max_new_tokens] float64.
         held: a prompt that is in the cache, and its slot.
         graphs: the captured steps by rows and columns of the cache; they share the memory `pool`.
     """
@@ -107,8 +107,7 @@ class Slots:
     stops: Tensor
     cache: Tensor
     state: Tensor
-    tokens: Tensor
-    logps: Tensor
+    answers: Tensor
     held: dict[Prompt, int] = field(default_factory=dict)
     graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = field(default_factory=dict)
     pool: Any = None
@@ -121,8 +120,8 @@ class Slots:
     def move(self, source: int, target: int) -> None:
         """Copy all of a slot."""
         self.copy(source, target, self.cache.shape[4])
-        for rows in (self.state.T, self.tokens, self.logps):
-            rows[target] = rows[source]
+        for rows in (self.state, self.answers):
+            rows[:, target] = rows[:, source]
 
 
 class Sampler:
@@ -209,24 +208,23 @@ class Sampler:
             _, _, drawn, _, ended = slots.state.tolist()
             self.progress(sum(drawn[slot] + ended[slot] for slot in busy) - before)
             if done := [slot for slot in busy if ended[slot]]:
-                tokens, logps = (part[done].tolist() for part in (slots.tokens, slots.logps))
-                for slot, *answer in zip(done, tokens, logps):
-                    new, numbers = (part[: drawn[slot] + 1] for part in answer)
+                for slot, *answer in zip(done, *slots.answers[:, done].tolist()):
+                    tokens, logps = (part[: drawn[slot] + 1] for part in answer)
+                    new = [*map(int, tokens)]
                     stopped = new[-1] in options.stop_tokens
-                    found[busy.pop(slot)] = Completion(new, numbers, stopped)
+                    found[busy.pop(slot)] = Completion(new, logps, stopped)
         return found
 
     def _slots(self, options: SamplingOptions, count: int, longest: int) -> Slots:
-        c, size = self.config, (count, options.max_new_tokens)
+        c = self.config
         shape = (c.num_hidden_layers, 2, count, c.num_key_value_heads, _rounded(longest, 8))
+        zeros = partial(torch.zeros, device=self.device)  # nothing that is masked may be NaN
         return Slots(
             options,
             torch.tensor(options.stop_tokens, dtype=torch.int64, device=self.device),
-            # zeros, because nothing that is masked may be NaN
-            self.head.new_zeros(*shape, c.head_dim),
-            torch.zeros(5, count, dtype=torch.int64, device=self.device),
-            torch.zeros(size, dtype=torch.int64, device=self.device),
-            torch.zeros(size, dtype=torch.float64, device=self.device),
+            zeros(*shape, c.head_dim, dtype=self.head.dtype),
+            zeros(5, count, dtype=torch.int64),
+            zeros(2, count, options.max_new_tokens, dtype=torch.float64),
         )
 
     # ---------------------------------------------------------------- new answers
@@ -258,15 +256,21 @@ class Sampler:
             slots = torch.tensor([prompts[p] for p in group], device=self.device)
             padded = pad_sequence([torch.tensor(p[:-1]) for p in group], batch_first=True)
             tokens = padded.to(self.device)
-            positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
             for first in range(0, tokens.shape[1], self.prefill):
-                chunk = slice(first, first + self.prefill)
-                self._forward(
-                    tokens[:, chunk],
-                    positions[:, chunk],
-                    cache,
-                    partial(_attend_prompt, slots, first),
-                )
+                self._chunk(cache, slots, tokens[:, first : first + self.prefill], first)
+
+    def _chunk(self, cache: Tensor, slots: Tensor, tokens: Tensor, first: int) -> None:
+        """Write the keys and values of prompts' tokens [n, L], which begin at position `first`."""
+        last = first + tokens.shape[1]
+
+        def attend(cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            cache[:, slots, :, first:last] = both = torch.stack([key, value])
+            keys, values = cache[:, slots, :, :last] if first else both
+            mask = causal_lower_right(last - first, last)
+            return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+        positions = torch.arange(first, last, device=self.device).expand_as(tokens)
+        self._forward(tokens, positions, cache, attend)
 
     # ---------------------------------------------------------------- a step
 
@@ -295,11 +299,20 @@ class Sampler:
         mask = self.head.new_zeros(rows, 1, 1, seen).masked_fill(
             future[:, None, None], -math.inf
         )
-        attend = partial(_attend_token, each, place, mask)
+
+        def attend(cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            for kept, new in zip(cache, (key, value)):
+                kept[each, :, place] = new[:, :, 0]
+            keys, values = cache[:, :, :, :seen]
+            # heads that share keys stand where a longer query's tokens would: no key is repeated
+            grouped = query.view(rows, keys.shape[1], -1, query.shape[-1])
+            attended = F.scaled_dot_product_attention(grouped, keys, values, mask)
+            return attended.reshape(query.shape)
+
         hidden = self._forward(token[:, None], place[:, None], slots.cache[:, :, :rows], attend)
         u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
         new, logps = self._draw(hidden, slots.options, u)
-        slots.tokens[each, drawn], slots.logps[each, drawn] = new, logps
+        slots.answers[:, each, drawn] = torch.stack([new.double(), logps])
         stop = (new[:, None] == slots.stops).any(1) | (
             drawn + 1 == slots.options.max_new_tokens
         )
@@ -370,41 +383,6 @@ class Sampler:
             gate, up = (linear(x, f"{layer}.mlp.{p}") for p in ("gate", "up"))
             hidden = hidden + linear(swiglu(gate, up), f"{layer}.mlp.down")
         return norm(hidden, "model.norm")
-
-
-def _attend_prompt(
-    slots: Tensor, first: int, cache: Tensor, query: Tensor, key: Tensor, value: Tensor
-) -> Tensor:
-    """Store tokens `first` and following of prompts in these slots; they attend to all of their prompt so far."""
-    last = first + query.shape[2]
-    cache[:, slots, :, first:last] = torch.stack([key, value])
-    if not first:
-        return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=True
-        )
-    keys, values = cache[:, slots, :, :last]
-    mask = causal_lower_right(query.shape[2], last)
-    return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
-
-
-def _attend_token(
-    each: Tensor,
-    place: Tensor,
-    mask: Tensor,
-    cache: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-) -> Tensor:
-    """Store one token per row at its place; it attends to the columns that the mask [n, 1, 1, seen] leaves.
-
-    The heads that share keys stand where the tokens of a longer query would, so that no key is repeated.
-    """
-    for kept, new in zip(cache, (key, value)):
-        kept[each, :, place] = new[:, :, 0]
-    keys, values = cache[:, :, :, : mask.shape[-1]]
-    grouped = query.view(len(each), keys.shape[1], -1, query.shape[-1])
-    return F.scaled_dot_product_attention(grouped, keys, values, mask).reshape(query.shape)
 
 
 def _mixed(state: Tensor, part: Tensor) -> Tensor:

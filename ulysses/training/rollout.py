@@ -291,7 +291,6 @@ class RolloutMaker:
                 desc="sampling",
                 unit=" tokens",
                 leave=False,
-                dynamic_ncols=True,
                 disable=not self.mesh.is_main,
             ) as bar,
         ):
