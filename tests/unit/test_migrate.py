@@ -246,8 +246,8 @@ def test_llamafactory_kto_has_the_betas_own_section(migrate: Any) -> None:
 
 
 def test_a_table_of_settings_and_data_that_nothing_describes(migrate: Any) -> None:
-    text = LLAMAFACTORY_LORA.replace("dataset: identity", "dataset: nowhere\nrope_scaling: {rope_type: yarn, factor: 4.0}")
-    config, shown = migrate(text)
+    rope = "rope_scaling: {rope_type: yarn, factor: 4.0}"
+    config, shown = migrate(LLAMAFACTORY_LORA.replace("dataset: identity", f"dataset: nowhere\n{rope}"))
     assert (config.model.rope.type, config.model.rope.factor) == ("yarn", 4) and config.data.train == "nowhere"
     assert "nowhere: dataset_info.json does not describe it, so write its path" in shown
 
