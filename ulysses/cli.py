@@ -10,6 +10,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from ulysses.training.quiet import quiet
+
 HELP = """usage: ulysses COMMAND [arguments]
 
   train --config FILE      train in this process; on several GPUs: torchrun --nproc_per_node 8 -m ulysses.train ...
@@ -33,6 +35,7 @@ def main() -> int:
             given = {"dry-run": ["--dry-run"], "inspect": ["--inspect", "3"]}.get(command, [])
             import_module("ulysses.train").start([*given, *rest])
         case "report" | "export" | "migrate":
+            quiet()  # the translation may be redirected into a file
             return import_module(f"ulysses.{command}").main(rest)
         case "demo":
             return demo(rest)

@@ -1,4 +1,4 @@
-"""Translate a configuration of LLaMA-Factory, TRL or axolotl: `python -m ulysses.migrate FILE > run.toml`.
+"""Translate a configuration of LLaMA-Factory, TRL or axolotl: `ulysses migrate FILE > run.toml`.
 
     YAML, JSON or a shell command  ->  {their name: value}  ->  {our key: value} with comments  ->  TOML
 

@@ -1,12 +1,16 @@
 """Configurations of LLaMA-Factory, TRL and axolotl, as people have them, become TOML that our own check accepts."""
 
 import json
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.launch import ROOT
 from ulysses.migrate import main
 from ulysses.training.command_line import check
 from ulysses.training.config import Config
@@ -283,6 +287,14 @@ def test_axolotl(migrate: Any) -> None:
     assert "saves_per_epoch = 1: set run.save_every in steps" in shown
     config, _ = migrate(AXOLOTL_SFT.replace("chat_template: llama3", "rl: ipo"))
     assert (config.stage, config.dpo.loss_type) == ("dpo", "ipo")
+
+
+def test_a_redirected_translation_holds_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(LLAMAFACTORY_KTO)
+    loud = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    line = [sys.executable, "-m", "ulysses.cli", "migrate", "run.yaml"]
+    shown = subprocess.check_output(line, cwd=tmp_path, env=loud | {"PYTHONPATH": str(ROOT)}, text=True)
+    assert tomllib.loads(shown)["stage"] == "kto"
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
