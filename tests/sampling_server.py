@@ -32,15 +32,12 @@ class SamplingServer:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.answer(None)
-
             def do_POST(self) -> None:
                 self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
             def answer(self, body: Any) -> None:
                 outer.asked.append((self.path, body))
-                if outer.fault == "hang" and body is not None:
+                if outer.fault == "hang":
                     time.sleep(5)
                 found = outer.reply(self.path, body)
                 text = b"not JSON" if outer.fault == "garbage" else json.dumps(found).encode()
@@ -57,8 +54,6 @@ class SamplingServer:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def reply(self, path: str, body: Any) -> Any:
-        if path == "/v1/models":
-            return {"object": "list", "data": [{"id": "policy", "object": "model"}]}
         if path == "/update_weights_from_disk":
             assert (Path(body["model_path"]) / "config.json").exists()
             return {"success": self.fault != "reload", "message": "no such file"}

@@ -60,9 +60,6 @@ class OutsideSampler:
     timeout: float
     main: bool
 
-    def __post_init__(self) -> None:
-        self.models: dict[str, str] = {}
-
     def synchronise(self) -> None:
         """Export the weights and have every server read them; all ranks call it together.
 
@@ -118,7 +115,6 @@ class OutsideSampler:
         if server_dialect(address) == "vllm":
             body = {
                 **common,
-                "model": self._model(address),
                 "prompt": prompt,
                 "max_tokens": options.max_new_tokens,
                 "seed": seed,
@@ -135,15 +131,10 @@ class OutsideSampler:
         logps, tokens, *_ = zip(*found["output_token_logprobs"])
         return Completion(list(tokens), list(logps), found["finish_reason"]["type"] == "stop")
 
-    def _model(self, address: str) -> str:
-        if address not in self.models:
-            self.models[address] = self._post(address, "/v1/models")["data"][0]["id"]
-        return self.models[address]
-
-    def _post(self, address: str, path: str, body: Any = None, *, empty: bool = False) -> Any:
-        """Return the JSON that a server answers (GET without a body), after several attempts if need be."""
+    def _post(self, address: str, path: str, body: Any, *, empty: bool = False) -> Any:
+        """Return the JSON that a server answers, after several attempts if need be."""
         url = address.partition("+")[2].rstrip("/") + path
-        data = None if body is None else json.dumps(body).encode()
+        data = json.dumps(body).encode()
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         for attempt in range(1, ATTEMPTS + 1):
             try:
