@@ -23,7 +23,8 @@ class SamplingServer:
 
     Attributes:
         asked: (path, body) of all requests.
-        fault: "" for none, "hang", "refuse", "garbage", "nan", "no stop token" or "reload".
+        fault: "" for none, "hang", "refuse", "garbage", "no fields", "nan", "no stop token" or
+            "reload".
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,8 @@ class SamplingServer:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def reply(self, path: str, body: Any) -> Any:
+        if self.fault == "no fields":
+            return {"error": "busy"}
         if path == "/update_weights_from_disk":
             assert (Path(body["model_path"]) / "config.json").exists()
             return {"success": self.fault != "reload", "message": "no such file"}

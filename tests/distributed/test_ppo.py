@@ -15,7 +15,7 @@ from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.policy_value import PolicyValue
-from models.sampler import SamplingOptions
+from models.sampler import Completion, SamplingOptions
 from tests.engine_case import SHAPE, CaptureChain, ListDataset, assert_same_gradients, sequences
 from tests.harness import run_distributed
 from tests.shuffled_loader import ShuffledLoader
@@ -37,8 +37,8 @@ ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1)  # query rows
 EOS = (3, 7, 11, 19, 23, 31, 40, 41, 52, 63, 70, 77, 85, 90)  # many, so that random answers have ragged lengths
 OPTIONS = SamplingOptions(12, temperature=0.9, stop_tokens=EOS, seed=9)
 FIXED = {"value_coefficient": 0.5, "entropy_coefficient": 0.01, "dual_clip": 3.0, "temperature": 0.8}
-REAL = PpoSection(epochs=2, minibatches=2, kl_target=6.0, kl_coefficient=0.2, kl_horizon=100, missing_eos_penalty=0.5,
-                  temperature=0.9)  # fmt: skip
+REAL = PpoSection(reward="a:b", epochs=2, minibatches=2, kl_target=6.0, kl_coefficient=0.2, kl_horizon=100,
+                  missing_eos_penalty=0.5, temperature=0.9)  # fmt: skip
 
 
 class PromptDataset(ListDataset):
@@ -65,23 +65,27 @@ def fixed_rollout() -> Rollout:
     a, b, c, d = torch.randn(4, len(weights), generator=draw)
     columns = {"tokens": torch.cat([s.tokens for s in found]), "weights": weights, "old_logps": 0.4 * a - 4.6,
                "old_values": 0.3 * b, "advantages": c, "returns": d}  # fmt: skip
-    return Rollout(0, torch.tensor([len(s.tokens) for s in found]), columns)
+    count = len(found)
+    lengths = torch.tensor([len(s.tokens) for s in found])
+    return Rollout(0, lengths, torch.arange(count), torch.zeros(count, dtype=torch.int64), columns)
 
 
 def fixed_groups(config: PpoSection, budget: int = 0) -> Rollout:
     """Four answers to each of three prompts, with made-up columns; answers share prompts within the budget."""
-    draw, tokens, weights = torch.Generator().manual_seed(9), [], []
-    share = {"token": lambda n: 1.0, "sequence": lambda n: 1 / n, "constant": lambda n: 1 / 25}[config.loss_aggregation]
+    draw, prompts, answers, parts = torch.Generator().manual_seed(9), [], [], []
     for prompt in (30, 1, 12):
-        head = torch.randint(0, 97, (prompt,), generator=draw)
+        prompts.append(torch.randint(0, 97, (prompt,), generator=draw))
         for length in torch.randint(1, 25, (4,), generator=draw).tolist():
-            tokens.append(torch.cat([head, torch.randint(0, 97, (length,), generator=draw)]))
-            weights.append(torch.tensor([0.0] * prompt + [share(length)] * length))
-    flat = torch.cat(weights)
-    a, b, c, d = torch.randn(4, len(flat), generator=draw)
-    columns = {"tokens": torch.cat(tokens), "weights": flat, "old_logps": 0.4 * a - 4.6, "advantages": b,
-               "reference_logps": 0.4 * c - 4.6, "importance": d.exp().clamp(max=2.0)}  # fmt: skip
-    return Rollout(0, torch.tensor([len(t) for t in tokens]), columns, answers_per_prompt=4, budget=budget)
+            answers.append(Completion(torch.randint(0, 97, (length,), generator=draw).tolist()))
+            a, b, c, d = torch.randn(4, prompt + length, generator=draw)
+            parts.append({"old_logps": 0.4 * a - 4.6, "advantages": b, "reference_logps": 0.4 * c - 4.6,
+                          "importance": d.exp().clamp(max=2.0)})  # fmt: skip
+    by_length = config.loss_aggregation == "sequence"
+    rollout = Rollout.of(0, prompts, answers, budget=budget, by_length=by_length)
+    for name in parts[0]:
+        held = [part[name][left:] for part, left in zip(parts, rollout.prefixes.tolist())]
+        rollout.columns[name] = torch.cat(held)
+    return rollout
 
 
 def engine_of(mesh: ParallelMesh, config: PpoSection, lr: float = 0.0, shape: ModelConfig = SHAPE) -> ZeroEngine:
@@ -232,6 +236,13 @@ def alone(shape: ModelConfig = SHAPE, advantage: str = "gae") -> Any:
     return run_distributed(run_steps, 1, 1, real(advantage), 6, shape=shape, with_zero=True)[0]
 
 
+def trained(rollout: Rollout, name: str) -> torch.Tensor:
+    """A column where answers are trained; how prompts are shared depends on the micro-batches."""
+    predicts = rollout.columns["weights"].roll(-1) != 0
+    assert name == "weights" or not rollout.columns[name][~predicts].any()
+    return rollout.columns[name][predicts]
+
+
 def real(advantage: str) -> PpoSection:
     return REAL.model_copy(update={"advantage": advantage, "answers_per_prompt": 1 if advantage == "gae" else 3})
 
@@ -249,8 +260,9 @@ def test_rollouts_do_not_depend_on_the_ranks(
     assert len(rollout.answers) == 6 * real(advantage).answers_per_prompt
     for _, other, _ in found:
         assert [(a.tokens, a.score) for a in other.answers] == [(a.tokens, a.score) for a in rollout.answers]
-        for name, column in rollout.columns.items():
-            torch.testing.assert_close(other.columns[name], column, rtol=1e-3, atol=2e-4)
+        assert other.columns.keys() == rollout.columns.keys()
+        for name in ("weights", *(name for name in rollout.columns if name not in ("tokens", "weights"))):
+            torch.testing.assert_close(trained(other, name), trained(rollout, name), rtol=1e-3, atol=2e-4)
     assert_same_gradients(found[0][2][0], gradients[0], 2e-5)
     for ours, theirs in zip(found[0][0], metrics, strict=True):
         for name in ("loss", "objective/kl", "objective/scores", "val/ratio", "objective/kl_coefficient",
@@ -333,7 +345,7 @@ def stopping(config: PpoSection) -> tuple[list[dict[str, float]], list[torch.Ten
 
 
 def test_early_stop_leaves_the_weights_alone_until_the_next_rollout() -> None:
-    config = PpoSection(epochs=2, minibatches=2, target_kl=1e-4, temperature=0.9)
+    config = PpoSection(reward="a:b", epochs=2, minibatches=2, target_kl=1e-4, temperature=0.9)
     for metrics, weights in run_distributed(stopping, 2, config, with_zero=True):
         assert metrics[0]["policy/approxkl_avg"] < 1e-8 and metrics[1]["policy/approxkl_avg"] > 1e-4
         assert [m["policy/stopped"] for m in metrics] == [0, 1, 1, 1, 0, 1]
@@ -344,7 +356,7 @@ def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
     """The scores of three answers by the frozen engine, and by the plain model one answer at a time."""
     initialize_distributed()
     mesh = ParallelMesh(2, num_heads=SHAPE.num_attention_heads)
-    config, source = PpoSection(), HostWeights(SHAPE, 4)
+    config, source = PpoSection(reward="models/rm"), HostWeights(SHAPE, 4)
     scorer = frozen_engine(lambda: RewardModel(SHAPE, mesh), source)
     maker = RolloutMaker(
         engine=engine_of(mesh, config), mesh=mesh, config=config, options=OPTIONS, budget=128, shared_budget=128,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+import ulysses.training.servers as servers
 from losses.ppo import gae, group_advantages
 from models.policy_value import PolicyValueOutput
 from models.sampler import Completion
@@ -37,14 +38,10 @@ ROWS = [([5, EOS, 7], [8, 9, EOS]), ([4], [11, 12, 13, 14]), ([6, 6], [EOS])]
 COUNTS, PREDICTED_AT = [3, 4, 1], [2, 3, 4, 6, 7, 8, 9, 12]
 
 
-def answered(rows: Any = ROWS, number: int = 0, **rest: Any) -> Rollout:
-    columns = {
-        "tokens": torch.tensor([t for p, a in rows for t in p + a]).int(),
-        "weights": torch.tensor([float(part) for row in rows for part in (0, 1) for _ in row[part]]),
-    }
+def answered(rows: Any = ROWS, number: int = 0, answers_per_prompt: int = 1, **rest: Any) -> Rollout:
     scored = zip(rows, (1.0, 2.0, -0.5) * len(rows), (True, False, True) * len(rows))
     answers = [Completion(a, [0.0] * len(a), ended, score) for (_, a), score, ended in scored]
-    return Rollout(number, torch.tensor([len(p) + len(a) for p, a in rows]), columns, answers, **rest)
+    return Rollout.of(number, [torch.tensor(p) for p, _ in rows[::answers_per_prompt]], answers, **rest)
 
 
 def maker(**options: Any) -> RolloutMaker:
@@ -97,8 +94,8 @@ def test_advantages_without_a_value(advantage, kl_in):
     draw, scores = torch.Generator().manual_seed(2), (1.0, 2.0, -0.5) * 2
     rollout = answered(rows, answers_per_prompt=3)
     predicts = rollout.columns["weights"].roll(-1).bool()
-    old, values, reference = torch.randn(3, len(predicts), generator=draw)
-    maker(**options).finish(rollout, old, values, reference)
+    old, reference = torch.randn(2, len(predicts), generator=draw)
+    maker(**options).finish(rollout, old, torch.zeros_like(old), reference)
     counts = [len(a) for _, a in rows]
     gaps = (old - reference)[predicts].double().split(counts)
     earned = [score - 0.3 * float(gap.sum()) * (kl_in == "reward") for score, gap in zip(scores, gaps)]
@@ -138,7 +135,7 @@ def test_losses_equal_trls(aggregation: str, loss: float, gradient_norm: float) 
     advantages, found, made, rows = group_advantages(scores, 4), [], [], []
     for n, length in enumerate(lengths):
         t = torch.arange(length).double()
-        weight = {"sequence": 1 / length, "token": 1.0, "constant": 1 / 6}[aggregation]
+        weight = {"sequence": 1 / length, "token": 1.0, "constant": 1.0}[aggregation]
         columns = {"old_logps": -1.5 + 0.4 * torch.sin(2 * n + 5 * t), "advantages": advantages[n].expand(length),
                    "reference_logps": -1.5 + 0.4 * torch.cos(n + 2 * t)}  # fmt: skip
         columns = {name: torch.cat([x, torch.zeros(1)]) for name, x in columns.items()}
@@ -160,14 +157,14 @@ def test_answers_share_their_prompt_within_the_budget():
     rows = [([5, 7, 6], [8] * n) for n in (3, 2, 4, 1)] + [([4], [6] * n) for n in (2, 2, 2, 2)]
     rollout = answered(rows, answers_per_prompt=4, budget=12)
     # 6 tokens, then 1 + 2 more; then 7 and 1 + 1 more; a prompt of one token is kept by every answer
-    assert rollout.owners.tolist() == [0, 0, 2, 2, 4, 4, 4, 4] and rollout.prefix.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
+    assert rollout.owners.tolist() == [0, 0, 2, 2, 4, 4, 4, 4] and rollout.prefixes.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
     assert rollout.sequence_lengths[[0, 2, 4]].tolist() == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]
     assert rollout.examples([1, 0]) == [4, 0, 2]
     first, second = rollout[2].sequences
     assert first.tokens.tolist() == [5, 7, 6, 8, 8, 8, 8] and second.tokens.tolist() == [6, 8]
     assert (second.prefix_length, second.prefix_owner) == (2, 1)
     apart = answered(rows, answers_per_prompt=4)
-    assert apart.owners.tolist() == list(range(8)) and not apart.prefix.any()
+    assert apart.owners.tolist() == list(range(8)) and not apart.prefixes.any()
 
 
 def test_the_score_is_earned_by_the_eos_token_itself():
@@ -273,7 +270,8 @@ def test_rewards_in_workers() -> None:
         rewards.close()
 
 
-def test_rewards_of_a_server() -> None:
+def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "PAUSE", 0.01)
     server = QuietServer(("127.0.0.1", 0), ScoreServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/score"
@@ -296,7 +294,7 @@ def test_several_rewards_have_weights_and_each_is_logged() -> None:
     assert section.rewards == {HALF: 2.0, "models/rm": 0.5} and section.reward_model == "models/rm"
     rollout = answered()
     for answer in rollout.answers:
-        answer.scores = [answer.score, 1.0]
+        answer.scores = [1.0, answer.score]
     maker(reward=["models/rm", HALF]).finish(rollout, *torch.zeros(3, 14))
     assert rollout.metrics[f"objective/scores/{HALF}"] == pytest.approx(2.5 / 3)
     assert rollout.metrics["objective/scores/models/rm"] == 1
@@ -324,6 +322,9 @@ def config(tokenizer: str = "x", vocabulary: int = SHAPE.vocab_size, **ppo: Any)
     ({"reward": ["math:sqrt", ""]}, "ppo.reward is missing"),
     ({"reward": ["math:sqrt"], "reward_weights": [1.0, 2.0]}, "has 2 numbers for the 1 of ppo.reward"),
     ({"reward": ["runs/a", "runs/b"]}, "names several reward models"),
+    ({"sampler": "http://host:8000"}, "ppo.sampler is 'http://host:8000'.*vllm.http"),
+    ({"sampler": ["vllm+http://h:1", "tgi+http://h"]}, "ppo.sampler is 'tgi.http://h': "),
+    ({"sampler": "sglang+http://h/v1"}, "ppo.sampler is"),
     ({"advantage": "group"}, "ppo.answers_per_prompt is 1"),
     ({"kl_in": "loss", "kl_target": 6.0}, 'ppo.kl_in is "loss"'),
     ({"reward": "math:nothing"}, "cannot be imported"),

@@ -12,9 +12,6 @@ does not repeat bit for bit; ppo.importance_cap corrects for what differs betwee
 
 import json
 import math
-import re
-import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,20 +20,15 @@ from typing import Any
 
 from models.sampler import Completion, SamplingOptions
 from ulysses.parallel.random_keys import seed_of
+from ulysses.training.servers import post
 
-ATTEMPTS, PAUSE = 3, 1.0  # seconds, twice as long before every further attempt
+ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?$"
 
 # What reloads weights, {path: body}. vLLM (with VLLM_SERVER_DEV_MODE=1) reads the folder that it was started with.
 RELOAD: Mapping[str, dict[str, Any]] = {
     "vllm": {"/collective_rpc": {"method": "reload_weights"}, "/reset_prefix_cache": {}},
     "sglang": {"/update_weights_from_disk": {"model_path": "FOLDER"}},
 }
-
-
-def server_dialect(address: str) -> str:
-    """Return "vllm" or "sglang" from an address such as vllm+http://host:8000, or "" for anything else."""
-    found = re.fullmatch(rf"({'|'.join(RELOAD)})\+https?://[^/\s]+/?", address)
-    return found[1] if found else ""
 
 
 @dataclass
@@ -67,9 +59,9 @@ class OutsideSampler:
         """
         self.export(self.folder)
         for address in self.addresses if self.main else ():
-            for path, body in (self.reload or RELOAD[server_dialect(address)]).items():
+            for path, body in (self.reload or RELOAD[address.partition("+")[0]]).items():
                 text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
-                answer = self._post(address, path, json.loads(text), empty=True)
+                answer = self._post(address, path, json.loads(text))
                 if isinstance(answer, dict) and answer.get("success", True) is not True:
                     raise ValueError(
                         f"{address}{path} did not take the new weights: {str(answer)[:200]}"
@@ -90,8 +82,11 @@ class OutsideSampler:
         def ask(number: int) -> Completion:
             address = self.addresses[number % len(self.addresses)]
             seed = seed_of(options.seed, rollout, number) % 2**31
-            found = self._complete(address, prompts[number].tolist(), options, seed)
-            wrong = _what_is_wrong(found, options)
+            try:
+                found = self._complete(address, prompts[number].tolist(), options, seed)
+                wrong = _what_is_wrong(found, options)
+            except (LookupError, TypeError) as error:
+                wrong = f"JSON that lacks {error}"
             if wrong:
                 raise ValueError(f"{address} answered prompt {number} with {wrong}")
             renew()
@@ -106,48 +101,36 @@ class OutsideSampler:
     def _complete(
         self, address: str, prompt: list[int], options: SamplingOptions, seed: int
     ) -> Completion:
-        common = {
+        settings = {
             "temperature": options.temperature,
             "top_p": options.top_p,
             "top_k": options.top_k or -1,
             "stop_token_ids": options.stop_tokens,
         }
-        if server_dialect(address) == "vllm":
-            body = {
-                **common,
-                "prompt": prompt,
-                "max_tokens": options.max_new_tokens,
-                "seed": seed,
-                "logprobs": 1,
-                "return_token_ids": True,
-            }
-            answer = self._post(address, "/v1/completions", body)
-            choice = answer["choices"][0]
-            ended = choice["finish_reason"] == "stop"
-            return Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"], ended)
-        settings = {**common, "max_new_tokens": options.max_new_tokens, "sampling_seed": seed}
-        body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
-        found = self._post(address, "/generate", body)["meta_info"]
-        logps, tokens, *_ = zip(*found["output_token_logprobs"])
-        return Completion(list(tokens), list(logps), found["finish_reason"]["type"] == "stop")
+        limit = options.max_new_tokens
+        if address.startswith("vllm"):
+            body = {**settings, "prompt": prompt, "max_tokens": limit, "seed": seed}
+            body |= {"logprobs": 1, "return_token_ids": True}
+            choice = self._post(address, "/v1/completions", body)["choices"][0]
+            tokens, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            reason = choice["finish_reason"]
+        else:
+            settings |= {"max_new_tokens": limit, "sampling_seed": seed}
+            body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
+            found = self._post(address, "/generate", body)["meta_info"]
+            logps, tokens, *_ = zip(*found["output_token_logprobs"])
+            reason = found["finish_reason"]["type"]
+        return Completion([*tokens], [*logps], reason == "stop")
 
-    def _post(self, address: str, path: str, body: Any, *, empty: bool = False) -> Any:
-        """Return the JSON that a server answers, after several attempts if need be."""
+    def _post(self, address: str, path: str, body: Any) -> Any:
         url = address.partition("+")[2].rstrip("/") + path
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                    text = response.read()
-                    return json.loads(text) if text or not empty else None
-            except (OSError, ValueError) as error:
-                if attempt == ATTEMPTS or isinstance(error, TimeoutError):
-                    raise ValueError(
-                        f"the sampling server {url} failed ({error}, attempt {attempt}); look at its log, start it "
-                        "again and continue with --run.resume auto"
-                    ) from None
-            time.sleep(PAUSE * 2 ** (attempt - 1))
+        try:
+            return post(url, body, self.timeout)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the sampling server {url} failed ({error}); look at its log, start it again and continue with "
+                "--run.resume auto"
+            ) from None
 
 
 def _what_is_wrong(found: Completion, options: SamplingOptions) -> str:

@@ -11,18 +11,19 @@ row. They are called by the process that decoded the answers, while the others c
 """
 
 import inspect
-import json
 import math
 import multiprocessing
 import pkgutil
 import re
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ulysses.training.section import ConfigError
+from ulysses.training.servers import post
 
 
 class Answered(NamedTuple):
@@ -36,19 +37,16 @@ class Answered(NamedTuple):
 
 def is_function(reward: str) -> bool:
     """Return whether ppo.reward names a Python function or a server rather than a model."""
-    return is_server(reward) or re.fullmatch(r"[\w.]+:\w+", reward) is not None
+    return re.fullmatch(r"https?://.*|[\w.]+:\w+", reward) is not None
 
 
-def is_server(reward: str) -> bool:
-    """Return whether ppo.reward is the address of a server."""
-    return reward.startswith(("http://", "https://"))
-
-
-def load_function(reward: str) -> Callable[..., Any]:
-    """Import "module:function".
+def load_function(reward: str, timeout: float = 60.0) -> Callable[..., Any]:
+    """Import "module:function", or return what asks a server for `timeout` seconds for each answer at most.
 
     Raises ConfigError if there is no such module or function.
     """
+    if "//" in reward:
+        return partial(_ask_server, url=reward, timeout=timeout)
     try:
         found = pkgutil.resolve_name(reward)
         if not callable(found):
@@ -61,6 +59,15 @@ def load_function(reward: str) -> Callable[..., Any]:
     return found
 
 
+def _ask_server(
+    prompts: list[str], completions: list[str], rows: list[Any], *, url: str, timeout: float
+) -> Any:
+    columns = zip(prompts, completions, rows)
+    asked = [dict(zip(("prompt", "completion", "row"), values)) for values in columns]
+    return post(url, {"rows": asked}, timeout * len(asked))["scores"]
+
+
+@dataclass
 class Rewards:
     """Score answers by functions and servers.
 
@@ -72,18 +79,17 @@ class Rewards:
         renew: is called before each answer and shows that the process makes progress.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        tokenizer: Any,
-        workers: int = 0,
-        timeout: float = 60.0,
-        renew: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.names, self.tokenizer, self.timeout, self.renew = names, tokenizer, timeout, renew
+    names: list[str]
+    tokenizer: Any
+    workers: int = 0
+    timeout: float = 60.0
+    renew: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         # started afresh: a copy of this process would hold its locks without the threads that release them
         # a terminal's SIGINT reaches them too, and the run still needs them for the step after which it saves
         context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+        workers = self.workers
         self.pool = context.Pool(workers, signal.signal, ignore) if workers else None
 
     def close(self) -> None:
@@ -109,12 +115,8 @@ class Rewards:
     def _column(
         self, name: str, texts: list[tuple[str, ...]], answers: list[Answered]
     ) -> list[float]:
-        rows = [answer.row for answer in answers]
-        function = None if is_server(name) else load_function(name)
-        if function is None:
-            with self._named(name):
-                found = self._ask_server(name, texts, rows)
-        elif next(iter(inspect.signature(function).parameters), "") == "prompts":
+        rows, function = [answer.row for answer in answers], load_function(name, self.timeout)
+        if next(iter(inspect.signature(function).parameters), "") == "prompts":
             prompts, completions = map(list, zip(*texts))
             with self._named(name):
                 found = function(prompts, completions, rows)
@@ -152,18 +154,6 @@ class Rewards:
         except Exception as error:
             reason = f"failed: {type(error).__name__}: {error}"
         raise ValueError(f"the reward {what} {reason}")
-
-    def _ask_server(
-        self, url: str, texts: list[tuple[str, ...]], rows: list[dict[str, Any]]
-    ) -> Any:
-        asked = [
-            {"prompt": prompt, "completion": completion, "row": row}
-            for (prompt, completion), row in zip(texts, rows)
-        ]
-        body = json.dumps({"rows": asked}, default=str).encode()
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self.timeout * len(rows)) as response:
-            return json.load(response)["scores"]
 
 
 def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:

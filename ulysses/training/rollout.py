@@ -17,7 +17,7 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from models.sampler import (
 )
 from ulysses.data.encode import Example
 from ulysses.data.steps import StepLoader, shuffled
-from ulysses.parallel.batch import Sequence, ShardedBatch, branch
+from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.training.outside_sampler import OutsideSampler
 from ulysses.training.passes import token_values
@@ -62,48 +62,67 @@ from ulysses.training.watch import Watch
 class Rollout:
     """Prompts with their answers and what training on them needs, as a dataset whose examples may share prompts.
 
-    lengths [N]: tokens of prompt and answer. columns, flat [T]: the tokens, their weights in the loss (0 in prompts)
-    and, once the rollout is finished, float32 columns for the loss. answers_per_prompt: K. budget: tokens of a
-    micro-batch in which answers share their prompt; 0 shares nothing. answers: [N], which a checkpoint leaves out.
-    stopped: the rest of its steps are empty.
-
-    Attributes:
-        ends: [N], the column index after each answer's last token.
-        owners: [N], the first of the answers that share a prompt with this one. An example has its owner's number.
-        prefix: [N], the tokens of the prompt that only the owner holds, 0 for owners.
+    lengths [N]: tokens that each answer's sequence holds. owners [N]: the first of the answers that share a prompt with
+    this one; an example has its owner's number. prefixes [N]: the tokens of the prompt that only the owner holds, 0 for
+    owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout is finished,
+    float32 columns for the loss. answers: [N], which a checkpoint leaves out. answers_per_prompt: K. stopped: the rest
+    of its steps are empty.
     """
 
     number: int
     lengths: Tensor
+    owners: Tensor
+    prefixes: Tensor
     columns: dict[str, Tensor]
     answers: list[Completion] = field(default_factory=list)
+    answers_per_prompt: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
-    answers_per_prompt: int = 1
-    budget: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        prompts: list[Tensor],
+        answers: list[Completion],
+        *,
+        budget: int = 0,
+        by_length: bool = False,
+    ) -> "Rollout":
+        """Lay out the answers, K to each prompt one after the other.
+
+        Args:
+            budget: tokens of a micro-batch in which answers share their prompt; 0 shares nothing.
+            by_length: every answer weighs 1 in the loss, and not each of its tokens.
+        """
+        K = len(answers) // len(prompts)
+        parts, weights, layout = [], [], []
+        owner = room = 0
+        for n, answer in enumerate(answers):
+            prompt, count = prompts[n // K], len(answer.tokens)
+            room -= 1 + count
+            if n % K == 0 or room < 0:
+                owner, room = n, budget - len(prompt) - count
+            # the last token of a prompt predicts, so that every sequence keeps it
+            prefix = len(prompt) - 1 if owner < n else 0
+            held = len(prompt) - prefix
+            parts += [prompt[prefix:], torch.tensor(answer.tokens)]
+            weights += [0.0] * held + [1 / count if by_length else 1.0] * count
+            layout.append((held + count, owner, prefix))
+        columns = {"tokens": torch.cat(parts).int(), "weights": torch.tensor(weights)}
+        return cls(number, *map(torch.tensor, zip(*layout)), columns, answers, K)
 
     def __post_init__(self) -> None:
         self.ends = self.lengths.cumsum(0)
-        prompt_tokens = F.pad((self.columns["weights"] == 0).cumsum(0), (1, 0))
-        # the last token of a prompt predicts, so that every sequence keeps it
-        left_out = prompt_tokens[self.ends] - prompt_tokens[self.ends - self.lengths] - 1
-        owners, owner, room = [], 0, 0
-        for n, (length, prefix) in enumerate(zip(self.lengths.tolist(), left_out.tolist())):
-            room -= length - prefix
-            if n % self.answers_per_prompt == 0 or room < 0:
-                owner, room = n, self.budget - length
-            owners.append(owner)
-        self.owners = torch.tensor(owners)
-        self.prefix = left_out.where(self.owners != torch.arange(len(owners)), 0)
 
     @property
     def sequence_lengths(self) -> np.ndarray:
         """The tokens that each sequence of an example holds itself, [N, K]; 0 where there is none."""
-        return self._by_example(self.lengths - self.prefix)
+        return self._by_example(self.lengths)
 
     @property
     def prefix_lengths(self) -> np.ndarray:
-        return self._by_example(self.prefix)
+        return self._by_example(self.prefixes)
 
     def _by_example(self, values: Tensor) -> np.ndarray:
         table = values.new_zeros(len(values), self.answers_per_prompt)
@@ -118,42 +137,50 @@ class Rollout:
     def __getitem__(self, i: int) -> Example:
         sequences = []
         for n in (self.owners == i).nonzero().flatten().tolist():
-            stop = int(self.ends[n])
-            start = stop - int(self.lengths[n])
-            own = {name: column[start:stop] for name, column in self.columns.items()}
-            sequence = Sequence(own.pop("tokens"), own.pop("weights"), own)
-            sequences.append(branch(sequence, int(self.prefix[n]), n - i))
+            rows = slice(int(self.ends[n] - self.lengths[n]), int(self.ends[n]))
+            own = {name: column[rows] for name, column in self.columns.items()}
+            tokens, weights = own.pop("tokens"), own.pop("weights")
+            branch = {"prefix_length": int(self.prefixes[n]), "prefix_owner": n - i}
+            sequences.append(Sequence(tokens, weights, own, **branch))
         return Example(i, tuple(sequences))
-
-    def table(self) -> Tensor:
-        """Return every answer's length, score and whether a stop token ended it, [3, N] float64."""
-        rows = [(len(answer.tokens), answer.score, answer.ended) for answer in self.answers]
-        return torch.tensor(rows, dtype=torch.float64).T
 
     def save(self, path: Path) -> None:
         """Write a finished rollout as safetensors."""
-        kept = ("number", "metrics", "stopped", "answers_per_prompt")
+        kept = ("number", "answers_per_prompt", "metrics", "stopped")
         numbers = {name: getattr(self, name) for name in kept}
-        tensors = {"lengths": self.lengths, **self.columns}
-        write_tensors(path, tensors, rollout=json.dumps(numbers))
+        layout = torch.stack([self.lengths, self.owners, self.prefixes])
+        write_tensors(path, {"layout": layout, **self.columns}, rollout=json.dumps(numbers))
 
     @classmethod
-    def load(cls, path: Path, budget: int = 0) -> "Rollout":
+    def load(cls, path: Path) -> "Rollout":
         """Read what `save` wrote."""
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            columns = {name: file.get_tensor(name) for name in file.keys()}
             numbers = json.loads(file.metadata()["rollout"])
-        return cls(lengths=tensors.pop("lengths"), columns=tensors, budget=budget, **numbers)
+        lengths, owners, prefixes = columns.pop("layout")
+        return cls(
+            lengths=lengths, owners=owners, prefixes=prefixes, columns=columns, **numbers
+        )
 
 
-def answer_metrics(lengths: Tensor, scores: Tensor, ended: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of answers from the rows of their table; held-out prompts have them too."""
+def answer_table(answers: list[Completion]) -> Tensor:
+    """Return every answer's length, score and whether a stop token ended it, [3, N] float64."""
+    rows = [(len(answer.tokens), answer.score, answer.ended) for answer in answers]
+    return torch.tensor(rows, dtype=torch.float64).T
+
+
+def answer_metrics(answers: list[Completion], rewards: Iterable[str]) -> dict[str, Tensor]:
+    """Return the metrics of answers and, if there are several, of each reward; held-out prompts have them too."""
+    lengths, scores, ended = answer_table(answers)
+    each = torch.tensor([answer.scores for answer in answers]).T
+    parts = {f"objective/scores/{name}": part.mean() for name, part in zip(rewards, each)}
     return {
         "objective/scores": scores.mean(),
         "objective/scores_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
+        **(parts if len(parts) > 1 else {}),
     }
 
 
@@ -238,35 +265,20 @@ class RolloutMaker:
         everyone = gather(found)
         self.watch.phase("rollout")
         answers = [everyone[n // K % world][n] for n in range(len(prompts) * K)]
-        parts, token_weights = [], []
-        for n, answer in enumerate(answers):
-            length = len(answer.tokens)
-            weight = {
-                "token": 1.0,
-                "sequence": 1 / length,
-                "constant": 1 / self.options.max_new_tokens,
-            }
-            parts += [prompts[n // K], torch.tensor(answer.tokens)]
-            token_weights += [0.0, weight[self.config.loss_aggregation]]
-        lengths = torch.tensor([len(part) for part in parts])
-        columns = {
-            "tokens": torch.cat(parts).int(),
-            "weights": torch.tensor(token_weights).repeat_interleave(lengths),
-        }
-        lengths = lengths.view(-1, 2).sum(1)
-        rollout = Rollout(
-            number, lengths, columns, answers, answers_per_prompt=K, budget=self.shared_budget
+        by_length = self.config.loss_aggregation == "sequence"
+        rollout = Rollout.of(
+            number, prompts, answers, budget=self.shared_budget, by_length=by_length
         )
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
-            for answer, last in zip(answers, rollout.ends - 1, strict=True):
-                answer.scores.append(float(values[last]))
+            place = self.config.reward.index(self.config.reward_model)
+            for answer, score in zip(answers, values[rollout.ends - 1].tolist(), strict=True):
+                answer.scores.insert(place, score)
+        weights = self.config.rewards.values()
         for answer in answers:
-            weights = self.config.rewards.values()
-            answer.score = sum(
-                w * score for w, score in zip(weights, answer.scores, strict=True)
-            )
+            parts = zip(weights, answer.scores, strict=True)
+            answer.score = sum(weight * score for weight, score in parts)
         return rollout
 
     def _sample(
@@ -339,9 +351,9 @@ class RolloutMaker:
     def _values(
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
     ) -> Tensor:
-        """Return what `compute` gives for all tokens, [T, *columns]; zeros for a prompt that a sequence leaves out."""
+        """Return what `compute` gives for all tokens, [T, *columns]."""
         examples = rollout.owners.unique().tolist()
-        found = token_values(
+        return token_values(
             compute,
             rollout.sequence_lengths[examples].sum(1).tolist(),
             lambda i: rollout[examples[i]].sequences,
@@ -350,11 +362,6 @@ class RolloutMaker:
             self.budget,
             *columns,
         )
-        parts = torch.stack([rollout.prefix, rollout.lengths - rollout.prefix], 1).flatten()
-        held = torch.tensor([False, True]).repeat(len(rollout.lengths)).repeat_interleave(parts)
-        values = found.new_zeros(len(held), *columns)
-        values[held] = found
-        return values
 
     # ---------------------------------------------------------------- rewards and advantages
 
@@ -362,14 +369,14 @@ class RolloutMaker:
         """Give the rollout its columns and metrics; pure but for the KL controller, and the same on every rank.
 
         Args:
-            old, values, reference: the policy's log-probabilities and values and the reference's log-probabilities at
-                all tokens, [T].
+            old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
+                reference's log-probabilities at all tokens, [T].
         """
         config, coefficient, N = self.config, self.controller.coefficient, len(rollout.lengths)
         # a prompt comes first, so the weight of what follows a sequence's last token is 0
         predicts = rollout.columns["weights"].roll(-1).bool()
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
-        lengths, scores, ended = rollout.table()
+        lengths, scores, ended = answer_table(rollout.answers)
         counts = lengths.long()
         bounds = F.pad(counts.cumsum(0), (1, 0))
         kl = kl_estimate(old, reference, config.kl_estimator)
@@ -386,7 +393,7 @@ class RolloutMaker:
         sampled = [logp for answer in rollout.answers for logp in answer.logps]
         gap = old - torch.tensor(sampled, dtype=torch.float64)
         metrics = {
-            **answer_metrics(lengths, scores, ended),
+            **answer_metrics(rollout.answers, config.rewards),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/kl_coefficient": coefficient,
@@ -397,17 +404,19 @@ class RolloutMaker:
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
         }
-        if len(config.rewards) > 1:
-            each = torch.tensor([answer.scores for answer in rollout.answers])
-            means = zip(config.rewards, each.mean(0))
-            metrics |= {f"objective/scores/{name}": mean for name, mean in means}
-        everything = torch.ones_like(old, dtype=torch.bool)
-        rewards = (
-            whiten(earned, everything, shift_mean=False) if config.whiten_rewards else earned
-        )
-        columns = {"old_logps": old}
+        ones, columns = torch.ones_like(old), {"old_logps": old}
+        rewards = whiten(earned, ones, shift_mean=False) if config.whiten_rewards else earned
+        if config.advantage in ("group", "leave_one_out"):
+            size, kind = rollout.answers_per_prompt, config.advantage
+            totals = torch.stack([part.sum() for part in rewards.split(counts.tolist())])
+            own = group_advantages(totals, size, kind, scale=config.scale_by_std)
+            advantages = own.repeat_interleave(counts)
+            groups = totals.view(-1, size)
+            metrics["advantages/zero_groups"] = (groups == groups[:, :1]).all(1).double().mean()
+        else:  # with reinforce++ what an answer earns from a token on
+            lam = config.lam if config.advantage == "gae" else 1.0
+            advantages, returns = packed_gae(rewards, values, bounds, config.gamma, lam)
         if config.advantage == "gae":
-            advantages, returns = packed_gae(rewards, values, bounds, config.gamma, config.lam)
             columns |= {"old_values": values, "returns": returns}
             metrics |= {
                 "returns/mean": returns.mean(),
@@ -416,32 +425,17 @@ class RolloutMaker:
             if variance := returns.var(correction=0):
                 left = (returns - values).var(correction=0)
                 metrics["val/explained_variance"] = 1 - left / variance
-        elif config.advantage == "reinforce++":  # what an answer earns from a token on
-            advantages, _ = packed_gae(
-                rewards, torch.zeros_like(values), bounds, config.gamma, 1.0
-            )
-        else:
-            size, kind = rollout.answers_per_prompt, config.advantage
-            totals = torch.stack([part.sum() for part in rewards.split(counts.tolist())])
-            own = group_advantages(totals, size, kind, scale=config.scale_by_std)
-            advantages = own.repeat_interleave(counts)
-            groups = totals.view(-1, size)
-            metrics["advantages/zero_groups"] = (groups == groups[:, :1]).all(1).double().mean()
         metrics |= {
             "advantages/mean": advantages.mean(),
             "advantages/std": advantages.std(correction=0),
         }
-        if config.whitens:
-            advantages = whiten(advantages, everything)
-        columns["advantages"] = advantages
+        columns["advantages"] = whiten(advantages, ones) if config.whitens else advantages
         if config.kl_in == "loss":
             columns["reference_logps"] = reference
-        if config.importance_cap:
+        if cap := config.importance_cap:
             ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
-            columns["importance"] = ratio.clamp(max=config.importance_cap)
-            metrics["sampler/importance_capped"] = (
-                (ratio > config.importance_cap).double().mean()
-            )
+            columns["importance"] = ratio.clamp(max=cap)
+            metrics["sampler/importance_capped"] = (ratio > cap).double().mean()
         rollout.metrics = {name: float(value) for name, value in metrics.items()}
         for name, part in columns.items():
             empty = torch.zeros(len(predicts))

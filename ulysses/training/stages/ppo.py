@@ -19,10 +19,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from pydantic import (
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -34,12 +35,12 @@ from torch import Tensor
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig as Shape
-from models.sampler import SamplingOptions
+from models.sampler import Completion, SamplingOptions
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.training.metrics import MetricSums
-from ulysses.training.outside_sampler import OutsideSampler, server_dialect
-from ulysses.training.rewards import Rewards, is_function, is_server, load_function
+from ulysses.training.outside_sampler import ADDRESS, OutsideSampler
+from ulysses.training.rewards import Rewards, is_function, load_function
 from ulysses.training.rollout import Rollout, RolloutLoader, RolloutMaker, answer_metrics
 from ulysses.training.section import Section
 from ulysses.training.stages.base import Facts, OtherModel, Term
@@ -51,10 +52,11 @@ if TYPE_CHECKING:
 
 STATE, ROLLOUT = "ppo.json", "rollout.safetensors"
 HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
+ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
 
 class PpoSection(Section):
-    reward: str | list[str] = ""
+    reward: Annotated[list[str], ONE_OR_MORE] = []
     """What scores an answer: module:function of (prompt, completion, row) or (prompts, completions, rows), a server's
     http://address, a reward model's folder or hub id, or a list of these, whose scores are added."""
     reward_weights: list[float] = []
@@ -94,7 +96,7 @@ class PpoSection(Section):
     generation_batch: PositiveInt | Literal["auto"] = "auto"
     """Answers that each process decodes, or asks servers for, at a time; changes memory and speed only. auto is what a
     GPU's free memory holds, up to 512, and 64 elsewhere."""
-    sampler: str | list[str] = ""
+    sampler: Annotated[list[Annotated[str, Field(pattern=ADDRESS)]], ONE_OR_MORE] = []
     """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list."""
     sampler_folder: str = ""
     """Where the policy is exported for the servers, on a disk that they share with rank 0; default OUTPUT/sampler."""
@@ -150,24 +152,17 @@ class PpoSection(Section):
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Every reward's weight, in the order of the scores: functions and servers before the model."""
-        names = _listed(self.reward)
-        pairs = zip(names, self.reward_weights or [1.0] * len(names))
-        return dict(sorted(pairs, key=lambda pair: not is_function(pair[0])))
-
-    @property
-    def servers(self) -> list[str]:
-        """The addresses of the sampling servers."""
-        return [address for address in _listed(self.sampler) if address]
+        """Every reward's weight."""
+        return dict(zip(self.reward, self.reward_weights or [1.0] * len(self.reward)))
 
     @property
     def reward_model(self) -> str:
         """The reward that is a model, or nothing."""
-        return next((name for name in self.rewards if not is_function(name)), "")
+        return next((name for name in self.reward if not is_function(name)), "")
 
     @model_validator(mode="after")
     def _combination(self) -> "PpoSection":
-        names = _listed(self.reward)
+        names = self.reward
         if len(self.reward_weights or names) != len(names) or len(set(names)) < len(names):
             raise ValueError(
                 f"ppo.reward_weights has {len(self.reward_weights)} numbers for the {len(names)} of ppo.reward; give "
@@ -208,11 +203,6 @@ class PpoSection(Section):
         return auto if self.whiten_advantages == "auto" else self.whiten_advantages
 
 
-def _listed(value: str | list[str]) -> list[str]:
-    """Return a setting that is one name or a list of names as a list."""
-    return [value] if isinstance(value, str) else value
-
-
 @dataclass(eq=False)
 class PpoStage(ReferencedStage):
     """Proximal policy optimisation; `model` is an engine around models.policy_value.PolicyValue.
@@ -239,16 +229,10 @@ class PpoStage(ReferencedStage):
     @classmethod
     def check(cls, config: "Config") -> Iterator[str]:
         ppo, budget = config.ppo, config.batch.tokens_per_microbatch
-        if not all(ppo.rewards):
+        if not (ppo.reward and all(ppo.reward)):
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
-        for name in ppo.rewards:
-            if is_function(name) and not is_server(name):
-                load_function(name)
-        for address in ppo.servers:
-            if not server_dialect(address):
-                yield (
-                    f"ppo.sampler is {address!r} but must be vllm+http://host:port or sglang+http://host:port"
-                )
+        for name in filter(is_function, ppo.reward):
+            load_function(name)
         longest, prompts, *_ = cls.facts(config)
         if prompts < ppo.minibatches:
             yield (
@@ -313,7 +297,7 @@ class PpoStage(ReferencedStage):
     @classmethod
     def planned_rollout(cls, config: "Config", world: int) -> PlannedRollout | None:
         ppo, facts = config.ppo, cls.facts(config)
-        if ppo.servers:
+        if ppo.sampler:
             return None
         return PlannedRollout(
             -(-facts.examples_per_load // world) * ppo.answers_per_prompt, ppo.planned_batch, config.data.max_length,
@@ -326,16 +310,16 @@ class PpoStage(ReferencedStage):
         prepared, config, ppo = run.prepared, run.config, run.config.ppo
         tokenizer, budget = prepared.tokenizer, cls.budget(config)
         reward = scorer = None
-        if functions := [name for name in ppo.rewards if is_function(name)]:
+        if functions := [*filter(is_function, ppo.reward)]:
             limits = ppo.reward_workers, ppo.reward_timeout
             reward = Rewards(functions, tokenizer, *limits, run.watch.renew)
             run.resources.callback(reward.close)
         if ppo.reward_model:
             scorer = run.frozen(cls.other_models(config)[-1])
         outside = None
-        if ppo.servers:
+        if ppo.sampler:
             outside = OutsideSampler(
-                ppo.servers,
+                ppo.sampler,
                 partial(run.export, for_servers=True),
                 Path(ppo.sampler_folder or config.output / "sampler"),
                 ppo.sampler_reload,
@@ -389,7 +373,7 @@ class PpoStage(ReferencedStage):
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         if self.config.loss_aggregation == "constant":
-            return {"tokens": self.once(batch.num_sequences)}
+            return {"tokens": self.once(batch.num_sequences * self.config.max_new_tokens)}
         return super().counts(batch)
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
@@ -459,11 +443,11 @@ class PpoStage(ReferencedStage):
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Answer the held-out prompts and return their mean score; eval/loss is its negative."""
         self.maker.synchronise()
-        tables = [
-            self.maker.answer(HELD_OUT + k, loader.dataset, loader.indices(0, k)).table()
-            for k in range(loader.steps_per_epoch)
-        ]
-        found = answer_metrics(*torch.cat(tables, dim=1))
+        answers: list[Completion] = []
+        for k in range(loader.steps_per_epoch):
+            asked = loader.dataset, loader.indices(0, k)
+            answers += self.maker.answer(HELD_OUT + k, *asked).answers
+        found = answer_metrics(answers, self.config.rewards)
         metrics = {f"eval/{name}": float(x) for name, x in found.items()}
         return {"eval/loss": -metrics["eval/objective/scores"], **metrics}
 
@@ -479,4 +463,4 @@ class PpoStage(ReferencedStage):
         """Restore what `save` wrote; between two rollouts the next one is made with the restored weights."""
         self.maker.controller.load_state_dict(json.loads((folder / STATE).read_text()))
         if (folder / ROLLOUT).exists():
-            self.rollouts.dataset = Rollout.load(folder / ROLLOUT, self.maker.shared_budget)
+            self.rollouts.dataset = Rollout.load(folder / ROLLOUT)
