@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,13 +105,15 @@ def trainer_of(
     mesh = ParallelMesh(sp, num_heads=shape.num_attention_heads)
     engine = engine_of(mesh, config, lr, shape)
     made = partial(fixed_groups, config, budget) if config.answers_per_prompt > 1 else fixed_rollout
-    maker: Any = SimpleNamespace(config=config, make=lambda *_: made())
+    reference = None
     if reference_seed is not None:
         reference = logps_of(frozen_engine(lambda: CausalLM(shape, mesh), HostWeights(shape, reference_seed)))
-        maker = RolloutMaker(
-            engine=engine, mesh=mesh, config=config, options=OPTIONS, budget=budget, shared_budget=budget,
-            reference=reference, reward=reward,
-        )  # fmt: skip
+    maker = RolloutMaker(
+        engine=engine, mesh=mesh, config=config, options=OPTIONS, budget=budget, shared_budget=budget,
+        reference=reference, reward=reward,
+    )  # fmt: skip
+    if reference_seed is None:
+        maker.make = lambda *_: made()  # type: ignore[method-assign]
     stage = PpoStage(engine, mesh, config, maker=maker, tolerance=1e-5 if reference_seed == 0 else math.inf)
     loader = ShuffledLoader(
         prompts(), 6, tokens_per_microbatch=budget, seed=3, data_parallel_size=mesh.data_parallel_size,
@@ -227,7 +228,7 @@ def run_steps(sp: int, config: PpoSection, steps: int, **options: Any) -> tuple[
     """Take real steps on real rollouts; returns metrics, the last rollout and the gradients."""
     trainer, chain = trainer_of(sp, config, **options)
     metrics = [trainer.train_step() for _ in range(steps)]
-    return metrics, trainer.loader.dataset, chain.steps if dist.get_rank() == 0 else []
+    return metrics, trainer.loader.rollout, chain.steps if dist.get_rank() == 0 else []
 
 
 @cache

@@ -11,6 +11,7 @@ import ulysses.training.servers as servers
 from models.sampler import SamplingOptions
 from tests.sampling_server import SamplingServer
 from ulysses.training.outside_sampler import OutsideSampler
+from ulysses.training.stages.ppo import PpoSection
 
 STOP = 3
 OPTIONS = SamplingOptions(6, temperature=0.7, top_p=0.9, stop_tokens=(STOP,), seed=5, batch=4)
@@ -29,14 +30,13 @@ def server() -> Iterator[SamplingServer]:
     found.close()
 
 
-def sampler(folder: Path, *addresses: str, **options: Any) -> OutsideSampler:
+def sampler(folder: Path, *addresses: str, main: bool = True, **options: Any) -> OutsideSampler:
     def export(to: Path) -> None:
         to.mkdir(exist_ok=True)
         (to / "config.json").write_text("{}")
 
-    return OutsideSampler(
-        [*addresses], export, folder / "policy", **{"reload": {}, "timeout": 20.0, "main": True, **options}
-    )
+    config = PpoSection(sampler=[*addresses], **{"sampler_timeout": 20.0, **options})
+    return OutsideSampler(config, export, folder / "policy", main)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -63,7 +63,7 @@ def test_weights_go_by_disk_to_every_server(tmp_path: Path, server: SamplingServ
     server.asked.clear()
     sampler(tmp_path, addresses[0], main=False).synchronise()
     own = {"/update_weights_from_disk": {"model_path": "FOLDER", "flush_cache": True}}
-    sampler(tmp_path, addresses[1], reload=own).synchronise()
+    sampler(tmp_path, addresses[1], sampler_reload=own).synchronise()
     assert server.asked == [("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})]
     server.fault = "reload"
     with pytest.raises(ValueError, match="/update_weights_from_disk did not take the new weights: .*no such file"):
@@ -84,7 +84,7 @@ def test_a_servers_fault_is_one_sentence(
         server.close()
     timeout = 0.5 if fault == "hang" else 20.0
     with pytest.raises(ValueError, match=complaint):
-        sampler(tmp_path, f"sglang+{server.address}", timeout=timeout).sample(PROMPTS, OPTIONS)
+        sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(PROMPTS, OPTIONS)
     assert len([body for _, body in server.asked if body["input_ids"] == PROMPTS[0].tolist()]) == attempts
 
 

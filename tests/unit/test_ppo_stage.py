@@ -27,7 +27,7 @@ from ulysses.training.command_line import check
 from ulysses.training.metrics import MetricSums
 from ulysses.training.prepare import prepare
 from ulysses.training.rewards import Answered, Rewards, gsm8k_reward, is_function, load_function
-from ulysses.training.rollout import Rollout, RolloutLoader, RolloutMaker
+from ulysses.training.rollout import Rollout, RolloutMaker
 from ulysses.training.section import ConfigError
 from ulysses.training.stages.ppo import PpoSection, PpoStage
 from ulysses.training.watch import Watch
@@ -182,7 +182,7 @@ def test_the_score_is_earned_by_the_eos_token_itself():
     assert first_answer(0.0).token_columns["advantages"].tolist() == [0, 0, 0, 0, 1, 0]
 
 
-def test_every_pass_takes_every_answer_once_in_new_minibatches():
+def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     data = ListDataset("prompt", [(s,) for s in sequences(25, 0)])
     prompts, made = StepLoader(data, 10, tokens_per_microbatch=128, seed=3), []
 
@@ -191,8 +191,9 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches():
         made.append(number)
         return answered([([1, 2], [3])] * len(indices), number)
 
-    fake: Any = SimpleNamespace(make=make, config=PpoSection(epochs=2, minibatches=3))
-    steps = RolloutLoader(prompts, fake)
+    steps = maker(epochs=2, minibatches=3)
+    steps.prompts = prompts
+    monkeypatch.setattr(steps, "make", make)
     assert steps.steps_per_epoch == 3 * 6  # 25 prompts are 3 rollouts, the last of 5
     orders = [steps.indices(0, k) for k in range(18)]
     assert made == [0, 1, 2]

@@ -24,7 +24,8 @@ from ulysses.training.servers import post
 
 ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?$"
 
-# What reloads weights, {path: body}. vLLM (with VLLM_SERVER_DEV_MODE=1) reads the folder that it was started with.
+# What reloads weights from FOLDER: {path: body}, in order. vLLM (with VLLM_SERVER_DEV_MODE=1) reads the folder that it
+# was started with.
 RELOAD: Mapping[str, dict[str, Any]] = {
     "vllm": {"/collective_rpc": {"method": "reload_weights"}, "/reset_prefix_cache": {}},
     "sglang": {"/update_weights_from_disk": {"model_path": "FOLDER"}},
@@ -36,20 +37,15 @@ class OutsideSampler:
     """Ask servers for completions, with the face of models.sampler.Sampler.
 
     Args:
-        addresses: of the servers, each with its dialect; prompts go to them in turn.
+        config: the [ppo] table; prompts go to the servers of `config.sampler` in turn.
         export: writes the policy's weights into a folder; all ranks call it together.
         folder: where the servers read them.
-        reload: {path: body} of the calls that make a server read the folder, in order; "FOLDER" in a body stands for
-            its path. Empty takes the dialect's own.
-        timeout: seconds for one request.
         main: this process writes to the servers.
     """
 
-    addresses: list[str]
+    config: Any
     export: Callable[[Path], None]
     folder: Path
-    reload: dict[str, Any]
-    timeout: float
     main: bool
 
     def synchronise(self) -> None:
@@ -58,8 +54,9 @@ class OutsideSampler:
         Raises ValueError if a server does not.
         """
         self.export(self.folder)
-        for address in self.addresses if self.main else ():
-            for path, body in (self.reload or RELOAD[address.partition("+")[0]]).items():
+        for address in self.config.sampler if self.main else ():
+            calls = self.config.sampler_reload or RELOAD[address.partition("+")[0]]
+            for path, body in calls.items():
                 text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
                 answer = self._post(address, path, json.loads(text))
                 if isinstance(answer, dict) and answer.get("success", True) is not True:
@@ -78,9 +75,10 @@ class OutsideSampler:
 
         Raises ValueError if a server fails several times or answers nonsense.
         """
+        servers = self.config.sampler
 
         def ask(number: int) -> Completion:
-            address = self.addresses[number % len(self.addresses)]
+            address = servers[number % len(servers)]
             seed = seed_of(options.seed, rollout, number) % 2**31
             try:
                 found = self._complete(address, prompts[number].tolist(), options, seed)
@@ -125,7 +123,7 @@ class OutsideSampler:
     def _post(self, address: str, path: str, body: Any) -> Any:
         url = address.partition("+")[2].rstrip("/") + path
         try:
-            return post(url, body, self.timeout)
+            return post(url, body, self.config.sampler_timeout)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"the sampling server {url} failed ({error}); look at its log, start it again and continue with "

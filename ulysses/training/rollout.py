@@ -186,7 +186,12 @@ def answer_metrics(answers: list[Completion], rewards: Iterable[str]) -> dict[st
 
 @dataclass(eq=False, kw_only=True)
 class RolloutMaker:
-    """Make rollouts with the current weights; all ranks call every method together.
+    """Make rollouts with the current weights, and serve the optimizer steps over them with the face of a StepLoader.
+
+    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
+
+    A rollout is made when its first step is asked for, with the weights of that moment; `config.epochs` passes over it
+    take its prompts in a new order each, in `config.minibatches` steps. All ranks call every method together.
 
     Args:
         engine: trains models.policy_value.PolicyValue.
@@ -200,6 +205,10 @@ class RolloutMaker:
         lora: the table of the policy's adapters, which the sampler adds to a copy of the matrices they adapt, or None.
         outside: samples on servers, or None.
         watch: is told of every phase.
+
+    Attributes:
+        prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
+        rollout: the one of the last step that was asked for.
     """
 
     engine: Any
@@ -214,6 +223,8 @@ class RolloutMaker:
     lora: Any = None
     outside: OutsideSampler | None = None
     watch: Watch = field(default_factory=Watch)
+    prompts: StepLoader | None = None
+    rollout: Rollout | None = None
 
     def __post_init__(self) -> None:
         c = self.config
@@ -222,6 +233,38 @@ class RolloutMaker:
         )
         self.synchronised = False  # the sampling servers have had weights of this run
         self.told = False  # that there are no CUDA graphs
+
+    # ---------------------------------------------------------------- steps
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.config.epochs * self.config.minibatches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.prompts.steps_per_epoch * self.steps_per_rollout
+
+    def indices(self, epoch: int, k: int) -> list[int]:
+        """Return the rollout's examples of step k in a fixed order, after making a new rollout."""
+        load, within = divmod(k, self.steps_per_rollout)
+        number = epoch * self.prompts.steps_per_epoch + load
+        if self.rollout is None or self.rollout.number != number:
+            prompts = self.prompts.indices(epoch, load)
+            self.rollout = self.make(number, self.prompts.dataset, prompts)
+        if self.rollout.stopped:
+            return []
+        minibatches = self.config.minibatches
+        one_pass, part = divmod(within, minibatches)
+        count = len(self.rollout.lengths) // self.rollout.answers_per_prompt
+        order = shuffled(count, self.prompts.seed, number, one_pass)
+        return self.rollout.examples(np.array_split(order, minibatches)[part].tolist())
+
+    def step(self, epoch: int, k: int) -> list[list[Example]]:
+        """Return this group's micro-batches of step k."""
+        indices = self.indices(epoch, k)
+        return self.prompts.micro_batches(self.rollout, indices)
+
+    # ---------------------------------------------------------------- answers
 
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages; updates the KL controller."""
@@ -406,7 +449,8 @@ class RolloutMaker:
         }
         ones, columns = torch.ones_like(old), {"old_logps": old}
         rewards = whiten(earned, ones, shift_mean=False) if config.whiten_rewards else earned
-        if config.advantage in ("group", "leave_one_out"):
+        grouped = config.advantage in ("group", "leave_one_out")
+        if grouped:
             size, kind = rollout.answers_per_prompt, config.advantage
             totals = torch.stack([part.sum() for part in rewards.split(counts.tolist())])
             own = group_advantages(totals, size, kind, scale=config.scale_by_std)
@@ -429,7 +473,9 @@ class RolloutMaker:
             "advantages/mean": advantages.mean(),
             "advantages/std": advantages.std(correction=0),
         }
-        columns["advantages"] = whiten(advantages, ones) if config.whitens else advantages
+        auto = config.whiten_advantages == "auto"
+        whitens = not grouped if auto else config.whiten_advantages
+        columns["advantages"] = whiten(advantages, ones) if whitens else advantages
         if config.kl_in == "loss":
             columns["reference_logps"] = reference
         if cap := config.importance_cap:
@@ -441,53 +487,3 @@ class RolloutMaker:
             empty = torch.zeros(len(predicts))
             rollout.columns[name] = empty.masked_scatter_(predicts, part.float())
         self.controller.update(rollout.metrics["objective/kl"], N)
-
-
-@dataclass(eq=False)
-class RolloutLoader:
-    """Serve optimizer steps over rollouts to one data-parallel group, with the face of a StepLoader.
-
-    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
-
-    A rollout is made when its first step is asked for, with the weights of that moment.
-
-    Args:
-        prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
-        maker: makes the rollouts; its configuration gives the passes over each (`epochs`), which take the prompts in a
-            new order, and the optimizer steps per pass (`minibatches`).
-
-    Attributes:
-        dataset: the rollout of the last step that was asked for.
-    """
-
-    prompts: StepLoader
-    maker: RolloutMaker
-    dataset: Rollout | None = None
-
-    @property
-    def steps_per_rollout(self) -> int:
-        return self.maker.config.epochs * self.maker.config.minibatches
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.prompts.steps_per_epoch * self.steps_per_rollout
-
-    def indices(self, epoch: int, k: int) -> list[int]:
-        """Return the rollout's examples of step k in a fixed order, after making a new rollout."""
-        load, within = divmod(k, self.steps_per_rollout)
-        number = epoch * self.prompts.steps_per_epoch + load
-        if self.dataset is None or self.dataset.number != number:
-            prompts = self.prompts.indices(epoch, load)
-            self.dataset = self.maker.make(number, self.prompts.dataset, prompts)
-        if self.dataset.stopped:
-            return []
-        minibatches = self.maker.config.minibatches
-        one_pass, part = divmod(within, minibatches)
-        count = len(self.dataset.lengths) // self.dataset.answers_per_prompt
-        order = shuffled(count, self.prompts.seed, number, one_pass)
-        return self.dataset.examples(np.array_split(order, minibatches)[part].tolist())
-
-    def step(self, epoch: int, k: int) -> list[list[Example]]:
-        """Return this group's micro-batches of step k."""
-        indices = self.indices(epoch, k)
-        return self.prompts.micro_batches(self.dataset, indices)

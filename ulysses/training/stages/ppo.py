@@ -29,7 +29,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    model_validator,
 )
 from torch import Tensor
 
@@ -41,7 +40,7 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.training.metrics import MetricSums
 from ulysses.training.outside_sampler import ADDRESS, OutsideSampler
 from ulysses.training.rewards import Rewards, is_function, load_function
-from ulysses.training.rollout import Rollout, RolloutLoader, RolloutMaker, answer_metrics
+from ulysses.training.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.training.section import Section
 from ulysses.training.stages.base import Facts, OtherModel, Term
 from ulysses.training.stages.referenced import ReferencedStage
@@ -160,47 +159,10 @@ class PpoSection(Section):
         """The reward that is a model, or nothing."""
         return next((name for name in self.reward if not is_function(name)), "")
 
-    @model_validator(mode="after")
-    def _combination(self) -> "PpoSection":
-        names = self.reward
-        if len(self.reward_weights or names) != len(names) or len(set(names)) < len(names):
-            raise ValueError(
-                f"ppo.reward_weights has {len(self.reward_weights)} numbers for the {len(names)} of ppo.reward; give "
-                "one for each, and name each reward once"
-            )
-        if sum(not is_function(name) for name in names) > 1:
-            raise ValueError(
-                f"ppo.reward names several reward models ({', '.join(names)}) but only one is computed; "
-                "serve the others by http"
-            )
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError(
-                f"ppo.dual_clip is {self.dual_clip:g} but must be above 1 (commonly 3), or 0 for none"
-            )
-        if self.kl_target and not self.kl_coefficient:
-            raise ValueError(
-                "ppo.kl_target is set but ppo.kl_coefficient is 0, which no target moves; start above 0"
-            )
-        if self.kl_target and self.kl_in == "loss":
-            raise ValueError(
-                'ppo.kl_target adapts the penalty in the reward but ppo.kl_in is "loss"; set it to 0'
-            )
-        if self.advantage in ("group", "leave_one_out") and self.answers_per_prompt < 2:
-            raise ValueError(
-                f'ppo.advantage = "{self.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
-                "set it to at least 2 (commonly 8)"
-            )
-        return self
-
     @property
     def planned_batch(self) -> int:
         """Answers at a time that a plan counts on."""
         return 64 if self.generation_batch == "auto" else self.generation_batch
-
-    @property
-    def whitens(self) -> bool:
-        auto = self.advantage in ("gae", "reinforce++")
-        return auto if self.whiten_advantages == "auto" else self.whiten_advantages
 
 
 @dataclass(eq=False)
@@ -210,9 +172,6 @@ class PpoStage(ReferencedStage):
     Args:
         maker: makes the rollouts.
         tolerance: largest mean |log-probability difference| per token allowed at step 0.
-
-    Attributes:
-        rollouts: what `loader` returned, where the loop reads its steps.
     """
 
     name, kind = "ppo", "prompt"
@@ -222,17 +181,39 @@ class PpoStage(ReferencedStage):
     reference_words = ("live",)
 
     maker: RolloutMaker | None = None
-    rollouts: RolloutLoader | None = None
 
     # ---------------------------------------------------------------- checks and facts
 
     @classmethod
     def check(cls, config: "Config") -> Iterator[str]:
         ppo, budget = config.ppo, config.batch.tokens_per_microbatch
-        if not (ppo.reward and all(ppo.reward)):
+        names, weights = ppo.reward, ppo.reward_weights
+        if not (names and all(names)):
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
-        for name in filter(is_function, ppo.reward):
+        for name in filter(is_function, names):
             load_function(name)
+        if len(weights or names) != len(names) or len({*names}) < len(names):
+            yield (
+                f"ppo.reward_weights has {len(weights)} numbers for the {len(names)} of ppo.reward; give one for each, "
+                "and name each reward once"
+            )
+        if len(names) - sum(map(is_function, names)) > 1:
+            yield (
+                f"ppo.reward names several reward models ({', '.join(names)}) but only one is computed; serve the "
+                "others by http"
+            )
+        if 0 < ppo.dual_clip <= 1:
+            yield f"ppo.dual_clip is {ppo.dual_clip:g} but must be above 1 (commonly 3), or 0 for none"
+        if ppo.kl_target and (ppo.kl_in == "loss" or not ppo.kl_coefficient):
+            yield (
+                f'ppo.kl_target is set but ppo.kl_coefficient is {ppo.kl_coefficient:g} and ppo.kl_in is "{ppo.kl_in}"'
+                "; it adapts the weight of a penalty in the reward, which starts above 0; set it to 0"
+            )
+        if ppo.advantage in ("group", "leave_one_out") and ppo.answers_per_prompt < 2:
+            yield (
+                f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
+                "set it to at least 2 (commonly 8)"
+            )
         longest, prompts, *_ = cls.facts(config)
         if prompts < ppo.minibatches:
             yield (
@@ -318,14 +299,9 @@ class PpoStage(ReferencedStage):
             scorer = run.frozen(cls.other_models(config)[-1])
         outside = None
         if ppo.sampler:
-            outside = OutsideSampler(
-                ppo.sampler,
-                partial(run.export, for_servers=True),
-                Path(ppo.sampler_folder or config.output / "sampler"),
-                ppo.sampler_reload,
-                ppo.sampler_timeout,
-                run.mesh.is_main,
-            )
+            folder = Path(ppo.sampler_folder or config.output / "sampler")
+            export = partial(run.export, for_servers=True)
+            outside = OutsideSampler(ppo, export, folder, run.mesh.is_main)
         stage.maker = RolloutMaker(
             engine=run.engine,
             mesh=run.mesh,
@@ -355,17 +331,17 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- what the loop reads
 
-    def loader(self, prompts: Any) -> RolloutLoader:
-        self.rollouts = RolloutLoader(prompts, self.maker)
-        return self.rollouts
+    def loader(self, prompts: Any) -> RolloutMaker:
+        self.maker.prompts = prompts
+        return self.maker
 
     def may_prepare(self, step: int) -> bool:
         """A rollout needs the weights of its moment, and an early stop empties the steps that follow."""
-        return step % self.rollouts.steps_per_rollout != 0 and not self.config.target_kl
+        return step % self.maker.steps_per_rollout != 0 and not self.config.target_kl
 
     def accepts(self, metrics: dict[str, float]) -> bool:
         """Drop the update of a step whose KL to the rollout's policy is too large, and the rest of its rollout."""
-        stopped = self.rollouts.dataset.stopped = metrics["policy/stopped"] > 0
+        stopped = self.maker.rollout.stopped = metrics["policy/stopped"] > 0
         # not an empty step
         return not stopped and "loss/policy_avg" in metrics
 
@@ -424,7 +400,7 @@ class PpoStage(ReferencedStage):
         if "val/ratio" in metrics:
             square = metrics.pop("val/ratio_square")
             metrics["val/ratio_var"] = max(0.0, square - metrics["val/ratio"] ** 2)
-        rollout, kl = self.rollouts.dataset, metrics.get("policy/approxkl_avg", 0.0)
+        rollout, kl = self.maker.rollout, metrics.get("policy/approxkl_avg", 0.0)
         stopped = rollout.stopped or 0 < self.config.target_kl < kl
         return {**metrics, **rollout.metrics, "policy/stopped": float(stopped)}
 
@@ -455,12 +431,12 @@ class PpoStage(ReferencedStage):
 
     def save(self, folder: Path) -> None:
         """Write the KL controller and, in the middle of a rollout, the rollout itself."""
-        if (self.step + 1) % self.rollouts.steps_per_rollout:
-            self.rollouts.dataset.save(folder / ROLLOUT)
+        if (self.step + 1) % self.maker.steps_per_rollout:
+            self.maker.rollout.save(folder / ROLLOUT)
         (folder / STATE).write_text(json.dumps(self.maker.controller.state_dict()))
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote; between two rollouts the next one is made with the restored weights."""
         self.maker.controller.load_state_dict(json.loads((folder / STATE).read_text()))
         if (folder / ROLLOUT).exists():
-            self.rollouts.dataset = Rollout.load(folder / ROLLOUT)
+            self.maker.rollout = Rollout.load(folder / ROLLOUT)
