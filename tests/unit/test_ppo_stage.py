@@ -301,6 +301,19 @@ def test_several_rewards_have_weights_and_each_is_logged() -> None:
     assert rollout.metrics["objective/scores/models/rm"] == 1
 
 
+def test_held_out_prompts_show_every_reward_by_name() -> None:
+    names = ["models/rm", HALF]
+    rounds = [answered(), answered(ROWS[:1])]
+    for answer in rounds[0].answers + rounds[1].answers:
+        answer.scores = [3.0, answer.score]
+    asked: Any = SimpleNamespace(synchronise=lambda: None, answer=lambda number, *_: rounds[number % 2])
+    loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
+    metrics = PpoStage(None, None, PpoSection(reward=names), maker=asked).evaluate(loader)
+    assert metrics["eval/objective/scores"] == pytest.approx(3.5 / 4) == -metrics["eval/loss"]
+    assert metrics["eval/objective/scores/models/rm"] == 3
+    assert metrics[f"eval/objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
+
+
 @pytest.mark.parametrize(("completion", "answer", "score"), [
     ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0), ("The answer is 7.0", "7", 1.0),
     ("7 apples, 8 pears", "7", 0.0), ("It is -3,", -3, 1.0), ("no idea", "nor here", 0.0),

@@ -84,7 +84,7 @@ class OutsideSampler:
                 found = self._complete(address, prompts[number].tolist(), options, seed)
                 wrong = _what_is_wrong(found, options)
             except (LookupError, TypeError) as error:
-                wrong = f"JSON that lacks {error}"
+                wrong = f"JSON of another form ({error!r})"
             if wrong:
                 raise ValueError(f"{address} answered prompt {number} with {wrong}")
             renew()
@@ -136,7 +136,7 @@ def _what_is_wrong(found: Completion, options: SamplingOptions) -> str:
     tokens, logps = found.tokens, found.logps
     if not tokens or len(tokens) != len(logps) or len(tokens) > options.max_new_tokens:
         return f"{len(tokens)} tokens and {len(logps)} log-probabilities"
-    if not all(isinstance(p, int | float) and math.isfinite(p) and p <= 1e-3 for p in logps):
+    if not all(math.isfinite(p) and p <= 1e-3 for p in logps):
         return "log-probabilities that are none"
     if found.ended and tokens[-1] not in options.stop_tokens:
         return f"an end but without the token that ends it (its last one is {tokens[-1]})"
