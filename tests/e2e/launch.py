@@ -88,15 +88,18 @@ class Ranks:
     """Processes of one run without a launcher.
 
     Args:
-        before: called in every process with its rank before train.py starts: where a test plants a fault.
+        before: called in every process with its rank before the script starts: where a test plants a fault.
+        script: what they run.
     """
 
-    def __init__(self, arguments: list[Any], processes: int, logs: Path, before: Any = None) -> None:
+    def __init__(
+        self, arguments: list[Any], processes: int, logs: Path, before: Any = None, script: str = "train.py"
+    ) -> None:
         preload("torch.utils.tensorboard", "tqdm", "ulysses.training.lora", "ulysses.training.run")
         logs.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
-        self.logs, setting = logs, (processes, free_port(), [str(a) for a in arguments], logs, before)
+        self.logs, setting = logs, (processes, free_port(), [script, *map(str, arguments)], logs, before)
         fork = multiprocessing.get_context("fork")
         self.processes = [fork.Process(target=_become_rank, args=(rank, *setting)) for rank in range(processes)]
         for process in self.processes:
@@ -131,32 +134,34 @@ class Ranks:
         return Outcome(max(self.codes, key=abs), *texts)
 
 
-def ranks(arguments: list[Any], processes: int, logs: Path, *, before: Any = None, timeout: float = 120) -> Outcome:
-    """Run train.py on forked processes to its end."""
-    return Ranks(arguments, processes, logs, before).wait(timeout)
+def ranks(arguments: list[Any], processes: int, logs: Path, *, timeout: float = 120, **more: Any) -> Outcome:
+    """Run train.py, or another script, on forked processes to its end."""
+    return Ranks(arguments, processes, logs, **more).wait(timeout)
 
 
-def _become_rank(rank: int, world: int, port: int, arguments: list[str], logs: Path, before: Any) -> None:
+def _become_rank(rank: int, world: int, port: int, line: list[str], logs: Path, before: Any) -> None:
+    code = 1
     try:
         for name, number in (("out", 1), ("err", 2)):
             os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         os.environ.update(environment())
         hide_gpus()
-        if world > 1:
+        if world > 1 or line[0] != "train.py":  # which alone starts without a launcher
             set_rank(rank, world)
             os.environ["MASTER_PORT"] = str(port)
         os.chdir(ROOT)
         torch.set_num_threads(1)
         if before is not None:
             before(rank)
-        sys.argv = ["train.py", *arguments]
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")  # ends by itself through os._exit
+        sys.argv = line
+        runpy.run_path(str(ROOT / line[0]), run_name="__main__")  # train.py ends by itself through os._exit
+        code = 0
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -92,35 +92,7 @@ def merged(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: Any) -> int:
-    return subprocess.run([sys.executable, "-m", "ulysses.export", *map(str, arguments)], env=environment()).returncode
-
-
-def read(*folders: Path, first: Path | None = None) -> dict[str, Any]:
-    """What transformers reads from exports, this environment's or the one that comes `first`."""
-    line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
-    path = {"PYTHONPATH": str(first)} if first else {}
-    done = subprocess.run(line, env=environment() | path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_transformers_4_and_5_and_peft_read_the_same(base: Path, adapters: Path, merged: Path, transformers4) -> None:
-    """Text, tokens, logits; and generation stops at the template's end of turn, which the base model never knew."""
-    old, new = (read(adapters, merged, first=first) for first in (transformers4, None))
-    assert old["version"].startswith("4.57") and new["version"].startswith("5.")
-    for one, two in zip(old["found"], new["found"], strict=True):
-        assert torch.allclose(torch.tensor(one.pop("logits")), torch.tensor(two.pop("logits")), atol=1e-5)
-        assert one == two and one["said"] == 1 and one["eos"] == "<|im_end|>"
-        assert one["text"].startswith("<|im_start|>user\nHow?<|im_end|>")
-    for export in (adapters, merged):
-        assert (export / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
-        before, after = (json.loads((f / "tokenizer_config.json").read_text()) for f in (base, export))
-        changed = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-        more = {"additional_special_tokens": before.pop("extra_special_tokens")}
-        assert after == before | changed | more
-        for name in ("config.json", "generation_config.json"):
-            assert json.loads((export / name).read_text())["eos_token_id"] == [256, 258], name
-        assert json.loads((export / "generation_config.json").read_text())["temperature"] == 0.6
+    return main([*map(str, arguments)])
 
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -138,32 +110,67 @@ SHAPES: dict[str, dict[str, Any]] = {name: {"rope_scaling": table} for name, tab
 }  # fmt: skip
 
 
-def test_all_shapes_are_the_same_in_transformers_4_and_5(base: Path, tmp_path: Path, transformers4) -> None:
-    """A run that stretches the window, and models of every scaling and family as we write them: our logits in both."""
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def stretched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of a run that stretches the window."""
+    run = tmp_path_factory.mktemp("stretched") / "run"
     train("sft", base, run, model__rope__type="yarn", model__rope__factor=4.0)
-    raw = json.loads((run / "export/config.json").read_text())
+    return run / "export"
+
+
+@pytest.fixture(scope="module")
+def found(adapters: Path, merged: Path, stretched: Path, transformers4: Path) -> dict[Path, list[dict[str, Any]]]:
+    """What transformers 4.57 and 5 read from exports, and from models of every scaling and family as we write them."""
+    folders = [adapters, merged, stretched]
+    for name, changes in SHAPES.items():
+        folders.append(shutil.copytree(stretched, stretched.parent / name))
+        write_model(folders[-1], ModelConfig.from_hf(SHAPE.to_hf() | {"rope_parameters": None, **changes}))
+    texts = []
+    for path in ({"PYTHONPATH": str(transformers4)}, {}):
+        line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
+        texts.append(subprocess.run(line, env=environment() | path, stdout=subprocess.PIPE, check=True).stdout)
+    old, new = (json.loads(text.splitlines()[-1]) for text in texts)
+    assert old["version"].startswith("4.57") and new["version"].startswith("5.")
+    return dict(zip(folders, zip(old["found"], new["found"], strict=True), strict=True))
+
+
+def test_transformers_4_and_5_and_peft_read_the_same(base: Path, adapters: Path, merged: Path, found) -> None:
+    """Text, tokens, logits; and generation stops at the template's end of turn, which the base model never knew."""
+    for export in (adapters, merged):
+        one, two = found[export]
+        assert torch.allclose(torch.tensor(one.pop("logits")), torch.tensor(two.pop("logits")), atol=1e-5)
+        assert one == two and one["said"] == 1 and one["eos"] == "<|im_end|>"
+        assert one["text"].startswith("<|im_start|>user\nHow?<|im_end|>")
+        assert (export / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+        before, after = (json.loads((f / "tokenizer_config.json").read_text()) for f in (base, export))
+        changed = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+        more = {"additional_special_tokens": before.pop("extra_special_tokens")}
+        assert after == before | changed | more
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((export / name).read_text())["eos_token_id"] == [256, 258], name
+        assert json.loads((export / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_all_shapes_are_the_same_in_transformers_4_and_5(adapters: Path, merged: Path, stretched: Path, found) -> None:
+    """Our logits in both."""
+    raw = json.loads((stretched / "config.json").read_text())
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     assert raw["rope_scaling"] == scaling and raw["rope_parameters"] == scaling | {"rope_theta": 1e4}
     assert raw["max_position_embeddings"] == 8192
-    folders = [run / "export"]
-    for name, changes in SHAPES.items():
-        folders.append(shutil.copytree(folders[0], tmp_path / name))
-        write_model(folders[-1], ModelConfig.from_hf(SHAPE.to_hf() | {"rope_parameters": None, **changes}))
-    old, new = (read(*folders, first=first)["found"] for first in (transformers4, None))
-    for folder, four, five in zip(folders, old, new, strict=True):
+    plain = torch.tensor(found[stretched.parent / "default"][1]["logits"])
+    for folder in found.keys() - {adapters, merged}:
         config, weights = read_config(folder), WeightFiles(folder)
         model = CausalLM(config)
         model.load_state_dict(
             {name: weights.read(name).float() for name in weights.tensors}, strict=not config.tie_word_embeddings
         )
-        ids = torch.tensor(four["ids"])
+        ids = torch.tensor(found[folder][0]["ids"])
         batch = pack_shard([Sequence(ids, torch.ones(len(ids)))], ParallelMesh())
         logits = model.lm_head.weight @ model.model.norm(model.model(batch))[-1]
-        for theirs in (four["logits"], five["logits"]):
-            torch.testing.assert_close(torch.tensor(theirs), logits[:8].detach(), atol=1e-5, rtol=1e-5)
-        if folder not in (folders[0], folders[1]):  # the same weights, but not the same positions
-            assert not torch.allclose(torch.tensor(five["logits"]), torch.tensor(new[1]["logits"]), atol=1e-3)
+        for theirs in found[folder]:
+            torch.testing.assert_close(torch.tensor(theirs["logits"]), logits[:8].detach(), atol=1e-5, rtol=1e-5)
+        if folder.name not in ("export", "default"):  # the same weights, but not the same positions
+            assert not torch.allclose(logits[:8], plain, atol=1e-3)
 
 
 def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(base, adapters: Path, merged: Path) -> None:

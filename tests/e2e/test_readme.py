@@ -46,6 +46,10 @@ def test_ten_line_configuration_is_valid(document: str, tmp_path: Path) -> None:
     assert config.stage == "sft" and config.data.max_length == 65536 and config.parallel.sequence_parallel_size == 8
 
 
+def test_every_stage_has_a_demo() -> None:
+    assert {Path(path).stem for path in CONFIGS if path.startswith("configs/demo/")} == {*STAGES, "grpo"}
+
+
 @pytest.mark.parametrize("path", CONFIGS)
 def test_every_shipped_configuration_is_valid_and_short(path: str) -> None:
     config = parse_command_line(["--config", str(ROOT / path)]).config
@@ -67,6 +71,8 @@ def test_every_shipped_configuration_can_be_planned(path: str, capsys, monkeypat
     said = capsys.readouterr().out
     assert code in (0, 3), said
     assert f"predicted for {gpus} GPU" in said
+    assert 10 < float(*re.findall(r"\(auto: ([\d.]+) GiB predicted", said)) <= 0.95 * float(gib)
+    assert ("other models have 8,030,261,248 parameters, all frozen" in said) == (path == "configs/ppo.toml")
     for name in re.findall(r"data file or folder (\S+) does not exist", said):
         assert re.search(rf'"{name}".*# put ', text), f"{name} is not there, and nothing says what to put there"
     if path.startswith("configs/recipes/"):
