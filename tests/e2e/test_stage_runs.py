@@ -21,7 +21,6 @@ from ulysses.training.export_model import export_checkpoint
 from ulysses.training.lora import is_adapter
 from ulysses.training.memory import adapter_parameters
 from ulysses.training.run import TrainingRun
-from ulysses.training.section import ConfigError
 from ulysses.zero.gather import full_parameters
 
 SHAPE = {
@@ -274,21 +273,3 @@ def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_pat
     for a, b in zip(live, cached, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["rewards/margins"] == pytest.approx(b["rewards/margins"], abs=1e-5)
-
-
-@pytest.mark.parametrize(("stage", "changes", "sentence"), [
-    ("kto", {"batch__examples": 1}, "batch.examples is 1 but kto's baseline pairs each example with another"),
-    ("kto", {"kto__reference": "sometimes"}, 'kto.reference is \'sometimes\' but must be "cached", "live" or a model'),
-    ("kto", {"kto__desirable_weight": 0.0, "kto__undesirable_weight": 0.0}, "nothing would be trained"),
-    ("dpo", {"dpo__loss_type": "exo_pair"}, "infinite at label_smoothing 0"),
-    ("dpo", {"dpo__loss_type": "ipo", "dpo__f_divergence": "js"}, "f_divergence is 'js' but loss_type 'ipo' has none"),
-    ("dpo", {"dpo__f_divergence": "alpha", "dpo__f_alpha": 1.0}, "f_alpha is 1"),
-    ("sft", {"sft__loss_type": "dft", "sft__label_smoothing": 0.1}, "sft.loss_type \"dft\" has none"),
-    ("sft", {"model__lora__rank": 4, "model__lora__targets": []},
-     "model.lora.targets is []: list should have at least 1 item"),
-    ("sft", {"model__lora__rank": 4, "model__lora__targets": ["lm_head"]}, "model.lora.targets"),
-])  # fmt: skip
-def test_what_cannot_be_honoured_is_refused(demo, tmp_path, stage, changes, sentence) -> None:
-    with pytest.raises(ConfigError) as error:
-        TrainingRun(check(settings(demo, stage, tmp_path / "run", **changes)))
-    assert sentence in str(error.value)

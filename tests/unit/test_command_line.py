@@ -1,5 +1,7 @@
 """Configuration from TOML and arguments, and every complaint's wording."""
 
+import re
+
 import pytest
 
 from ulysses.training.command_line import known_keys, parse_command_line
@@ -60,31 +62,6 @@ def test_free_tables_take_dotted_keys():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--pref_beta", "0.2"], "pref_beta: unknown; here it is dpo.beta"),
-        (["--optimiser.lr", "1"], "did you mean optimizer.lr?"),
-        (["--stage", "dqo"], "stage is 'dqo'"),
-        (["--run.steps", "many"], "run.steps is 'many'"),
-        (["--run.epochs", "2"], "run.steps is 3 and run.epochs is 2, but exactly one of them must be above 0"),
-        (["--data.train", "--run.overwrite"], "--data.train needs a value"),
-        (["--model.arch", "llama3-8b"], "model.path and model.arch are both set; set only one of them"),
-        (["--model.path", "", "--model.init", "random"], "the model is missing; set model.path to a folder or hub id"),
-        (["--config", "/nowhere/x.toml"], "--config: /nowhere/x.toml cannot be read (No such file or directory)"),
-        (["--optimizer.betas", "[0.9, 1.5]"], "optimizer.betas is"),
-        (["--optimizer.lr", "inf"], "optimizer.lr is 'inf'"),
-        (["--inspect", "0"], "--inspect is '0': input should be greater than 0"),
-        (["--adjust-lr", "half"], "--adjust_lr is 'half': input should be a valid number"),
-    ],
-)
-def test_complaints(arguments, sentence):
-    with pytest.raises(ConfigError) as caught:
-        parse_command_line([*BASE, *arguments])
-    assert sentence in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
         (["--kto.beta", "0.2"], "kto.beta: stage 'dpo' reads no settings of kto; remove them, or set stage = 'kto'"),
         (["--run.eval_every", "5"], "run.eval_every is 5 but there is nothing to evaluate; set data.eval"),
         (["--data.turns", "separate"], "data.turns is 'separate' but stage 'dpo' trains the last answer only"),
@@ -93,18 +70,9 @@ def test_complaints(arguments, sentence):
     ],
 )
 def test_settings_without_effect_are_refused(arguments, sentence):
-    test_complaints(arguments, sentence)
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        parse_command_line([*BASE, *arguments])
     parse_command_line([*BASE, "--dpo.beta", "0.2", "--data.eval", "x.jsonl", "--run.eval_every", "5"])
-
-
-def test_unknown_toml_key_names_the_nearest(tmp_path):
-    toml = tmp_path / "a.toml"
-    toml.write_text('stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlearning_rat = 1\n')
-    with pytest.raises(ConfigError, match=r"optimizer.learning_rat: unknown; here it is optimizer.lr"):
-        parse_command_line(["--config", str(toml)])
-    toml.write_text("stage = [")
-    with pytest.raises(ConfigError, match="a.toml does not hold one valid table: "):
-        parse_command_line(["--config", str(toml)])
 
 
 def test_foreign_names_lead_to_keys_that_exist():

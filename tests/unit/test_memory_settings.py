@@ -181,22 +181,6 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
         assert case.shards[:2] == (4, 2) and case.others == (plain_model(other, reward=stage == "ppo"),)
 
 
-@pytest.mark.parametrize(
-    ("memory", "sentence"),
-    [
-        ({"logits_tile": 0}, "memory.logits_tile is 0: input should be greater than 0"),
-        ({"offload": "checkpoints", "recompute": "none"}, 'memory.recompute "none" makes no checkpoints'),
-        (
-            {"mlp_tile": 4096, "recompute": "none"},
-            'memory.recompute "none" keeps every MLP whole; set memory.mlp_tile or memory.recompute to "auto"',
-        ),
-    ],
-)
-def test_contradictions_are_refused(memory, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        config(**memory)
-
-
 def settings_of_layers(rank: int = 0) -> list[Any]:
     from ulysses.zero.construct import initialize_distributed
 

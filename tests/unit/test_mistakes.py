@@ -15,7 +15,8 @@ from ulysses.training.section import ConfigError
 
 BASE = "--stage dpo --model.path m --run.steps 3"
 
-# What is typed (DEMO is a run that could start, PLACE a folder of wrong files), and what the sentence holds.
+# What is typed and what the sentence holds. DEMO is a run of DPO that could start, KTO and SFT are others; PLACE is a
+# folder of wrong files.
 MISTAKES = {
     "": "there is no configuration; give one with --config FILE.toml",
     "base.toml": "write --config base.toml",
@@ -57,12 +58,35 @@ MISTAKES = {
     f"{BASE} --dpo.beta 0": "dpo.beta is '0': input should be greater than 0",
     f"{BASE} --data.max_length 4": "data.max_length is '4': input should be greater than or equal to 8",
     f"{BASE} --memory.recompute none --memory.offload checkpoints": "makes no checkpoints; set memory.recompute",
+    f"{BASE} --memory.logits_tile 0": "memory.logits_tile is '0': input should be greater than 0",
+    f"{BASE} --memory.recompute none --memory.mlp_tile 4096":
+        'memory.recompute "none" keeps every MLP whole; set memory.mlp_tile or memory.recompute to "auto"',
+    f"{BASE} --run.steps many": "run.steps is 'many'",
+    f"{BASE} --model.arch llama3-8b": "model.path and model.arch are both set; set only one of them",
+    "--stage dpo --run.steps 3 --model.init random": "the model is missing; set model.path to a folder or hub id",
+    f"{BASE} --optimizer.betas [0.9,1.5]": "optimizer.betas is",
+    f"{BASE} --optimizer.lr inf": "optimizer.lr is 'inf'",
+    f"{BASE} --optimizer.weight_decay inf": "optimizer.weight_decay is 'inf': input should be a finite number",
+    f"{BASE} --optimizer.learning_rat 1": "optimizer.learning_rat: unknown; here it is optimizer.lr",
+    f"{BASE} --inspect 0": "--inspect is '0': input should be greater than 0",
+    f"{BASE} --adjust-lr half": "--adjust_lr is 'half': input should be a valid number",
+    f"{BASE} --adjust-lr inf": "--adjust_lr is 'inf': input should be a finite number",
     f"{BASE} --gpus 8": "describe a machine to plan for; add --dry-run or leave them out",
     f"{BASE} --data.train --run.overwrite": "--data.train needs a value",
     f"{BASE} --deepspeed PLACE/none.json": "--deepspeed: PLACE/none.json cannot be read",
     "DEMO --deepspeed PLACE/batch.json": "deepspeed.train_batch_size is owned by the engine",
     "DEMO --parallel.sequence_parallel_size 3": "is 3 but must divide the 8 processes; set it to one of [1, 2, 4, 8]",
     "DEMO --dpo.loss_type cdpo": "here it is 'sigmoid' with label_smoothing > 0",
+    "DEMO --dpo.loss_type exo_pair": "infinite at label_smoothing 0",
+    "DEMO --dpo.loss_type ipo --dpo.f_divergence js": "f_divergence is 'js' but loss_type 'ipo' has none",
+    "DEMO --dpo.f_divergence alpha --dpo.f_alpha 1": "f_alpha is 1",
+    "KTO --batch.examples 1": "batch.examples is 1 but kto's baseline pairs each example with another",
+    "KTO --kto.reference sometimes": 'kto.reference is \'sometimes\' but must be "cached", "live" or a model',
+    "KTO --kto.desirable_weight 0 --kto.undesirable_weight 0": "nothing would be trained",
+    "SFT --sft.loss_type dft --sft.label_smoothing 0.1": 'sft.loss_type "dft" has none',
+    "SFT --model.lora.rank 4 --model.lora.targets []": "model.lora.targets is []: list should have at least 1 item",
+    "SFT --model.lora.rank 4 --model.lora.targets lm_head": "model.lora.targets",
+    "SFT --data.train {\"path\":\"x\",\"weight\":Infinity}": "data source x: weight: Input should be a finite number",
     "DEMO --gradients.policies {\"policy\":\"clip\"}": "gradients.policies",
     "DEMO --data.train PLACE/none.jsonl": "none.jsonl does not exist",
     "DEMO --data.train {\"path\":\"PLACE/chats.jsonl\",\"col\":{}}": "its keys are path, format, weight, columns",
@@ -90,9 +114,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def typed(line: str, place: Path, stage: str = "dpo") -> list[str]:
-    demo = tiny(stage, place / "run", place / "cache")
-    return [word for part in line.split() for word in (demo if part == "DEMO" else [part.replace("PLACE", str(place))])]
+def typed(line: str, place: Path) -> list[str]:
+    stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft"}
+    first, *rest = line.replace("PLACE", str(place)).split() or [""]
+    return [*(tiny(stages[first], place / "run", place / "cache") if first in stages else [first] * bool(first)), *rest]
 
 
 @pytest.mark.parametrize("line", MISTAKES)

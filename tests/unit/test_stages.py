@@ -19,7 +19,6 @@ from ulysses.parallel.sums import sequence_last
 from ulysses.training.build import InitialWeights
 from ulysses.training.metrics import MetricSums
 from ulysses.training.section import ConfigError
-from ulysses.training.stages.dpo import length_desensitised
 from ulysses.training.stages.kto import KtoSection, KtoStage, weight_hint
 from ulysses.training.stages.referenced import (
     attach_reference,
@@ -154,11 +153,3 @@ def test_fingerprint_sees_every_tensor(tmp_path):
     assert second != first
     tensors["c.large"][1_000_005] = 1.0
     assert fingerprint() not in (first, second)
-
-
-def test_length_desensitised_weights():
-    long, short = (Sequence(torch.arange(n), (torch.arange(n) >= 3).float()) for n in (9, 5))
-    columns = [s.token_columns["ld_weights"].tolist() for s in length_desensitised([long, short], 0.25)]
-    assert columns[0][2:8] == [1.0, 1.0, 0.25, 0.25, 0.25, 0.25] and columns[1][2:4] == [1.0, 1.0]
-    assert [len(c) for c in columns] == [9, 5]
-
