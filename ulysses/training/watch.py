@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -68,8 +69,8 @@ class Watch:
     store: Any = None
 
     def __post_init__(self) -> None:
-        numbers = [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
-        self._rank, self._local_rank, self._world = (int(number or 0) for number in numbers)
+        names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+        self._rank, self._local_rank, self._world = (int(os.environ.get(n, 0)) for n in names)
         self.stop_wanted = False
         self._step, self._phase, self._phases, self._moved = 0, "start", 0, monotonic()
         self._stepped = False  # once a step is done, nothing is slow for being the first
@@ -83,7 +84,7 @@ class Watch:
         self._broken = False  # the connection to the store is
         self._printed: str | None = None  # by the rank that told the reason of the end
         self._hurried = 0.0  # seconds of silence that count at once
-        self._interrupted = 0.0
+        self._interrupted = inf  # when the first SIGINT came
         self._stop = threading.Event()
 
     # ---------------------------------------------------------------- the main thread
@@ -95,7 +96,6 @@ class Watch:
         self._launchers = _launchers()
         threads = [self._look_after]
         if self.store is not None:
-            self._answered = self._moved = monotonic()
             # a connection of its own: the common one may be blocked in a wait
             self._own = self.store.clone()
             threads.append(self._correspond)
@@ -241,9 +241,9 @@ class Watch:
             return
         numbers = os.read(self._signals, 64)
         if signal.SIGINT in numbers:
-            if self._interrupted and monotonic() - self._interrupted > POLL_SECONDS:
+            if monotonic() - self._interrupted > POLL_SECONDS:
                 os._exit(128 + signal.SIGINT)
-            self._interrupted = self._interrupted or monotonic()
+            self._interrupted = min(self._interrupted, monotonic())
         self._hurried = self._hurried or 2 * SILENT_SECONDS
         if self._rank == 0:
             print("asked to stop: the run saves after this step", file=sys.stderr, flush=True)
