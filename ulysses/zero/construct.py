@@ -71,25 +71,20 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
         store: from `meet`; without it the processes find each other through their environment.
     """
     _complete_environment()
-    device = torch.device("cpu")
+    bound, backend, timeout = None, "gloo", timedelta(seconds=START_SECONDS)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        bound, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+        torch.cuda.set_device(bound)
     else:
         skip_compiled_collective()
-    backend, timeout = (
-        "nccl" if device.type == "cuda" else "gloo",
-        timedelta(seconds=START_SECONDS),
-    )
     if store is not None and not dist.is_initialized():
         rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         # as deepspeed does it, which takes no store
-        bound = device if device.type == "cuda" else None
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound
         )
     deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
-    return device
+    return bound or torch.device("cpu")
 
 
 def _complete_environment() -> None:
@@ -115,11 +110,10 @@ def _complete_environment() -> None:
 
 def common_store() -> dist.Store | None:
     """Return the store that torch.distributed was started with; None for one process."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    if not several:
-        return None
-    # torch lays the default group's prefix over the store that it was given
-    return dist.distributed_c10d._get_default_store().underlying_store
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        # torch lays the default group's prefix over the store that it was given
+        return dist.distributed_c10d._get_default_store().underlying_store
+    return None
 
 
 def limit_groups(seconds: float) -> None:
