@@ -94,8 +94,7 @@ class Trainer:
                 with self._profiler():
                     values = self.train_step()
                 last = self.step == self.total_steps
-                note = grace_note(values["seconds"]) if self.step == second else ""
-                if note:
+                if self.step == second and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if last or (run.eval_every and self.step % run.eval_every == 0):
                     values |= self.evaluate()
@@ -108,8 +107,7 @@ class Trainer:
                     if self.log.failure is not None:
                         self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
                 due = run.save_every and (self.step % run.save_every == 0 or improved)
-                due = due or self.save_due or self.stop_requested
-                if due or (last and run.save_last):
+                if due or self.save_due or self.stop_requested or (last and run.save_last):
                     self.save()
         except Exception as error:
             error.add_note(f"step {current}")
@@ -208,10 +206,10 @@ class Trainer:
     def _prepare(self, loader: Any, step: int) -> tuple[list[ShardedBatch], list[ShardedBatch]]:
         """Return a step's micro-batches on this rank, and those that the stage's preparation reads."""
         position = divmod(step, loader.steps_per_epoch)
-        batches = []
-        for examples in loader.step(*position):
-            sequences = self.stage.packed(examples)
-            batches.append(pack_shard(sequences, self.mesh, self.engine.device))
+        batches = [
+            pack_shard(self.stage.packed(examples), self.mesh, self.engine.device)
+            for examples in loader.step(*position)
+        ]
         return batches, self.stage.side_batches(loader, loader.indices(*position))
 
     def _counts(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
@@ -266,8 +264,8 @@ class Trainer:
         self.watch.phase("save", long=True)
         state = {"step": self.step, "best": self.best, "policies": self.policies.state_dict()}
         state |= self.description
-        folder, keep = Path(self.run.output) / "checkpoints", self.run.keep
-        save_checkpoint(folder, self.engine, state, self.stage.save, keep=keep)
+        folder = Path(self.run.output) / "checkpoints"
+        save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)
         self._saved = time.monotonic()
 
     def resume(self, checkpoint: Path) -> None:
