@@ -126,9 +126,8 @@ class Watch:
 
     def blame(self, error: BaseException | None) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
-        words = ("gloo", "pair closure")
-        lost = isinstance(error, dist.DistError) or any(word in str(error) for word in words)
-        if lost and self.store is not None:
+        told = any(word in str(error) for word in ("gloo", "pair closure"))
+        if (told or isinstance(error, dist.DistError)) and self.store is not None:
             self._hurried = SILENT_SECONDS
             sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
 
@@ -163,9 +162,9 @@ class Watch:
             if begun != before or writes:
                 moved_bytes = _bytes_moved()
                 self.renew()
-            idle, node = monotonic() - self._moved, os.uname().nodename
-            place, number = self._place(), self._beat.number + 1
-            self._beat = Beat(number, self._phases, begun, idle, place, node)
+            number, *_, node = self._beat
+            idle, place = monotonic() - self._moved, self._place()
+            self._beat = Beat(number + 1, self._phases, begun, idle, place, node)
             try:
                 self._own.set(f"{ALIVE}/{self._rank}", json.dumps(self._beat))
                 if self._own.check([PRINTED]):
@@ -182,9 +181,9 @@ class Watch:
         keys = [f"{ALIVE}/{rank}" for rank in range(self._world)]
         if not self._own.check(keys):  # somebody has not begun yet
             return {}
-        known, found = self._peers, {}
+        found = {}
         for rank, text in enumerate(self._own.multi_get(keys)):
-            beat, (old, at) = Beat(*json.loads(text)), known.get(rank, (None, 0.0))
+            beat, (old, at) = Beat(*json.loads(text)), self._peers.get(rank, (None, 0.0))
             found[rank] = beat, at if beat == old else monotonic()
         return found
 
