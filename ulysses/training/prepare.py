@@ -66,7 +66,7 @@ class Prepared:
 
         Raises ConfigError for data that is missing or broken.
         """
-        data, stage = self.config.data, self.config.stage_class
+        data = self.config.data
         settings = DataSettings(
             data.max_length, data.truncation, data.train_on, data.bad_rows, data.turns
         )
@@ -76,7 +76,7 @@ class Prepared:
             with blame("data", absent=any(map(is_hub_id, sources))):
                 found = open_dataset(
                     sources,
-                    stage.kind,
+                    self.config.stage_class.kind,
                     self.tokenizer,
                     settings,
                     data.cache,
@@ -203,10 +203,13 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             _fit_window(config, plan.others[other.setting].shape, other.setting)
     if strict:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype, head_dim = DTYPES[model.dtype], plan.shape.head_dim
         with blame("model.attention"):
             plan.kernel = resolve_kernel(
-                model.attention, device, dtype, head_dim, deterministic=config.run.deterministic
+                model.attention,
+                device,
+                DTYPES[model.dtype],
+                plan.shape.head_dim,
+                deterministic=config.run.deterministic,
             )
     # a dry run only says that the folder is taken
     if strict or config.run.resume != "never":
