@@ -216,8 +216,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         plan.resume_from = _find_checkpoint(config, plan.shape)
     if findings:  # the last checks need everything that may be absent
         return plan
-    shapes = {setting: weights.shape for setting, weights in plan.others.items()}
-    for complaint in stage.check_model(config, plan.shape, plan.tokenizer, shapes):
+    for complaint in stage.check_model(plan):
         raise ConfigError(complaint)
     shape = stage.final_shape(plan.shape, plan.tokenizer)
     if plan.template and not stage.reward:

@@ -9,7 +9,7 @@ every step         side_batches, prepare_step, counts, losses, derive
 PPO only           loader, may_prepare, accepts, evaluate, save, load: a stage that makes its own data
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # config.py imports every stage for its table
     from models.arch import ModelConfig as Shape
     from ulysses.memory.plan import PlannedRollout
     from ulysses.training.config import Config
+    from ulysses.training.prepare import Prepared
     from ulysses.training.run import TrainingRun
 
 
@@ -119,14 +120,8 @@ class Stage:
         yield from ()
 
     @classmethod
-    def check_model(
-        cls, config: "Config", shape: "Shape", tokenizer: Any, others: Mapping[str, "Shape"]
-    ) -> Iterator[str]:
-        """Yield the complaints that need the model's shape, the tokenizer or the other models' shapes.
-
-        Args:
-            others: the shapes of `other_models`, by the settings that name them.
-        """
+    def check_model(cls, plan: "Prepared") -> Iterator[str]:
+        """Yield the complaints that need the model's shape, the tokenizer or the other models' shapes."""
         yield from ()
 
     @classmethod

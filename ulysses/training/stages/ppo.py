@@ -15,7 +15,7 @@ Rollouts (ulysses.training.rollout) come through the loader; the stage sees thei
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from ulysses.training.stages.referenced import ReferencedStage
 
 if TYPE_CHECKING:
     from ulysses.training.config import Config
+    from ulysses.training.prepare import Prepared
     from ulysses.training.run import TrainingRun
 
 STATE, ROLLOUT = "ppo.json", "rollout.safetensors"
@@ -233,20 +234,18 @@ class PpoStage(ReferencedStage):
         return shape.vocab_size  # the policy may say any of them
 
     @classmethod
-    def check_model(
-        cls, config: "Config", shape: Shape, tokenizer: Any, others: Mapping[str, Shape]
-    ) -> Iterator[str]:
-        for token in config.ppo.stop_tokens:
-            if token not in tokenizer.get_vocab():
+    def check_model(cls, plan: "Prepared") -> Iterator[str]:
+        ppo, scorer = plan.config.ppo, plan.others.get("ppo.reward")
+        for token in ppo.stop_tokens:
+            if token not in plan.tokenizer.get_vocab():
                 yield f"ppo.stop_tokens has {token!r} but the tokenizer has no such token; name whole tokens"
-        scorer = others.get("ppo.reward")
-        if scorer is not None and scorer.vocab_size != shape.vocab_size:
+        if scorer is not None and scorer.shape.vocab_size != plan.shape.vocab_size:
             yield (
-                f"ppo.reward {config.ppo.reward_model} has {scorer.vocab_size} tokens and the policy "
-                f"{shape.vocab_size}, but it must read the policy's tokens; train the reward model from the same base "
-                "model"
+                f"ppo.reward {ppo.reward_model} has {scorer.shape.vocab_size} tokens and the policy "
+                f"{plan.shape.vocab_size}, but it must read the policy's tokens; train the reward model from the same "
+                "base model"
             )
-        yield from super().check_model(config, shape, tokenizer, others)
+        yield from super().check_model(plan)
 
     @classmethod
     def reference_of(cls, config: "Config") -> str:

@@ -17,7 +17,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ from ulysses.training.stages.base import Facts, OtherModel, Stage
 
 if TYPE_CHECKING:
     from ulysses.training.config import Config
+    from ulysses.training.prepare import Prepared
     from ulysses.training.run import TrainingRun
 
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
@@ -84,13 +85,13 @@ class ReferencedStage(Stage):
         return len(tokenizer)
 
     @classmethod
-    def check_model(
-        cls, config: "Config", shape: Shape, tokenizer: Any, others: Mapping[str, Shape]
-    ) -> Iterator[str]:
-        setting, needed = f"{cls.name}.reference", cls.reference_tokens(shape, tokenizer)
-        if setting in others and others[setting].vocab_size < needed:
+    def check_model(cls, plan: "Prepared") -> Iterator[str]:
+        setting = f"{cls.name}.reference"
+        other = plan.others.get(setting)
+        needed = cls.reference_tokens(plan.shape, plan.tokenizer)
+        if other is not None and other.shape.vocab_size < needed:
             yield (
-                f"{setting} {cls.reference_of(config)} has {others[setting].vocab_size} tokens but the policy "
+                f"{setting} {cls.reference_of(plan.config)} has {other.shape.vocab_size} tokens but the policy "
                 f"{needed}; use a model with the policy's tokenizer"
             )
 
