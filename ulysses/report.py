@@ -50,8 +50,8 @@ Run = dict[str, dict[int, float]]
 def read_run(folder: Path) -> Run:
     """Read a run folder's metrics; ValueError if it holds none.
 
-    A run that continued from an earlier checkpoint repeats steps: the later ones count. Incomplete lines, such as the
-    last one of a killed run, are left out.
+    Incomplete lines, such as the last one of a killed run, are left out. No step is repeated: a run that continues from
+    an earlier checkpoint first drops the lines of later steps.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
@@ -59,21 +59,15 @@ def read_run(folder: Path) -> Run:
             f"{folder} holds no metrics.jsonl; give the folder of a run (run.output)"
         )
     run: Run = {}
-    last = -1
     for line in path.read_text().splitlines():
         try:
             content = json.loads(line, parse_int=float)
             step = int(content.pop("step"))
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        if step < last:
-            for curve in run.values():
-                for repeated in [s for s in curve if s >= step]:
-                    del curve[repeated]
         for metric, value in content.items():
             if isinstance(value, float | None):
                 run.setdefault(metric, {})[step] = math.nan if value is None else value
-        last = step
     if not run:
         raise ValueError(f"{path} holds no complete line; wait until the run has logged a step")
     return run
