@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from html import escape
-from itertools import product
 from pathlib import Path
 
 import matplotlib
@@ -33,7 +32,6 @@ TITLES = {
     "grad_norm": "Gradient norm",
 }
 OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
-ACTIONS = re.compile("grad/(.*/)?(active/.*|clipped|skipped)")
 # last values in the table
 TABLE = (
     "loss",
@@ -100,18 +98,6 @@ def draw_curves(axis: Axes, runs: dict[str, Run], metric: str) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
 
 
-def draw_actions(axis: Axes, runs: dict[str, Run], metrics: Sequence[str]) -> None:
-    """Mark the steps at which gradient policies acted: a row for each metric and run, with the share of steps."""
-    labels: list[str] = []
-    for metric, (i, run) in product(metrics, enumerate(runs.values())):
-        steps, values = series(run, metric)
-        acted = steps[values > 0]
-        axis.plot(acted, np.full(len(acted), len(labels)), "|", color=f"C{i}")
-        labels.append(f"{metric.removeprefix('grad/')} {len(acted) / max(len(steps), 1):.0%}")
-    axis.set_yticks(range(len(labels)), labels, fontsize=7)
-    axis.set_ylim(len(labels) - 0.5, -0.5)
-
-
 def draw_octaves(axis: Axes, runs: dict[str, Run], octaves: Sequence[str]) -> None:
     """Draw the first (dotted) and the last evaluation's nll by position, with standard errors."""
     axis.set_xticks(range(len(octaves)), octaves)
@@ -126,19 +112,16 @@ def draw_octaves(axis: Axes, runs: dict[str, Run], octaves: Sequence[str]) -> No
 
 
 def draw_figure(runs: dict[str, Run]) -> Figure:
-    """Draw the metrics in TITLES, what the gradient policies did, every other metric that changes, and octaves."""
+    """Draw the metrics in TITLES, every other metric that changes, and octaves."""
     seen: dict[str, set[float]] = {}
     for run in runs.values():
         for metric, curve in run.items():
             seen.setdefault(metric.removeprefix("eval/"), set()).update(curve.values())
-    actions = sorted(filter(ACTIONS.fullmatch, seen))
     of_octaves = list(filter(OCTAVE.match, seen))
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
     drawn = {m: partial(draw_curves, metric=m) for m in TITLES if m in seen}
-    if actions:
-        drawn["When gradient policies acted"] = partial(draw_actions, metrics=actions)
-    for metric in sorted(seen.keys() - {*TITLES, *actions, *of_octaves}):
+    for metric in sorted(seen.keys() - {*TITLES, *of_octaves}):
         if len(seen[metric]) > 1:
             drawn[metric] = partial(draw_curves, metric=metric)
     if octaves:

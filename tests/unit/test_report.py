@@ -61,13 +61,11 @@ def test_values_that_are_missing_or_not_finite(tmp_path):
 def test_runs_are_laid_over_each_other(tmp_path):
     rows = [*training(60, **{"rewards/margins": 0.1}), {"step": 60, "eval/loss": 0.3, "eval/rewards/margins": 0.2}]
     found = axes(write(tmp_path / "first", training(40)), write(tmp_path / "second", rows))
-    titles = ["Loss", "Learning rate", "Gradient norm", "When gradient policies acted", "rewards/margins"]
+    titles = ["Loss", "Learning rate", "Gradient norm", "grad/clipped", "rewards/margins"]
     assert list(found) == titles  # what never changes has no panel
     lengths = {(line.get_color(), len(line.get_xdata())) for line in found["Loss"].lines}
     assert lengths >= {("C0", 40), ("C1", 60), ("C1", 1)} and found["Loss"].get_yscale() == "linear"
-    assert curve(found["When gradient policies acted"], 0) == [(s, 0) for s in range(4, 41, 4)]
-    labels = [label.get_text() for label in found["When gradient policies acted"].get_yticklabels()]
-    assert labels == ["clipped 25%", "clipped 25%", "skipped 0%", "skipped 0%"]
+    assert curve(found["grad/clipped"], 0) == [(s, float(s % 4 == 0)) for s in range(1, 41)]
 
 
 def test_noise_is_smoothed_and_wide_ranges_are_logarithmic(tmp_path):
