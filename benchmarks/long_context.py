@@ -1,6 +1,6 @@
 """Does a model learn to use a longer context? Train it on books at one length, continue at a longer one, and compare.
 
-    python benchmarks/long_context.py BOOKS --out runs/long-context                # sized for 6 minutes on one H200
+    python benchmarks/long_context.py BOOKS --out runs/long-context                # two minutes on one H200
     python benchmarks/long_context.py BOOKS --out runs/long-context --held-out persuasion.txt --optimizer.lr 5e-4
     python benchmarks/long_context.py BOOKS --out /tmp/toy --short 1024 --long 4096 --steps 20 --more 10 \\
         --tokens 4096 --vocabulary 500 --width 64 --layers 2        # a toy size that runs on a CPU
