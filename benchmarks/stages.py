@@ -4,12 +4,14 @@
     python benchmarks/stages.py --gpus 1 --arch llama3-8b --tokens 65536 --stages dpo --model.lora.rank 8
     python benchmarks/stages.py --gpus 1 --tokens 8192 --prompt 6144 --stages dpo --batch.share_prompts false
     python benchmarks/stages.py --gpus 1 --tokens 7168 --prompt 6144 --answers 8 --stages rm
+    python benchmarks/stages.py --gpus 1 --arch qwen2.5-1.5b --tokens 16384 --prompt 128 --stages ppo
 
 A step of SFT trains two documents of `--tokens` tokens, of DPO and RM a pair of them, of KTO two examples, whose KL
 baseline is a forward pass over as many tokens again that is not counted. Rows are a question of `--prompt` tokens (or a
 short one) and random words as the answers, cut to exactly that length; DPO's and KTO's reference log-probabilities are
-cached before the first step. Any of train.py's settings may follow. Prints JSON lines and a table of the median step
-after the first two of `--steps`; `to_sft` compares tokens per second.
+cached before the first step. PPO answers `--examples` prompts and trains on them, twice; the second step counts. Any of
+train.py's settings may follow. Prints JSON lines and a table of the median step after the first two of `--steps`;
+`to_sft` compares tokens per second.
 """
 
 import json
@@ -35,6 +37,7 @@ COLUMNS = (
     "peak_memory_gib", "loss", "whole_run",
 )  # fmt: skip
 STAGES = ("sft", "dpo", "rm", "kto")
+PARTS = ("time/sampling", "time/rollout")  # of the step in which ppo samples
 WORDS = (*COLOURS, *MATERIALS, *ROOMS, *THINGS)
 
 
@@ -50,7 +53,8 @@ def main() -> None:
         "--prompt", type=int, default=0, help="tokens of the prompt, out of --tokens"
     )
     p.add_argument("--answers", type=int, default=2, help="answers of every example of rm")
-    p.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
+    p.add_argument("--examples", type=int, default=512, help="prompts of a step of ppo")
+    p.add_argument("--stages", nargs="+", default=list(STAGES), choices=(*STAGES, "ppo"))
     p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
     p.add_argument("--steps", type=int, default=4)
     a, rest = p.parse_known_args()
@@ -83,8 +87,9 @@ def main() -> None:
 def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
     """Train some steps in processes of their own; return what the last step logged, or the error."""
     data, output = folder / f"{stage}.jsonl", folder / stage
+    count = 2 * (a.examples if stage == "ppo" else a.steps)
     with data.open("w") as file:
-        for row in examples(stage, 2 * a.steps, a, folder / "demo/tokenizer/tokenizer.json"):
+        for row in examples(stage, count, a, folder / "demo/tokenizer/tokenizer.json"):
             file.write(json.dumps(row) + "\n")
     given = {
         "stage": stage, "model.arch": a.arch, "model.init": "random", "model.tokenizer": folder / "demo/tokenizer",
@@ -95,6 +100,13 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
         "parallel.sequence_parallel_size": a.sp or a.gpus, "optimizer.lr": 1e-6,
         "run.steps": a.steps, "run.output": output, "run.export": "false", "run.save_last": "false",
     }  # fmt: skip
+    if stage == "ppo":
+        given |= {
+            "ppo.reward": "ulysses.training.rewards:gsm8k_reward",
+            "ppo.epochs": 1,
+            "run.steps": 2,
+        }
+        given |= {"batch.examples": a.examples, "data.max_length": a.prompt + 64}
     if a.layers:
         given["model.config.num_hidden_layers"] = a.layers
     arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -122,7 +134,7 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
     last = sorted(steps[2:] or steps[-1:], key=lambda step: step["seconds"])[
         len(steps[2:]) // 2
     ]
-    found = {name: round(last[name], 4) for name in COLUMNS if name in last}
+    found = {name: round(last[name], 4) for name in (*COLUMNS, *PARTS) if name in last}
     return {
         **row,
         **found,
@@ -151,6 +163,8 @@ def examples(stage: str, count: int, a: Any, tokenizer: Path) -> Iterator[dict[s
         prompt = [{"role": "user", "content": f"Where is number {number}? {question()}"}]
         if stage == "rm":
             yield {"prompt": prompt, "completions": [answer() for _ in range(a.answers)]}
+        elif stage == "ppo":
+            yield {"prompt": prompt, "answer": "1"}
         elif stage == "dpo":
             chosen, rejected = ([{"role": "assistant", "content": answer()}] for _ in range(2))
             yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
