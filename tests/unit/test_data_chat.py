@@ -201,10 +201,11 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         messages = [Message("system", "s")] * (case % 2) + conversation(*draw.choices(said, k=20 + case % 3))
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"][case % 5 :]
         with mock.patch.object(Template, "generate", counted):
-            (together,) = template.encode_batch(template.render(messages, (), answers))
-        if case % 4:
-            assert 0 < sum(rendered) <= 5 * len(messages)
-        rendered.clear()
+            for turns in ("together", "auto"):
+                (together,) = template.encode_batch(template.render(messages, (), answers, turns))
+                if case % 4:
+                    assert 0 < sum(rendered) <= 5 * len(messages), turns
+                rendered.clear()
         alone = template.encode_batch(template.render(messages, (), answers, "separate"))
         assert len(alone) == len(answers)
         for one, span in zip(reversed(alone), together.spans):

@@ -7,7 +7,7 @@ from multiprocessing import active_children
 import pytest
 
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
-from ulysses.data import DataError, encode, workers
+from ulysses.data import DataError, dataset, sources, workers
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.dataset import open_dataset
 from ulysses.data.encode import DataSettings
@@ -26,8 +26,8 @@ ROWS = {
 @pytest.fixture
 def open_with(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "BATCHES_AT_FIRST", 1)
-    monkeypatch.setattr(encode, "ROWS_AT_ONCE", 4)
-    monkeypatch.setattr(encode, "CHARACTERS_AT_ONCE", 1500)
+    monkeypatch.setattr(sources, "ITEMS_AT_ONCE", 4)
+    monkeypatch.setattr(dataset, "CHARACTERS_AT_ONCE", 1500)
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer", CHATML), eos_token="<|im_end|>")
 
     def open_with(rows, kind, count, **settings):

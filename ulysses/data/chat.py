@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.bounded import join_bounded
 from ulysses.data.messages import Message
+from ulysses.data.sources import in_batches, safe_parts
 from ulysses.data.templates import NAMED_TEMPLATES, template_text
 
 TURN_ENDS = (
@@ -48,6 +49,7 @@ SAID = (
     "reasoning",
     "thinking",
 )  # keys of what the assistant wrote
+CHARACTERS_AT_ONCE = 1 << 17  # of texts that are tokenised together
 Piece = list[str | int]  # texts, and ids of special tokens
 Span = tuple[int, int]  # start and stop
 
@@ -133,9 +135,18 @@ class TextEncoder:
         self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text."""
-        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in encoded]
+        """Return the token ids of each text.
+
+        The tokenizer gets few characters at once, because its own result takes 200 bytes for each token.
+        """
+        encoded: list[list[int]] = [[] for _ in texts]
+        parts = ((i, part) for i, text in enumerate(texts) for part in safe_parts(text))
+        for batch in in_batches(parts, CHARACTERS_AT_ONCE):
+            places, strings = zip(*batch)
+            results = self.backend.encode_batch_fast(strings, add_special_tokens=False)
+            for i, result in zip(places, results):
+                encoded[i] += result.ids
+        return encoded
 
     def guard(self, value: Any) -> Any:
         """Break strings in data that look like special tokens with a mark that split_special takes out again."""
@@ -322,20 +333,23 @@ class ChatTemplate:
             begun = bool(messages) and messages[-1].begun > 0
             text = re.sub(f"[{OPEN}{CLOSE}]", "", self._render(plain, guarded_tools, not begun))
             return [self._cut(text.partition(BEGUN)[0], [], [])]
-        # Marks tell all answers of one text apart; other templates, and those that rewrite, are rendered turn by turn.
+        last = answers[-1]
+        text, spans = self._up_to(plain, guarded_tools, last)
+        groups = [(text, {last: spans[last]})]
+        known = {}
+        if turns == "separate":
+            pass
+        elif not self.marks_generation:
+            known = self._at_once(plain, guarded_tools, answers, text, spans)
         # Only templates that know of thinking are known to write earlier turns differently.
-        keeps = turns == "together" or (turns == "auto" and "think" not in self.text)
-        one_text = self.marks_generation and keeps
-        groups: list[Any] = []  # a text, and {place: span} of its answers
-        if turns == "together" and not one_text and len(answers) > 2:
-            groups = self._at_once(plain, guarded_tools, answers)
-        for i in reversed([] if groups else answers):
-            if not (groups and one_text):
+        elif turns == "together" or "think" not in self.text:
+            known = spans
+        for i in reversed(answers[:-1]):
+            if i not in known:
                 text, spans = self._up_to(plain, guarded_tools, i)
-                is_part = groups and groups[-1][0].startswith(text.rstrip("\n"))
-                if turns == "separate" or not is_part:
+                if turns == "separate" or not groups[-1][0].startswith(text.rstrip("\n")):
                     groups.append((text, {}))
-            groups[-1][1][i] = spans[i]
+            groups[-1][1][i] = (known or spans)[i]
         if turns == "together" and len(groups) > 1:
             raise DropRowError(
                 "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
@@ -390,17 +404,25 @@ class ChatTemplate:
             "the chat template does not write an answer, or not all of it, where it opens the assistant's turn"
         )
 
-    def _at_once(self, messages: list[Any], tools: Any, answers: Sequence[int]) -> list[Any]:
-        """Find all answers by marks in one text, in time linear in the turns; [] if that leaves a doubt."""
+    def _at_once(
+        self,
+        messages: list[Any],
+        tools: Any,
+        answers: Sequence[int],
+        text: str,
+        last: dict[int, Span],
+    ) -> dict[int, Span]:
+        """Find all answers by marks in the text of the last one, in time linear in the turns; {} if there is a doubt."""
         marked = list(messages[: answers[-1] + 1])
         places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         for i in places:
             content = marked[i]["content"]
             if not content or content != content.strip() or "tool_calls" in marked[i]:
-                return []
+                return {}
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
+        if len(answers) < 3:  # as quick one by one
+            return {}
         start, first = self._up_to(messages, tools, places[0])
-        text, last = self._up_to(messages, tools, places[-1])
         parts = re.split(f"[{OPEN}{CLOSE}]", self._render(marked, tools, False))
         ends, tail = list(accumulate(map(len, parts))), parts[-1]
         spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
@@ -411,8 +433,9 @@ class ChatTemplate:
             and {**first, **last}.items() <= spans.items()
             and all(part.endswith(self._opening) for part in parts[:-1:2])
             and all(part.startswith(tail) for part in parts[2::2])
+            and not any(_is_lost(messages[i], text[slice(*spans[i])]) for i in places)
         )
-        return [(text, {i: spans[i] for i in answers})] if is_certain else []
+        return spans if is_certain else {}
 
     def _cut(self, text: str, spans: list[Span], written: list[Message]) -> Rendered:
         """Cut a rendered text around its answers, which end just after their end-of-turn tokens."""

@@ -28,10 +28,9 @@ from ulysses.data.encode import (
     cut_documents,
     encode_documents,
     encode_records,
-    in_batches,
 )
 from ulysses.data.formats import LocatedRow, Report, locate_rows, read_records
-from ulysses.data.sources import Source, count_rows, source_digest
+from ulysses.data.sources import Source, count_rows, in_batches, source_digest
 from ulysses.data.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.parallel.batch import Sequence, common_prefix
@@ -39,6 +38,7 @@ from ulysses.parallel.batch import Sequence, common_prefix
 FORMAT_VERSION = 6
 DIGESTS = "digests.json"  # of the other files
 BAR_AFTER_SECONDS = 2.0
+CHARACTERS_AT_ONCE = 1 << 21  # of rows
 
 
 def open_dataset(
@@ -84,7 +84,7 @@ def open_dataset(
             return list(encode_records(records, kind, template, settings, own)), own
 
         def encoded(rows: Iterable[LocatedRow]) -> Iterator[Any]:
-            for examples, own in in_order(encode, in_batches(rows), workers):
+            for examples, own in in_order(encode, in_batches(rows, CHARACTERS_AT_ONCE), workers):
                 report.add(own)
                 yield from examples
 

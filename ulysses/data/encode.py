@@ -19,11 +19,9 @@ import numpy as np
 
 from ulysses.data import DataError, DropRowError
 from ulysses.data.chat import ChatTemplate, Encoded, Rendered, TextEncoder
-from ulysses.data.formats import LocatedRow, Record, Report
+from ulysses.data.formats import Record, Report
 from ulysses.parallel.batch import Sequence
 
-ROWS_AT_ONCE = 256
-CHARACTERS_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,9 @@ def _weighed(
     record: Record, kind: str, sides: list[Encoded], bos: int | None, settings: DataSettings
 ) -> tuple[list[Sequence], int]:
     """Cut sequences with one prompt to max_length and weigh their tokens; return them and the prompt's length."""
-    limit, tokens = settings.max_length, sides[0].tokens
+    limit, first = settings.max_length, sides[0].tokens
     longest = max(len(side.tokens) for side in sides)
-    if not tokens:
+    if not first:
         raise DropRowError("the chat template writes nothing")
     if longest > limit and settings.truncation == "drop":
         raise DropRowError("longer than max_length")
@@ -150,10 +148,10 @@ def _weighed(
             "set data.truncation to keep_start, keep_end or drop"
         )
     # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
-    start, room = len(tokens), limit
+    start, room = len(first), limit
     if kind in ("pair", "ranked", "unpaired"):
         start = sides[0].spans[0][0]
-        prompt = start, tokens[:start]
+        prompt = start, first[:start]
         if any((side.spans[0][0], side.tokens[:start]) != prompt for side in sides):
             raise DropRowError(
                 "the prompts of chosen and rejected differ once the chat template is applied"
@@ -161,7 +159,7 @@ def _weighed(
         room = max(limit - (longest - start), min(start, limit // 4), 1)
     keeps_end = settings.truncation == "keep_end" or kind == "prompt"
     cut = max(0, start - room) if keeps_end else 0
-    has_bos = int(tokens[0] == bos)
+    has_bos = int(first[0] == bos)
     sequences = []
     ranks = list(record.ranks or range(len(sides)))
     for side, rank in zip(sides, ranks):
@@ -170,11 +168,12 @@ def _weighed(
             weights[begin:end] = 1.0 if message.weight is None else message.weight
         if kind == "sequence" and settings.train_on == "all":
             weights[:] = 1.0
-        keep = np.r_[:has_bos, cut + has_bos : len(weights)][:limit]
         ranked = {"rank": rank} if kind == "ranked" else {}
-        kept = np.asarray(side.tokens, np.int32)[keep]
-        sequences.append(Sequence(kept, weights[keep], columns=ranked))
-        if kind != "prompt" and not weights[keep][1:].any():
+        rest = slice(cut + has_bos, cut + limit)
+        tokens = np.asarray(side.tokens[:has_bos] + side.tokens[rest], np.int32)
+        weights = np.append(weights[:has_bos], weights[rest])
+        sequences.append(Sequence(tokens, weights, columns=ranked))
+        if kind != "prompt" and not weights[1:].any():
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
     texts = [sequence.tokens.tobytes() for sequence in sequences]
@@ -216,17 +215,3 @@ def _pieces(
             left = left[limit - 1 :]  # the last token predicts the next piece's first
     if len(left) > 1:
         yield left
-
-
-def in_batches(rows: Iterable[LocatedRow]) -> Iterator[list[LocatedRow]]:
-    """Group rows, fewer where they have many characters, to bound memory."""
-    batch: list[LocatedRow] = []
-    characters = 0
-    for located in rows:
-        batch.append(located)
-        characters += len(str(located.row))
-        if len(batch) == ROWS_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

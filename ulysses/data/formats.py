@@ -25,7 +25,7 @@ from ulysses.data.messages import (
     string,
     type_name,
 )
-from ulysses.data.sources import FORMATS, Source, read_rows, text_parts
+from ulysses.data.sources import FORMATS, Source, read_rows
 
 Row = Mapping[str, Any]
 Scored = list[tuple[Messages, float]]  # answers with their scores; a higher one is better
@@ -174,8 +174,7 @@ def read_records(
                 report.count(report.notes, "rows that gave several examples", where)
             kept = row if kind == "prompt" else None
             for record in records:
-                for _, text in text_parts([record.text]) if kind == "text" else [(1, "")]:
-                    yield replace(record, text=text, where=where, source=index, row=kept)
+                yield replace(record, where=where, source=index, row=kept)
 
 
 def _checked(row: Any, columns: Mapping[str, str]) -> Row:

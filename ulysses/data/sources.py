@@ -27,7 +27,8 @@ FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference", 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
 LINES = {".jsonl", ".ndjson", ".csv", ".tsv"}  # suffixes of files with a row on every line
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
-CHUNK_CHARACTERS = 1 << 20  # a text longer than twice this is tokenised in parts
+CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
+ITEMS_AT_ONCE = 256
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
 SETTLED_SECONDS = 2.0  # file systems tell changes apart that are so far from each other
 
@@ -139,10 +140,7 @@ def _hash_files(files: list[Path]) -> str:
 def text_parts(
     blocks: Iterable[str], separator: str | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Yield (document number, text) from blocks of text; a very long document comes in parts of the same number.
-
-    Parts end where no tokenizer joins across, so their tokens are those of the whole document.
-    """
+    """Yield (document number, text) from blocks of text; a very long document comes in parts of the same number."""
     buffer, number = "", 1
     for block in blocks:
         buffer += block
@@ -152,15 +150,35 @@ def text_parts(
                 if text.strip():
                     yield number, text
                 number += 1
-        start, stop = 0, len(buffer) - len(separator or "")
-        while len(buffer) - start > 2 * CHUNK_CHARACTERS and (
-            cut := SAFE_CUT.search(buffer, start + CHUNK_CHARACTERS, stop)
-        ):
-            yield number, buffer[start : cut.end()]
-            start = cut.end()
-        buffer = buffer[start:]
+        *parts, buffer = safe_parts(buffer, len(buffer) - len(separator or ""))
+        yield from ((number, part) for part in parts)
     if buffer.strip():
         yield number, buffer
+
+
+def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
+    """Cut a very long text, before `stop`, where no tokenizer joins across, so that the parts have the text's tokens."""
+    start = 0
+    while len(text) - start > 2 * CHUNK_CHARACTERS and (
+        cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS, stop)
+    ):
+        yield text[start : cut.end()]
+        start = cut.end()
+    yield text[start:]
+
+
+def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
+    """Group items, at most ITEMS_AT_ONCE and fewer where they are long as text, to bound memory."""
+    batch: list[Any] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += len(str(item))
+        if len(batch) == ITEMS_AT_ONCE or size >= characters:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, int, Any]]:
