@@ -14,7 +14,7 @@ from tests.stage_case import formula
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.encode import DataSettings, encode_records
-from ulysses.data.formats import Record, Report
+from ulysses.data.formats import Record
 from ulysses.data.messages import Message
 from ulysses.parallel.batch import Sequence, share_prefix
 
@@ -50,7 +50,7 @@ class TurnCase(Case):
         with TemporaryDirectory() as folder:
             tokenizer = load_tokenizer(write_tokenizer(Path(folder), CHATML), eos_token="<|im_end|>")
         template = ChatTemplate(tokenizer, "qwen3")
-        found = encode_records(records, "sequence", template, DataSettings(400), Report())
+        found = encode_records(records, "sequence", template, DataSettings(400), [])
         examples = [[on_tensors(s) for s in example.sequences] for example in found]
         return ListDataset("sequence", [tuple(share_prefix(e) if self.shared else e) for e in examples])
 

@@ -62,6 +62,12 @@ def conversation(*contents):
     return [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(contents)]
 
 
+def encode(template, messages, tools=(), generation_prompt=False):
+    """One conversation with all of its answers, or one that ends as a prompt."""
+    answers = [i for i, message in enumerate(messages) if message.role == "assistant" and not generation_prompt]
+    return template.encode_batch(template.render(messages, tools, answers))[0]
+
+
 def answers(tokenizer, encoded):
     return [tokenizer.decode(encoded.tokens[a:b]) for a, b in encoded.spans]
 
@@ -72,7 +78,7 @@ def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name):
     tokenizer = tokenizers[name]
     template = ChatTemplate(tokenizer, name)
     messages = [Message("system", "Be kind."), *conversation("Hello there", "General Kenobi", "ok", "Bye.")]
-    encoded = template.encode(messages)
+    encoded = encode(template, messages)
     assert [t.strip() for t in answers(tokenizer, encoded)] == ["General Kenobi" + END[name], "Bye." + END[name]]
     end = tokenizer.convert_tokens_to_ids(END[name])
     assert all(encoded.tokens[a:b].count(end) == 1 for a, b in encoded.spans)
@@ -97,7 +103,7 @@ def test_tools_and_calls_are_rendered_like_transformers(tokenizers, name):
     plain = [{"role": m.role, "content": m.content} | ({"tool_calls": list(m.tool_calls)} if m.tool_calls else {})
              for m in messages]  # fmt: skip
     text = tokenizer.apply_chat_template(plain, tools=TOOLS, chat_template=template.text, tokenize=False)
-    encoded = template.encode(messages, TOOLS)
+    encoded = encode(template, messages, TOOLS)
     assert tokenizer.decode(encoded.tokens) == text[: len(tokenizer.decode(encoded.tokens))].rstrip("\n")
     first, last = answers(tokenizer, encoded)
     assert '"name": "f"' in first and '"x": "é"' in first and first.endswith(END[name])
@@ -107,10 +113,10 @@ def test_tools_and_calls_are_rendered_like_transformers(tokenizers, name):
 def test_known_renderings(tokenizers):
     """The strings the published models were trained on."""
     messages = [Message("system", "S"), Message("user", "U"), Message("assistant", "A")]
-    text = tokenizers["llama3"].decode(ChatTemplate(tokenizers["llama3"], "llama3").encode(messages).tokens)
+    text = tokenizers["llama3"].decode(encode(ChatTemplate(tokenizers["llama3"], "llama3"), messages).tokens)
     assert text == ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user"
                     "<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>")
-    text = tokenizers["qwen2.5"].decode(ChatTemplate(tokenizers["qwen2.5"], "qwen2.5").encode(messages[1:]).tokens)
+    text = tokenizers["qwen2.5"].decode(encode(ChatTemplate(tokenizers["qwen2.5"], "qwen2.5"), messages[1:]).tokens)
     assert text == ("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
                     "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>")
 
@@ -135,14 +141,14 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
         texts[1] = texts[1][1:]  # answers may begin with anything
         texts[3] = texts[3][1:]
         messages = conversation(*texts)
-        encoded = template.encode(messages)
+        encoded = encode(template, messages)
         for turns in (1, 3):
-            prompt = template.encode(messages[:turns], generation_prompt=True)
+            prompt = encode(template, messages[:turns], generation_prompt=True)
             assert prompt.tokens == encoded.tokens[: encoded.spans[turns // 2][0]]
         trims = name in ("llama3", "llama3.1", "plain")
         for written, text in zip(answers(tokenizer, encoded), texts[1::2]):
             assert written == (" " * (name == "plain")) + (text.strip() if trims else text) + END[name]
-        assert count(encoded) == count(template.encode(conversation("xy", "xy", "xy", "xy")))
+        assert count(encoded) == count(encode(template, conversation("xy", "xy", "xy", "xy")))
     assert tokenizer(END[name])["input_ids"][-1] == tokenizer.eos_token_id  # the caller's stays as it was
 
 
@@ -154,7 +160,7 @@ def test_exactly_one_bos(tokenizers, templated):
         "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}",
     )
     for template in (ChatTemplate(tokenizer, "llama3"), without):
-        encoded = template.encode(conversation("<|begin_of_text|>", "<|begin_of_text|>a"))
+        encoded = encode(template, conversation("<|begin_of_text|>", "<|begin_of_text|>a"))
         assert [i for i, token in enumerate(encoded.tokens) if token == tokenizer.bos_token_id] == [0]
         assert answers(tokenizer, encoded) == ["<|begin_of_text|>a<|eot_id|>"]
     assert TextEncoder(tokenizers["chatml"]).bos is None
@@ -165,8 +171,8 @@ def test_templates_without_marks_give_the_same_mask(tokenizers, templated):
     assert not plain.marks_generation and marked.marks_generation
     for messages in (conversation("q", "a"), conversation("q", "\n a \n", "r<|im_end|>", "<|im_end|>b\n"),
                      [Message("system", "s"), *conversation("q", "a")]):  # fmt: skip
-        assert plain.encode(messages) == marked.encode(messages)
-        opened = [t.encode(messages[:-1], generation_prompt=True) for t in (plain, marked)]
+        assert encode(plain, messages) == encode(marked, messages)
+        opened = [encode(t, messages[:-1], generation_prompt=True) for t in (plain, marked)]
         assert opened[0] == opened[1]
 
 
@@ -176,7 +182,7 @@ def test_marks_without_the_end_of_turn_and_templates_without_any(tokenizers, tem
     marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}" + after
     other = "{% else %}{{ m.content }}\n{% endif %}"
     template = templated(tokenizers["chatml"], "{% for m in messages %}" + marks + other + "{% endfor %}")
-    assert answers(tokenizers["chatml"], template.encode(conversation("q", "a", "r", "b"))) == ends
+    assert answers(tokenizers["chatml"], encode(template, conversation("q", "a", "r", "b"))) == ends
 
 
 def unmarked(name):
@@ -222,9 +228,9 @@ def test_a_template_that_rewrites_history_is_refused_per_row(tokenizers, templat
         "{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}<|im_end|>"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
     )
-    template.encode(conversation("q", "a"))
+    encode(template, conversation("q", "a"))
     with pytest.raises(DropRowError, match=r"rewrites earlier turns.*generation"):
-        template.encode(conversation("q", "a", "q", "b"))
+        encode(template, conversation("q", "a", "q", "b"))
 
 
 THINK = "<think>\n{}\n</think>\n\n{}"
@@ -264,10 +270,10 @@ def test_qwen3_writes_what_is_published(tokenizers):
                                                                 f"{history}[{call}]", first]  # fmt: skip
     assert texts(tokenizer, template, messages[:4], "auto", []) == [history]
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):
-        template.encode(messages)
+        encode(template, messages)
     tools = texts(tokenizer, template, messages[1:2], "auto", [])[0]
     assert tools == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    with_tools = tokenizer.decode(template.encode(messages[1:2], TOOLS, generation_prompt=True).tokens)
+    with_tools = tokenizer.decode(encode(template, messages[1:2], TOOLS, generation_prompt=True).tokens)
     assert with_tools == (
         "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
         "provided with function signatures within <tools></tools> XML tags:\n<tools>\n" '{"type": "function", '
@@ -281,7 +287,7 @@ def test_llama31_writes_what_is_published(tokenizers):
     template = ChatTemplate(tokenizer, "llama3.1")
     messages = [Message("user", " q "), Message("assistant", "", None, (CALL,)), Message("tool", "7"),
                 Message("assistant", "a")]  # fmt: skip
-    text = tokenizer.decode(template.encode(messages, TOOLS).tokens)
+    text = tokenizer.decode(encode(template, messages, TOOLS).tokens)
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     assert text == (
         "<|begin_of_text|>" + header.format("system") + "Environment: ipython\nCutting Knowledge Date: December 2023\n"
@@ -294,14 +300,14 @@ def test_llama31_writes_what_is_published(tokenizers):
         + '"7"<|eot_id|>' + header.format("assistant") + "a<|eot_id|>")  # fmt: skip
     said = [messages[0], Message("assistant", "I will call", None, (CALL,))]
     with pytest.raises(DropRowError, match="leaves out a part of an answer"):  # the published template drops the text
-        template.encode(said, TOOLS)
+        encode(template, said, TOOLS)
 
 
 def test_built_in_templates_keep_system_messages_where_they_are(tokenizers):
     late = [Message("system", ""), Message("user", "q"), Message("system", "s"), Message("assistant", "a")]
     for name in ("llama3", "chatml", "qwen2.5", "qwen3"):
         tokenizer = tokenizers["qwen2.5" if name == "qwen3" else name]
-        text = tokenizer.decode(ChatTemplate(tokenizer, name).encode(late).tokens)
+        text = tokenizer.decode(encode(ChatTemplate(tokenizer, name), late).tokens)
         roles = ["system<", "user<", "system<", "assistant<"] if name == "llama3" else ["system\n<", "user\nq", "m\ns"]
         places = [text.find(role) for role in roles[:2]] + [text.rfind(role) for role in roles[2:]]
         assert places == sorted(places) and places[0] > 0, text
@@ -316,9 +322,9 @@ def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_wri
     assert texts(tokenizer, template, messages, "auto") == [
         opened + history + "[u\n</think>\n\nb<|im_end|>]", opened + "<think>\n[t\n</think>\n\na<|im_end|>]"]
     with pytest.raises(DropRowError, match="rewrites earlier turns"):
-        template.encode(messages)
+        encode(template, messages)
     with pytest.raises(DropRowError, match="where it opens the assistant's turn"):
-        template.encode(conversation("q", "no thinking"))
+        encode(template, conversation("q", "no thinking"))
 
 
 def test_auto_separates_only_where_the_template_rewrites(tokenizers, templated):
@@ -347,12 +353,12 @@ def test_a_prompt_may_begin_the_answer(tokenizers, name):
 def test_keys_and_marks_that_nobody_would_see_are_refused(tokenizers):
     template = ChatTemplate(tokenizers["chatml"], "chatml")
     named_user = Message("user", "q", more={"name": "n", "id": 3, "thinking": ""})
-    template.encode([named_user, Message("assistant", "a")])
+    encode(template, [named_user, Message("assistant", "a")])
     for message, sentence in ((Message("assistant", "a", more={"reasoning_content": "t"}), "key 'reasoning_content'"),
                               (Message("assistant", "a", more={"thinking": "t"}), "key 'thinking', which the chat"),
                               (Message("user", "see <image>"), "mark <image>")):  # fmt: skip
         with pytest.raises(BadRowError, match=sentence):
-            template.encode([message, Message("assistant", "a")])
+            encode(template, [message, Message("assistant", "a")])
 
 
 def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(tmp_path):
@@ -370,7 +376,7 @@ def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(t
     assert whole.tokens == tokenizer(text)["input_ids"] and tokenizer.decode(whole.tokens[slice(*whole.spans[0])]) == (
         "\n\na<|im_end|>")
     alone, = template.encode_batch(rendered)
-    prompt = template.encode(conversation("q"), generation_prompt=True)
+    prompt = encode(template, conversation("q"), generation_prompt=True)
     assert alone.tokens[: alone.spans[0][0]] == prompt.tokens and alone.tokens != whole.tokens
 
 
@@ -394,7 +400,7 @@ def test_template_mistakes_are_one_sentence(tokenizers, templated):
                                      ([], TOOLS, r"no place for tools"),
                                      (conversation("q\ufdd0"), (), r"noncharacters")):  # fmt: skip
         with pytest.raises(DropRowError, match=message):
-            template.encode(messages, tools)
+            encode(template, messages, tools)
 
 
 def test_load_tokenizer(tmp_path):

@@ -26,7 +26,10 @@ PAIR_ROW = {"prompt": "q", "chosen": "a", "rejected": "b"}
 def load(path, kind="text", bad_rows="error", **source):
     report = Report()
     sources = [Source(str(path), **source)]
-    return list(read_records(locate_rows(sources, kind, report), sources, kind, report, bad_rows=bad_rows)), report
+    records = list(read_records(locate_rows(sources, report), sources, kind, events := [], bad_rows=bad_rows))
+    for event in events:
+        report.count(*event)
+    return records, report
 
 
 def read(tmp_path, rows, kind, **source):

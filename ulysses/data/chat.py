@@ -243,9 +243,8 @@ class ChatTemplate:
             "a",
         ):  # some templates begin every answer with thinking
             with suppress(DropRowError):
-                return self.encode([Message("user", "a"), Message("assistant", answer)]).tokens[
-                    -1
-                ]
+                messages = [Message("user", "a"), Message("assistant", answer)]
+                return self.encode_batch(self.render(messages, answers=[1]))[0].tokens[-1]
         raise DataError(
             "the chat template writes no answer where it opens the assistant's turn"
         )
@@ -254,17 +253,6 @@ class ChatTemplate:
     def stop_tokens(self) -> list[int]:
         """Ids of the tokens that end an assistant turn: the template's end-of-turn token and EOS."""
         return sorted({self.end_of_turn, self.encoder.eos})
-
-    def encode(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] = (),
-        generation_prompt: bool = False,
-    ) -> Encoded:
-        """Tokenise one conversation with all of its answers, or one that ends as a prompt; see render."""
-        answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        rendered = self.render(messages, tools, () if generation_prompt else answers)
-        return self.encode_batch(rendered)[0]
 
     def encode_batch(
         self, conversations: Sequence[Rendered], *, as_whole: bool = False
@@ -337,12 +325,10 @@ class ChatTemplate:
         text, spans = self._up_to(plain, guarded_tools, last)
         groups = [(text, {last: spans[last]})]
         known = {}
-        if turns == "separate":
-            pass
-        elif not self.marks_generation:
+        if not self.marks_generation and turns != "separate":
             known = self._at_once(plain, guarded_tools, answers, text, spans)
-        # Only templates that know of thinking are known to write earlier turns differently.
-        elif turns == "together" or "think" not in self.text:
+        # Of templates with marks only those that know of thinking are known to write earlier turns differently.
+        elif turns == "together" or (turns == "auto" and "think" not in self.text):
             known = spans
         for i in reversed(answers[:-1]):
             if i not in known:
@@ -412,7 +398,7 @@ class ChatTemplate:
         text: str,
         last: dict[int, Span],
     ) -> dict[int, Span]:
-        """Find all answers by marks in the text of the last one, in time linear in the turns; {} if there is a doubt."""
+        """Find all answers by marks in the last one's text, in time linear in the turns; {} if there is a doubt."""
         marked = list(messages[: answers[-1] + 1])
         places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         for i in places:

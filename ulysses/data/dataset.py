@@ -1,7 +1,7 @@
 """Keep tokenised data on disk and read it through memory maps; it is written once and named by its content.
 
-    index.json     kind, report                                  sequences.npy  tokens, shared tokens and rank of each
-    tokens.bin     int32, all sequences end to end               columns.npz    one number per example
+    index.json     kind, report                                  columns.npz    one number per example; _sequences:
+    tokens.bin     int32, all sequences end to end                              tokens, shared tokens and rank of each
     weights.bin    float32, of every token; empty for kind text  rows.jsonl     the rows of prompts
 
 Opening a dataset reads no token, and an example's arrays are views into the maps, so a rank reads only what it slices.
@@ -29,13 +29,13 @@ from ulysses.data.encode import (
     encode_documents,
     encode_records,
 )
-from ulysses.data.formats import LocatedRow, Report, locate_rows, read_records
+from ulysses.data.formats import Event, LocatedRow, Report, locate_rows, read_records
 from ulysses.data.sources import Source, count_rows, in_batches, source_digest
 from ulysses.data.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.parallel.batch import Sequence, common_prefix
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 DIGESTS = "digests.json"  # of the other files
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
@@ -76,19 +76,21 @@ def open_dataset(
         report = Report()
         encoder = template.encoder if template else TextEncoder(tokenizer)
 
-        def encode(batch: list[LocatedRow]) -> tuple[list[Any], Report]:
-            own = Report()
-            records = read_records(batch, sources, kind, own, bad_rows=settings.bad_rows)
+        def encode(batch: list[LocatedRow]) -> tuple[list[Any], list[Event]]:
+            events: list[Event] = []
+            records = read_records(batch, sources, kind, events, bad_rows=settings.bad_rows)
             if template is None:
-                return encode_documents(records, encoder), own
-            return list(encode_records(records, kind, template, settings, own)), own
+                return encode_documents(records, encoder), events
+            return list(encode_records(records, kind, template, settings, events)), events
 
         def encoded(rows: Iterable[LocatedRow]) -> Iterator[Any]:
-            for examples, own in in_order(encode, in_batches(rows, CHARACTERS_AT_ONCE), workers):
-                report.add(own)
+            batches = in_batches(rows, CHARACTERS_AT_ONCE)
+            for examples, events in in_order(encode, batches, workers):
+                for event in events:
+                    report.count(*event)
                 yield from examples
 
-        located = locate_rows(sources, kind, report)
+        located = locate_rows(sources, report)
         bar = {"desc": "tokenising", "unit": " rows", "delay": BAR_AFTER_SECONDS}
         examples = encoded(tqdm(located, total=count_rows(sources), **bar))
         if template is None:
@@ -144,8 +146,7 @@ def write_dataset(
     exists = np.arange(max(counts)) < np.asarray(counts)[:, None]
     table = np.zeros((3, *exists.shape), np.int64)
     table[:, exists] = np.asarray(sizes).reshape(-1, 3).T
-    np.save(folder / "sequences.npy", table)
-    np.savez(folder / "columns.npz", **columns)
+    np.savez(folder / "columns.npz", _sequences=table, **columns)
     index = json.dumps({"kind": kind, "report": vars(report)}, indent=1)
     (folder / "index.json").write_text(index)
     digests = {path.name: digest_of(path) for path in folder.iterdir()}
@@ -184,11 +185,11 @@ class TokenizedDataset:
         self.kind: str = index["kind"]
         self.report = Report(**index["report"])
         self.source_weights = source_weights
-        whole, shared, self._ranks = np.load(self.folder / "sequences.npy")
+        self.columns = dict(np.load(self.folder / "columns.npz"))
+        whole, shared, self._ranks = self.columns.pop("_sequences")
         self.prefix_lengths: np.ndarray = shared * share_prompts
         self.sequence_lengths: np.ndarray = whole - self.prefix_lengths
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
-        self.columns = dict(np.load(self.folder / "columns.npz"))
         self.sources: np.ndarray = self.columns.pop("_source")
         self._rows = self.columns.pop("_row", None)  # where each prompt's row begins
         self._ends, self._row_ends = (

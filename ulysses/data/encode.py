@@ -19,9 +19,8 @@ import numpy as np
 
 from ulysses.data import DataError, DropRowError
 from ulysses.data.chat import ChatTemplate, Encoded, Rendered, TextEncoder
-from ulysses.data.formats import Record, Report
+from ulysses.data.formats import Event, Record, dropping
 from ulysses.parallel.batch import Sequence
-
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,19 @@ def encode_records(
     kind: str,
     template: ChatTemplate,
     settings: DataSettings,
-    report: Report,
+    events: list[Event],
 ) -> Iterator[Example]:
     """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
     rendered = []
     for record in records:
-        with report.dropping(record.where, settings.bad_rows):
+        with dropping(events, record.where, settings.bad_rows):
             rendered.append((record, _render(record, kind, template, settings)))
     texts = [text for _, sides in rendered for text in sides]
     encoded = iter(template.encode_batch(texts, as_whole=kind == "sequence"))
     for record, sides in rendered:
         tokens = [next(encoded) for _ in sides]
-        with report.dropping(record.where, settings.bad_rows):
-            yield _encode(record, kind, tokens, template.encoder.bos, settings, report)
+        with dropping(events, record.where, settings.bad_rows):
+            yield _encode(record, kind, tokens, template.encoder.bos, settings, events)
 
 
 def _render(
@@ -105,7 +104,7 @@ def _encode(
     sides: list[Encoded],
     bos: int | None,
     settings: DataSettings,
-    report: Report,
+    events: list[Event],
 ) -> Example:
     """Make an example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
     columns = dict(record.columns)
@@ -122,13 +121,13 @@ def _encode(
     if kind != "sequence":
         columns["prompt_length"] = start
     for problem in problems:
-        report.count(report.notes, f"turns left out, {problem}", record.where)
+        events.append(("notes", f"turns left out, {problem}", record.where))
     if kind == "sequence" and len(sides) > 1:
-        report.count(
-            report.notes, "conversations whose turns are trained separately", record.where
+        events.append(
+            ("notes", "conversations whose turns are trained separately", record.where)
         )
     if longest > settings.max_length:
-        report.count(report.notes, "truncated", record.where)
+        events.append(("notes", "truncated", record.where))
     return Example(0, tuple(sequences), columns, record.source, record.row)
 
 
@@ -199,19 +198,14 @@ def cut_documents(
     Truncation does not apply: no token is lost.
     """
     for (_, source), document in groupby(parts, key=lambda part: part[:2]):
-        for piece in _pieces((ids for *_, ids in document), encoder, limit):
-            sequence = Sequence(piece, np.ones(len(piece), np.float32))
-            yield Example(0, (sequence,), source=source)
-
-
-def _pieces(
-    parts: Iterable[list[int]], encoder: TextEncoder, limit: int
-) -> Iterator[np.ndarray]:
-    left = np.asarray([] if encoder.bos is None else [encoder.bos], np.int32)
-    for ids in chain(parts, [[encoder.eos]]):
-        left = np.append(left, np.asarray(ids, np.int32))
-        while len(left) > limit:
-            yield left[:limit]
-            left = left[limit - 1 :]  # the last token predicts the next piece's first
-    if len(left) > 1:
-        yield left
+        ends = np.asarray([encoder.eos], np.int32)
+        left = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
+        for *_, ids in chain(document, [(ends,)]):
+            left = np.append(left, ids)
+            is_end = ids is ends
+            while len(left) > limit or (is_end and len(left) > 1):
+                piece = left[:limit]
+                yield Example(
+                    0, (Sequence(piece, np.ones_like(piece, np.float32)),), source=source
+                )
+                left = left[limit - 1 :]  # the last token predicts the next piece's first

@@ -7,7 +7,7 @@ says how the prompt is written; how the answers are written follows from their o
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from ulysses.data.messages import (
 from ulysses.data.sources import FORMATS, Source, read_rows
 
 Row = Mapping[str, Any]
+Event = tuple[str, str, str]  # the arguments of Report.count
 Scored = list[tuple[Messages, float]]  # answers with their scores; a higher one is better
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 PROMPT_KEYS = ("prompt", "question", "query")
@@ -65,12 +66,11 @@ class Record:
 
 
 class LocatedRow(NamedTuple):
-    """A row as it was read, with the index of its source, its file and number, and its format ("auto" if unknown)."""
+    """A row as it was read, with the index of its source, its file and number."""
 
     source: int
     where: str
     row: Any
-    row_format: str
 
 
 @dataclass
@@ -85,32 +85,12 @@ class Report:
     notes: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def count(self, counts: Counter[str], what: str, where: str) -> None:
+    def count(self, name: str, what: str, where: str) -> None:
         """Count a row in `dropped` or `notes`."""
+        counts: Counter[str] = getattr(self, name)
         counts[what] += 1
         if counts[what] <= EXAMPLES_PER_REASON:
             self.examples.setdefault(what, []).append(where)
-
-    @contextmanager
-    def dropping(self, where: str, bad_rows: str) -> Iterator[None]:
-        """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error"."""
-        try:
-            yield
-        except DropRowError as error:
-            self.count(self.dropped, str(error), where)
-        except (BadRowError, RecursionError) as error:
-            too_deep = isinstance(error, RecursionError)
-            problem = "is nested too deeply" if too_deep else str(error)
-            if bad_rows != "drop":
-                raise DataError(f"{where} {problem}") from None
-            self.count(self.dropped, problem.split(":")[0], where)
-
-    def add(self, later: "Report") -> None:
-        """Add what was dropped and noted of rows that follow."""
-        self.dropped.update(later.dropped)
-        self.notes.update(later.notes)
-        for what, places in later.examples.items():
-            self.examples[what] = [*self.examples.get(what, []), *places][:EXAMPLES_PER_REASON]
 
     def __str__(self) -> str:
         lines = [
@@ -128,50 +108,60 @@ class Report:
         return "\n".join(lines)
 
 
-def locate_rows(sources: Sequence[Source], kind: str, report: Report) -> Iterator[LocatedRow]:
+@contextmanager
+def dropping(events: list[Event], where: str, bad_rows: str) -> Iterator[None]:
+    """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error"."""
+    try:
+        yield
+    except DropRowError as error:
+        events.append(("dropped", str(error), where))
+    except (BadRowError, RecursionError) as error:
+        too_deep = isinstance(error, RecursionError)
+        problem = "is nested too deeply" if too_deep else str(error)
+        if bad_rows != "drop":
+            raise DataError(f"{where} {problem}") from None
+        events.append(("dropped", problem.split(":")[0], where))
+
+
+def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRow]:
     """Stream the rows of all sources in order, and count them in `report`.
 
-    The format of a source is detected from its first good row. A file that cannot be read comes as a DataError in the
-    place of its next row.
+    A file that cannot be read comes as a DataError in the place of its next row.
     """
     for index, source in enumerate(sources):
-        row_format, where = "text" if kind == "text" else source.format, source.path
+        where = source.path
         try:
             for file, number, row in islice(read_rows(source), source.max_examples or None):
                 previous, where = where, f"{file} row {number}"
                 report.read += where != previous  # a long document comes in several parts
-                if row_format == "auto":
-                    with suppress(BadRowError):
-                        row_format = detect_format(_checked(row, source.columns))
-                yield LocatedRow(index, where, row, row_format)
+                yield LocatedRow(index, where, row)
         except DataError as error:
-            yield LocatedRow(index, where, error, row_format)
+            yield LocatedRow(index, where, error)
 
 
 def read_records(
     rows: Iterable[LocatedRow],
     sources: Sequence[Source],
     kind: str,
-    report: Report,
+    events: list[Event],
     *,
     bad_rows: str = "error",
 ) -> Iterator[Record]:
-    """Read rows as records, and count in `report` what is left out.
+    """Read rows as records.
 
     Args:
+        events: where to add what a Report is to count.
         kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs.
         bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
 
     Raises DataError: a missing or broken file, or a row that breaks its format.
     """
-    for index, where, row, row_format in rows:
-        with report.dropping(where, bad_rows):
-            checked = _checked(row, sources[index].columns)
-            if row_format == "auto":
-                row_format = detect_format(checked)
-            records = parse_row(checked, row_format, kind)
+    for index, where, row in rows:
+        source = sources[index]
+        with dropping(events, where, bad_rows):
+            records = parse_row(_checked(row, source.columns), source.format, kind)
             if len(records) > 1:
-                report.count(report.notes, "rows that gave several examples", where)
+                events.append(("notes", "rows that gave several examples", where))
             kept = row if kind == "prompt" else None
             for record in records:
                 yield replace(record, where=where, source=index, row=kept)
@@ -239,6 +229,8 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         if not string(row[key], key).strip():
             raise DropRowError("empty text")
         return [Record([], [], text=row[key])]
+    if row_format == "auto":
+        row_format = detect_format(row)
     if row_format == "text":
         raise BadRowError(
             "holds plain text, which only stage pt trains on; map its keys with columns"

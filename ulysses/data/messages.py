@@ -67,15 +67,14 @@ def _message(item: Any, where: str) -> Message:
     content = item.get("content", item.get("value"))
     calls = [*(item.get("tool_calls") or []), *filter(None, [item.get("function_call")])]
     if isinstance(content, list):
-        parts = [_content_part(part, where) for part in content]
-        content = "".join(text for text, _ in parts)
-        calls += [call for _, found in parts for call in found]
+        content = "".join(_content_part(part, where) for part in content)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
         raise BadRowError(f"{where} has no text content (it is {type_name(content)})")
     if name == "function_call":
-        calls, content = _json_calls(content, where), ""
+        found = _from_json(content, f"{where} should hold a tool call as JSON")
+        calls, content = found if isinstance(found, list) else [found], ""
     key = first_key(item, WEIGHT_KEYS)
     weight = number(item[key], key) if key else None
     if weight and ROLES[name] != "assistant":
@@ -90,23 +89,15 @@ def _message(item: Any, where: str) -> Message:
     return Message(ROLES[name], content, weight, calls, more)
 
 
-def _content_part(part: Any, where: str) -> tuple[str, list[Any]]:
-    """Return the text, or the tool calls, that one part of a message's content holds."""
+def _content_part(part: Any, where: str) -> str:
     if isinstance(part, str):
-        return part, []
+        return part
     if not isinstance(part, Mapping):
         part = {"type": type_name(part)}
-    kind, value = part.get("type"), part.get("text", part.get("value"))
-    if kind in ("tool_call", "tool_calls"):
-        return "", _json_calls(value, where)
-    if kind != "text" or not isinstance(value, str):
+    kind, text = part.get("type"), part.get("text", part.get("value"))
+    if kind != "text" or not isinstance(text, str):
         raise BadRowError(f"{where} has content of the type {kind!r}; only text is supported")
-    return value, []
-
-
-def _json_calls(text: Any, where: str) -> list[Any]:
-    calls = _from_json(text, f"{where} should hold a tool call as JSON")
-    return calls if isinstance(calls, list) else [calls]
+    return text
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

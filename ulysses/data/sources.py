@@ -39,7 +39,7 @@ class Source:
 
     Args:
         path: a file, a folder of files, a folder saved by `datasets`, or the id of a dataset on the hub.
-        format: one of FORMATS, or "auto" to detect it from the first row.
+        format: one of FORMATS, or "auto" to detect that of each row from its keys.
         weight: how often each example is taken in an epoch; 0.5 takes half of them, another half in each epoch.
         columns: maps our key to the key that the file uses.
         split, subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
@@ -157,7 +157,7 @@ def text_parts(
 
 
 def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
-    """Cut a very long text, before `stop`, where no tokenizer joins across, so that the parts have the text's tokens."""
+    """Cut a very long text, before `stop`, where no tokenizer joins across: the parts have the text's tokens."""
     start = 0
     while len(text) - start > 2 * CHUNK_CHARACTERS and (
         cut := SAFE_CUT.search(text, start + CHUNK_CHARACTERS, stop)

@@ -52,15 +52,8 @@ class StepLoader:
     attention_length: float = ATTENTION_LENGTH
 
     def __post_init__(self) -> None:
-        everything = np.arange(len(self.dataset))
-        self._last_order = (-1, everything)  # an epoch and its order
-        self._members_and_counts = []
-        for source, weight in enumerate(self.dataset.source_weights):
-            members = np.flatnonzero(self.dataset.sources == source)
-            self._members_and_counts.append((members, round(len(members) * weight)))
-        self.examples_per_epoch = len(everything)
-        if self.shuffle:
-            self.examples_per_epoch = sum(count for _, count in self._members_and_counts)
+        self._last_order = (-1, np.arange(len(self.dataset)))  # an epoch and its order
+        self.examples_per_epoch = len(self.order(0))
         if not self.examples_per_epoch:
             raise ValueError("the weights of the data sources leave no example; raise them")
         self.steps_per_epoch = math.ceil(self.examples_per_epoch / self.examples_per_step)
@@ -70,13 +63,14 @@ class StepLoader:
         """Return the dataset indices of an epoch in training order, int64 [examples_per_epoch]."""
         if self.shuffle and self._last_order[0] != epoch:
             parts = []
-            for source, (members, count) in enumerate(self._members_and_counts):
-                copies, rest = divmod(count, max(1, len(members)))
-                chosen = shuffled(len(members), self.seed, epoch, source + 1)[:rest]
-                parts += [np.tile(members, copies), members[np.sort(chosen)]]
-            everything = np.concatenate(parts)
-            order = everything[shuffled(len(everything), self.seed, epoch, 0)]
-            self._last_order = (epoch, order)
+            for source, weight in enumerate(self.dataset.source_weights):
+                members = np.flatnonzero(self.dataset.sources == source)
+                copies, rest = divmod(round(len(members) * weight), max(1, len(members)))
+                extra = shuffled(len(members), self.seed, epoch, source + 1)[:rest]
+                parts += [np.tile(members, copies), members[np.sort(extra)]]
+            chosen = np.concatenate(parts)
+            mixed = shuffled(len(chosen), self.seed, epoch, 0)
+            self._last_order = (epoch, chosen[mixed])
         return self._last_order[1]
 
     def indices(self, epoch: int, k: int) -> list[int]:
