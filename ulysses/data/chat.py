@@ -481,10 +481,9 @@ class ChatTemplate:
         written = set(TEXT_TOKEN.findall(opened + answered))
         absent = sorted(written - tokenizer.get_vocab().keys())
         if absent:
-            has = ", ".join(self.encoder.special) or "none"
             raise DataError(
-                f"chat template {name} writes {', '.join(absent)}, which the tokenizer does not have "
-                f"(its special tokens are {has}); set data.chat_template to another of "
+                f"chat template {name} writes {', '.join(absent)}, which the tokenizer does not have; "
+                f"set data.chat_template to another of "
                 f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
             )
         whole, *parts = self.encoder.encode_texts(["\na", "\n", "a"])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.messages import (
@@ -28,6 +28,8 @@ from ulysses.data.messages import (
 from ulysses.data.sources import FORMATS, Source, read_rows
 
 Row = Mapping[str, Any]
+# the index of its source, its file and number, and the row as it was read
+LocatedRow = tuple[int, str, Any]
 Event = tuple[str, str, str]  # the arguments of Report.count
 Scored = list[tuple[Messages, float]]  # answers with their scores; a higher one is better
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
@@ -63,14 +65,6 @@ class Record:
     source: int = 0
     row: Any = None
     ranks: Sequence[int] = ()
-
-
-class LocatedRow(NamedTuple):
-    """A row as it was read, with the index of its source, its file and number."""
-
-    source: int
-    where: str
-    row: Any
 
 
 @dataclass
@@ -134,9 +128,9 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
             for file, number, row in islice(read_rows(source), source.max_examples or None):
                 previous, where = where, f"{file} row {number}"
                 report.read += where != previous  # a long document comes in several parts
-                yield LocatedRow(index, where, row)
+                yield index, where, row
         except DataError as error:
-            yield LocatedRow(index, where, error)
+            yield index, where, error
 
 
 def read_records(
@@ -327,7 +321,7 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, Messages | No
     is_preference = row_format == "preference"
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or not prompt or is_preference:
-        if "chosen" in row or (is_preference and not ranked) or ("rejected" in row and not key):
+        if "chosen" in row or (is_preference and not ranked):
             prompt, scored = _preference(row, prompt)
         elif ranked:
             scored = _ranked(row, ranked)

@@ -18,14 +18,13 @@ def preview_examples(dataset: TokenizedDataset, tokenizer: Any, count: int) -> N
     for index in range(min(count, len(dataset))):
         example = dataset[index]
         numbers = "".join(f", {name} {value:g}" for name, value in example.columns.items())
+        one = "sequence" if dataset.kind == "sequence" else "answer"
         for place, sequence in enumerate(example.sequences):
-            name = ("chosen", "rejected")[place] if dataset.kind == "pair" else dataset.kind
-            one = "answer"
-            if dataset.kind == "sequence" and len(example.sequences) > 1:
-                one = "sequence"
-                name = f"sequence {place + 1}"
+            name = f"{one} {place + 1}" if len(example.sequences) > 1 else dataset.kind
+            if dataset.kind == "pair":
+                name = ("chosen", "rejected")[place]
             if dataset.kind == "ranked":
-                name = f"answer {place + 1}, rank {sequence.columns['rank'] + 1:g}"
+                name += f", rank {sequence.columns['rank'] + 1:g}"
             shared = sequence.prefix_length
             after = f" after {shared} of {one} 1" if shared else ""
             is_trained = np.not_equal(sequence.loss_weights, 0)

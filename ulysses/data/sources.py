@@ -59,6 +59,11 @@ class Source:
     separator: str | None = None
     max_examples: int = Field(0, ge=0)
 
+    @property
+    def place(self) -> Path:
+        """The file or folder, which does not exist if the path is the id of a dataset on the hub."""
+        return Path(self.path).expanduser()
+
 
 def parse_sources(value: Any) -> list[Source]:
     """Read a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
@@ -78,9 +83,9 @@ def parse_sources(value: Any) -> list[Source]:
 
 def is_hub_id(source: Source) -> bool:
     """True if the path is not a local file or folder but looks like the id of a dataset on the hub."""
-    path = Path(source.path).expanduser()
-    is_file_name = path.suffix in (*SUFFIXES, ".gz")
-    return not path.exists() and not is_file_name and HUB_ID.match(source.path) is not None
+    is_file_name = source.place.suffix in (*SUFFIXES, ".gz")
+    is_id = HUB_ID.match(source.path) is not None
+    return is_id and not is_file_name and not source.place.exists()
 
 
 def missing_sources(sources: Iterable[Source]) -> list[str]:
@@ -88,13 +93,13 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
     return [
         _absent(source)
         for source in sources
-        if not is_hub_id(source) and not Path(source.path).expanduser().exists()
+        if not is_hub_id(source) and not source.place.exists()
     ]
 
 
 def source_files(source: Source) -> list[Path]:
     """List the files of a local source in reading order; DataError if there are none."""
-    path = Path(source.path).expanduser()
+    path = source.place
     if not path.exists():
         raise DataError(_absent(source))
     files = [path] if path.is_file() else [p for p in path.rglob("[!.]*") if p.is_file()]
@@ -188,9 +193,8 @@ def read_rows(source: Source) -> Iterator[tuple[str, int, Any]]:
 
     Raises DataError: a file that does not exist or cannot be read.
     """
-    path = Path(source.path).expanduser()
-    is_one = is_hub_id(source) or _is_saved_dataset(path)
-    for file in [path] if is_one else source_files(source):
+    is_one = is_hub_id(source) or _is_saved_dataset(source.place)
+    for file in [source.place] if is_one else source_files(source):
         try:
             if is_one or _suffix(file) == ".parquet":
                 rows = enumerate(_library_rows(source, file), 1)
@@ -273,4 +277,4 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _absent(source: Source) -> str:
-    return f"data file or folder {source.path} does not exist ({Path(source.path).expanduser().absolute()})"
+    return f"data file or folder {source.path} does not exist ({source.place.absolute()})"
