@@ -43,12 +43,8 @@ THINK_TAG = re.compile(f"</?think{GUARD}?>")
 NEWLINE = re.compile(r"\s*[\r\n]")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
-SAID = (
-    "content",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # keys of what the assistant wrote
+# keys of what the assistant wrote
+SAID = ("content", "reasoning_content", "reasoning", "thinking")
 CHARACTERS_AT_ONCE = 1 << 17  # of texts that are tokenised together
 Piece = list[str | int]  # texts, and ids of special tokens
 Span = tuple[int, int]  # start and stop
@@ -238,10 +234,8 @@ class ChatTemplate:
     @property
     def end_of_turn(self) -> int:
         """The id of the token that ends an assistant's turn: EOS where the template writes none."""
-        for answer in (
-            "<think>\na\n</think>\n\na",
-            "a",
-        ):  # some templates begin every answer with thinking
+        # some templates begin every answer with thinking
+        for answer in ("<think>\na\n</think>\n\na", "a"):
             with suppress(DropRowError):
                 messages = [Message("user", "a"), Message("assistant", answer)]
                 return self.encode_batch(self.render(messages, answers=[1]))[0].tokens[-1]
@@ -325,8 +319,8 @@ class ChatTemplate:
         text, spans = self._up_to(plain, guarded_tools, last)
         groups = [(text, {last: spans[last]})]
         known = {}
-        if not self.marks_generation and turns != "separate":
-            known = self._at_once(plain, guarded_tools, answers, text, spans)
+        if not self.marks_generation and turns != "separate" and len(answers) > 2:
+            known = self._at_once(plain, guarded_tools, text, spans)
         # Of templates with marks only those that know of thinking are known to write earlier turns differently.
         elif turns == "together" or (turns == "auto" and "think" not in self.text):
             known = spans
@@ -391,23 +385,16 @@ class ChatTemplate:
         )
 
     def _at_once(
-        self,
-        messages: list[Any],
-        tools: Any,
-        answers: Sequence[int],
-        text: str,
-        last: dict[int, Span],
+        self, messages: list[Any], tools: Any, text: str, last: dict[int, Span]
     ) -> dict[int, Span]:
         """Find all answers by marks in the last one's text, in time linear in the turns; {} if there is a doubt."""
-        marked = list(messages[: answers[-1] + 1])
+        marked = messages[: max(last) + 1]
         places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         for i in places:
             content = marked[i]["content"]
             if not content or content != content.strip() or "tool_calls" in marked[i]:
                 return {}
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-        if len(answers) < 3:  # as quick one by one
-            return {}
         start, first = self._up_to(messages, tools, places[0])
         parts = re.split(f"[{OPEN}{CLOSE}]", self._render(marked, tools, False))
         ends, tail = list(accumulate(map(len, parts))), parts[-1]
