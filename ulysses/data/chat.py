@@ -319,11 +319,12 @@ class ChatTemplate:
         text, spans = self._up_to(plain, guarded_tools, last)
         groups = [(text, {last: spans[last]})]
         known = {}
-        if not self.marks_generation and turns != "separate" and len(answers) > 2:
+        if self.marks_generation:
+            # Only templates that know of thinking are known to write earlier turns differently.
+            if turns == "together" or (turns == "auto" and "think" not in self.text):
+                known = spans
+        elif turns != "separate" and len(answers) > 2:
             known = self._at_once(plain, guarded_tools, text, spans)
-        # Of templates with marks only those that know of thinking are known to write earlier turns differently.
-        elif turns == "together" or (turns == "auto" and "think" not in self.text):
-            known = spans
         for i in reversed(answers[:-1]):
             if i not in known:
                 text, spans = self._up_to(plain, guarded_tools, i)
