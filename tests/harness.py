@@ -9,6 +9,7 @@ backward pass on the CPU does, can neither use it nor run a backward pass.
 `with_zero=True` also imports deepspeed in the parent, so that the ranks do not import it one by one.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -104,8 +105,17 @@ def run_distributed(
 
 def preload(*names: str) -> None:
     """Import deepspeed with what it imports late, and other modules, so that forked ranks need not."""
-    for name in ("deepspeed.runtime.zero.muon.original_muon", "torch._dynamo", *names):
+    late = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "torch._dynamo",
+            "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
+            "setuptools")  # fmt: skip
+    for name in late + names:
         importlib.import_module(name)
+
+
+def begin_rank() -> None:
+    """Work on one thread, and leave what was imported out of every collection of garbage (DeepSpeed asks for some)."""
+    gc.freeze()
+    torch.set_num_threads(1)
 
 
 def hide_gpus() -> None:
@@ -135,7 +145,7 @@ def _child(
         set_rank(rank, world)
         # a free port could be taken by another test's rank before it is listened on
         meet = f"file://{folder / 'store'}"
-        torch.set_num_threads(1)
+        begin_rank()
         if deterministic:
             from ulysses.training.prepare import (
                 require_determinism,  # heavy, and needed here only

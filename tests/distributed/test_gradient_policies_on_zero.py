@@ -6,7 +6,6 @@ AdamW changes the weights of both; the second step holds a NaN and is skipped. N
 straddle partitions, which end in padding.
 """
 
-import gc
 import math
 from dataclasses import replace
 from itertools import product
@@ -137,7 +136,6 @@ class AgainstWholeGradient(GradientPolicyChain):
 
 def drive(sizes: tuple[int, ...]) -> list[set[str]]:
     """Take three steps on this rank for each degree, with and without offload; return which policies acted."""
-    gc.freeze()  # DeepSpeed collects garbage whenever an engine ends: half a second over what was imported
     acted = []
     for sp, offload in product(sizes, (False, True)):
         raw = {"zero_optimization": {"sub_group_size": 30_000 if offload == (sp == 2) else 10**9}}

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.harness import AS_LARGE, free_port, hide_gpus, preload, set_rank
+from tests.harness import AS_LARGE, begin_rank, free_port, hide_gpus, preload, set_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -151,7 +149,7 @@ def _become_rank(rank: int, world: int, port: int, line: list[str], logs: Path, 
             set_rank(rank, world)
             os.environ["MASTER_PORT"] = str(port)
         os.chdir(ROOT)
-        torch.set_num_threads(1)
+        begin_rank()
         if before is not None:
             before(rank)
         sys.argv = line
