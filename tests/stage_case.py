@@ -52,10 +52,10 @@ class Formula:
     def sft(self) -> tuple[Tensor, dict[str, float]]:
         o, total, count, plain = self.options, 0.0, 0.0, 0.0
         smoothing, alpha = o.get("label_smoothing", 0.0), o.get("neftune_alpha")
-        for e in self.examples:
-            s, noise = e.sequences[0], {}
+        for s, index in ((s, e.index) for e in self.examples for s in e.sequences):
+            noise = {}
             if alpha:
-                s = replace(s, columns={"noise_key": e.index})
+                s = replace(s, columns={"noise_key": index})
                 noise = {"noise_alpha": alpha, "noise_seed": 0}
             out, w = self.forward(s, lse=True, mean_logit=True, **noise), self.weights(s)
             each = -out.logps

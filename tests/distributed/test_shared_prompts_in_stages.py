@@ -32,7 +32,7 @@ class TreeCase(Case):
         draw, examples = torch.Generator().manual_seed(0), []
         for i, prompt in enumerate((0, 1, 20, 33, 7, 2, 40, 12, 25)):
             head, made = torch.randint(0, SHAPE.vocab_size, (prompt,), generator=draw), []
-            for place in range(2 + i % 4 if self.stage == "rm" else 2):
+            for place in range(2 + i % 4 if self.stage in ("rm", "sft") else 2):
                 length = 1 if i in (3, 4) and place else int(torch.randint(2, 15, (1,), generator=draw))
                 tokens = torch.cat([head, torch.randint(0, SHAPE.vocab_size, (length,), generator=draw)])
                 if i % 3 == 2:  # the answers begin alike, and all of them are trained
@@ -44,8 +44,9 @@ class TreeCase(Case):
         return ListDataset("ranked", examples, {"margin": torch.rand(len(examples), generator=draw).tolist()})
 
 
-OPTIONS = {"rm": {"center_coefficient": 0.1}, "kto": {"beta": 0.3, "desirable_weight": 1.5}, "dpo": {}}
+OPTIONS = {"sft": {}, "rm": {"center_coefficient": 0.1}, "kto": {"beta": 0.3, "desirable_weight": 1.5}, "dpo": {}}
 CASES = [
+    ("sft", 1, 1, "none", {}), ("sft", 2, 2, "block", {"packing_seed": 1}),  # turns that a template rewrites
     ("dpo", 1, 1, "none", {}), ("dpo", 2, 2, "keep_attention", {}), ("dpo", 4, 4, "block", {"packing_seed": 1}),
     ("dpo", 4, 2, "pair", {"packing_seed": 1}), ("dpo", 2, 2, "keep_attention", {"shape": ODD}),
     ("dpo", 3, 3, "none", {"shape": ODD}), ("dpo", 4, 4, "pair", {"shape": ODD}), ("dpo", 3, 3, "block", {}),
