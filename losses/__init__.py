@@ -22,6 +22,7 @@ from .ppo import (
     token_rewards,
     whiten,
 )
+from .preference import aot_margins
 from .reward_model import reward_loss
 from .token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 
@@ -34,6 +35,7 @@ __all__ = [
     "LogProbs",
     "PolicyLoss",
     "ValueLoss",
+    "aot_margins",
     "dft_nll",
     "dpo_loss",
     "gae",

@@ -6,41 +6,22 @@ Shapes: N pairs, one summed completion log-probability each; T packed tokens.
 """
 
 import difflib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .precision import at_least_float32
-from .preference import (
-    apo_down_loss,
-    apo_zero_loss,
-    discopop_loss,
-    divergence_score,
-    exo_pair_loss,
-    hinge_loss,
-    ipo_loss,
-    nca_pair_loss,
-    orpo_loss,
-    robust_loss,
-    sigmoid_loss,
-    sppo_hard_loss,
-)
+from .preference import aot_margins, divergence_score, preference_loss
 
 DPO_LOSS_TYPES = (
     "sigmoid", "robust", "hinge", "ipo", "ipo_sum", "simpo", "sigmoid_norm", "orpo",
-    "exo_pair", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "discopop",
+    "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot", "apo_zero", "apo_down", "discopop",
 )  # fmt: skip
 REFERENCE_FREE = ("simpo", "orpo")
 LENGTH_NORMALISED = ("ipo", "simpo", "sigmoid_norm", "orpo")
-_SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "sigmoid_norm")
+_SMOOTHED = ("sigmoid", "robust", "exo_pair", "simpo", "sigmoid_norm", "aot")
 _WITH_DIVERGENCE = ("sigmoid", "robust", "hinge", "exo_pair", "discopop")
-_OF_BOTH_RATIOS = {
-    "orpo": orpo_loss,
-    "nca_pair": nca_pair_loss,
-    "sppo_hard": sppo_hard_loss,
-    "apo_zero": apo_zero_loss,
-    "apo_down": apo_down_loss,
-}
 _ELSEWHERE = {
     "cdpo": "here it is 'sigmoid' with label_smoothing > 0",
     "dpo": "here it is 'sigmoid'",
@@ -48,7 +29,9 @@ _ELSEWHERE = {
     "kto_pair": "use kto_loss",
     "slic": "here it is 'hinge'",
     "rso": "here it is 'hinge'",
+    "aot_pair": "here it is 'aot'",
     "rpo": "here it is 'sigmoid' with a negative log-likelihood term added",
+    "sft": "add the negative log-likelihood of the chosen answers yourself, or set dpo.sft_weight",
 }
 
 
@@ -58,37 +41,49 @@ def dpo_loss(
     reference_chosen_logps: Tensor | None,
     reference_rejected_logps: Tensor | None,
     beta: float = 0.1,
-    loss_type: str = "sigmoid",
+    loss_type: str | Sequence[str] = "sigmoid",
     label_smoothing: float = 0.0,
     *,
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
+    loss_weights: Sequence[float] = (),
     simpo_gamma: float = 0.5,
     discopop_tau: float = 0.05,
     f_divergence: str = "reverse_kl",
     f_alpha: float = 0.5,
+    bco_delta: float | Tensor = 0.0,
+    aot_reference_margins: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (losses, chosen_rewards, rejected_rewards), each [N]; the rewards are detached.
 
-    All log-probabilities [N] are sums over the completion. `loss_type` is one of DPO_LOSS_TYPES; their equations and
-    papers are in `losses.preference`. ipo, simpo, sigmoid_norm and orpo require the lengths [N] in completion tokens
-    and divide by them (an empty completion counts as length 1). simpo and orpo use no reference, so both reference
-    arguments may be None. A reward is beta times the log-ratio in the loss: divided by the length for those four types,
-    and the policy's log-probability alone for simpo and orpo. `label_smoothing` applies to sigmoid (which it makes
-    cDPO), robust, exo_pair, simpo and sigmoid_norm; `f_divergence` to sigmoid, robust, hinge, exo_pair and discopop.
-    Raises ValueError if an argument is out of range or does not apply to the loss type.
+    All log-probabilities [N] are sums over the completion. `loss_type` is one of DPO_LOSS_TYPES, or a list of them
+    whose losses are added with `loss_weights` (1 each if there are none); their equations and papers are in
+    `losses.preference`. ipo, simpo, sigmoid_norm and orpo require the lengths [N] in completion tokens and divide by
+    them (an empty completion counts as length 1). simpo and orpo use no reference, so both reference arguments may be
+    None. A reward is beta times the log-ratio in the (first) loss: divided by the length for those four types, and the
+    policy's log-probability alone for simpo and orpo. `label_smoothing` applies to sigmoid (which it makes cDPO),
+    robust, exo_pair, simpo, sigmoid_norm and aot; `f_divergence` to sigmoid, robust, hinge, exo_pair and discopop.
+    `bco_delta` is bco_pair's running mean of the rewards. aot sorts the margins of these N pairs, or compares each
+    policy margin with the given `aot_reference_margins` (`aot_margins` of more pairs than these).
+    Raises ValueError if an argument is out of range or does not apply to any of the losses.
     """
-    if loss_type not in DPO_LOSS_TYPES:
-        near = difflib.get_close_matches(loss_type, DPO_LOSS_TYPES, 1)
-        hint = _ELSEWHERE.get(loss_type) or (f"did you mean {near[0]!r}?" if near else "")
-        raise ValueError(
-            f"loss_type is {loss_type!r} but must be one of {', '.join(DPO_LOSS_TYPES)}; {hint}".rstrip(
-                "; "
+    names = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
+    for name in names:
+        if name not in DPO_LOSS_TYPES:
+            near = difflib.get_close_matches(name, DPO_LOSS_TYPES, 1)
+            hint = _ELSEWHERE.get(name) or (f"did you mean {near[0]!r}?" if near else "")
+            raise ValueError(
+                f"loss_type is {name!r} but must be one of {', '.join(DPO_LOSS_TYPES)}; {hint}".rstrip(
+                    "; "
+                )
             )
+    if not names or len(loss_weights) not in (0, len(names)):
+        raise ValueError(
+            f"loss_type names {len(names)} losses and loss_weights has {len(loss_weights)}; give each loss one weight"
         )
     if not beta > 0:
         raise ValueError(f"beta is {beta} but must be above 0")
-    if label_smoothing and loss_type not in _SMOOTHED:
+    if label_smoothing and not set(names) & set(_SMOOTHED):
         raise ValueError(
             f"label_smoothing is {label_smoothing} but loss_type {loss_type!r} has none; "
             f"set it to 0, or use {', '.join(_SMOOTHED)}"
@@ -97,60 +92,66 @@ def dpo_loss(
         raise ValueError(
             f"label_smoothing is {label_smoothing} but must be at least 0 and below 0.5 (0.5 is no preference)"
         )
-    if loss_type == "exo_pair" and not label_smoothing:
+    if "exo_pair" in names and not label_smoothing:
         raise ValueError(
             "loss_type 'exo_pair' is infinite at label_smoothing 0; set it above 0, for example 0.001"
         )
-    if loss_type == "discopop" and not 0 < discopop_tau <= 1:
+    if "discopop" in names and not 0 < discopop_tau <= 1:
         raise ValueError(
             f"discopop_tau is {discopop_tau} but must be above 0 and at most 1 (0.05 in the paper)"
         )
-    if loss_type == "simpo" and simpo_gamma < 0:
-        raise ValueError(f"simpo_gamma is {simpo_gamma} but must be at least 0")
-    if f_divergence != "reverse_kl" and loss_type not in _WITH_DIVERGENCE:
+    if f_divergence != "reverse_kl" and not set(names) & set(_WITH_DIVERGENCE):
         raise ValueError(
             f"f_divergence is {f_divergence!r} but loss_type {loss_type!r} has none; "
             f"use 'reverse_kl', or one of {', '.join(_WITH_DIVERGENCE)}"
         )
-    chosen, rejected = map(at_least_float32, (policy_chosen_logps, policy_rejected_logps))
-    if loss_type not in REFERENCE_FREE:
-        if reference_chosen_logps is None or reference_rejected_logps is None:
-            raise ValueError(
-                f"loss_type {loss_type!r} needs reference_chosen_logps and reference_rejected_logps; "
-                f"without a reference use {' or '.join(REFERENCE_FREE)}"
-            )
-        chosen = chosen - at_least_float32(reference_chosen_logps)
-        rejected = rejected - at_least_float32(reference_rejected_logps)
-    if chosen.shape != rejected.shape:
+    given = (
+        policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps,
+        chosen_lengths, rejected_lengths,
+    )  # fmt: skip
+    shapes = [list(x.shape) for x in given if x is not None]
+    if any(len(shape) != 1 or shape != shapes[0] for shape in shapes):
         raise ValueError(
-            f"chosen is {list(chosen.shape)} and rejected {list(rejected.shape)} but every pair needs one of each"
+            f"log-probabilities and lengths have shapes {shapes} but every pair needs one of each: give [N], sums over "
+            "the tokens of each completion"
         )
-    if loss_type in LENGTH_NORMALISED:
-        if chosen_lengths is None or rejected_lengths is None:
-            raise ValueError(
-                f"loss_type {loss_type!r} is length-normalised; pass chosen_lengths and rejected_lengths"
-            )
-        chosen = chosen / chosen_lengths.clamp(min=1)
-        rejected = rejected / rejected_lengths.clamp(min=1)
-    scores = [divergence_score(x, f_divergence, f_alpha) for x in (chosen, rejected)]
-    delta = scores[0] - scores[1]
-    match loss_type:
-        case "sigmoid" | "sigmoid_norm" | "simpo":
-            margin = simpo_gamma if loss_type == "simpo" else 0.0
-            losses = sigmoid_loss(delta, beta, label_smoothing, margin)
-        case "robust":
-            losses = robust_loss(delta, beta, label_smoothing)
-        case "hinge":
-            losses = hinge_loss(delta, beta)
-        case "ipo" | "ipo_sum":
-            losses = ipo_loss(delta, beta)
-        case "exo_pair":
-            losses = exo_pair_loss(delta, beta, label_smoothing)
-        case "discopop":
-            losses = discopop_loss(delta, beta, discopop_tau)
-        case _:
-            losses = _OF_BOTH_RATIOS[loss_type](chosen, rejected, beta)
-    return losses, beta * chosen.detach(), beta * rejected.detach()
+    policy = [at_least_float32(x) for x in (policy_chosen_logps, policy_rejected_logps)]
+    reference: list[Tensor] = []
+    if reference_chosen_logps is not None and reference_rejected_logps is not None:
+        both = reference_chosen_logps, reference_rejected_logps
+        reference = [at_least_float32(x) for x in both]
+    elif not set(names) <= set(REFERENCE_FREE):
+        raise ValueError(
+            f"loss_type {loss_type!r} needs reference_chosen_logps and reference_rejected_logps; "
+            f"without a reference use {' or '.join(REFERENCE_FREE)}"
+        )
+    parts, rewards = [], []
+    for name, weight in zip(names, loss_weights or [1.0] * len(names)):
+        chosen, rejected = policy
+        if name not in REFERENCE_FREE:
+            chosen, rejected = chosen - reference[0], rejected - reference[1]
+        if name in LENGTH_NORMALISED:
+            if chosen_lengths is None or rejected_lengths is None:
+                raise ValueError(
+                    f"loss_type {name!r} is length-normalised; pass chosen_lengths and rejected_lengths"
+                )
+            chosen = chosen / chosen_lengths.clamp(min=1)
+            rejected = rejected / rejected_lengths.clamp(min=1)
+        rewards += [beta * chosen.detach(), beta * rejected.detach()]
+        delta = chosen - rejected
+        if name in _WITH_DIVERGENCE:
+            scores = [divergence_score(x, f_divergence, f_alpha) for x in (chosen, rejected)]
+            delta = scores[0] - scores[1]
+        if name == "aot":
+            margins, aligned = policy[0] - policy[1], aot_reference_margins
+            if aligned is None:
+                aligned = aot_margins(margins, reference[0] - reference[1])
+            delta = margins - aligned
+        loss = preference_loss(
+            name, chosen, rejected, delta, beta, label_smoothing, simpo_gamma, discopop_tau, bco_delta
+        )  # fmt: skip
+        parts.append(weight * loss)
+    return sum(parts[1:], parts[0]), rewards[0], rewards[1]
 
 
 def ld_dpo_weights(token_index: Tensor, public_lengths: Tensor, alpha: float) -> Tensor:

@@ -87,14 +87,16 @@ class Formula:
 
     def dpo(self) -> tuple[Tensor, dict[str, float]]:
         o, total, nll, trained = dict(self.options), 0.0, 0.0, 0.0
-        alpha, sft_weight = o.pop("ld_alpha", 1.0), o.pop("sft_weight", 0.0)
+        alpha, sft_weight, pairs = o.pop("ld_alpha", 1.0), o.pop("sft_weight", 0.0), []
         for e in self.examples:
             lengths = [self.weights(s).sum()[None] for s in e.sequences]
             nll, trained = nll - self.summed(e.sequences[0]), trained + lengths[0]
             shorter = min(int((s.loss_weights[1:] != 0).sum()) for s in e.sequences)
             sides = [replace(s, loss_weights=decayed(s.loss_weights, shorter, alpha)) for s in e.sequences]
             logps = [f(s)[None] for f in (self.summed, self.reference) for s in sides]
-            total = total + dpo_loss(*logps, chosen_lengths=lengths[0], rejected_lengths=lengths[1], **o)[0].sum()
+            pairs.append([*logps, *lengths])
+        logps, lengths = (columns := [torch.cat(column) for column in zip(*pairs)])[:4], columns[4:]
+        total = dpo_loss(*logps, chosen_lengths=lengths[0], rejected_lengths=lengths[1], **o)[0].sum()
         loss = total / len(self.examples) + sft_weight * (nll / trained).sum()
         return loss, {"nll/chosen": float(nll / trained)} if sft_weight else {}
 

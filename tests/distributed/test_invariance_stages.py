@@ -65,9 +65,11 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         ("dpo", {"loss_type": "discopop", "f_divergence": "js"}),
         ("dpo", {"ld_alpha": 0.3}),
         ("dpo", {"loss_type": "orpo", "sft_weight": 0.3}),
+        ("dpo", {"loss_type": ["ipo", "aot"], "loss_weights": [0.8, 0.2], "sft_weight": 1.0}),
+        ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),
         ("sft", {"neftune_alpha": 5.0}),
     ],
-    ids=["dft", "smoothing", "apo_zero_unpaired", "discopop js", "ld", "orpo with nll", "neftune"],
+    ids=["dft", "smoothing", "apo_zero_unpaired", "discopop js", "ld", "orpo with nll", "list", "aot", "neftune"],
 )
 def test_options(stage, options) -> None:
     check(Case(stage, sp=2, packing_seed=1, options=options), 4)
@@ -90,6 +92,29 @@ def test_an_epochs_last_smaller_step_has_its_own_count(stage) -> None:
     metrics, gradients = run_distributed(run_case, 4, case, with_zero=True)[0]
     assert metrics[2]["loss"] == pytest.approx(loss, rel=1e-5)
     assert_same_gradients(gradients[2], exact)
+
+
+@pytest.mark.parametrize(("world", "sp", "budget"), [(1, 1, 128), (4, 2, 512)])
+def test_bco_pair_subtracts_the_mean_reward_of_the_steps_before(world, sp, budget) -> None:
+    """Of whole steps, and equally often on every topology; the learning rate is 0."""
+    options = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2], "beta": 0.3}
+    case = Case("dpo", sp=sp, budget=budget, examples=4, steps=3, packing_seed=1, options=options)
+    metrics, gradients = run_distributed(run_case, world, case, with_zero=True)[0]
+    rewards = [(m["rewards/chosen"] + m["rewards/rejected"]) / 2 for m in metrics]
+    for step, (found, gradient) in enumerate(zip(metrics, gradients, strict=True)):
+        delta = sum(rewards[:step]) / max(step, 1)
+        loss, exact, _ = formula(replace(case, options=options | {"bco_delta": delta}), step)
+        assert found["loss"] == pytest.approx(loss, rel=1e-5)
+        assert_same_gradients(gradient, exact)
+    assert abs(delta) > 0.05  # it takes part
+
+
+def test_aot_evaluates_alike_on_every_topology() -> None:
+    """It sorts the pairs of every evaluated step, which take different numbers of micro-batches."""
+    options = {"loss_type": "aot", "beta": 0.3}
+    alone = run_distributed(evaluation, 1, Case("dpo", budget=1000, options=options), with_zero=True)[0]
+    for found in run_distributed(evaluation, 4, Case("dpo", sp=2, options=options), with_zero=True):
+        assert found == pytest.approx(alone, rel=1e-4, abs=2e-4)
 
 
 @pytest.mark.parametrize("labels", [(1,) * 11, (0,) * 11], ids=["all good", "all bad"])

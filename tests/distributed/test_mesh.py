@@ -1,6 +1,8 @@
 """The rank grid: numbers, groups, refusals, and collectives over one group only."""
 
 import copy
+import pydoc
+import re
 
 import numpy as np
 import pytest
@@ -21,6 +23,12 @@ def grid(sp, num_heads):
     assert copy.deepcopy(mesh) is mesh and mesh.is_main == (mesh.rank == 0)
     assert (mesh.world_size, mesh.sequence_parallel_size, mesh.data_parallel_size) == (4, sp, 4 // sp)
     return mesh.dp_rank, mesh.sp_rank, mesh.row_parallel_size, total.item()
+
+
+def test_help_lists_every_attribute() -> None:
+    text = pydoc.plain(pydoc.render_doc(ParallelMesh))
+    for name in vars(ParallelMesh()):
+        assert re.search(rf"\b{name}\b", text.partition("Attributes:")[2].partition("Raises")[0]), name
 
 
 def test_sequence_axis_is_innermost():

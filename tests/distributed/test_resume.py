@@ -25,7 +25,8 @@ from ulysses.training.config import RunSection
 from ulysses.zero.state import KINDS, slice_state
 
 BEFORE, AFTER = 3, 3
-CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3)
+LOSSES = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]}  # bco_pair's mean reward is a state
+CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3, options=LOSSES)
 
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
@@ -62,6 +63,9 @@ def resumed_run(folder: Path, case: Case) -> tuple[list[dict[str, float]], dict[
     return metrics, state
 
 
+MADE = {".step-1.tmp/dpo.json", ".step-1.tmp/run.json"}  # by rank 0 alone
+
+
 def order_of_a_save(folder: Path) -> list[str]:
     """What reaches the disk, and the renames, in this rank's order; paths relative to the folder."""
     trainer, _ = build_trainer(CASE)
@@ -89,7 +93,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> N
     files = {".step-1.tmp/" + "rank-0000{}." + end for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))}
     assert set(second) == {name.format(1) for name in files}
     at = first.index("rename step-1")
-    assert set(first[:at]) == {name.format(0) for name in files} | {".step-1.tmp/run.json", ".step-1.tmp"}
+    assert set(first[:at]) == {name.format(0) for name in files} | {".step-1.tmp", *MADE}
     assert first[at + 1 :] == ["."]
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def merged(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(*arguments: Any) -> int:
     return main([*map(str, arguments)])
+
+
+def test_the_oldest_transformers_that_is_stated(transformers4: Path) -> None:
+    """Chats, tokenizers and models with it; this environment's is the newest."""
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert OLD[0].replace("==", ">=") in needs
+    tests = ["tests/unit/test_data_chat.py", "tests/parity/test_model_parity.py"]
+    path = {"PYTHONPATH": f"{transformers4}:{ROOT}"}
+    line = [sys.executable, "-m", "pytest", "-q", "-x", *tests]
+    done = subprocess.run(line, env=environment() | path, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 SCALINGS: dict[str, dict[str, Any]] = {

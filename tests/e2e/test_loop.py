@@ -70,6 +70,23 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
     assert any("mm" in event.get("name", "") for event in profile["traceEvents"])
 
 
+def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path) -> None:  # noqa: F811
+    """And a resumed one knows that it has ended; the best checkpoint and the export are there."""
+    config = settings(
+        demo, "sft", tmp_path / "run", run__steps=40, run__eval_every=1, run__save_every=0, run__patience=2,
+        optimizer__warmup=2, optimizer__lr=3.0,
+    )  # fmt: skip
+    lines = on_ranks(2, config)
+    losses = [line["eval/loss"] for line in lines]
+    best = 1 + int(np.argmin(losses))
+    assert len(lines) == best + 2 < 40
+    kept = {int(p.name.removeprefix("step-")) for p in (tmp_path / "run/checkpoints").iterdir()}
+    assert {best, best + 2} <= kept
+    assert (tmp_path / "run/export/config.json").exists()
+    config["run"]["resume"] = "auto"
+    assert on_ranks(1, config) == lines
+
+
 def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path) -> None:  # noqa: F811
     cache = {"data__cache": str(tmp_path / "cache"), "run__steps": 1, "run__overwrite": True, "run__export": False}
     config = settings(demo, "dpo", tmp_path / "run", **cache, run__save_last=False)

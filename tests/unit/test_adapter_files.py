@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import ModelConfig
+from models import CausalLM, ModelConfig
 from models.hf_format import WeightFiles, read_config
 from tests.model_folder import write_model
 from ulysses import export
+from ulysses.training.config import LoraSection, ModelSection
+from ulysses.training.lora import add_adapters, merged, save_adapters
 
 SHAPE = ModelConfig.from_hf({
     "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -44,18 +46,41 @@ def adapter_by_peft(base: Path, folder: Path, task: str = "CAUSAL_LM", **options
 
 @pytest.mark.parametrize(("task", "rslora"), [("CAUSAL_LM", False), ("CAUSAL_LM", True), ("SEQ_CLS", False)])
 def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
-    merged = adapter_by_peft(base, tmp_path / "adapter", task, use_rslora=rslora)
+    whole = adapter_by_peft(base, tmp_path / "adapter", task, use_rslora=rslora)
     files, plain = WeightFiles(tmp_path / "adapter"), WeightFiles(base)
     assert read_config(tmp_path / "adapter") == SHAPE
-    files.check({name: p.shape for name, p in merged.items()})
-    for name, expected in merged.items():
-        whole = files.read(name)
-        torch.testing.assert_close(whole.float(), expected, rtol=1e-6, atol=1e-7)
+    files.check({name: p.shape for name, p in whole.items()})
+    for name, expected in whole.items():
+        found = files.read(name)
+        torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=1e-7)
         for start, stop in ((0, 3), (5, 40), (17, 18), (30, None), (4, 4)):
             part = files.read(name, start, stop)
-            torch.testing.assert_close(part, whole.view(-1)[start:stop], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(part, found.view(-1)[start:stop], rtol=1e-6, atol=1e-7)
     moved = [n for n in plain.tensors if not torch.equal(plain.read(n), files.read(n).bfloat16())]
     assert len(moved) == 4 and all("q_proj" in n or "down_proj" in n for n in moved)
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 2.0), (True, 4.0)])
+def test_adapters_scale_alike_in_training_export_and_peft(base, tmp_path, rslora, scale):
+    """alpha / rank, or alpha / sqrt(rank): in the trained layer, in merged weights and in adapter_config.json."""
+    section = LoraSection(rank=4, alpha=8.0, rslora=rslora, targets=["q_proj"])
+    model = add_adapters(CausalLM(SHAPE), section)
+    for _, parameter in sorted(model.named_parameters()):
+        torch.nn.init.normal_(parameter)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    adapters = {name: p for name, p in weights.items() if ".lora_" in name}
+    whole = dict(merged(weights.items(), adapters, section))
+    stem = "model.layers.0.self_attn.q_proj"
+    a, b = (weights[f"{stem}.lora_{k}.default.weight"] for k in "AB")
+    change = whole[f"{stem}.weight"] - weights[f"{stem}.base_layer.weight"]
+    torch.testing.assert_close(change, scale * (b @ a), rtol=1e-4, atol=1e-5)
+    x, layer = torch.randn(5, 16), model.get_submodule(stem)
+    torch.testing.assert_close(layer(x), x @ whole[f"{stem}.weight"].T, rtol=1e-4, atol=1e-4)
+    (tmp_path / "out").mkdir()
+    save_adapters(tmp_path / "out", adapters, ModelSection(path=str(base), lora=section), reward=False)
+    assert json.loads((tmp_path / "out/adapter_config.json").read_text())["use_rslora"] is rslora
+    read = WeightFiles(tmp_path / "out").read(f"{stem}.weight") - WeightFiles(base).read(f"{stem}.weight").float()
+    torch.testing.assert_close(read, scale * (b @ a), rtol=1e-3, atol=1e-4)
 
 
 def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, monkeypatch, capsys):

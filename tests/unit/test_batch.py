@@ -79,11 +79,16 @@ def test_pack_shard_reads_only_its_own_slices():
     assert tokens.read == ((250, 501),)  # one more for the last target
 
 
+def test_an_empty_pack_is_refused_unless_it_is_meant():
+    with pytest.raises(ValueError, match="no sequences to pack; leave the step out on all ranks together, or set may_"):
+        pack_shard([], ParallelMesh())
+
+
 def test_no_sequences_give_a_batch_without_weight():
-    batch = pack_shard([], simulated_mesh(4, 1, 14))
+    batch = pack_shard([], simulated_mesh(4, 1, 14), may_be_empty=True)
     assert batch.tokens.tolist() == [0] and batch.targets.tolist() == [-100] and batch.num_valid == 0
     assert batch.num_sequences == 0 and batch.cu_seqlens.tolist() == [0, 4] and batch.num_tokens == 0
-    one = pack_shard([], ParallelMesh())
+    one = pack_shard([], ParallelMesh(), may_be_empty=True)
     assert segment_sums(torch.ones(1), one).shape == (0,) and sequence_last(torch.ones(1), one).shape == (0,)
 
 

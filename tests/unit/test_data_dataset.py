@@ -50,6 +50,22 @@ def test_sft_trains_every_answer_or_the_last_or_all(tokenizer, open_rows):
         assert trained(tokenizer, open_rows([given], "sequence", train_on=train_on)[0].sequences[0]) == text
 
 
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.6])
+@pytest.mark.parametrize("kind", ["sequence", "text"])
+def test_a_fraction_of_the_rows_is_held_out(tokenizer, open_rows, kind, share):
+    """Each row is on one side, by its place alone, and every stretch and every second row have the share."""
+    rows = [{"prompt": "p", "completion": f"row {i:03}", "text": f"row {i:03}"} for i in range(200)]
+    more = {"eval_fraction": share}
+    sides = [open_rows(rows, kind, held_out=held_out, **more) for held_out in (False, True)]
+    texts = ["".join(tokenizer.decode(d[i].sequences[0].tokens) for i in range(len(d))) for d in sides]
+    train, held = ([i for i in range(200) if f"row {i:03}" in text] for text in texts)
+    assert sorted(train + held) == [*range(200)]
+    for part in (range(200), range(50), range(150, 200), range(0, 200, 2), range(0, 200, 5)):
+        assert abs(len({*held} & {*part}) - share * len(part)) <= 2.5
+    assert f"in the other part of data.eval_fraction: {len(held)}" in str(sides[0].report)
+    assert len(open_rows(rows, kind, **more | {"eval_fraction": 0.0})) == len(open_rows(rows, kind))
+
+
 def thought(thinking, answer, **more):
     return {"role": "assistant", "content": f"<think>\n{thinking}\n</think>\n\n{answer}", **more}
 

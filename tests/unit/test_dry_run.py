@@ -22,7 +22,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def arch(stage: str = "sft", length: int = 131072, sp: int = 8) -> list[str]:
+def arch(stage: str = "sft", length: int = 131072, sp: int | str = 8) -> list[str]:
     return f"""--stage {stage} --model.arch llama3-8b --model.init random --run.steps 7 --data.max_length {length}
         --parallel.sequence_parallel_size {sp}""".split()
 
@@ -42,6 +42,13 @@ def test_plan_by_architecture_alone(capsys):
     assert "memory: recompute none (auto: " in text and "GiB predicted of 139.8 GiB)" in text
     assert text.splitlines()[-1] == "verdict: the settings are right; absent on this machine: 2, see the findings above"
     assert "finding: data.train is empty" in text and "finding: model.tokenizer is missing" in text
+
+
+@pytest.mark.parametrize(("length", "degree"), [(8192, 2), (524288, 4)])
+def test_an_automatic_degree_is_planned(length, degree, capsys):
+    _, text = run(capsys, *arch(length=length, sp="auto"), *NODE)
+    assert f"8 processes: data parallel {8 // degree} x sequence parallel {degree}" in text
+    assert f"longest sequence at sequence_parallel_size {degree}:" in text
 
 
 def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys):

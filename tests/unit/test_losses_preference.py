@@ -12,6 +12,7 @@ from losses import (
     DPO_LOSS_TYPES,
     LENGTH_NORMALISED,
     REFERENCE_FREE,
+    aot_margins,
     dpo_loss,
     kto_baseline,
     kto_loss,
@@ -19,7 +20,7 @@ from losses import (
     reward_loss,
 )
 
-SMOOTHED = {"sigmoid": 0.1, "robust": 0.1, "exo_pair": 0.01, "simpo": 0.2, "sigmoid_norm": 0.3}
+SMOOTHED = {"sigmoid": 0.1, "robust": 0.1, "exo_pair": 0.01, "simpo": 0.2, "sigmoid_norm": 0.3, "aot": 0.1}
 
 
 mp.dps = 60  # and exponents without bound, so that no equation overflows
@@ -39,7 +40,7 @@ def literal(name, pw, pl, rw, rl, nw, nl, beta, e):
     a, b = pw - rw, pl - rl
     d = a - b
     match name:
-        case "sigmoid":
+        case "sigmoid" | "aot":  # a single pair is its own rank; many pairs have their own test
             return -(1 - e) * ls(beta * d) - e * ls(-beta * d)
         case "robust":
             return (-(1 - e) * ls(beta * d) + e * ls(-beta * d)) / (1 - 2 * e)
@@ -66,6 +67,8 @@ def literal(name, pw, pl, rw, rl, nw, nl, beta, e):
             return q * (log(q) - log(1 - e)) + p * (log(p) - log(e))
         case "nca_pair":
             return -ls(beta * a) - 0.5 * ls(-beta * a) - 0.5 * ls(-beta * b)
+        case "bco_pair":
+            return -ls(beta * a) - ls(-beta * b)
         case "sppo_hard":
             return (a - 1 / (2 * beta)) ** 2 + (b + 1 / (2 * beta)) ** 2
         case "apo_zero":
@@ -97,6 +100,8 @@ def call(name, logps, nw, nl, beta, e=0.0, **kwargs):
 @pytest.mark.parametrize("beta", [0.1, 2.0])
 def test_dpo_family_equals_its_equation(name, beta):
     logps, nw, nl = batch()
+    if name == "aot":  # pairs that are sorted already
+        logps = [t.sort(descending=side % 2 > 0).values for side, t in enumerate(logps)]
     for e in {SMOOTHED.get(name, 0.0), 0.01 if name == "exo_pair" else 0.0}:
         got, chosen, rejected = call(name, logps, nw, nl, beta, e)
         rows = zip(*(t.tolist() for t in (*logps, nw, nl)))
@@ -132,6 +137,44 @@ def test_dpo_family_at_the_limits(name, point):
     for order, found in (((0, 0), got), ((1, 0), sides[0].grad), ((0, 1), sides[1].grad)):
         want = float(diff(lambda w, q: literal(name, w, q, 0, 0, 1, 1, 0.1, e), tuple(point), order))
         assert found.item() == pytest.approx(want, rel=1e-6, abs=1e-6), order
+
+
+def test_bco_pair_subtracts_its_running_mean():
+    """trl's formula up to 0.28: both rewards are measured against delta, which carries no gradient."""
+    (pw, pl, rw, rl), _, _ = batch(seed=8)
+    got = dpo_loss(pw, pl, rw, rl, 0.2, "bco_pair", bco_delta=0.7)[0]
+    rows = zip(*(t.tolist() for t in (pw, pl, rw, rl)))
+    want = [float(-ls(0.2 * (a - c) - 0.7) - ls(-(0.2 * (b - d) - 0.7))) for a, b, c, d in rows]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
+
+
+def test_aot_compares_sorted_margins():
+    """trl's formula: margins of policy and reference, each sorted; ours keeps the order of the pairs."""
+    (pw, pl, rw, rl), _, _ = batch(9, seed=9)
+    delta = (pw - pl).sort().values - (rw - rl).sort().values
+    want = torch.tensor([float(-mpf("0.9") * ls(0.3 * d) - mpf("0.1") * ls(-0.3 * d)) for d in delta.tolist()])
+    got, chosen, _ = dpo_loss(pw, pl, rw, rl, 0.3, "aot", 0.1)
+    torch.testing.assert_close(got[(pw - pl).argsort()], want.double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(chosen, 0.3 * (pw - rw))
+    # a part of the pairs, compared with what all of them say
+    margins = aot_margins(pw - pl, rw - rl)[2:5]
+    part = dpo_loss(pw[2:5], pl[2:5], rw[2:5], rl[2:5], 0.3, "aot", 0.1, aot_reference_margins=margins)[0]
+    torch.testing.assert_close(part, got[2:5])
+
+
+def test_a_list_of_losses_is_their_weighted_sum():
+    """trl's loss_type list and loss_weights; each loss takes the options that it knows."""
+    logps, nw, nl = batch(seed=10)
+    lengths = {"chosen_lengths": nw, "rejected_lengths": nl}
+    names, weights = ["ipo", "sigmoid", "bco_pair", "simpo", "hinge"], [0.5, 0.8, 0.2, 2.0, 0.0]
+    got, chosen, _ = dpo_loss(*logps, 0.2, names, 0.1, loss_weights=weights, f_divergence="js", **lengths)
+    own = {"sigmoid": {"label_smoothing": 0.1, "f_divergence": "js"}, "simpo": {"label_smoothing": 0.1}}
+    want = sum(w * dpo_loss(*logps, 0.2, n, **own.get(n, {}), **lengths)[0] for n, w in zip(names, weights))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(chosen, dpo_loss(*logps, 0.2, "ipo", **lengths)[1])  # rewards are the first one's
+    alike = dpo_loss(*logps, 0.2, ["sigmoid", "hinge"])[0]
+    torch.testing.assert_close(alike, dpo_loss(*logps, 0.2, ["sigmoid", "hinge"], loss_weights=[1, 1])[0])
+    assert torch.equal(dpo_loss(*logps, 0.2, ["sigmoid"])[0], dpo_loss(*logps, 0.2)[0])
 
 
 def test_orpo_is_finite_at_probability_one():
@@ -211,6 +254,12 @@ ONE = torch.zeros(1)
         ({"loss_type": "sigmod"}, "did you mean 'sigmoid'"),
         ({"loss_type": "cdpo"}, "'sigmoid' with label_smoothing"),
         ({"loss_type": "kto_pair"}, "use kto_loss"),
+        ({"loss_type": ["sigmoid", "sft"]}, "or set dpo.sft_weight"),
+        ({"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]}, "names 2 losses and loss_weights has 1"),
+        ({"loss_type": []}, "names 0 losses"),
+        ({"loss_type": ["hinge", "ipo_sum"], "label_smoothing": 0.1}, "has none"),
+        ({"policy_chosen_logps": torch.zeros(1, 3)}, r"shapes \[\[1, 3\], \[1\].* sums over the tokens of each"),
+        ({"reference_chosen_logps": torch.zeros(())}, "every pair needs one of each"),
         ({"beta": 0.0}, "beta is 0.0"),
         ({"label_smoothing": 0.5}, "below 0.5"),
         ({"label_smoothing": 0.1, "loss_type": "hinge"}, "'hinge' has none"),
@@ -308,8 +357,9 @@ def test_kto_limits():
 
 SIGNATURES = {
     "dpo_loss": "policy_chosen_logps policy_rejected_logps reference_chosen_logps reference_rejected_logps beta=0.1 "
-    "loss_type='sigmoid' label_smoothing=0.0 * chosen_lengths=None rejected_lengths=None simpo_gamma=0.5 "
-    "discopop_tau=0.05 f_divergence='reverse_kl' f_alpha=0.5",
+    "loss_type='sigmoid' label_smoothing=0.0 * chosen_lengths=None rejected_lengths=None loss_weights=() "
+    "simpo_gamma=0.5 discopop_tau=0.05 f_divergence='reverse_kl' f_alpha=0.5 bco_delta=0.0 aot_reference_margins=None",
+    "aot_margins": "policy reference",
     "kto_loss": "policy_chosen_logps policy_rejected_logps policy_KL_logps reference_chosen_logps "
     "reference_rejected_logps reference_KL_logps beta=0.1 desirable_weight=1.0 undesirable_weight=1.0 * kl=None "
     "loss_type='kto'",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from models.arch import architecture
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
-from ulysses.memory.plan import GIB, PROCESS_BYTES, Case, Machine
+from ulysses.memory.plan import GIB, PROCESS_BYTES, Case, Machine, choose
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import InitialWeights, build_engine
 from ulysses.training.command_line import check
@@ -32,7 +32,7 @@ from ulysses.training.section import ConfigError
 LLAMA = architecture("llama3-8b")
 
 
-def config(stage: str = "sft", lora: int = 0, sp: int = 1, dtype: str = "float32", **memory: Any) -> Config:
+def config(stage: str = "sft", lora: int = 0, sp: int | str = 1, dtype: str = "float32", **memory: Any) -> Config:
     return check(
         {
             "stage": stage,
@@ -48,6 +48,21 @@ def config(stage: str = "sft", lora: int = 0, sp: int = 1, dtype: str = "float32
 def chosen(tokens: int, gib: float = 139.8, host_gib: float = 0.0, *, gpus: int = 8, **settings: Any) -> MemoryChoice:
     machine = Machine(gpus, gib * GIB, host_gib * GIB)
     return choose_memory(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens)
+
+
+@pytest.mark.parametrize(("gpus", "gib"), [(8, 139.8), (8, 80.0), (6, 139.8), (1, 80.0)])
+def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
+    machine, found, divisors = Machine(gpus, gib * GIB, 0.0), [], [d for d in range(1, gpus + 1) if gpus % d == 0]
+    for tokens in (1 << 13, 1 << 17, 1 << 19, 1 << 24):
+        cases = {
+            degree: planner_case(config(sp=degree, dtype="bfloat16"), LLAMA, machine, tokens)
+            for degree in (*divisors, "auto")
+        }
+        fitting = [degree for degree in divisors if choose(cases[degree])]
+        found.append(cases["auto"].sp)
+        assert found[-1] == (fitting or [gpus])[0]
+    assert found == sorted(found) and found[-1] == gpus  # no degree fits 16 million tokens
+    assert len({*found}) > 1 or gpus == 1
 
 
 def test_auto_on_cpu_keeps_everything():

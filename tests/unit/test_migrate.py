@@ -221,8 +221,7 @@ def test_llamafactory_dpo_on_all_weights(migrate: Any, tmp_path: Path) -> None:
     assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.betas) == (5e-6, 0.1, (0.9, 0.999))
     assert config.memory.offload_optimizer and not config.memory.offload_parameters
     assert config.model.lora.rank == 0 and config.data.chat_template == "llama3" and config.run.epochs == 3
-    assert config.run.eval_every == 0, "there is no held-out file"
-    assert not config.run.overwrite and "val_size = 0.1: split the data beforehand" in shown
+    assert config.run.eval_every == 500 and config.data.eval_fraction == 0.1 and not config.run.overwrite
     assert "a mean over the tokens of the whole step" in shown
 
 
@@ -263,6 +262,10 @@ def test_trl_yaml_and_a_command_that_names_it(migrate: Any, tmp_path: Path) -> N
     assert (config.dpo.beta, config.dpo.loss_type, config.data.truncation) == (0.05, "sigmoid", "keep_end")
     assert (config.optimizer.min_lr, config.optimizer.warmup, config.optimizer.betas[1]) == (0.1, 20, 0.95)
     assert config.run.eval_every == 50 and "sync_ref_model = True: the reference stays fixed" in shown
+    more = "[sigmoid, bco_pair]\nloss_weights: [0.8, 0.2]\nearly_stopping_patience: 3\nuse_rslora: true"
+    config, _ = migrate(TRL_DPO.replace("[sigmoid]", more), "--stage", "dpo", name="list.yaml")
+    assert (config.dpo.loss_type, config.dpo.loss_weights) == (["sigmoid", "bco_pair"], [0.8, 0.2])
+    assert config.run.patience == 3 and config.model.lora.rslora
     config, _ = migrate("trl dpo --config run.yaml --beta 0.3 --learning_rate=1e-6", name="go.sh")
     assert (config.dpo.beta, config.optimizer.lr, config.data.max_length) == (0.3, 1e-6, 2048)
 

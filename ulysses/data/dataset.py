@@ -13,6 +13,8 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ FORMAT_VERSION = 7
 DIGESTS = "digests.json"  # of the other files
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
+GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
 def open_dataset(
@@ -92,7 +95,8 @@ def open_dataset(
 
         located = locate_rows(sources, report)
         bar = {"desc": "tokenising", "unit": " rows", "delay": BAR_AFTER_SECONDS}
-        examples = encoded(tqdm(located, total=count_rows(sources), **bar))
+        rows = tqdm(located, total=count_rows(sources), **bar)
+        examples = encoded(part_of(rows, settings, report))
         if template is None:
             examples = cut_documents(examples, encoder, settings.max_length)
         write_dataset(temporary, kind, examples, report, [source.path for source in sources])
@@ -101,6 +105,21 @@ def open_dataset(
     check_once(folder / DIGESTS, cache)
     weights = [source.weight for source in sources]
     return TokenizedDataset(folder, weights, settings.max_length, share_prompts)
+
+
+def part_of(
+    rows: Iterable[LocatedRow], settings: DataSettings, report: Report
+) -> Iterator[LocatedRow]:
+    """Yield the rows that are held out for evaluation, or the others; parts of a document stay together.
+
+    Multiples of the golden ratio are even modulo 1: of any many rows in a row, and of every second, third ... one, the
+    same share is held out.
+    """
+    for number, (where, parts) in enumerate(groupby(rows, key=itemgetter(1))):
+        if (number * GOLDEN_RATIO % 1 < settings.eval_fraction) == settings.held_out:
+            yield from parts
+        else:
+            report.count("notes", "in the other part of data.eval_fraction", where)
 
 
 def write_dataset(

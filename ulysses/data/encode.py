@@ -37,6 +37,7 @@ class DataSettings:
         bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
         turns: whether the answers of a conversation that are trained share one sequence ("together"), each have their
             own ("separate"), or only where the template rewrites earlier turns ("auto"); sequences only.
+        eval_fraction: the share of the rows that is held out; 0 takes all rows. `held_out` takes those, not the others.
     """
 
     max_length: int
@@ -44,6 +45,8 @@ class DataSettings:
     train_on: str = "assistant"
     bad_rows: str = "error"
     turns: str = "auto"
+    eval_fraction: float = 0.0
+    held_out: bool = False
 
 
 @dataclass(frozen=True)

@@ -144,14 +144,23 @@ class ShardedBatch:
 
 
 def pack_shard(
-    sequences: list[Sequence], mesh: ParallelMesh, device: torch.device | str = "cpu"
+    sequences: list[Sequence],
+    mesh: ParallelMesh,
+    device: torch.device | str = "cpu",
+    *,
+    may_be_empty: bool = False,
 ) -> ShardedBatch:
     """Pack the sequences and return this rank's shard, reading only its own slices of their arrays.
 
-    There is no communication: every rank of the group is given the same sequences. An empty list gives a batch of sp
-    tokens with weight 0, for a rank that has run out of data. Raises ValueError if sequences have different columns,
-    weights that are not finite, or too many tokens for int32.
+    There is no communication: every rank of the group is given the same sequences. For a rank that has run out of data
+    `may_be_empty` turns an empty list into a batch of sp tokens with weight 0. Raises ValueError if there are no
+    sequences, if they have different columns, weights that are not finite, or too many tokens for int32.
     """
+    if not sequences and not may_be_empty:
+        raise ValueError(
+            "there are no sequences to pack; leave the step out on all ranks together, or set may_be_empty=True for a "
+            "batch without weight"
+        )
     lengths = [len(sequence.tokens) for sequence in sequences]
     sp, num_sequences, num_tokens = mesh.sequence_parallel_size, len(lengths), sum(lengths)
     total = max(1, -(-num_tokens // sp)) * sp

@@ -29,10 +29,20 @@ class ParallelMesh:
     All ranks construct it together, because making the process groups is a collective. Without torch.distributed it
     describes one process.
 
-    `num_heads` gives the query head counts of all models that will run on this mesh. A degree that does not divide them
-    works too: `head_parallel_size` = gcd(sp, *num_heads) ranks exchange heads, and `row_parallel_size` =
-    sp / head_parallel_size ranks split query rows (layout.py). If `num_heads` is left out, the degree must divide the
-    head counts. `row_set` is this rank's part of the query rows.
+    Args:
+        sequence_parallel_size: the degree sp: how many processes share each packed batch.
+        num_heads: the query head counts of all models that will run on this mesh. A degree that does not divide them
+            works too: some ranks then split query rows (layout.py). If it is left out, the degree must divide them.
+
+    Attributes:
+        world_size, rank: the number of processes, and this one's number.
+        sequence_parallel_size, sp_rank: the processes that share a packed batch, and this one's place among them.
+        data_parallel_size, dp_rank: the groups that have different batches, and the number of this one's group.
+        head_parallel_size: gcd(sp, *num_heads), the ranks that exchange heads.
+        row_parallel_size, row_set: sp / head_parallel_size, the ranks that split query rows, and this one's part.
+        is_main: whether this is rank 0.
+        sp_group: the process group of the ranks that share this one's batch; None if it has it alone.
+
     Raises ValueError if the degree does not divide the number of processes.
     """
 

@@ -39,6 +39,8 @@ class LoraSection(Section):
     """Rank of the low-rank adapters (LoRA); 0 trains all weights instead."""
     alpha: PositiveFloat = 16.0
     """Scale of the adapters: each adds alpha / rank * B A to its weight matrix."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, which keeps updates of one size at every rank (rsLoRA, 2312.03732)."""
     dropout: Share = 0.0
     """Probability of dropping an input of an adapter during training; 0 drops none."""
     targets: list[Literal[LORA_TARGETS]] = Field(list(LORA_TARGETS), min_length=1)
@@ -136,6 +138,8 @@ class DataSection(Section):
     """Training data: a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
     eval: str | dict[str, Any] | list[str | dict[str, Any]] = []
     """Held-out data in the same forms; an empty list means that nothing is evaluated."""
+    eval_fraction: Share = 0.0
+    """Share of the training data's rows that is held out instead; which rows these are follows from their places."""
     max_length: int = Field(4096, ge=8)
     """Longest sequence in tokens; of a pair, each side may be this long."""
     truncation: Literal["keep_start", "keep_end", "drop", "error"] = "keep_start"
@@ -157,8 +161,8 @@ class DataSection(Section):
 
 
 class ParallelSection(Section):
-    sequence_parallel_size: PositiveInt = 1
-    """Number of processes that share each packed sequence; the others work on different sequences."""
+    sequence_parallel_size: PositiveInt | Literal["auto"] = 1
+    """Number of processes that share each packed sequence; "auto" is the smallest whose memory plan fits."""
 
 
 class BatchSection(Section):
@@ -252,6 +256,8 @@ class RunSection(Section):
     """Steps between lines of metrics."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates once, at the end."""
+    patience: NonNegativeInt = 0
+    """End the run after so many evaluations in a row whose eval/loss is not below the best one; 0 never does."""
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; the best evaluation is saved too. 0 leaves it to save_minutes and save_last."""
     save_minutes: NonNegativeFloat = 30.0
@@ -379,10 +385,19 @@ class Config(Section):
                 raise ValueError(
                     f"{keys}: stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
                 )
-        if self.run.eval_every and not data.eval:
+        if data.eval and data.eval_fraction:
             raise ValueError(
-                f"run.eval_every is {self.run.eval_every} but there is nothing to evaluate; set data.eval, or "
-                "run.eval_every = 0"
+                f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
+            )
+        if self.run.patience and not self.run.eval_every:
+            raise ValueError(
+                f"run.patience is {self.run.patience} evaluations but only the end of the run is evaluated; set "
+                "run.eval_every"
+            )
+        if self.run.eval_every and not (data.eval or data.eval_fraction):
+            raise ValueError(
+                f"run.eval_every is {self.run.eval_every} but there is nothing to evaluate; set data.eval or "
+                "data.eval_fraction, or run.eval_every = 0"
             )
         for key, default in (("turns", "auto"), ("train_on", "assistant")):
             value = getattr(data, key)

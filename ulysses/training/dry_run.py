@@ -10,7 +10,7 @@ import sys
 from ulysses.data.preview import preview_examples
 from ulysses.training.checkpoint import resume_point
 from ulysses.training.config import Config, Options
-from ulysses.training.memory import plan_lines
+from ulysses.training.memory import plan_lines, planned_machine, planner_case
 from ulysses.training.prepare import prepare
 from ulysses.training.quiet import wants_debug
 from ulysses.training.section import ConfigError, blame
@@ -29,15 +29,19 @@ def dry_run(config: Config, options: Options) -> int:
     prepared = prepare(config, world, findings)
     if wants_debug(sys.argv) or options.debug:
         print(config.model_dump_json(indent=2))
-    stage, run, sp = config.stage_class, config.run, config.parallel.sequence_parallel_size
-    facts, groups = stage.facts(config), world // sp
+    stage, run = config.stage_class, config.run
+    facts, tokens = stage.facts(config), stage.budget(config)
+    sp, shape = config.parallel.sequence_parallel_size, prepared.shape
+    if sp == "auto":
+        machine = planned_machine(config, options.planner, world)
+        sp = planner_case(config, shape, machine, tokens).sp if shape else 1
+    groups = world // sp
     print(
         f"{world} processes: data parallel {groups} x sequence parallel {sp}, among neighbours"
     )
     longest = stage.sequences_per_example * facts.longest_example
-    full = groups * max(stage.budget(config), longest)
+    full = groups * max(tokens, longest)
     micro_batches = math.ceil(facts.examples_per_step * longest / full)
-    tokens = stage.budget(config)
     length = f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs of unknown length"
     if not findings:
         with blame("", findings):  # the hub may not have the data
@@ -88,7 +92,8 @@ def inspect(config: Config, samples: int) -> int:
     """Print training samples as the loss sees them; return the exit code."""
     # neither the number of processes nor the weights, the disk or the folder's checkpoints matter here
     findings: list[str] = []
-    prepared = prepare(config, config.parallel.sequence_parallel_size, findings)
+    degree = config.parallel.sequence_parallel_size
+    prepared = prepare(config, 1 if degree == "auto" else degree, findings)
     if prepared.tokenizer is None:
         raise ConfigError(findings[0])
     preview_examples(prepared.open_data()[0], prepared.tokenizer, samples)

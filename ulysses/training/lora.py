@@ -57,6 +57,7 @@ def _peft_config(config: "LoraSection", **options: Any) -> PeftConfig:
     return PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,
+        use_rslora=config.rslora,
         lora_dropout=config.dropout,
         target_modules=list(config.targets),
         init_lora_weights=False,
@@ -101,17 +102,18 @@ def is_adapter(name: str) -> bool:
 def merged(
     weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], config: "LoraSection"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under the base model's names with alpha / rank * B A added, in float32, where it belongs.
+    """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
 
     The adapters among `weights` are left out; the adapted matrices are copies.
     """
+    scale = config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
     for name, weight in weights:
         if ".lora_" in name:
             continue
         stem = name.removesuffix(".base_layer.weight")
         if stem != name:
             a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"].float() for k in "AB")
-            weight = (weight.float() + config.alpha / config.rank * (b @ a)).to(weight.dtype)
+            weight = (weight.float() + scale * (b @ a)).to(weight.dtype)
         yield base_name(name), weight
 
 

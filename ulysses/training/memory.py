@@ -92,14 +92,17 @@ def planner_model(config: Config, shape: Shape) -> Model:
 def planner_case(
     config: Config, shape: Shape, machine: Machine, tokens: int, micro_batches: int = 1
 ) -> Case:
-    """Return the planner's view of a run: micro-batches of `tokens`, full of longest sequences."""
+    """Return the planner's view of a run: micro-batches of `tokens`, full of longest sequences.
+
+    The degree "auto" is the smallest whose plan fits, or all processes if none does.
+    """
     stage, facts = config.stage_class, config.stage_class.facts(config)
     others = [
         plain_model(_other(other.path, shape), reward=other.reward)
         for other in stage.other_models(config)
     ]
     others += [plain_model(shape)] * facts.keeps_initial
-    return Case(
+    case = Case(
         planner_model(config, shape),
         machine,
         tokens,
@@ -115,6 +118,11 @@ def planner_case(
         saves=True,
         **config.memory.model_dump(exclude={"recompute", "host_memory"}),
     )
+    if config.parallel.sequence_parallel_size == "auto":
+        degrees = [d for d in range(1, machine.gpus) if machine.gpus % d == 0]
+        fitting = (d for d in degrees if choose(case._replace(sp=d)))
+        case = case._replace(sp=next(fitting, machine.gpus))
+    return case
 
 
 def _other(path: str, shape: Shape) -> Shape:

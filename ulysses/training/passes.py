@@ -34,7 +34,7 @@ def packed_batches(
     budget = max([budget, *lengths])
     groups = pack_step(lengths, costs, budget, mesh.data_parallel_size)
     for numbers in groups[mesh.dp_rank]:
-        yield numbers, pack_shard(sequences(numbers), mesh, device)
+        yield numbers, pack_shard(sequences(numbers), mesh, device, may_be_empty=True)
 
 
 def token_values(

@@ -67,12 +67,18 @@ class Prepared:
         Raises ConfigError for data that is missing or broken.
         """
         data = self.config.data
-        settings = DataSettings(
-            data.max_length, data.truncation, data.train_on, data.bad_rows, data.turns
-        )
 
-        def opened(value: Any) -> TokenizedDataset:
+        def opened(value: Any, held_out: bool = False) -> TokenizedDataset:
             sources = parse_sources(value)
+            settings = DataSettings(
+                data.max_length,
+                data.truncation,
+                data.train_on,
+                data.bad_rows,
+                data.turns,
+                data.eval_fraction,
+                held_out,
+            )
             with blame("data", absent=any(map(is_hub_id, sources))):
                 found = open_dataset(
                     sources,
@@ -87,6 +93,8 @@ class Prepared:
             self.loader(found)  # refuses an example that is longer than a micro-batch
             return found
 
+        if data.eval_fraction:
+            return opened(data.train), opened(data.train, held_out=True)
         return opened(data.train), opened(data.eval) if data.eval else None
 
     def changes(self, data: list[str]) -> list[str]:
@@ -237,7 +245,7 @@ def _check_settings(config: Config, world_size: int) -> None:
     if config.run.deterministic:  # before anything starts CUDA
         require_determinism()
     degree = config.parallel.sequence_parallel_size
-    if world_size % degree:
+    if degree != "auto" and world_size % degree:
         divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
         raise ConfigError(
             f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to one of "

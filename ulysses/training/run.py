@@ -25,7 +25,12 @@ from ulysses.training.command_line import check, parse_command_line
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.export_model import export_engine, save_tokenizer
 from ulysses.training.failure import may_restart
-from ulysses.training.memory import adapter_parameters, choose_memory, this_machine
+from ulysses.training.memory import (
+    adapter_parameters,
+    choose_memory,
+    planner_case,
+    this_machine,
+)
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.prepare import prepare
@@ -106,9 +111,15 @@ class TrainingRun:
         stage, resume_from = config.stage_class, prepared.resume_from
         debug_anywhere = self._agree()
         torch.backends.cuda.matmul.allow_tf32 = False
+        tokens = prepared.budget(self.train_data, self.eval_data)
+        machine = this_machine(self.device, config.memory.host_memory)
+        degree = config.parallel.sequence_parallel_size
+        if degree == "auto":
+            degree = planner_case(config, shape, machine, tokens).sp if machine else 1
+            self.say(f"parallel.sequence_parallel_size is auto: {degree}")
         shapes = [shape, *(weights.shape for weights in prepared.others.values())]
         self.mesh = ParallelMesh(
-            config.parallel.sequence_parallel_size,
+            degree,
             num_heads=tuple(each.num_attention_heads for each in shapes),
         )
         # what may not work on this machine is tried before anything is written
@@ -133,8 +144,6 @@ class TrainingRun:
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data:
                 self.say(f"{name} data: {data.report}")
-        tokens = prepared.budget(self.train_data, self.eval_data)
-        machine = this_machine(self.device, config.memory.host_memory)
         memory = choose_memory(config, shape, machine, tokens)
         self.say(memory.line)
         self.watch.phase("building the model", long=True)

@@ -89,29 +89,35 @@ class Trainer:
         """
         run, second = self.run, self.step + 2  # the first step takes longer than others
         try:
-            while self.step < self.total_steps and not self.stop_requested:
+            while not self.finished and not self.stop_requested:
                 current = self.step + 1
                 with self._profiler():
                     values = self.train_step()
-                last = self.step == self.total_steps
                 if self.step == second and (note := grace_note(values["seconds"])):
                     self.say(note)
-                if last or (run.eval_every and self.step % run.eval_every == 0):
+                if self.finished or (run.eval_every and self.step % run.eval_every == 0):
                     values |= self.evaluate()
                 loss = values.get("eval/loss")
                 improved = loss is not None and (self.best is None or loss < self.best[1])
                 if improved:
                     self.best = [self.step, loss]
+                last = self.finished
                 if self.log is not None:
                     self.log.report(self.step, values, last or self.step % run.log_every == 0)
                     if self.log.failure is not None:
                         self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
                 due = run.save_every and (self.step % run.save_every == 0 or improved)
+                due = due or (run.patience and improved)
                 if due or self.save_due or self.stop_requested or (last and run.save_last):
                     self.save()
         except Exception as error:
             error.add_note(f"step {current}")
             raise
+        if self.finished and self.step < self.total_steps:
+            self.say(
+                f"stopped at step {self.step}: eval/loss was not below that of step {self.best[0]} in {run.patience} "
+                f"evaluations; ulysses export {run.output}/checkpoints/step-{self.best[0]} writes the best model"
+            )
         if self.stop_requested:
             self.say(
                 f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with "
@@ -119,6 +125,13 @@ class Trainer:
             )
         if self.log is not None and self.log.failure is not None:
             raise self.log.failure
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is taken, or the best evaluation lies `run.patience` evaluations back."""
+        patience = self.run.patience * self.run.eval_every
+        stale = self.best is not None and 0 < patience <= self.step - self.best[0]
+        return stale or self.step >= self.total_steps
 
     def _profiler(self) -> AbstractContextManager[Any]:
         """Trace the coming step if it is the one that run.profile names."""
@@ -142,7 +155,7 @@ class Trainer:
         batches, side_batches = self._next or self._prepare(self.loader, step)
         self._next = None
         self.stage.step = step
-        self.stage.prepare_step(side_batches)
+        self.stage.prepare_step(batches, side_batches)
         counts = self._counts(batches)
         metrics = MetricSums(self.engine.device)
         for i, batch in enumerate(batches):
@@ -207,7 +220,9 @@ class Trainer:
         """Return a step's micro-batches on this rank, and those that the stage's preparation reads."""
         position = divmod(step, loader.steps_per_epoch)
         batches = [
-            pack_shard(self.stage.packed(examples), self.mesh, self.engine.device)
+            pack_shard(
+                self.stage.packed(examples), self.mesh, self.engine.device, may_be_empty=True
+            )
             for examples in loader.step(*position)
         ]
         return batches, self.stage.side_batches(loader, loader.indices(*position))
@@ -245,7 +260,7 @@ class Trainer:
         with self.engine.inference():
             for k in range(self.eval_loader.steps_per_epoch):
                 batches, side_batches = self._prepare(self.eval_loader, k)
-                self.stage.prepare_step(side_batches)
+                self.stage.prepare_step(batches, side_batches)
                 for batch in batches:
                     counts = self.stage.counts(batch)
                     for i, term in enumerate(self.stage.losses(batch, sums)):

@@ -186,8 +186,10 @@ class Stage:
         """
         return []
 
-    def prepare_step(self, side_batches: list[ShardedBatch]) -> None:
-        """Gather statistics of the whole optimizer step from its side batches, without gradient."""
+    def prepare_step(
+        self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
+    ) -> None:
+        """Gather statistics of the whole optimizer step from its micro-batches and side batches, without gradient."""
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         """Return this rank's own share of every count, by default tokens.

@@ -5,35 +5,49 @@
 
 "We increase the log-probability of the preferred answers and decrease that of the others, each pair weighted by how
 wrong the implicit reward is" (Rafailov et al. 2023, arXiv 2305.18290).
+
+Two losses look beyond a pair, and both look at the whole optimizer step: bco_pair subtracts the mean reward of all
+steps so far, and aot sorts the margins of the step's pairs, which a first pass without gradient finds.
 """
 
+import json
 from collections.abc import Iterator
+from collections.abc import Sequence as Many
 from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from losses.dpo import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, ld_dpo_weights
+from losses.preference import aot_margins
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import segment_sums
 from ulysses.training.metrics import MetricSums
 from ulysses.training.section import Section
-from ulysses.training.stages.base import Term
+from ulysses.training.stages.base import Facts, Term
 from ulysses.training.stages.referenced import ReferencedStage
 
 if TYPE_CHECKING:
     from ulysses.training.config import Config
 
+STATE = "dpo.json"  # in a checkpoint
+
 
 class DpoSection(Section):
     beta: PositiveFloat = 0.1
     """Strength of the implicit KL constraint."""
-    loss_type: str = Field(
-        "sigmoid", description=f"Preference loss (losses/dpo.py): {', '.join(DPO_LOSS_TYPES)}."
+    loss_type: str | list[str] = Field(
+        "sigmoid",
+        description=f"Preference loss, or a list of losses to add (losses/dpo.py): {', '.join(DPO_LOSS_TYPES)}.",
     )
+    loss_weights: list[NonNegativeFloat] = []
+    """Weight of each loss in a list; an empty list weighs all with 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Assumed share of flipped labels (cDPO)."""
     simpo_gamma: NonNegativeFloat = 0.5
@@ -51,6 +65,10 @@ class DpoSection(Section):
     reference: str = "cached"
     """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
 
+    @property
+    def losses(self) -> list[str]:
+        return [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+
 
 def loss_options(config: DpoSection) -> dict[str, Any]:
     """Return the arguments that the configuration fixes in `losses.dpo_loss`."""
@@ -65,6 +83,10 @@ class DpoStage(ReferencedStage):
     lr_reason = "preference losses move far on small differences: 5e-7 to 1e-6 is usual"
     sequences_per_example = 2
     config: DpoSection
+    # bco_pair: the mean reward of all steps so far, and their number
+    rewards: Many[float] = (0.0, 0)
+    # aot: what the margins of each micro-batch to come are compared with
+    margins: Iterator[Tensor | None] = repeat(None)
 
     @classmethod
     def check(cls, config: "Config") -> Iterator[str]:
@@ -79,7 +101,16 @@ class DpoStage(ReferencedStage):
 
     @classmethod
     def reference_of(cls, config: "Config") -> str:
-        return "" if config.dpo.loss_type in REFERENCE_FREE else config.dpo.reference
+        needed = {*config.dpo.losses} - {*REFERENCE_FREE}
+        return config.dpo.reference if needed else ""
+
+    @classmethod
+    def facts(cls, config: "Config") -> Facts:
+        facts = super().facts(config)
+        if "aot" not in config.dpo.losses:
+            return facts
+        # policy and reference read the pairs once more, before the first backward
+        return facts._replace(extra_forwards=1 + 2 * facts.extra_forwards)
 
     def sequences(self, example: Any) -> list[Sequence]:
         pair = super().sequences(example)
@@ -96,14 +127,37 @@ class DpoStage(ReferencedStage):
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
+    def prepare_step(
+        self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
+    ) -> None:
+        if "aot" not in self.config.losses:
+            return
+        with self.model.inference():
+            own = [self._sums(b, self.model(b).logps, self.reference(b)).cpu() for b in batches]
+        ranks = [own] * self.mesh.world_size
+        if len(ranks) > 1:
+            dist.all_gather_object(ranks, own)
+        # all groups have as many micro-batches
+        sums = [each for rank in ranks[:: self.mesh.sequence_parallel_size] for each in rank]
+        whole = torch.cat(sums)
+        policy, reference, _ = (whole[0::2] - whole[1::2]).unbind(-1)
+        parts = aot_margins(policy, reference).split([len(each) // 2 for each in sums])
+        self.margins = iter(parts[self.mesh.dp_rank * len(own) :])
+
+    def _sums(self, batch: ShardedBatch, logps: Tensor, reference: Tensor) -> Tensor:
+        """Return each answer's log-probability by policy and reference, and its length, [N, 3]."""
+        weights = batch.loss_weights
+        decayed = weights * batch.token_columns.get("ld_weights", 1.0)
+        columns = [logps * decayed, reference * decayed, weights]
+        return segment_sums(torch.stack(columns, dim=-1), batch)
+
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         logps, reference = self.both_logps(batch, metrics)
-        decayed = weights * batch.token_columns.get("ld_weights", 1.0)
-        columns = [logps * decayed, weights, reference * decayed]
-        sums = segment_sums(torch.stack(columns, dim=-1), batch)
-        chosen, chosen_lengths, chosen_base = sums[0::2].unbind(-1)
-        rejected, rejected_lengths, rejected_base = sums[1::2].unbind(-1)
+        sums = self._sums(batch, logps, reference)
+        chosen, chosen_base, chosen_lengths = sums[0::2].unbind(-1)
+        rejected, rejected_base, rejected_lengths = sums[1::2].unbind(-1)
+        aligned = next(self.margins)
         losses, chosen_rewards, rejected_rewards = dpo_loss(
             chosen,
             rejected,
@@ -111,6 +165,8 @@ class DpoStage(ReferencedStage):
             rejected_base.detach(),
             chosen_lengths=chosen_lengths.detach(),
             rejected_lengths=rejected_lengths.detach(),
+            bco_delta=self.rewards[0],
+            aot_reference_margins=aligned if aligned is None else aligned.to(chosen.device),
             **loss_options(config),
         )
         margins = chosen_rewards - rejected_rewards
@@ -122,6 +178,9 @@ class DpoStage(ReferencedStage):
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
+        if "bco_pair" in config.losses:
+            ratios = (chosen - chosen_base + rejected - rejected_base) / 2
+            means["rewards/mean"] = config.beta * ratios
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
         if config.sft_weight:
             weights = weights * (batch.sequence_ids % 2 == 0)
@@ -131,6 +190,20 @@ class DpoStage(ReferencedStage):
             means["loss/preference"] = losses
         self.add_means(metrics, means, len(losses))
         return terms
+
+    def accepts(self, metrics: dict[str, float]) -> bool:
+        """Count the step's rewards in the mean that bco_pair subtracts from the next step on; accept every step."""
+        if "rewards/mean" in metrics:
+            mean, steps = self.rewards
+            self.rewards = [mean + (metrics["rewards/mean"] - mean) / (steps + 1), steps + 1]
+        return True
+
+    def save(self, folder: Path) -> None:
+        (folder / STATE).write_text(json.dumps(self.rewards))
+
+    def load(self, folder: Path) -> None:
+        if (folder / STATE).exists():
+            self.rewards = json.loads((folder / STATE).read_text())
 
 
 def length_desensitised(pair: list[Sequence], alpha: float) -> list[Sequence]:

@@ -131,7 +131,9 @@ class KtoStage(ReferencedStage):
         )
         return [batch for _, batch in batches]
 
-    def prepare_step(self, side_batches: list[ShardedBatch]) -> None:
+    def prepare_step(
+        self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
+    ) -> None:
         if self.config.loss_type != "kto":
             return
         total = torch.zeros(2, dtype=torch.float64, device=self.model.device)
