@@ -66,7 +66,7 @@ class DpoSection(Section):
     """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
 
     @property
-    def losses(self) -> list[str]:
+    def loss_types(self) -> list[str]:
         return [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
 
 
@@ -101,13 +101,13 @@ class DpoStage(ReferencedStage):
 
     @classmethod
     def reference_of(cls, config: "Config") -> str:
-        needed = {*config.dpo.losses} - {*REFERENCE_FREE}
+        needed = {*config.dpo.loss_types} - {*REFERENCE_FREE}
         return config.dpo.reference if needed else ""
 
     @classmethod
     def facts(cls, config: "Config") -> Facts:
         facts = super().facts(config)
-        if "aot" not in config.dpo.losses:
+        if "aot" not in config.dpo.loss_types:
             return facts
         # policy and reference read the pairs once more, before the first backward
         return facts._replace(extra_forwards=1 + 2 * facts.extra_forwards)
@@ -130,7 +130,7 @@ class DpoStage(ReferencedStage):
     def prepare_step(
         self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
     ) -> None:
-        if "aot" not in self.config.losses:
+        if "aot" not in self.config.loss_types:
             return
         with self.model.inference():
             own = [self._sums(b, self.model(b).logps, self.reference(b)).cpu() for b in batches]
@@ -142,7 +142,8 @@ class DpoStage(ReferencedStage):
         whole = torch.cat(sums)
         policy, reference, _ = (whole[0::2] - whole[1::2]).unbind(-1)
         parts = aot_margins(policy, reference).split([len(each) // 2 for each in sums])
-        self.margins = iter(parts[self.mesh.dp_rank * len(own) :])
+        mine = parts[self.mesh.dp_rank * len(own) :]
+        self.margins = (margins.to(self.model.device) for margins in mine)
 
     def _sums(self, batch: ShardedBatch, logps: Tensor, reference: Tensor) -> Tensor:
         """Return each answer's log-probability by policy and reference, and its length, [N, 3]."""
@@ -157,7 +158,6 @@ class DpoStage(ReferencedStage):
         sums = self._sums(batch, logps, reference)
         chosen, chosen_base, chosen_lengths = sums[0::2].unbind(-1)
         rejected, rejected_base, rejected_lengths = sums[1::2].unbind(-1)
-        aligned = next(self.margins)
         losses, chosen_rewards, rejected_rewards = dpo_loss(
             chosen,
             rejected,
@@ -166,7 +166,7 @@ class DpoStage(ReferencedStage):
             chosen_lengths=chosen_lengths.detach(),
             rejected_lengths=rejected_lengths.detach(),
             bco_delta=self.rewards[0],
-            aot_reference_margins=aligned if aligned is None else aligned.to(chosen.device),
+            aot_reference_margins=next(self.margins),
             **loss_options(config),
         )
         margins = chosen_rewards - rejected_rewards
@@ -178,7 +178,7 @@ class DpoStage(ReferencedStage):
             "logps/chosen": chosen,
             "logps/rejected": rejected,
         }
-        if "bco_pair" in config.losses:
+        if "bco_pair" in config.loss_types:
             ratios = (chosen - chosen_base + rejected - rejected_base) / 2
             means["rewards/mean"] = config.beta * ratios
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
