@@ -113,12 +113,17 @@ class DpoStage(ReferencedStage):
         return facts._replace(extra_forwards=1 + 2 * facts.extra_forwards)
 
     def sequences(self, example: Any) -> list[Sequence]:
-        pair = super().sequences(example)
-        return (
-            pair
-            if self.config.ld_alpha == 1
-            else length_desensitised(pair, self.config.ld_alpha)
-        )
+        pair, alpha = super().sequences(example), self.config.ld_alpha
+        if alpha == 1:
+            return pair
+        # the last position predicts nothing
+        trained = [torch.tensor(np.append(s.loss_weights[1:], 0)) != 0 for s in pair]
+        shorter = torch.stack([mask.sum() for mask in trained]).min()
+        columns = [
+            s.token_columns | {"ld_weights": ld_dpo_weights(mask.cumsum(0) - 1, shorter, alpha)}
+            for s, mask in zip(pair, trained)
+        ]
+        return [replace(s, token_columns=c) for s, c in zip(pair, columns)]
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
@@ -204,15 +209,3 @@ class DpoStage(ReferencedStage):
     def load(self, folder: Path) -> None:
         if (folder / STATE).exists():
             self.rewards = json.loads((folder / STATE).read_text())
-
-
-def length_desensitised(pair: list[Sequence], alpha: float) -> list[Sequence]:
-    """Add the token column `ld_weights`: 1 up to the pair's shorter answer, `alpha` beyond (LD-DPO, 2409.06411)."""
-    # the last position predicts nothing
-    trained = [torch.tensor(np.append(s.loss_weights[1:], 0)) != 0 for s in pair]
-    shorter = torch.stack([mask.sum() for mask in trained]).min()
-    weights = [ld_dpo_weights(mask.cumsum(0) - 1, shorter, alpha) for mask in trained]
-    return [
-        replace(s, token_columns={**s.token_columns, "ld_weights": w})
-        for s, w in zip(pair, weights, strict=True)
-    ]
