@@ -11,7 +11,6 @@ for backward are the inputs and one log-sum-exp per row. The log-sum-exp is alwa
 inputs): a bfloat16 log-softmax over 128,256 words is off by more than 1 in a sum over 256 tokens.
 """
 
-import functools
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import logprobs_triton
-from .precision import at_least_float32
+from .precision import at_least_float32, has_wide_products, wide_product
 
 IGNORE_INDEX = -100
 # Bytes of the float32 logits of one tile; a large tile means that the weight gradient is rewritten less often.
@@ -176,7 +175,6 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight: Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
-        fused = projection.dtype == lse.dtype or _has_wide_addmm(projection)
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             logits = _tile_logits(hidden[part], projection, bias, ctx.temperature, lse.dtype)
@@ -196,18 +194,13 @@ class _LinearLogProbs(torch.autograd.Function):
                 tile = tile.to(projection.dtype)
             del logits
             if grad_hidden is not None:
-                product = _matmul(tile, projection, lse.dtype)
+                product = wide_product(tile, projection, lse.dtype)
                 grad_hidden[part] = product if scale is None else product.mul_(scale)
                 del product
             if need_weight:
                 rows = hidden[part].to(lse.dtype)
                 rows = (rows if scale is None else rows * scale).to(projection.dtype)
-                if grad_weight is not None and fused:
-                    _add_product(grad_weight, tile.t(), rows)
-                else:
-                    product = _matmul(tile.t(), rows, lse.dtype)
-                    grad_weight = product if grad_weight is None else grad_weight.add_(product)
-                    del product
+                grad_weight = wide_product(tile.t(), rows, lse.dtype, grad_weight)
             del tile
         if need_weight:
             grad_weight = (
@@ -266,57 +259,13 @@ def _logit_gradient(
 
 def _operand(weight: Tensor) -> Tensor:
     """Return the weight in the dtype of the matrix products: half precision only where they come out in float32."""
-    if weight.dtype.itemsize == 2 and _has_wide_mm(weight):
-        return weight.detach()
-    return at_least_float32(weight.detach())
-
-
-def _has_wide_mm(weight: Tensor) -> bool:
-    """Tell whether this device multiplies half-precision matrices into float32."""
-    return weight.is_cuda and _wide_product_runs(weight.dtype, weight.device, False)
-
-
-def _has_wide_addmm(weight: Tensor) -> bool:
-    """Tell whether half-precision products can be added into a float32 matrix in place (newer torch on CUDA)."""
-    return _wide_product_runs(weight.dtype, weight.device, True)
-
-
-@functools.cache
-def _wide_product_runs(dtype: torch.dtype, device: torch.device, add: bool) -> bool:
-    """Try a tiny product once for each dtype and device; the host does not wait for its result."""
-    operand = torch.zeros(16, 16, dtype=dtype, device=device)
-    total = operand.float()
-    try:
-        if add:
-            torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
-        else:
-            torch.mm(operand, operand, out_dtype=torch.float32)
-        return True
-    except (TypeError, RuntimeError) as error:
-        # a torch that lacks the product, or wants one dtype for all operands, says so; other errors are real
-        if "dtype" not in str(error):
-            raise
-        return False
+    return weight.detach() if has_wide_products(weight) else at_least_float32(weight.detach())
 
 
 def _tile_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
 ) -> Tensor:
-    logits = _matmul(hidden.to(weight.dtype), weight.t(), dtype)
+    logits = wide_product(hidden.to(weight.dtype), weight.t(), dtype)
     if bias is not None:
         logits.add_(bias)
     return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    return (
-        torch.mm(left, right) if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
-    )
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total` in place."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from losses.precision import has_wide_products, wide_product
 from models.fused import (
     activate,
     activate_backward,
@@ -232,12 +233,8 @@ def _add_product(
     """
     if not weight.requires_grad:
         return None
-    left = grad.t()
     wide = rows.dtype if whole else torch.promote_types(rows.dtype, torch.float32)
-    if wide != rows.dtype and rows.is_cuda:
-        if total is None:
-            return torch.mm(left, rows, out_dtype=wide)
-        # half-precision products added into the float32 matrix inside the kernel
-        return torch.addmm(total, left, rows, out_dtype=wide, out=total)
-    left, rows = left.to(wide), rows.to(wide)
-    return left @ rows if total is None else total.addmm_(left, rows)
+    left = grad.t()
+    if not has_wide_products(rows):
+        left, rows = left.to(wide), rows.to(wide)
+    return wide_product(left, rows, wide, total)

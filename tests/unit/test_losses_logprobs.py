@@ -161,7 +161,7 @@ def test_bfloat16_inputs_keep_float32_log_probabilities():
         assert (got.double() - want).norm() < 3e-3 * want.norm()
 
 
-def emulate_wide_products(monkeypatch, fused):
+def emulate_wide_products(monkeypatch):
     """Give CPU what GPUs have: products of half-precision matrices that come out in float32."""
     plain_mm = torch.mm
 
@@ -169,19 +169,17 @@ def emulate_wide_products(monkeypatch, fused):
         return plain_mm(a, b) if out_dtype is None else (a.float() @ b.float()).to(out_dtype)
 
     def addmm(total, a, b, *, out_dtype, out):
-        assert fused and a.dtype == torch.bfloat16 and out_dtype == out.dtype == torch.float32 and out is total
+        assert a.dtype == torch.bfloat16 and out_dtype == out.dtype == torch.float32 and out is total
         return out.add_(a.float() @ b.float())
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    monkeypatch.setattr("losses.logprobs._has_wide_mm", lambda weight: True)
-    monkeypatch.setattr("losses.logprobs._has_wide_addmm", lambda weight: fused)
+    monkeypatch.setattr("losses.logprobs.has_wide_products", lambda weight: True)
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("flags", [{}, {"entropy": True, "lse": True}])
-def test_half_precision_tiles_with_float32_products(monkeypatch, fused, flags):
-    emulate_wide_products(monkeypatch, fused)
+def test_half_precision_tiles_with_float32_products(monkeypatch, flags):
+    emulate_wide_products(monkeypatch)
     hidden, weight, targets = inputs(40, 16, 300, torch.bfloat16)
     exact_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     ours, exact = linear_logprobs(hidden, weight, targets, tile_rows=16, **flags), naive(*exact_inputs, targets)
@@ -210,7 +208,7 @@ def test_bfloat16_weight_gradient_is_accumulated_in_float32():
 def test_confident_rows_keep_their_small_gradient(monkeypatch, wide, flags):
     """1 - p is far below a bfloat16 unit of p; it must not round to zero."""
     if wide:
-        emulate_wide_products(monkeypatch, True)
+        emulate_wide_products(monkeypatch)
     hidden = torch.tensor([[1.0]]).bfloat16().requires_grad_()
     weight = torch.tensor([[10.0], [0.0]]).bfloat16()
     out = linear_logprobs(hidden, weight, torch.tensor([0]), **flags)

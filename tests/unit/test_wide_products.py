@@ -1,4 +1,4 @@
-"""Half-precision products that are added up in float32: only a missing one is passed over, no failure."""
+"""Half-precision products that are added up in float32: a failing one is an error, and none is tried beforehand."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_a_failing_product_is_an_error(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_what_a_device_can_do_is_tried_once(monkeypatch):
+def test_no_product_is_made_only_to_try_it(monkeypatch):
     hidden, weight = (torch.randn(n, 8, device="cuda", dtype=torch.float16).requires_grad_() for n in (6, 5))
 
     def run():
