@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from models.arch import ModelConfig as Shape
+from models.decoder import count_parameters
 from ulysses.gradients.policy import StepContext
 from ulysses.memory.plan import GIB, Case, Machine, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
@@ -202,7 +203,9 @@ def measure(
     tokens, groups = length * documents, mesh.data_parallel_size
     squares = float(length) ** 2 * documents
     adapters = adapter_parameters(bench.config, shape)
-    flops = groups * model_flops(shape, adapters, tokens, squares, tokens)
+    flops = groups * model_flops(
+        shape, count_parameters(shape), adapters, tokens, squares, tokens
+    )
     rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
     levels = choice.recompute if choice else ("none",) * shape.num_hidden_layers
     case = Case(

@@ -249,21 +249,6 @@ class ModelConfig:
             )
         return f"window: {self.max_position_embeddings:,} tokens ({rope}, theta {self.rope_theta:,g})"
 
-    def num_parameters(self, *, reward: bool = False) -> int:
-        """Count the parameters, tied embeddings once; with `reward`, a score head [1, D] stands in for lm_head."""
-        d, f = self.hidden_size, self.intermediate_size
-        q, kv = (
-            self.num_attention_heads * self.head_dim,
-            self.num_key_value_heads * self.head_dim,
-        )
-        layer = 2 * d * q + 2 * d * kv + 3 * d * f + 2 * d
-        if self.attention_bias:
-            layer += q + 2 * kv + d * self.output_bias
-        layer += 2 * self.head_dim * self.qk_norm
-        embedding = self.vocab_size * d
-        head = d if reward else (0 if self.tie_word_embeddings else embedding)
-        return embedding + self.num_hidden_layers * layer + d + head
-
 
 def _number(known: Mapping[str, Any], name: str, kind: Any) -> Any:
     """Return a positive number; ValueError names the field that holds none."""

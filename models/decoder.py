@@ -6,6 +6,7 @@
 Shapes: S local tokens, D width, V vocabulary, N sequences.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -209,6 +210,12 @@ def empty_model(config: ModelConfig, *, reward: bool = False) -> CausalLM | Rewa
     """Build a model on torch's meta device, which has no memory: for its parameters' names and shapes."""
     with torch.device("meta"):
         return RewardModel(config) if reward else CausalLM(config)
+
+
+@functools.cache
+def count_parameters(config: ModelConfig, *, reward: bool = False) -> int:
+    """Count a model's parameters, tied embeddings once."""
+    return sum(p.numel() for p in empty_model(config, reward=reward).parameters())
 
 
 def init_parameter(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from models import ARCHITECTURES, CausalLM, ModelConfig, RewardModel
+from models.decoder import count_parameters
 
 FOLDER = Path(__file__).parent / "published_configs"
 COUNTS = {
@@ -49,7 +50,7 @@ def test_published_text_builds_with_the_published_count(name: str, count: int) -
     config = ModelConfig.from_hf(json.loads((FOLDER / f"{name}.json").read_text()))
     with torch.device("meta"):
         model = CausalLM(config)
-    assert sum(p.numel() for p in model.parameters()) == config.num_parameters() == count
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(config) == count
     if name in COUNTS:
         assert ARCHITECTURES[name] == config
 
@@ -58,4 +59,4 @@ def test_reward_model_count() -> None:
     config = ARCHITECTURES["qwen2.5-0.5b"]
     with torch.device("meta"):
         model = RewardModel(config)
-    assert sum(p.numel() for p in model.parameters()) == config.num_parameters(reward=True) == 494_032_768 + 896
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(config, reward=True) == 494_032_768 + 896

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from models.arch import architecture
+from models.decoder import count_parameters
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
 from ulysses.memory.plan import GIB, PROCESS_BYTES, Case, Machine, choose
@@ -95,7 +96,7 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():
     assert chosen(1 << 17, host_gib=550, offload="auto").offloaded_layers == 0
     choice = chosen(3 << 20, host_gib=550, offload="auto", recompute="block")
     assert 0 < choice.offloaded_layers < 32 and "layers' activations in host memory" in choice.line
-    elsewhere = PROCESS_BYTES + 4 * LLAMA.num_parameters() / 8  # the process, and a checkpoint on its way to the disk
+    elsewhere = PROCESS_BYTES + 4 * count_parameters(LLAMA) / 8  # the process, and a checkpoint on its way to the disk
     assert choice.host_bytes == int(0.9 * 550 * GIB / 8 - elsewhere)
     everything = {"offload": "checkpoints", "recompute": "block"}
     with pytest.raises(ConfigError, match="the node's memory is unknown, .*; set memory.host_memory"):

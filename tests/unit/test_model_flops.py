@@ -14,9 +14,9 @@ from ulysses.training.metrics import model_flops
 LAYERS, D, V, T, RANK, TRAINED = 3, 16, 40, 24, 2, 7
 
 
-def shape(parameters: int, width: int, vocabulary: int, layers: int = 0) -> Any:
+def shape(width: int, vocabulary: int, layers: int = 0) -> Any:
     return SimpleNamespace(
-        num_parameters=lambda: parameters, hidden_size=width, vocab_size=vocabulary, num_hidden_layers=layers,
+        hidden_size=width, vocab_size=vocabulary, num_hidden_layers=layers,
         num_attention_heads=1, head_dim=width,
     )  # fmt: skip
 
@@ -33,7 +33,7 @@ def test_equals_what_torch_counts(rank):
             a, b = adapter.view(2, D, rank)
             y = y @ matrix + (y @ a @ b.mT if rank else 0)
         (y[:TRAINED] @ head).sum().backward()
-    found = model_flops(shape(LAYERS * D * D + D * V, D, V), adapters.numel(), T, 0.0, TRAINED)
+    found = model_flops(shape(D, V), LAYERS * D * D + D * V, adapters.numel(), T, 0.0, TRAINED)
     assert found == counted.get_total_flops()
 
 
@@ -41,7 +41,7 @@ def test_causal_attention_counts_half_of_the_square():
     q, k, v = (torch.randn(1, 1, T, D, requires_grad=True) for _ in range(3))
     with FlopCounterMode(display=False) as counted:
         ((q @ k.mT).softmax(-1) @ v).sum().backward()
-    assert model_flops(shape(0, D, 0, layers=1), 0, T, float(T * T), 0) == counted.get_total_flops() / 2
+    assert model_flops(shape(D, 0, layers=1), 0, 0, T, float(T * T), 0) == counted.get_total_flops() / 2
 
 
 def counted_amounts():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
+from models.decoder import count_parameters
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.plan import (
@@ -84,7 +85,7 @@ def test_measured_steps_are_predicted(row):
 
 def test_states_are_eighteen_bytes_per_parameter():
     N, several = LLAMA.parameters, predicted(8192)
-    assert N == ARCHITECTURES["llama3-8b"].num_parameters() and LLAMA.layer_parameters + 2 * 4096 == 218_112_000
+    assert N == count_parameters(ARCHITECTURES["llama3-8b"]) and LLAMA.layer_parameters + 2 * 4096 == 218_112_000
     assert several.states == 18 * N / 8 and predicted(8192, model=ADAPTERS).states == (2 * N + 16e7) / 8
     away = predicted(8192, offload_optimizer=True, offload_parameters=True)
     assert away.states == 0 and away.host == PROCESS_BYTES + 18 * N / 8

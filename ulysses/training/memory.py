@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from models.arch import ModelConfig as Shape
-from models.decoder import empty_model
+from models.decoder import count_parameters, empty_model
 from models.hf_format import read_config, resolve_model
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
@@ -60,7 +60,7 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
 
 def plain_model(shape: Shape, *, adapters: int = 0, reward: bool = False) -> Model:
     """Return the planner's view of a model that trains all its weights, or only this many of `adapters`."""
-    parameters = shape.num_parameters(reward=reward)
+    parameters = count_parameters(shape, reward=reward)
     return Model(
         shape.hidden_size,
         shape.intermediate_size,
@@ -80,7 +80,7 @@ def planner_model(config: Config, shape: Shape) -> Model:
     """Return the planner's view of the trained model; PPO's value is part of it."""
     adapters, where = adapter_parameters(config, shape), config.stage_class.facts(config).value
     model = plain_model(shape, adapters=adapters, reward=config.stage_class.reward)
-    scores = shape.num_parameters(reward=True)
+    scores = count_parameters(shape, reward=True)
     value = {"": 0, "shared": shape.hidden_size, "separate": scores}[where]
     return model._replace(
         parameters=model.parameters + value,

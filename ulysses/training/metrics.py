@@ -87,7 +87,12 @@ def _reduced(numbers: list[Tensor], op: Any = dist.ReduceOp.SUM) -> list[float]:
 
 
 def model_flops(
-    shape: ModelConfig, adapters: int, tokens: float, squared_lengths: float, projected: float
+    shape: ModelConfig,
+    parameters: int,
+    adapters: int,
+    tokens: float,
+    squared_lengths: float,
+    projected: float,
 ) -> float:
     """Return the FLOPs of one forward and backward pass, the numerator of MFU: 6 N T + 6 L (H E) sum(length^2).
 
@@ -96,11 +101,12 @@ def model_flops(
     without gradient (references, rollouts) and the optimizer count nothing.
 
     Args:
+        parameters: N, without adapters.
         adapters: A, the trained weights of a model whose other weights are frozen; 0 if all are trained.
         projected: tokens that meet the vocabulary projection: those whose target is trained.
     """
     head = shape.vocab_size * shape.hidden_size
-    weights = (shape.num_parameters() - head) * tokens + head * projected
+    weights = (parameters - head) * tokens + head * projected
     linear = 4.0 * weights + 6.0 * adapters * tokens if adapters else 6.0 * weights
     width = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
     return linear + 6.0 * width * squared_lengths

@@ -19,7 +19,7 @@ import torch
 
 from models.arch import ARCHITECTURES, architecture
 from models.arch import ModelConfig as Shape
-from models.decoder import empty_model
+from models.decoder import count_parameters, empty_model
 from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
 from ulysses.data.chat import ChatTemplate, load_tokenizer
 from ulysses.data.dataset import TokenizedDataset, open_dataset
@@ -441,7 +441,7 @@ def _check_disk(config: Config, shape: Shape) -> None:
         count = 2 + (run.keep or run.steps // run.save_every)
     need = 12 * planner_model(config, shape).trained * count
     if run.export:
-        need += shape.num_parameters() * DTYPES[config.model.dtype].itemsize
+        need += count_parameters(shape) * DTYPES[config.model.dtype].itemsize
     place = next(folder for folder in (output, *output.parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise ConfigError(

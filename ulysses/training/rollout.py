@@ -39,6 +39,7 @@ from losses.ppo import (
     token_rewards,
     whiten,
 )
+from models.decoder import count_parameters
 from models.hf_format import write_tensors
 from models.sampler import (
     MOST_SLOTS,
@@ -339,7 +340,7 @@ class RolloutMaker:
         longest += options.max_new_tokens
         least = min(1 if auto else options.batch, len(own))
         extra = cache_bytes(shape, least, longest, dtype)
-        extra += shape.num_parameters() * dtype.itemsize if self.lora else 0
+        extra += count_parameters(shape) * dtype.itemsize if self.lora else 0
         with (
             gathered_weights(self.engine, "policy.", more_bytes=extra) as weights,
             tqdm(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from models.decoder import count_parameters
 from ulysses.data.steps import StepLoader
 from ulysses.gradients.table import watch_gradients
 from ulysses.parallel.kernels import prove_kernel
@@ -170,7 +171,12 @@ class TrainingRun:
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
             policies=policies,
             flops=lambda tokens, squares, projected: model_flops(
-                shape, adapters, tokens, squares, 0.0 if stage.reward else projected
+                shape,
+                count_parameters(shape),
+                adapters,
+                tokens,
+                squares,
+                0.0 if stage.reward else projected,
             ),
             peak_flops=device_peak_flops(),
             run=config.run,
