@@ -188,9 +188,9 @@ def test_wrong_inputs_are_refused():
     cu = torch.tensor([0, 6], dtype=torch.int32)
     for given, message in (
         ((q, k, k), "needs plan or cu_seqlens"),
-        ((k, k, k, cu), r"query has shape \(6, 2, 8\); it must be \[S, 4, 8\]"),
-        ((q, q, q, cu), r"key is \(6, 4, 8\)"),
-        ((q, k.double(), k.double(), cu), "give them one dtype"),
+        ((k, k, k, cu), r"are torch.float32 \[6, 2, 8\], .* one dtype and \(4, 2, 2\) heads of 8"),
+        ((q, q, q, cu), r"\[6, 4, 8\]; they must have one dtype and \(4, 2, 2\) heads of 8"),
+        ((q, k.double(), k.double(), cu), r"torch.float64 \[6, 2, 8\]; they must have one dtype"),
         ((q, k, k, cu - torch.tensor([0, 1], dtype=torch.int32)), "cu_seqlens ends at 5 but the 1 ranks hold 6 tokens"),
         ((q, k, k, cu.long()), "must be int32"),
     ):

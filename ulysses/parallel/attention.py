@@ -92,12 +92,11 @@ class UlyssesAttention(nn.Module):
         query, key, value = (x.flatten(0, -3) for x in (query, key, value))
         query, key, value = ExchangeQKV.apply(query, key, value, plan)
         if callable(self.kernel):
-            output, _ = self._attend(query, key, value, plan, causal, softmax_scale)
+            output, _ = self.attend_forward(query, key, value, plan, causal, softmax_scale)
         else:
             output = _Attend.apply(query, key, value, self, plan, causal, softmax_scale)
         return ExchangeOut.apply(output, plan).unflatten(0, lead)
 
-    @torch.no_grad()
     def attend_forward(
         self,
         query: Tensor,
@@ -107,78 +106,11 @@ class UlyssesAttention(nn.Module):
         causal: bool = True,
         softmax_scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the kernel on head shards without recording a graph or communicating.
+        """Run the kernel on every arc of this rank's rows, without communicating.
 
         query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R] (empty for a callable kernel).
+        Only a callable kernel's results may be differentiated by autograd.
         """
-        return self._attend(query, key, value, plan, causal, softmax_scale)
-
-    def attend_backward(
-        self,
-        dout: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        plan: AttentionPlan,
-        causal: bool = True,
-        softmax_scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute dq, dk, dv from what `attend_forward` returned; the kernel's forward does not run again.
-
-        A callable kernel has no backward of its own, so it runs again and is differentiated.
-        """
-        kernel, options = self._resolve(query, plan, causal, softmax_scale)
-        if not isinstance(kernel, str):
-            with torch.enable_grad():
-                query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-                output, _ = self._attend(query, key, value, plan, causal, softmax_scale)
-                dq, dk, dv = torch.autograd.grad(
-                    output, (query, key, value), dout, allow_unused=True, materialize_grads=True
-                )
-                return dq, dk, dv
-
-        def gradients(
-            call: VarlenCall, options: KernelOptions
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            """Return one call's share of the gradients, which the joint out and lse make exact."""
-            rows, keys, segments = call
-            inputs = dout[rows], query[rows], key[keys], value[keys], out[rows]
-            return varlen_backward(
-                kernel, *inputs, lse[:, rows].contiguous(), segments, options
-            )
-
-        calls = plan.calls[causal]
-        if len(calls) == 1 and calls[0].keys == slice(0, key.shape[0]):
-            dquery, dkey, dvalue = gradients(calls[0], options)
-        else:
-            dquery = torch.empty_like(query, memory_format=torch.contiguous_format)
-            # Arcs of one row set may share keys; their gradients are summed in float32 or better.
-            wide = torch.promote_types(key.dtype, torch.float32)
-            dkey, dvalue = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
-            for call in calls:
-                dquery[call.rows], dk, dv = gradients(call, options)
-                dkey[call.keys] += dk
-                dvalue[call.keys] += dv
-        # No call has a row or a key twice, and no two prefix calls have the same key.
-        for call in plan.prefix_calls:
-            dq, dk, dv = gradients(call, options._replace(causal=False))
-            dquery[call.rows] += dq
-            dkey[call.keys] += dk
-            dvalue[call.keys] += dv
-        return dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        plan: AttentionPlan,
-        causal: bool,
-        softmax_scale: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the kernel on every arc of this rank's rows and put out and lse together."""
         kernel, options = self._resolve(query, plan, causal, softmax_scale)
         calls, prefix_calls = plan.calls[causal], plan.prefix_calls
         if plan.unshared and not causal:
@@ -217,6 +149,62 @@ class UlyssesAttention(nn.Module):
             _join(out, lse, call.rows, *run(call, options._replace(causal=False)))
         return out, lse
 
+    def attend_backward(
+        self,
+        dout: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        plan: AttentionPlan,
+        causal: bool = True,
+        softmax_scale: float | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute dq, dk, dv from what `attend_forward` returned; the kernel's forward does not run again.
+
+        A callable kernel has no backward of its own, so it runs again and is differentiated.
+        """
+        kernel, options = self._resolve(query, plan, causal, softmax_scale)
+        if not isinstance(kernel, str):
+            with torch.enable_grad():
+                query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
+                output, _ = self.attend_forward(query, key, value, plan, causal, softmax_scale)
+                dq, dk, dv = torch.autograd.grad(
+                    output, (query, key, value), dout, allow_unused=True, materialize_grads=True
+                )
+                return dq, dk, dv
+
+        def gradients(
+            call: VarlenCall, options: KernelOptions
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            """Return one call's share of the gradients, which the joint out and lse make exact."""
+            rows, keys, segments = call
+            inputs = dout[rows], query[rows], key[keys], value[keys], out[rows]
+            return varlen_backward(
+                kernel, *inputs, lse[:, rows].contiguous(), segments, options
+            )
+
+        calls = plan.calls[causal]
+        if len(calls) == 1 and calls[0].keys == slice(0, key.shape[0]):
+            dquery, dkey, dvalue = gradients(calls[0], options)
+        else:
+            dquery = torch.empty_like(query, memory_format=torch.contiguous_format)
+            # Arcs of one row set may share keys; their gradients are summed in float32 or better.
+            wide = torch.promote_types(key.dtype, torch.float32)
+            dkey, dvalue = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
+            for call in calls:
+                dquery[call.rows], dk, dv = gradients(call, options)
+                dkey[call.keys] += dk
+                dvalue[call.keys] += dv
+        # No call has a row or a key twice, and no two prefix calls have the same key.
+        for call in plan.prefix_calls:
+            dq, dk, dv = gradients(call, options._replace(causal=False))
+            dquery[call.rows] += dq
+            dkey[call.keys] += dk
+            dvalue[call.keys] += dv
+        return dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
+
     def _resolve(
         self, query: Tensor, plan: AttentionPlan, causal: bool, softmax_scale: float | None
     ) -> tuple[str | Callable[..., Tensor], KernelOptions]:
@@ -237,19 +225,14 @@ class UlyssesAttention(nn.Module):
         return choice.name, options
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        wanted = (*query.shape[:-2], self.num_kv_heads, self.head_dim)
-        if query.dim() not in (3, 4) or query.shape[-2:] != (self.num_heads, self.head_dim):
+        given = query, key, value
+        counts = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        shapes = [(*query.shape[:-2], heads, self.head_dim) for heads in counts]
+        alike = [x.shape for x in given] == shapes and query.dtype == key.dtype == value.dtype
+        if query.dim() not in (3, 4) or not alike:
             raise ValueError(
-                f"query has shape {tuple(query.shape)}; it must be [S, {self.num_heads}, {self.head_dim}] "
-                f"or [B, S, {self.num_heads}, {self.head_dim}]"
-            )
-        if key.shape != wanted or value.shape != wanted:
-            raise ValueError(
-                f"key is {tuple(key.shape)} and value {tuple(value.shape)}; they must be {tuple(wanted)}"
-            )
-        if not query.dtype == key.dtype == value.dtype:
-            raise ValueError(
-                f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}; give them one dtype"
+                f"query, key and value are {', '.join(f'{x.dtype} {list(x.shape)}' for x in given)}; they must have "
+                f"one dtype and {counts} heads of {self.head_dim}: [S, heads, {self.head_dim}] or [B, S, heads, ...]"
             )
 
 

@@ -145,7 +145,7 @@ def load(name: str) -> Any:
         return importlib.import_module(MODULES[name])
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         # not only absent packages: a build for another torch or driver fails in any of these ways
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return repr(error).splitlines()[0]
 
 
 def varlen_forward(

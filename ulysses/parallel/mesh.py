@@ -54,13 +54,10 @@ class ParallelMesh:
         self.rank = dist.get_rank() if distributed else 0
         sp = sequence_parallel_size
         if sp < 1 or self.world_size % sp:
-            *smaller, largest = [
-                d for d in range(1, self.world_size + 1) if self.world_size % d == 0
-            ]
-            allowed = f"{', '.join(map(str, smaller))} or {largest}" if smaller else "1"
-            processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+            divisors = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
             raise ValueError(
-                f"sequence_parallel_size is {sp} but must divide the {processes}; set it to {allowed}"
+                f"sequence_parallel_size is {sp} but must divide the number of processes, {self.world_size}; "
+                f"set it to one of {divisors}"
             )
         heads = (num_heads,) if isinstance(num_heads, int) else tuple(num_heads or ())
         if any(count < 1 for count in heads):
