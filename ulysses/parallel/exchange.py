@@ -107,7 +107,13 @@ def exchange_qkv_forward(
     if mesh.sequence_parallel_size == 1:
         return query, key, value
     heads = head_layout(query.shape[1], key.shape[1], mesh.head_parallel_size)
-    received = _pack_heads(query, key, value, heads, plan).exchange()
+    send = _Buffer(plan, heads, query)
+    copy(send.query, _by_rank(query, plan))
+    for part in send.keys:
+        _write_heads(part[:, :, : heads.key], key, heads)
+        _write_heads(part[:, :, heads.key :], value, heads)
+    received = send.exchange()
+    del send, part  # and with them the buffer
     query = _to_rows(received.query, plan)
     if mesh.row_parallel_size == 1:
         keys = _to_rows(received.keys[0], plan)
@@ -122,17 +128,6 @@ def exchange_qkv_forward(
     return query, keys[:, : heads.key], keys[:, heads.key :]
 
 
-def _pack_heads(
-    query: Tensor, key: Tensor, value: Tensor, heads: HeadLayout, plan: AttentionPlan
-) -> "_Buffer":
-    send = _Buffer(plan, heads, query)
-    copy(send.query, _by_rank(query, plan))
-    for part in send.keys:
-        _write_heads(part[:, :, : heads.key], key, heads)
-        _write_heads(part[:, :, heads.key :], value, heads)
-    return send
-
-
 def exchange_qkv_backward(
     dquery: Tensor,
     dkey: Tensor,
@@ -145,18 +140,6 @@ def exchange_qkv_backward(
     if plan.mesh.sequence_parallel_size == 1:
         return dquery, dkey, dvalue
     heads = head_layout(num_heads, num_kv_heads, plan.mesh.head_parallel_size)
-    received = _pack_gradients(dquery, dkey, dvalue, heads, plan).exchange()
-    total = _sum_row_sets(received.keys)
-    return (
-        dense(received.query.transpose(0, 1)).flatten(1, 2),
-        _sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
-        _sum_heads(total[..., heads.key :, :], heads, num_kv_heads).to(dquery.dtype),
-    )
-
-
-def _pack_gradients(
-    dquery: Tensor, dkey: Tensor, dvalue: Tensor, heads: HeadLayout, plan: AttentionPlan
-) -> "_Buffer":
     send = _Buffer(plan, heads, dquery)
     copy(send.query, _to_ranks(dquery, plan))
     for part, pieces in zip(send.keys, plan.pieces):
@@ -166,7 +149,14 @@ def _pack_gradients(
                 part[:, :, slots],
                 _to_ranks(rows[0] if len(rows) == 1 else torch.cat(rows), plan),
             )
-    return send
+    received = send.exchange()
+    del send, part  # and with them the buffer
+    total = _sum_row_sets(received.keys)
+    return (
+        dense(received.query.transpose(0, 1)).flatten(1, 2),
+        _sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
+        _sum_heads(total[..., heads.key :, :], heads, num_kv_heads).to(dquery.dtype),
+    )
 
 
 class _Buffer:
