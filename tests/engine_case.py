@@ -21,7 +21,7 @@ from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import InitialWeights
 from ulysses.training.config import Config, LoraSection, RunSection
-from ulysses.training.lora import AdapterWeights, add_adapters
+from ulysses.training.lora import add_adapters
 from ulysses.training.stages import STAGES
 from ulysses.training.stages.base import Stage
 from ulysses.training.stages.referenced import ReferencedStage, cached_logps
@@ -180,10 +180,10 @@ class Case:
         return made
 
     def weights(self) -> "StartedAdapters":
-        return StartedAdapters(InitialWeights(self.shape, 0), 0)
+        return StartedAdapters(self.shape, 0)
 
 
-class StartedAdapters(AdapterWeights):
+class StartedAdapters(InitialWeights):
     """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU."""
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """From configuration and weights to a partitioned model on every rank."""
 
 import hashlib
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.random_keys import keyed_generator
 from ulysses.training.config import DTYPES, Config
 from ulysses.training.memory import MemoryChoice, plain_model
 from ulysses.training.optim import adamw, parameter_groups
@@ -27,7 +29,8 @@ class InitialWeights:
     """The weights that training starts from, given slice by slice; the same on any number of ranks.
 
     They come from safetensors files. What these lack (a new score head), or everything without a folder, is drawn at
-    random, keyed by (seed, name). A policy and its value both start from the same model.
+    random, keyed by (seed, name). A policy and its value both start from the same model. Of an adapter A is uniform in
+    +-1 / sqrt(inputs) and B zero.
     """
 
     def __init__(self, shape: Shape, seed: int, folder: Path | None = None) -> None:
@@ -38,13 +41,23 @@ class InitialWeights:
         self.paths = self.files.paths if self.files is not None else []
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        name = name.removeprefix("policy.").removeprefix("value.")  # models.policy_value
+        plain = name.removeprefix("policy.").removeprefix("value.")  # models.policy_value
+        plain = plain.replace(".base_layer.", ".")  # training.lora
         stop = start + out.numel()
-        if name in self.stored:
-            out.copy_(self.files.read(name, start, stop))
+        if ".lora_B." in name:
+            out.zero_()
+        elif ".lora_A." in name:
+            bound = 1 / math.sqrt(shape[1])
+            whole = torch.empty(shape, device=out.device)
+            whole.uniform_(
+                -bound, bound, generator=keyed_generator(out.device, self.seed, name)
+            )
+            out.copy_(whole.view(-1)[start:stop])
+        elif plain in self.stored:
+            out.copy_(self.files.read(plain, start, stop))
         else:
             whole = init_parameter(
-                name, shape, self.shape, self.seed, device=out.device, dtype=out.dtype
+                plain, shape, self.shape, self.seed, device=out.device, dtype=out.dtype
             )
             out.copy_(whole.view(-1)[start:stop])
 
@@ -102,19 +115,17 @@ def build_engine(
     kind: Any = RewardModel if reward else CausalLM
     if trained and stage.exported:  # only a part of the engine's model is exported: the policy
         kind = partial(PolicyValue, value=stage.facts(config).value)
-    source: Any = weights
-    adapters = trained and lora.rank
-    if adapters:
-        # peft is an optional dependency
-        from ulysses.training.lora import AdapterWeights, add_adapters
-
-        source = AdapterWeights(weights, config.run.seed)
 
     def create() -> nn.Module:
         model = kind(shape, mesh, attention=config.model.attention, memory=kept)
-        return add_adapters(model, lora) if adapters else model
+        if not trained or not lora.rank:
+            return model
+        # peft is an optional dependency
+        from ulysses.training.lora import add_adapters
 
-    model = build_partitioned(create, settings, source.fill)
+        return add_adapters(model, lora)
+
+    model = build_partitioned(create, settings, weights.fill)
     if not trained:
         model.requires_grad_(False)
         return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))

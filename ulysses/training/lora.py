@@ -6,14 +6,12 @@ The base with its adapters switched off is the reference of DPO and KTO, so that
 Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
@@ -21,7 +19,6 @@ from torch import Tensor, nn
 
 from models.hf_format import ADAPTER_WEIGHTS, write_tensors
 from models.layers import Linear
-from ulysses.parallel.random_keys import keyed_generator
 
 if TYPE_CHECKING:  # PPO, whose table config.py reads, samples with merged weights
     from ulysses.training.config import LoraSection, ModelSection
@@ -32,7 +29,7 @@ ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q
 def add_adapters(model: nn.Module, config: "LoraSection") -> nn.Module:
     """Add adapters to the target modules, freeze everything else but a score head, and return the model.
 
-    Works while the model is created in partitions: no value is drawn here, since AdapterWeights provides them.
+    Works while the model is created in partitions: no value is drawn here, since InitialWeights provides them.
     """
     inject_adapter_in_model(_peft_config(config), model)
     for layer in model.modules():
@@ -63,30 +60,6 @@ def _peft_config(config: "LoraSection", **options: Any) -> PeftConfig:
         init_lora_weights=False,
         **options,
     )
-
-
-@dataclass
-class AdapterWeights:
-    """Initial weights of a model with adapters: A is uniform in +-1 / sqrt(inputs), keyed by (seed, name), and B zero.
-
-    Args:
-        base: the source of every other parameter, which it knows by the name without adapters.
-    """
-
-    base: Any
-    seed: int
-
-    def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        if ".lora_B." in name:
-            out.zero_()
-        elif ".lora_A." in name:
-            generator = keyed_generator(out.device, self.seed, name)
-            bound = 1 / math.sqrt(shape[1])
-            whole = torch.empty(shape, device=out.device)
-            whole.uniform_(-bound, bound, generator=generator)
-            out.copy_(whole.view(-1)[start : start + out.numel()])
-        else:
-            self.base.fill(base_name(name), shape, start, out)
 
 
 def base_name(name: str) -> str:
