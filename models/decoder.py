@@ -19,7 +19,7 @@ from models.arch import ModelConfig
 from models.layers import DecoderLayer, Embedding, RMSNorm
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import rotary_table
-from ulysses.memory.levels import Pair, check_level
+from ulysses.memory.levels import LEVELS, Pair
 from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import TileRows, tiles
 from ulysses.parallel.attention import UlyssesAttention
@@ -101,9 +101,10 @@ class Decoder(nn.Module):
         levels = memory.recompute
         if isinstance(levels, str):
             levels = [levels] * count
-        if len(levels) != count:
+        if len(levels) != count or not set(levels) <= set(LEVELS):
             raise ValueError(
-                f"recompute lists {len(levels)} layers but the model has {count}; give one value, or one per layer"
+                f"recompute is {memory.recompute} but must be one of {', '.join(LEVELS)}, or a list of one for each of "
+                f"the {count} layers"
             )
         if mlp_tile != "auto" and mlp_tile < 0:
             raise ValueError(
@@ -111,7 +112,6 @@ class Decoder(nn.Module):
             )
         layers: Any = self.layers
         for layer, level in zip(layers, levels):
-            check_level(level)
             layer.recompute, layer.mlp_tile, layer.offloader = level, mlp_tile, None
         for layer in layers[: memory.offloaded_layers]:
             layer.offloader = memory.offloader

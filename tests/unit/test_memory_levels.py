@@ -58,9 +58,9 @@ def test_levels_may_differ_by_layer_and_are_checked():
     expected = gradients(build())[1]
     for levels in (["block", "none", "keep_attention"], ["pair", "block", "pair"], ["block", "pair", "pair"]):
         assert_same(gradients(build(recompute=levels, mlp_tile=TILE))[1], expected)
-    with pytest.raises(ValueError, match="lists 2 layers but the model has 3"):
+    with pytest.raises(ValueError, match="or a list of one for each of the 3 layers"):
         build(recompute=["block", "none"])
-    with pytest.raises(ValueError, match="'full' but must be one of none, keep_attention, block, pair"):
+    with pytest.raises(ValueError, match="full but must be one of none, keep_attention, block, pair"):
         build(recompute="full")
     with pytest.raises(ValueError, match="mlp_tile is -1 but must be"):
         build(mlp_tile=-1)

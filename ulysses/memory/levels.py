@@ -41,14 +41,6 @@ Rope = tuple[Tensor, Tensor]
 Random = tuple[Tensor, Tensor | None] | None
 
 
-def check_level(level: str) -> None:
-    """Raise ValueError for an unknown level."""
-    if level not in LEVELS:
-        raise ValueError(
-            f"recompute is {level!r} but must be one of {', '.join(LEVELS)}; give one, or one per layer"
-        )
-
-
 class Pair:
     """Two neighbouring layers of level "pair"; the second one's input is computed again from the first one's.
 
