@@ -1,5 +1,6 @@
 """--dry-run: the plan without weights, data or GPU; findings and exit codes."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -57,12 +58,30 @@ def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys):
     assert code == 3 and "finding: dpo.reference is '/no/such/model' but there is no folder /no/such/model" in text
 
 
+def test_seconds_know_that_answers_attend_to_their_shared_prompt(capsys, tmp_path):
+    """Two short answers to one long prompt take about as long as one text of as many tokens."""
+    words = "the quick brown fox jumps over the lazy dog " * 5000
+    row = {"prompt": words, "chosen": "yes", "rejected": "no"}
+    (tmp_path / "pair.jsonl").write_text(json.dumps(row))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": words}))
+    seconds = []
+    for stage, name in (("dpo", "pair"), ("pt", "text")):
+        own = f"""--data.train {tmp_path / name}.jsonl --data.cache {tmp_path} --run.output {tmp_path / stage}
+            --model.tokenizer {DEMO / "data/tokenizer"} --batch.examples 1
+            --run.export false --run.save_last false --run.save_minutes 0"""
+        common = [*arch(stage, 1 << 17), *own.split(), "--batch.tokens_per_microbatch", 1 << 17]
+        code, text = run(capsys, *common, *NODE)
+        assert code == 0 and "1 micro-batch per group" in text
+        seconds.append(float(re.search(r"^  none .* ([\d.]+)$", text, re.MULTILINE)[1]))
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
+
+
 def test_what_does_not_fit_an_assumed_gpu_is_said_and_not_refused(capsys):
     _, text = run(capsys, *arch(length=4096, sp=1), "--gpus", 1)
     assert text.index("does not fit") < text.index("finding: ") < text.index("verdict: ")
     assert "80.0 GiB (assumed; --gpu-memory says otherwise)" in text
     assert re.search(r"does not fit: the run needs \d+\.\d GiB on each GPU .*; .*memory.offload_optimizer = true", text)
-    with pytest.raises(ConfigError, match="on each GPU even with the least kept .* but a GPU has 8.0 GiB"):
+    with pytest.raises(ConfigError, match="on each GPU with .* but a GPU has 8.0 GiB"):
         run(capsys, *arch(length=4096, sp=1), "--gpus", 1, "--gpu-memory", 8)
 
 

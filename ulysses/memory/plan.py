@@ -136,6 +136,7 @@ class Case(NamedTuple):
     """What the planner is asked about: a model's step on a machine, and the memory settings.
 
     tokens: of one micro-batch, which `sp` ranks share, in `documents` of equal length (2 for one pair).
+    squares: twice the pairs of a query and a key that it sees, shared prompts included; 0: those of equal documents.
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline).
     common_heads: common divisor of the heads of all models that share the mesh; 0: one model.
     levels: every layer's recompute level, the first layer's first; at most two levels, and the later layers' keeps
@@ -152,6 +153,7 @@ class Case(NamedTuple):
     sp: int = 1
     micro_batches: int = 1
     documents: int = 1
+    squares: float = 0.0
     forwards: float = 0.0
     rollout: PlannedRollout | None = None
     common_heads: int = 0
@@ -372,7 +374,8 @@ def step_flops(case: Case) -> tuple[float, float]:
     """
     model, passes = case.model, case.forwards
     S, N, F = case.tokens / case.sp, model.layer_parameters, model.width * model.intermediate
-    forward = 2.0 * case.tokens**2 / case.documents * model.query_width / case.sp
+    squares = case.squares or case.tokens**2 / case.documents
+    forward = 2.0 * squares * model.query_width / case.sp
     again = model.attention_parameters + (2 if model.is_full else 3) * F
     directions = 3 if model.is_full else 2
     matrices = attention = 0.0

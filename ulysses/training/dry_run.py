@@ -30,7 +30,7 @@ def dry_run(config: Config, options: Options) -> int:
     if wants_debug(sys.argv) or options.debug:
         print(config.model_dump_json(indent=2))
     stage, run = config.stage_class, config.run
-    facts, tokens = stage.facts(config), stage.budget(config)
+    facts, tokens, squares = stage.facts(config), stage.budget(config), 0.0
     sp, shape = config.parallel.sequence_parallel_size, prepared.shape
     if sp == "auto":
         machine = planned_machine(config, options.planner, world)
@@ -52,6 +52,7 @@ def dry_run(config: Config, options: Options) -> int:
             length = f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}"
             micro_batches = len(loader.step(0, 0))
             tokens = prepared.budget(train)
+            squares = prepared.squares(train, tokens)
             length = "\n".join([length, *prepared.remarks(loader)])
     print(length)
     policies = config.gradients.chain().policies
@@ -69,7 +70,7 @@ def dry_run(config: Config, options: Options) -> int:
             print(f"the model is planned with the published shape of {config.model.path}")
         print(prepared.shape.describe_window())
         for line in plan_lines(
-            config, prepared.shape, options.planner, world, tokens, micro_batches
+            config, prepared.shape, options.planner, world, tokens, micro_batches, squares
         ):
             print(line)
             fits = fits and not line.startswith("does not fit")

@@ -90,11 +90,17 @@ def planner_model(config: Config, shape: Shape) -> Model:
 
 
 def planner_case(
-    config: Config, shape: Shape, machine: Machine, tokens: int, micro_batches: int = 1
+    config: Config,
+    shape: Shape,
+    machine: Machine,
+    tokens: int,
+    micro_batches: int = 1,
+    squares: float = 0.0,
 ) -> Case:
     """Return the planner's view of a run: micro-batches of `tokens`, full of longest sequences.
 
-    The degree "auto" is the smallest whose plan fits, or all processes if none does.
+    The degree "auto" is the smallest whose plan fits, or all processes if none does. `squares` counts what the tokens
+    attend to, as Case has it; 0 is what sequences that share nothing do.
     """
     stage, facts = config.stage_class, config.stage_class.facts(config)
     others = [
@@ -109,6 +115,7 @@ def planner_case(
         config.parallel.sequence_parallel_size,
         micro_batches,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
+        squares=squares,
         forwards=facts.extra_forwards,
         rollout=stage.planned_rollout(config, machine.gpus),
         common_heads=gcd(shape.num_attention_heads, *(other.heads for other in others)),
@@ -192,40 +199,22 @@ def _refuse_too_large(smallest: Case) -> None:
     """Refuse a run whose smallest choice is predicted to exceed the GPU's whole memory, or the host's share."""
     p, machine = predict(smallest), smallest.machine
     if not p.fits_host:
-        ways = [
-            f"set memory.{name} = false"
-            for name in ("offload_optimizer", "offload_parameters")
-            if getattr(smallest, name)
-        ]
         raise ConfigError(
             f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
             f"offloaded, but has {machine.host_budget / GIB:.1f} GiB, its share of the node's "
-            f"{machine.host_bytes / GIB:.1f} GiB; {', '.join(ways)}, use more nodes, or set memory.host_memory if the "
-            "node has more than its kernel reports"
+            f"{machine.host_bytes / GIB:.1f} GiB; set memory.offload_optimizer and memory.offload_parameters to false, "
+            "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
         )
-    if p.gpu <= machine.gpu_bytes:
-        return
-    what = "even with the least kept in memory"
-    ways = [
-        "use more GPUs with a larger parallel.sequence_parallel_size",
-        "lower batch.tokens_per_microbatch or data.max_length",
-    ]
-    if len(smallest.allowed) == 1:  # set by hand
-        what = f'with memory.recompute = "{smallest.name}"'
-        ways.insert(0, 'set memory.recompute = "auto"')
-    if smallest.offload == "none":
-        ways.append('set memory.offload = "auto"')
-    if not smallest.offload_optimizer:
-        ways.append("set memory.offload_optimizer = true")
-    if smallest.model.is_full:
-        ways.append("train adapters (model.lora.rank)")
-    rest = p.gpu - p.states - p.kept - p.working
-    raise ConfigError(
-        f"the run needs {p.gpu / GIB:.1f} GiB on each GPU {what} (weights, optimizer and gradients "
-        f"{p.states / GIB:.1f}, activations {p.kept / GIB:.1f}, work {p.working / GIB:.1f}, "
-        f"CUDA, NCCL and {'rollouts' if smallest.rollout else 'reserve'} {rest / GIB:.1f}) but a GPU has "
-        f"{machine.gpu_bytes / GIB:.1f} GiB; {', '.join(ways[:-1])} or {ways[-1]}"
-    )
+    if p.gpu > machine.gpu_bytes:
+        rest = p.gpu - p.states - p.kept - p.working
+        raise ConfigError(
+            f'the run needs {p.gpu / GIB:.1f} GiB on each GPU with memory.recompute = "{smallest.name}" (weights, '
+            f"optimizer and gradients {p.states / GIB:.1f}, activations {p.kept / GIB:.1f}, work "
+            f"{p.working / GIB:.1f}, CUDA, NCCL and reserve {rest / GIB:.1f}) but a GPU has "
+            f'{machine.gpu_bytes / GIB:.1f} GiB; set memory.recompute and memory.offload to "auto" and '
+            "memory.offload_optimizer = true, use more GPUs with a larger parallel.sequence_parallel_size, lower "
+            "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank)"
+        )
 
 
 def planned_machine(config: Config, given: dict[str, float], world: int) -> Machine:
@@ -251,11 +240,13 @@ def plan_lines(
     world: int,
     tokens: int,
     micro_batches: int,
+    squares: float = 0.0,
 ) -> Iterator[str]:
     """Yield what --dry-run prints about memory and time.
 
     That is a line per level, the longest sequence, the settings to use, and what the run itself would choose. `given`
-    holds what the command line has of --gpus, --gpu-memory and --host-memory; `tokens` fill a micro-batch.
+    holds what the command line has of --gpus, --gpu-memory and --host-memory; `tokens` fill a micro-batch, `squares`
+    counts what they attend to (planner_case).
 
     Raises:
         ConfigError: at the end, if the run does not fit a GPU whose memory is known.
@@ -263,7 +254,7 @@ def plan_lines(
     machine = planned_machine(config, given, world)
     stage, known = config.stage_class, "gpu_memory" in given or torch.cuda.is_available()
     facts = stage.facts(config)
-    case = planner_case(config, shape, machine, tokens, micro_batches)
+    case = planner_case(config, shape, machine, tokens, micro_batches, squares)
     assumed = "" if known else " (assumed; --gpu-memory says otherwise)"
     speed = "" if device_peak_flops() else ", as fast as an H200"
     told = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node"

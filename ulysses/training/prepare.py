@@ -129,6 +129,16 @@ class Prepared:
             tokens = max(tokens, *(int(data.lengths.max()) for data in datasets if data))
         return tokens
 
+    def squares(self, data: Any, tokens: int) -> float:
+        """Return twice the pairs of a query and a key that it sees in `tokens` of copies of the longest example.
+
+        It is 0 for prompts, whose answers are not known yet.
+        """
+        longest = data.lengths.argmax()
+        lengths, prefixes = data.sequence_lengths[longest], data.prefix_lengths[longest]
+        squares = lengths * (lengths + 2 * prefixes) * (data.kind != "prompt")
+        return float(squares.sum() * tokens / lengths.sum())
+
     def remarks(self, loader: StepLoader) -> Iterator[str]:
         """Yield a line for every setting that has no effect, or not the one that its number promises."""
         config, total = self.config, self.config.stage_class.total_steps(self.config, loader)
