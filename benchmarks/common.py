@@ -130,7 +130,7 @@ def remember(bench: Bench, tokens: int) -> MemoryChoice:
     """Set what `planned` chooses for packs of `tokens`."""
     choice = planned(bench.config, bench.shape, bench.engine.device, tokens)
     decoder: Any = bench.engine.module.model
-    decoder.set_memory(layer_memory(bench.config, bench.shape, choice))
+    decoder.set_memory(layer_memory(choice))
     return choice
 
 

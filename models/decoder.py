@@ -42,15 +42,13 @@ class LayerMemory(NamedTuple):
 
     recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
     time, except where level "none" keeps its whole graph. offloaded_layers: so many of the first layers, or all, keep
-    what they keep in host memory if there is an offloader; level "none" ignores it. logits_tile: rows of one tile of
-    the vocabulary projection.
+    what they keep in host memory if there is an offloader; level "none" ignores it.
     """
 
     recompute: str | Sequence[str] = "none"
     mlp_tile: TileRows = "auto"
     offloader: Offloader | None = None
     offloaded_layers: int | None = None
-    logits_tile: TileRows = "auto"
 
 
 class Decoder(nn.Module):
@@ -156,9 +154,9 @@ class HeadedDecoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config, mesh, attention, memory)
-        self.add_head(memory.logits_tile)
+        self.add_head()
 
-    def add_head(self, logits_tile: TileRows) -> None:
+    def add_head(self) -> None:
         """Create the module that turns hidden states into the model's results."""
         raise NotImplementedError
 
@@ -166,9 +164,9 @@ class HeadedDecoder(nn.Module):
 class CausalLM(HeadedDecoder):
     """A language model: the log-probabilities of a batch's own targets."""
 
-    def add_head(self, logits_tile: TileRows) -> None:
+    def add_head(self) -> None:
         tied = self.model.embed_tokens.weight if self.config.tie_word_embeddings else None
-        self.lm_head = VocabularyHead(self.config, tied, logits_tile)
+        self.lm_head = VocabularyHead(self.config, tied)
 
     def forward(
         self,
@@ -198,7 +196,7 @@ class CausalLM(HeadedDecoder):
 class RewardModel(HeadedDecoder):
     """A score per token: a reward model reads the last token's, a value model every one."""
 
-    def add_head(self, logits_tile: TileRows) -> None:
+    def add_head(self) -> None:
         self.score = ScoreHead(self.config)
 
     def forward(self, batch: ShardedBatch) -> Tensor:

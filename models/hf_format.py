@@ -267,7 +267,7 @@ class WeightFiles:
         self.paths = [*base.paths, path]
         pairs: dict[str, dict[str, StoredTensor]] = {}
         for key, tensor in _stored_tensors(path).items():
-            name, _, kind = key.removeprefix(_PREFIX).partition(".lora_")
+            name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
             if name == "score.weight":
                 self.tensors[name] = tensor
             elif kind in ("A.weight", "B.weight"):

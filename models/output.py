@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from losses.logprobs import LogProbs, linear_logprobs
 from models.arch import ModelConfig
-from ulysses.memory.tiling import TileRows, tiles
+from ulysses.memory.tiling import tiles
 
 SCORE_ROWS = 8192
 
@@ -20,25 +20,17 @@ class VocabularyHead(nn.Module):
     """Project positions to the vocabulary in tiles and return the log-probabilities of their targets.
 
     `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs
-    with M = 0 too, so that its collectives and zero gradients happen on every rank. `tile_rows` and further keywords
-    (entropy, lse, mean_logit, temperature) are those of linear_logprobs.
+    with M = 0 too, so that its collectives and zero gradients happen on every rank. Further keywords (entropy, lse,
+    mean_logit, temperature) are those of linear_logprobs.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tied: nn.Parameter | None = None,
-        tile_rows: TileRows = "auto",
-    ) -> None:
+    def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.tile_rows = tile_rows
         size = config.vocab_size, config.hidden_size
         self.weight = nn.Parameter(torch.empty(size)) if tied is None else tied
 
     def forward(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
-        return linear_logprobs(
-            hidden, self.weight, targets, tile_rows=self.tile_rows, **options
-        )
+        return linear_logprobs(hidden, self.weight, targets, **options)
 
 
 class ScoreHead(nn.Module):

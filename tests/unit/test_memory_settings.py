@@ -204,7 +204,7 @@ def settings_of_layers(rank: int = 0) -> list[Any]:
     mesh, weights, found = ParallelMesh(1), InitialWeights(SHAPE, 0), []
     mixed = MemoryChoice(("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1), 1)
     for memory, lora, trainable, planned in (
-        ({"recompute": "keep_attention", "mlp_tile": 3, "logits_tile": 5}, 0, True, None),
+        ({"recompute": "keep_attention"}, 0, True, None),
         ({"recompute": "block", "offload": "checkpoints"}, 2, True, None),
         ({"recompute": "keep_attention"}, 0, False, None),
         ({}, 0, True, mixed),
@@ -212,8 +212,7 @@ def settings_of_layers(rank: int = 0) -> list[Any]:
         settings = config(lora=lora, **memory)
         choice = planned or choose_memory(settings, SHAPE, None, 64)
         engine = build_engine(settings, weights, mesh, choice if trainable else None)
-        layers = [(x.recompute, x.mlp_tile, x.offloader is not None) for x in engine.module.model.layers]
-        found.append((layers, engine.module.lm_head.tile_rows))
+        found.append([(x.recompute, x.offloader is not None) for x in engine.module.model.layers])
         engine.destroy()
     return found
 
@@ -222,8 +221,8 @@ def test_every_setting_reaches_the_layers():
     count = SHAPE.num_hidden_layers
     (found,) = run_distributed(settings_of_layers, 1, cpu=True)
     assert found == [
-        ([("keep_attention", 3, False)] * count, 5),
-        ([("block", "auto", True)] * count, "auto"),
-        ([("none", "auto", False)] * count, "auto"),
-        ([("keep_attention", "auto", True)] + [("none", "auto", False)] * (count - 1), "auto"),
+        [("keep_attention", False)] * count,
+        [("block", True)] * count,
+        [("none", False)] * count,
+        [("keep_attention", True)] + [("none", False)] * (count - 1),
     ]

@@ -146,19 +146,10 @@ def test_passes_without_gradient_are_planned_for():
     """A reference or reward model may be larger than the trained one: its gathered layers and its work are the peak."""
     small, large = plain_model(architecture("qwen2.5-0.5b")), plain_model(architecture("llama3-70b"))
     large = large._replace(parameters=0)  # its shards aside
-    alone, other, untiled = (
-        predicted(1 << 19, "block", small, others=others, mlp_tile=tile)
-        for others, tile in (((), "auto"), ((large,), "auto"), ((large,), 0))
-    )
+    alone, other = (predicted(1 << 19, "block", small, others=others) for others in ((), (large,)))
     gathered, rows = 2 * 2 * large.layer_parameters, 2 * (1 << 16) * 3 * (large.query_width + 2 * large.kv_width)
     assert other.states == alone.states and other.kept == alone.kept
     assert other.allocated - other.states > gathered + rows > alone.allocated - alone.states
-    assert untiled.allocated - untiled.states > gathered + 2 * (1 << 16) * 3 * large.intermediate
-
-
-def test_tiles_shrink_the_working_set():
-    whole, tiled = (predicted(1 << 22, "block", mlp_tile=tile).working for tile in (0, "auto"))
-    assert whole > tiled
 
 
 def test_row_parallel_ranks_hold_and_are_sent_all_keys_of_their_heads():

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
-from ulysses.memory.tiling import TileRows, tile_rows
+from ulysses.memory.tiling import tile_rows
 from ulysses.parallel.layout import head_layout
 
 GIB = 1 << 30
@@ -161,8 +161,6 @@ class Case(NamedTuple):
     offloaded_layers: int = 0
     allowed: tuple[str, ...] = LEVELS
     offload: str = "none"
-    mlp_tile: TileRows = "auto"
-    logits_tile: TileRows = "auto"  # of LOGITS_TILE_BYTES
     element_size: int = 2
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -290,8 +288,7 @@ def _base(case: Case) -> int:
 def _head(case: Case) -> tuple[int, int]:
     """Return the bytes of the gathered vocabulary, and of a tile of logits in float32 and in the weights' dtype."""
     size, V = case.element_size, case.model.vocabulary
-    fitting = max(1, LOGITS_TILE_BYTES // (4 * V))
-    rows = fitting if case.logits_tile == "auto" else case.logits_tile
+    rows = max(1, LOGITS_TILE_BYTES // (4 * V))
     words = size * case.model.vocabulary_parameters * (case.machine.gpus > 1)
     return words, min(case.local, rows) * V * (4 + size)
 
@@ -314,7 +311,7 @@ def _head_moment(case: Case) -> float:
 def _layer_moment(case: Case, level: str) -> float:
     model, size, S = case.model, case.element_size, case.local
     D, F, q, held = model.width, model.intermediate, model.query_width, _held(case)
-    rows = S if level == "none" else tile_rows(S, case.mlp_tile)
+    rows = S if level == "none" else tile_rows(S)
     fixed = _base(case)
     if model.is_full:
         # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's
@@ -333,7 +330,7 @@ def _layer_moment(case: Case, level: str) -> float:
 def _forward_moment(case: Case) -> float:
     """Return the bytes of a pass without gradient: two gathered layers and one's work, or the head."""
     model, size, S = case.model, case.element_size, case.local
-    mlp = 3 * tile_rows(S, case.mlp_tile) * model.intermediate
+    mlp = 3 * tile_rows(S) * model.intermediate
     work = max(size * mlp, size * S * _packed(case), model.has_head * sum(_head(case)))
     return _base(case) + 2 * size * model.width * S + work
 

@@ -73,16 +73,15 @@ class InitialWeights:
         return digest.hexdigest()
 
 
-def layer_memory(config: Config, shape: Shape, memory: MemoryChoice | None) -> LayerMemory:
+def layer_memory(memory: MemoryChoice | None) -> LayerMemory:
     """Return what the layers of the trained model keep, and where; None: of a frozen one, which keeps nothing."""
-    tiles = config.memory.model_dump(include={"mlp_tile", "logits_tile"})
     if memory is None:
-        return LayerMemory(**tiles)
+        return LayerMemory()
     # the first layers' activations wait longest for their backward, so they leave the GPU first
     away = memory.offloaded_layers
     device = "cuda" if torch.cuda.is_available() else "cpu"
     offloader = Offloader(device, memory.host_bytes) if away else None
-    return LayerMemory(memory.recompute, offloader=offloader, offloaded_layers=away, **tiles)
+    return LayerMemory(memory.recompute, offloader=offloader, offloaded_layers=away)
 
 
 def build_engine(
@@ -111,7 +110,7 @@ def build_engine(
         vocabulary_matrices=2 * sizes.vocabulary_parameters,
         raw=config.deepspeed,
     )
-    kept = layer_memory(config, shape, memory)
+    kept = layer_memory(memory)
     kind: Any = RewardModel if reward else CausalLM
     if trained and stage.exported:  # only a part of the engine's model is exported: the policy
         kind = partial(PolicyValue, value=stage.facts(config).value)

@@ -221,10 +221,6 @@ class MemorySection(Section):
     """Keep each process's share of the weights in host memory."""
     host_memory: NonNegativeFloat = 0.0
     """Host memory of each node in GiB, for machines that report too little of it; 0 takes what the system reports."""
-    mlp_tile: NonNegativeInt | Literal["auto"] = "auto"
-    """Rows of an MLP that are computed at a time; 0 computes all at once, as layers that recompute nothing do."""
-    logits_tile: PositiveInt | Literal["auto"] = "auto"
-    """Rows of logits that exist at a time."""
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> "MemorySection":
@@ -232,11 +228,6 @@ class MemorySection(Section):
             raise ValueError(
                 'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
                 'memory.recompute to "auto", or memory.offload to "none"'
-            )
-        if self.recompute == "none" and self.mlp_tile not in ("auto", 0):
-            raise ValueError(
-                f'memory.mlp_tile is {self.mlp_tile} but memory.recompute "none" keeps every MLP whole; set '
-                'memory.mlp_tile or memory.recompute to "auto"'
             )
         return self
 
