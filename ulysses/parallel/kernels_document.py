@@ -44,13 +44,6 @@ class DocumentKernel(NamedTuple):
     bottom_right: bool = False
 
 
-class Piece(NamedTuple):
-    """Keys that a document's query rows attend to in one call, with a causal mask or all of them."""
-
-    keys: slice
-    causal: bool
-
-
 def run_forward(
     kernel: DocumentKernel,
     q: Tensor,
@@ -69,12 +62,12 @@ def run_forward(
         parts = [
             kernel.forward(
                 query[:, :, rows],
-                key[:, :, piece.keys],
-                value[:, :, piece.keys],
-                piece.causal,
+                key[:, :, keys],
+                value[:, :, keys],
+                masked,
                 scale,
             )
-            for piece in pieces
+            for keys, masked in pieces
         ]
         joint_out[:, :, rows], lse[None, :, rows] = functools.reduce(_join, parts)
     return out, lse
@@ -130,8 +123,8 @@ def run_backward(
 
 def _documents(
     kernel: DocumentKernel, segments: Segments, causal: bool
-) -> Iterator[tuple[slice, list[Piece]]]:
-    """Yield every document's query rows with the pieces of keys for them; no two pieces have the same keys.
+) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+    """Yield every document's query rows, and the keys that each call gives them, with a causal mask or without.
 
     It waits for the device if the bounds are not on the host.
     """
@@ -145,9 +138,9 @@ def _documents(
                 f"a document has {row_end - row} queries and {end - first} keys; "
                 "causal attention needs a key for every query"
             )
-        pieces = [Piece(slice(first, end), causal)]
+        pieces = [(slice(first, end), causal)]
         if causal and own > first and not kernel.bottom_right:
-            pieces = [Piece(slice(first, own), False), Piece(slice(own, end), True)]
+            pieces = [(slice(first, own), False), (slice(own, end), True)]
         yield slice(row, row_end), pieces
 
 

@@ -76,10 +76,3 @@ class ParallelMesh:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ParallelMesh":
         return self  # process groups cannot be copied: a copied module stays on the same mesh
-
-    def __repr__(self) -> str:
-        return (
-            f"ParallelMesh(rank {self.rank} of {self.world_size}: dp {self.dp_rank}/{self.data_parallel_size}, "
-            f"sp {self.sp_rank}/{self.sequence_parallel_size} = {self.head_parallel_size} heads "
-            f"x {self.row_parallel_size} rows)"
-        )
