@@ -58,9 +58,7 @@ MISTAKES = {
     f"{BASE} --dpo.beta 0": "dpo.beta is '0': input should be greater than 0",
     f"{BASE} --data.max_length 4": "data.max_length is '4': input should be greater than or equal to 8",
     f"{BASE} --memory.recompute none --memory.offload checkpoints": "makes no checkpoints; set memory.recompute",
-    f"{BASE} --memory.logits_tile 0": "memory.logits_tile is '0': input should be greater than 0",
-    f"{BASE} --memory.recompute none --memory.mlp_tile 4096":
-        'memory.recompute "none" keeps every MLP whole; set memory.mlp_tile or memory.recompute to "auto"',
+    f"{BASE} --memory.host_memory -1": "memory.host_memory is '-1': input should be greater than or equal to 0",
     f"{BASE} --run.steps many": "run.steps is 'many'",
     f"{BASE} --model.arch llama3-8b": "model.path and model.arch are both set; set only one of them",
     "--stage dpo --run.steps 3 --model.init random": "the model is missing; set model.path to a folder or hub id",
