@@ -101,7 +101,10 @@ def assert_same_run(found: Path, whole: Path) -> None:
         files, same = (sorted(p.name for p in (run / part).iterdir() if p.name != "run.json") for run in (whole, found))
         assert same == files
         for name in files:
-            assert (found / part / name).read_bytes() == (whole / part / name).read_bytes(), (part, name)
+            contents = [(run / part / name).read_bytes() for run in (whole, found)]
+            if name.startswith("rank-") and name.endswith(".json"):  # all but the run's id
+                contents = [{**json.loads(content), "run": ""} for content in contents]
+            assert contents[0] == contents[1], (part, name)
 
 
 def test_killed_runs_continue_bit_identically(tmp_path: Path, uninterrupted) -> None:

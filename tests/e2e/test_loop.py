@@ -53,6 +53,11 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
     assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {f"step-{best}", "step-4"}
     state = json.loads((tmp_path / "run/checkpoints/step-4/run.json").read_text())
     assert state["best"] == [best, pytest.approx(losses[best - 1])]
+    for rank in (0, 1):  # every slice's own record tells where it came from
+        saved = tmp_path / f"run/checkpoints/step-4/rank-0000{rank}.json"
+        record = json.loads(saved.read_text())
+        files = {path.name: digest_of(path) for path in saved.parent.glob(f"{saved.stem}.*.safetensors")}
+        assert (record["run"], record["step"], record["digests"]) == (state["run"], 4, files) and len(files) == 3
 
     assert told[0] == ["project", "run", "sft"] and told[-1] == "finished" and silent == []
     assert {line.pop("run") for line in lines} == {state["run"]}

@@ -5,7 +5,7 @@
 
 Files and folders are on the disk before the rename, and the rename before the next step: a power cut, too, leaves a
 complete checkpoint or none. run.json holds the run's id and the digest of every other file, which is compared before
-any of them is read.
+any of them is read; each rank's index names the run, the step and the digests of its own slices.
 """
 
 import json
@@ -24,7 +24,7 @@ from ulysses.training.section import blame
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
 
-FORMAT = 3
+FORMAT = 4
 
 
 def save_checkpoint(
@@ -53,7 +53,7 @@ def save_checkpoint(
             temporary.mkdir(parents=True)
     dist.barrier()
     with writing(temporary):
-        own = save_state(engine, temporary)
+        own = save_state(engine, temporary, {key: state.get(key) for key in ("run", "step")})
         flush_to_disk(temporary / name for name in own)
     digests = gather(own)  # from here on no other process writes to the folder
     if main:

@@ -1,7 +1,9 @@
 """Save and restore a ZeRO-3 engine's state as flat slices with an index, on any number of ranks.
 
-    rank-00003.json                 [[name, start, length, offset], ...]   which part of each parameter lies where
     rank-00003.master.safetensors   {"data": float32 [sum of lengths]}     also .exp_avg and .exp_avg_sq
+    rank-00003.json                 run, step                              which run wrote them, and when
+                                    digests: {file: digest}                of what was written
+                                    pieces: [[name, start, length, offset], ...]   which part of each parameter is where
 
 Element i of parameter `name` is found by its position in the flattened parameter, so any other partition of
 the same parameters can read exactly what it needs; padding is never stored. This file needs no deepspeed, so that a
@@ -34,13 +36,13 @@ class SavedSlices:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.step = 0
+        self.updates = 0
         # name -> (start, length, offset in the file, rank file)
         self.places: dict[str, list[tuple[int, int, int, str]]] = defaultdict(list)
         self._data = cache(lambda file: safe_open(folder / file, "pt").get_slice("data"))
         for file in sorted(folder.glob("rank-*.json")):
             content = json.loads(file.read_text())
-            self.step = content["step"]
+            self.updates = content["updates"]
             for name, start, length, offset in content["pieces"]:
                 self.places[name].append((start, length, offset, file.stem))
 
@@ -67,18 +69,16 @@ class SavedSlices:
             )
 
 
-def save_state(engine: Any, folder: Path) -> dict[str, str]:
+def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, str]:
     """Write this rank's master weights and AdamW moments into `folder`; every rank calls it.
 
-    Return the names of its files with the digests of what was written.
+    Return the names of its files with the digests of what was written. The index holds them too, with `record`: the id
+    of the run, and the step.
     """
     stem = f"rank-{dist.get_rank():05d}"
     slices = [s for s in engine.partition.slices if len(s.grad)]
     *starts, count = accumulate((len(s.grad) for s in slices), initial=0)
-    step = int(_optimizer_state(engine, engine.partition.masters[0])["step"])
-    pieces = [[s.name, s.start, len(s.grad), at] for s, at in zip(slices, starts)]
-    name, index = f"{stem}.json", json.dumps({"step": step, "pieces": pieces})
-    digests = {name: write_digested(folder / name, [index.encode()])}
+    digests: dict[str, str] = {}
     data = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}
     header = json.dumps({"data": data}).encode()
     header += b" " * (-len(header) % 8)
@@ -88,7 +88,13 @@ def save_state(engine: Any, folder: Path) -> dict[str, str]:
         parts = (state.to("cpu", copy=True).numpy() for state in states)
         start, name = [len(header).to_bytes(8, "little"), header], f"{stem}.{kind}.safetensors"
         digests[name] = write_digested(folder / name, chain(start, parts))
-    return digests
+    record |= {
+        "updates": int(_optimizer_state(engine, engine.partition.masters[0])["step"]),
+        "digests": digests,
+        "pieces": [[s.name, s.start, len(s.grad), at] for s, at in zip(slices, starts)],
+    }
+    name = f"{stem}.json"
+    return digests | {name: write_digested(folder / name, [json.dumps(record).encode()])}
 
 
 @torch.no_grad()
@@ -110,7 +116,7 @@ def load_state(engine: Any, folder: Path) -> None:
         for s in partition.slices:
             saved.read_into(slice_state(engine, s, kind), s.name, kind, s.start)
     for master in partition.masters:
-        _optimizer_state(engine, master)["step"].fill_(saved.step)
+        _optimizer_state(engine, master)["step"].fill_(saved.updates)
     partition.publish()
 
 
