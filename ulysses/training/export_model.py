@@ -141,13 +141,19 @@ def _edit(path: Path, values: dict[str, Any], removed: Collection[str] = ()) -> 
 # ---------------------------------------------------------------- weights
 
 
-def export_engine(engine: Any, out: Path, shape: Shape, config: Config, step: int) -> None:
-    """Write a ZeroEngine's model to `out` as it is after `step`; all ranks call it together."""
+def export_engine(
+    engine: Any, out: Path, shape: Shape, config: Config, step: int, *, merge: bool = False
+) -> None:
+    """Write a ZeroEngine's model to `out` as it is after `step`; all ranks call it together.
+
+    `merge` adds adapters to their base's weights, whatever the configuration says.
+    """
     # imports deepspeed, which the export of a checkpoint does without
     from ulysses.zero.gather import full_parameters
 
     read = partial(full_parameters, engine, config.stage_class.exported)
-    _export(read, out, shape, config, config.output, step, main=dist.get_rank() == 0)
+    main = dist.get_rank() == 0
+    _export(read, out, shape, config, config.output, step, main=main, merge=merge)
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
@@ -208,14 +214,15 @@ def _export(
     step: int,
     *,
     main: bool,
+    merge: bool = False,
 ) -> None:
     """Write everything an export consists of; `read(wanted)` yields the policy's parameters in the model's order.
 
-    With model.lora.rank and without model.lora.merge the adapters alone are written. All ranks call it together; only
-    `main` gets tensors and writes.
+    Adapters are written alone, unless `merge` or model.lora.merge adds them to the weights. All ranks call it together;
+    only `main` gets tensors and writes.
     """
     lora, stage = config.model.lora, config.stage_class
-    whole = lora.merge or not lora.rank
+    whole = merge or lora.merge or not lora.rank
 
     with whole_folder(out) if main else nullcontext() as new:
         weights = read(lambda name: whole and ".lora_" not in name)
@@ -234,7 +241,7 @@ def _export(
             save_adapters(new, adapters, config.model, reward=stage.reward)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(run / "tokenizer", new)
-        (new / CARD).write_text(model_card(config, run, step), encoding="utf-8")
+        (new / CARD).write_text(model_card(config, run, step, whole), encoding="utf-8")
 
 
 def _saved_parameters(
@@ -263,7 +270,7 @@ def _saved_parameters(
 # ---------------------------------------------------------------- model card
 
 
-def model_card(config: Config, run: Path, step: int) -> str:
+def model_card(config: Config, run: Path, step: int, whole: bool) -> str:
     """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions."""
     lora, reward = config.model.lora, config.stage_class.reward
     base = config.model.path if config.model.init == "pretrained" else None
@@ -283,7 +290,7 @@ def model_card(config: Config, run: Path, step: int) -> str:
     lines = [
         "---",
         *([f"base_model: {json.dumps(base)}"] if base else []),
-        f"library_name: {'peft' if lora.rank and not lora.merge else 'transformers'}",
+        f"library_name: {'transformers' if whole else 'peft'}",
         f"pipeline_tag: {'text-classification' if reward else 'text-generation'}",
         f"tags: [ulysses-engine, {config.stage}{', lora' if lora.rank else ''}]",
         "---",

@@ -110,7 +110,13 @@ class TrainingRun:
         """Put all parts together, and restore the checkpoint that the run continues."""
         config, prepared, shape = self.config, self.prepared, self.prepared.shape
         stage, resume_from = config.stage_class, prepared.resume_from
-        debug_anywhere = self._agree()
+        # refuse to start if the ranks differ
+        agree(facts_of(prepared, self.data_names, verify=self.verify_weights))
+        self.run_id, before = hold_output(config.output, self.resources)
+        if before:
+            self.say(
+                f"{config.output} was left by {before}, which has ended, and is taken over"
+            )
         torch.backends.cuda.matmul.allow_tf32 = False
         tokens = prepared.budget(self.train_data, self.eval_data)
         machine = this_machine(self.device, config.memory.host_memory)
@@ -157,7 +163,7 @@ class TrainingRun:
         for line in prepared.remarks(loader):
             self.say(line)
         adapters, policies = adapter_parameters(config, shape), config.gradients.chain()
-        if debug_anywhere:
+        if any(gather(self.debug)):  # what all do together follows from no rank's own flag
             say = self.say if self.mesh.is_main else None
             every = config.gradients.table_every
             policies.watch = partial(watch_gradients, every=every, say=say)
@@ -240,12 +246,9 @@ class TrainingRun:
 
         `for_servers` writes whole weights, with the adapters added, and says nothing.
         """
-        folder, model = Path(folder), self.config.model
-        lora = model.lora.model_copy(update={"merge": model.lora.merge or for_servers})
-        model = model.model_copy(update={"lora": lora})
-        config = self.config.model_copy(update={"model": model})
+        folder, shape, step = Path(folder), self.prepared.shape, self.trainer.step
         self.watch.phase("export", long=True)
-        export_engine(self.engine, folder, self.prepared.shape, config, self.trainer.step)
+        export_engine(self.engine, folder, shape, self.config, step, merge=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}")
         dist.barrier()
@@ -269,18 +272,6 @@ class TrainingRun:
             **{name: metrics.get(name) for name in ("loss", "tokens", "tokens_per_second")},
             "eta": (t.total_steps - t.step) * metrics["seconds"] if metrics else None,
         }
-
-    # ---------------------------------------------------------------- between the processes
-
-    def _agree(self) -> bool:
-        """Refuse to start if the ranks differ, hold the run folder, and return whether any rank debugs."""
-        agree(facts_of(self.prepared, self.data_names, verify=self.verify_weights))
-        output = self.config.output
-        self.run_id, before = hold_output(output, self.resources)
-        if before:
-            self.say(f"{output} was left by {before}, which has ended, and is taken over")
-        # what all must do together follows from this, never from a rank's own flag
-        return any(gather(self.debug))
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one; other ranks than the first say it with --debug only."""
