@@ -14,12 +14,14 @@ import json
 import os
 import shlex
 import sys
+import time
 from typing import Any
 
 import torch
 from common import (
     FIT,
     Bench,
+    added,
     build,
     changed,
     launch,
@@ -32,6 +34,7 @@ from common import (
     settings,
     table,
     take_step,
+    wait,
 )
 
 from ulysses.parallel.attention import UlyssesAttention
@@ -96,7 +99,7 @@ def main() -> None:
         "--watch",
         type=int,
         default=0,
-        help="so many times, time the steps without and with the watch that a run has, and compare",
+        help="so many times, take the steps without and with the watch that a run has, and compare",
     )
     p.add_argument("--peer", default="", help="another harness and its own arguments")
     a, rest = p.parse_known_args()
@@ -188,7 +191,7 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
             )
             os._exit(3)  # the others wait in a collective: torchrun ends them
         if a.watch and "refused" not in row:
-            row["watch"] = cost_of_watch(here, seq, a, choice)
+            row["watch"] = cost_of_watch(here, seq, a)
         if a.skip_attention:
             row |= {"note": FIT, "fit_seconds": row.get("seconds")}
             row = {key: value for key, value in row.items() if key not in SPEEDS}
@@ -201,22 +204,35 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def cost_of_watch(bench: Bench, seq: int, a: Any, choice: Any) -> str:
-    """Return what the watch adds to a step: the median and the quartiles over pairs of alternated measurements."""
-    ratios = []
-    for _ in range(a.watch):
-        pair = []
-        for watched in (False, True):
-            watch = Watch(store=common_store())
-            if watched:
-                watch.start()
-            row = measure(bench, seq, documents=a.documents, steps=a.steps, choice=choice)
-            watch.stop()
-            torch.distributed.barrier()
-            pair.append(row["seconds"])
-        ratios.append(pair[1] / pair[0] - 1)
-    low, middle, high = torch.tensor(ratios).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
-    return f"{middle:+.2%} ({low:+.2%} to {high:+.2%})"
+def cost_of_watch(bench: Bench, seq: int, a: Any) -> str:
+    """Return what the watch adds to the time of the steps, and to the CPU time of all processes.
+
+    Choose the steps so that they take seconds: every process writes and reads once a second.
+    """
+    batch, device = random_pack(bench, seq, a.documents), bench.engine.device
+    count = (seq - 1) * a.documents * bench.mesh.data_parallel_size
+    times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for turn in range(2 * a.watch):
+        watched = turn % 4 in (1, 2)  # without, with, with, without
+        watch = Watch(store=common_store()) if watched else Watch()
+        if watched:
+            watch.start()
+        torch.distributed.barrier()
+        began, worked = time.perf_counter(), time.process_time()
+        for step in range(a.steps):
+            watch.phase("forward", step)
+            take_step(bench, batch, count)
+            watch.step_done()
+        wait(device)
+        torch.distributed.barrier()
+        spent = torch.tensor(time.process_time() - worked, device=device)
+        elapsed = time.perf_counter() - began
+        torch.distributed.all_reduce(spent)
+        times[watched].append((elapsed, float(spent)))
+        watch.stop()
+    without, watching = (zip(*times[watched]) for watched in (False, True))
+    time_of, cpu_of = (added(*pair) for pair in zip(without, watching, strict=True))
+    return f"time {time_of}; CPU time {cpu_of}"
 
 
 def skip_attention(bench: Bench) -> None:

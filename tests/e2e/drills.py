@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,15 +27,23 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from common import added  # noqa: E402
+
 from tests.e2e import test_kill_resume as saves  # noqa: E402
 from tests.e2e.launch import Ranks, command, environment, tiny  # noqa: E402
 from tests.harness import free_port  # noqa: E402
 from ulysses import disk  # noqa: E402
+from ulysses.training.command_line import parse_command_line  # noqa: E402
+from ulysses.training.run import TrainingRun  # noqa: E402
 from ulysses.zero.state import SavedSlices  # noqa: E402
 
 INSIDE = "ULYSSES_DRILLS_INSIDE_NAMESPACES"
 NODES = ("node-a", "node-b")  # addresses 10.9.0.1 and 10.9.0.2 on a bridge in this process's own network namespace
 LONG = 100_000  # steps: until the drill ends the run
+METRICS, ENDLESS = "run/metrics.jsonl", {"run__steps": LONG}
+SAVES = 41  # of each kind
 
 
 class Run:
@@ -147,24 +155,63 @@ class Drills:
             return run.told(r"error: rank \d on \S+ has not moved since tokenising", self.timeout + 5)
 
     def digests(self) -> tuple[float, str]:
-        """What digests add to the time of a write, in turns with writes without: a measurement, not a promise."""
-        parts, file = [os.urandom(1 << 26)] * 8, self.folder / "slice"
+        """What digests add to whole saves, in turns with saves without: a measurement, not a promise."""
+        size = {"model__config__hidden_size": 512, "model__config__intermediate_size": 2048, "run__keep": 1}
+        arguments = tiny("sft", self.folder / "digests", self.folder / "cache", **size)
+        none = mock.Mock(return_value=mock.Mock(**{"hexdigest.return_value": ""}))
         times: dict[bool, list[float]] = {True: [], False: []}
-        for number in range(50):
-            digest = disk.xxh3_128 if number % 2 else mock.Mock
-            with mock.patch.object(disk, "xxh3_128", digest):
-                began = time.perf_counter()
-                disk.write_digested(file, parts)
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-                times[bool(number % 2)].append(time.perf_counter() - began)
-            file.unlink()
-        [[low, middle, high], other] = [statistics.quantiles(times[with_digest]) for with_digest in (True, False)]
+        with TrainingRun(parse_command_line(arguments).config) as run:
+            run.trainer.save()  # the first one makes the optimizer's states
+            for turn in range(2 * SAVES):
+                digests = turn % 4 in (1, 2)  # without, with, with, without
+                run.trainer.step = turn + 1
+                with mock.patch.object(disk, "xxh3_128", disk.xxh3_128 if digests else none):
+                    began = time.perf_counter()
+                    run.trainer.save()
+                    times[digests].append(time.perf_counter() - began)
+            files = run.config.output.rglob("rank-*")
+            written = sum(path.stat().st_size for path in files) / 2**20
+        without, middle = (statistics.median(times[digests]) for digests in (False, True))
         return (
             middle,
-            f"512 MiB with digests {middle:.3f} ({low:.3f}, {high:.3f}), "
-            f"without {other[1]:.3f} ({other[0]:.3f}, {other[2]:.3f})",
+            f"a save of {written:.0f} MiB took {middle:.3f} s with digests and {without:.3f} s without: "
+            f"{added(times[False], times[True])}",
         )
+
+    def full(
+        self, stage: str, place: str, begun: str, left: int, told: str, more: dict[str, Any] | None = None
+    ) -> tuple[float, str]:
+        """One of the run's folders has a disk of its own, which fills up; the seconds are those until the run's end.
+
+        Args:
+            begun: the disk fills up as soon as there is such a file in the drill's folder.
+            left: the bytes that stay free.
+        """
+        self.count += 1
+        folder = self.folder / str(self.count)
+        disk = folder / place
+        disk.mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=True)
+        try:
+            for other in ("checkpoints", "tensorboard") if place == "run" else ():  # these have room
+                (folder / other).mkdir()
+                (disk / other).symlink_to(folder / other)
+            settings = {"run__steps": 100, "run__export": False, "run__log_every": 1, "run__save_last": False}
+            settings |= more or {}
+            run = Ranks(tiny(stage, folder / "run", folder / "cache", **settings), 2, folder / "logs")
+            run.until(lambda: list(folder.glob(begun)), 120)
+            with suppress(OSError):  # the run writes too, and may take the last bytes
+                (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
+            began = time.monotonic()
+            outcome = run.wait()
+            after, saved = time.monotonic() - began, list((folder / "run/checkpoints").glob("step-*"))
+        finally:
+            subprocess.run(["umount", "--lazy", disk], check=True)
+        sentences = re.findall("error: .*", outcome.stderr)
+        assert len(sentences) == 1 and "Traceback" not in outcome.stderr, outcome.stderr
+        assert re.search(f"{told}.* No space left on device .*GiB are free", sentences[0]), sentences
+        assert saved or settings["run__steps"] != LONG, "the run ended without a checkpoint"
+        return after, sentences[0]
 
     def asked(self, launcher: str, number: int) -> tuple[float, str]:
         with self.run(launcher) as run:
@@ -243,8 +290,16 @@ DRILLS: dict[str, tuple[Any, ...]] = {
     "restarts-on-two-nodes": (Drills.restarts, 2),
     "thirty-kills-while-saving": (Drills.saves,),
     "digests": (Drills.digests,),
-}
-TWO_NODES = {"restarts-on-two-nodes", "cut-link"}
+    "full-disk-metrics": (Drills.full, "sft", "run", METRICS, 0, r"run/metrics.jsonl .* at step \d", ENDLESS),
+    "full-disk-tensorboard": (Drills.full, "sft", "run/tensorboard", METRICS, 0, r"tensorboard.* at step \d", ENDLESS),
+    "full-disk-checkpoint": (Drills.full, "sft", "run/checkpoints", "run", 1 << 16, r"checkpoints/.step-\d+.tmp",
+                             {"run__save_every": 5}),
+    "full-disk-export": (Drills.full, "sft", "run", METRICS, 1 << 17, "run/export", {"run__export": True}),
+    "full-disk-token-cache": (Drills.full, "sft", "cache", "cache", 1 << 16, "data cache .*/cache"),
+    "full-disk-reference-cache": (Drills.full, "dpo", "cache", "run/config.json", 1 << 13, "cache/reference-.*"),
+}  # fmt: skip
+# They need namespaces of their own: for a network or for a mounted disk.
+NAMESPACES = {"restarts-on-two-nodes", "cut-link", *(name for name in DRILLS if name.startswith("full-disk"))}
 
 
 def on_node(number: int) -> list[str]:
@@ -276,7 +331,7 @@ def main() -> int:
     if unknown := {*options.names} - {*DRILLS}:
         parser.error(f"no such drill: {', '.join(sorted(unknown))}")
     chosen, refused = options.names or [*DRILLS], ""
-    if TWO_NODES & {*chosen} and INSIDE not in os.environ:
+    if NAMESPACES & {*chosen} and INSIDE not in os.environ:
         unshare = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
         probe = subprocess.run([*unshare, "true"], capture_output=True, text=True)
         if probe.returncode == 0 and shutil.which("ip"):
@@ -288,8 +343,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="drills-", ignore_cleanup_errors=True) as folder:
         drills = Drills(options.timeout, Path(folder))
         for name in chosen:
-            if refused and name in TWO_NODES:
-                print(f"| {name} | skipped | network namespaces are not permitted: {refused} |", flush=True)
+            if refused and name in NAMESPACES:
+                print(f"| {name} | skipped | namespaces are not permitted: {refused} |", flush=True)
                 continue
             try:
                 drill, *arguments = DRILLS[name]
