@@ -100,14 +100,20 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
+def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path: Path, file: str) -> None:
     def before(rank: int) -> None:
         from ulysses.training.metrics import MetricsLog
 
         write = MetricsLog.write
 
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
         def written(self: MetricsLog, step: int, values: dict[str, float]) -> None:
-            if step == 3:
+            if step == 3 and file == "tensorboard":
+                self.board.add_scalar = full
+            elif step == 3:
                 self.file.close()
                 self.file = open("/dev/full", "a")
             write(self, step, values)
@@ -118,12 +124,12 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path:
     assert outcome.code == 1
     [sentence] = errors(outcome)
     assert re.match(
-        r"error: rank 0, .*/metrics.jsonl cannot be written at step 3: No space left on device \(.* GiB are free",
+        rf"error: rank 0, .*/{file} cannot be written at step 3: No space left on device \(.* GiB are free",
         sentence,
     ), sentence
     assert "Traceback" not in outcome.stderr
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-4"]
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == ([1, 2] if file == "metrics.jsonl" else [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
@@ -155,9 +161,9 @@ def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path: Path, kind: st
     options = {"run__save_last": kind == "checkpoint", "run__export": kind == "export"}
     outcome = ranks(arguments(tmp_path, **options), 2, tmp_path / "logs", before=before)
     [sentence] = errors(outcome)
-    place = r"/checkpoints/.step-2.tmp" if kind == "checkpoint" else "/export"
+    place = r"/checkpoints/.step-2.tmp cannot be written" if kind == "checkpoint" else "/export.* after step 2"
     assert outcome.code == 1 and re.search(
-        rf"{place} cannot be written: .*File too large.* GiB are free there", sentence
+        rf"{place}: .*File too large.* GiB are free there", sentence
     )
     assert "Traceback" not in outcome.stderr
     assert not list((tmp_path / "run").glob("checkpoints/step-*")) and not (tmp_path / "run/export").exists()

@@ -72,6 +72,6 @@ def test_a_checkpoint_of_an_older_format_is_refused(checkpoint, tmp_path):
     state = json.loads((checkpoint / "run.json").read_text())
     (checkpoint / "run.json").write_text(json.dumps({**state, "format": 1}))
     with pytest.raises(
-        ConfigError, match="has checkpoint format 1, but this version reads format 3; continue it with the version"
+        ConfigError, match="has checkpoint format 1, but this version reads format 4; continue it with the version"
     ):
         prepare(config(tmp_path), 1, [])

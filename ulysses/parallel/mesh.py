@@ -17,7 +17,12 @@ import torch.distributed as dist
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every rank's value, any object that can be pickled, in rank order; all ranks call it together."""
+    """Return every rank's value, any object that can be pickled, in rank order; all ranks call it together.
+
+    Without torch.distributed there is one rank.
+    """
+    if not dist.is_initialized():
+        return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -53,8 +53,11 @@ CARD = "README.md"
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces `folder` when the block ends without an error."""
+def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
+    """Yield a new folder that replaces `folder` when the block ends without an error.
+
+    `when` says in a DiskError at what time the folder was written.
+    """
     folder = folder.absolute()
     new, old = (folder.with_name(f".{folder.name}.{word}.tmp") for word in ("new", "old"))
     if old.exists() and not folder.exists():  # a kill came between the two renames below
@@ -62,7 +65,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
-        with writing(folder):
+        with writing(folder, when):
             new.mkdir(parents=True)
             yield new
             if folder.exists():
@@ -224,7 +227,7 @@ def _export(
     lora, stage = config.model.lora, config.stage_class
     whole = merge or lora.merge or not lora.rank
 
-    with whole_folder(out) if main else nullcontext() as new:
+    with whole_folder(out, f" after step {step}") if main else nullcontext() as new:
         weights = read(lambda name: whole and ".lora_" not in name)
         if lora.rank:
             from ulysses.training.lora import is_adapter, merged, save_adapters

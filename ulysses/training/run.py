@@ -77,8 +77,7 @@ class TrainingRun:
         self.watch.phase("tokenising", long=True)
         try:
             # a stage may replace them by views that carry more
-            self.train_data, self.eval_data = self.prepared.open_data()
-            data = self.train_data, self.eval_data
+            self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
             self.changes = self.prepared.changes(self.data_names)
         except BaseException:

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from models.arch import ModelConfig as Shape
 from ulysses.data.cache import check_once
 from ulysses.disk import write_digested, writing
 from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.mesh import gather
 from ulysses.training.metrics import MetricSums
 from ulysses.training.passes import token_values
 from ulysses.training.section import ConfigError, blame
@@ -257,10 +257,7 @@ def attach_reference(
         return [dataset.mismatch(*pairs[number - count])]
 
     seal = path.with_suffix(".json")
-    missing = torch.tensor(float(not seal.exists()), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(missing, op=dist.ReduceOp.MAX)
-    if missing.item():
+    if not all(gather(seal.exists())):
         say(f"computing reference log-probabilities of {len(items)} items -> {path}")
         writer = os.environ.get("LOCAL_RANK", "0") == "0"
         temporary = path.with_suffix(f".{mesh.rank}.tmp")
@@ -283,8 +280,7 @@ def attach_reference(
                 seal.write_text(json.dumps({path.name: digest}))
             else:
                 deque(chunks, maxlen=0)  # all ranks compute them together
-        if dist.is_initialized():
-            dist.barrier()
+        gather(None)  # no node reads what is still written
     with blame("data.cache"):
         check_once(seal, path.parent)
     values = np.asarray(np.memmap(path, np.float32, "r"))
