@@ -116,10 +116,9 @@ def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
 
     Raises DiskError on the rank that finds a file missing or changed.
     """
-    stems = sorted({name.partition(".")[0] for name in state["files"]})
-    own = stems[dist.get_rank() :: dist.get_world_size()]
-    files = state["files"].items()
-    check_files(checkpoint, {n: d for n, d in files if n.partition(".")[0] in own})
+    # kind by kind: each rank gets as much, and if it can its own files
+    files = sorted(state["files"].items(), key=lambda file: file[0].partition(".")[::-1])
+    check_files(checkpoint, dict(files[dist.get_rank() :: dist.get_world_size()]))
     dist.barrier()  # no rank reads a file that another one is about to name
 
 

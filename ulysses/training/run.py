@@ -175,14 +175,7 @@ class TrainingRun:
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
             policies=policies,
-            flops=lambda tokens, squares, projected: model_flops(
-                shape,
-                count_parameters(shape),
-                adapters,
-                tokens,
-                squares,
-                0.0 if stage.reward else projected,
-            ),
+            flops=partial(model_flops, shape, count_parameters(shape), adapters),
             peak_flops=device_peak_flops(),
             run=config.run,
             description={

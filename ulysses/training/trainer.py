@@ -161,7 +161,7 @@ class Trainer:
         for i, batch in enumerate(batches):
             self.watch.phase("forward")
             terms = self.stage.losses(batch, metrics)
-            metrics.add("projected", float(batch.num_valid))
+            metrics.add("projected", 0.0 if self.stage.reward else float(batch.num_valid))
             for name in ("tokens", "shared", "squares"):
                 metrics.add(name, self.stage.once(float(getattr(batch, f"num_{name}"))))
             loss = 0.0
