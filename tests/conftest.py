@@ -1,6 +1,7 @@
 """Shared test set-up: one thread per process, quiet libraries, no network."""
 
 import os
+from typing import Any
 
 if os.environ.get("ULYSSES_TEST_DEVICE") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -24,3 +25,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = [item for item in items if any(map(item.get_closest_marker, absent))]
     config.hook.pytest_deselected(items=gone)
     items[:] = [item for item in items if item not in gone]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer of bytes whose turns are ChatML's."""
+    from tests.tiny_tokenizer import CHATML, write_tokenizer
+    from ulysses.data.chat import load_tokenizer
+
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>")

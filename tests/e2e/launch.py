@@ -14,6 +14,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from tests.harness import AS_LARGE, begin_rank, free_port, hide_gpus, preload, s
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+CACHE = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)  # tokenised data of all tests
 LAUNCHER_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
@@ -174,8 +176,8 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 SIZE = {"hidden_size": "32", "intermediate_size": "64", "num_hidden_layers": "3"}
 
 
-def tiny(stage: str, output: Path, cache: Path, **settings: Any) -> list[str]:
-    """Arguments of a run of seconds: the demo's data and a model of a few thousand weights."""
+def tiny(stage: str, output: Path, cache: Path | str = CACHE.name, **settings: Any) -> list[str]:
+    """Arguments of a run of seconds: the demo's data, tokenised once, and a model of a few thousand weights."""
     values: dict[str, Any] = {
         "run.output": output, "data.cache": cache, "run.steps": 5, "run.eval_every": 0, "batch.examples": 8,
         "data.eval": "[]", "parallel.sequence_parallel_size": 1, "batch.tokens_per_microbatch": 512,

@@ -58,7 +58,7 @@ def write_model(folder: Path, **changes: Any) -> None:
 
 
 def arguments(place: Path, stage: str = "sft", **settings: Any) -> list[str]:
-    return tiny(stage, place / "run", place / "cache", **settings)
+    return tiny(stage, place / "run", **settings)
 
 
 # What is wrong: how the run is started (PLACE is the folder of wrong files), and the complaint.

@@ -32,7 +32,7 @@ def debug_on_rank_1(rank: int) -> None:
 
 def test_table_is_printed_once_and_changes_nothing(tmp_path: Path) -> None:
     for name, before in (("quiet", break_step_4), ("told", debug_on_rank_1)):
-        line = tiny("sft", tmp_path / name, tmp_path / "cache", **STEPS)
+        line = tiny("sft", tmp_path / name, **STEPS)
         ranks(line, 2, tmp_path / f"{name} logs", before=before).check()
     silent, printed, other = ((tmp_path / file).read_text() for file in (
         "quiet logs/0.out", "told logs/0.out", "told logs/1.out"))  # fmt: skip

@@ -31,7 +31,7 @@ from ulysses.zero.construct import initialize_distributed
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SFT on 2 processes, degree 2."""
     folder = tmp_path_factory.mktemp("export")
-    line = tiny("sft", folder / "sft", folder / "sft_cache", parallel__sequence_parallel_size=2)
+    line = tiny("sft", folder / "sft", parallel__sequence_parallel_size=2)
     ranks(line, 2, folder / "logs").check()
     return folder
 
@@ -60,7 +60,7 @@ def test_export_of_a_checkpoint_equals_the_runs_own(runs: Path, tmp_path: Path) 
 
 def test_export_in_bfloat16_from_three_processes(runs: Path, tmp_path: Path) -> None:
     """An uneven partition: parameters do not divide by 3."""
-    line = tiny("sft", tmp_path / "run", runs / "sft_cache", model__dtype="bfloat16", run__steps=2)
+    line = tiny("sft", tmp_path / "run", model__dtype="bfloat16", run__steps=2)
     ranks(line, 3, tmp_path / "logs").check()
 
     export_checkpoint(tmp_path / "run/checkpoints/step-2", tmp_path / "out")

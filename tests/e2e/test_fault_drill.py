@@ -32,7 +32,7 @@ def vanish(value: Tensor) -> Tensor:
 def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) -> Ranks:
     """Train on two processes; `faults` maps steps, counted from 1, to ranks and what becomes of their loss terms."""
     settings |= {"run__save_every": 1, "run__keep": 0, "run__export": False}
-    arguments = tiny("sft", tmp_path / name, tmp_path / "cache", **settings)
+    arguments = tiny("sft", tmp_path / name, **settings)
 
     def before(rank: int) -> None:
         from ulysses.training.stages.sft import SftStage

@@ -26,8 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_process(folder: Path) -> dict[str, list[dict[str, float]]]:
     """The numbers of one process, of plain python for SFT, by stage."""
-    run("python", tiny("sft", folder / "sft", folder / "cache"), timeout=120).check()
-    ranks(tiny("dpo", folder / "dpo", folder / "cache"), 1, folder / "logs").check()
+    run("python", tiny("sft", folder / "sft"), timeout=120).check()
+    ranks(tiny("dpo", folder / "dpo"), 1, folder / "logs").check()
     return {stage: metrics(folder / stage) for stage in ("sft", "dpo")}
 
 
@@ -37,7 +37,7 @@ def test_same_numbers(case, one_process, folder) -> None:
     output = folder / "-".join(map(str, case))
     # another budget than the one process had: other micro-batches too
     changes = {"parallel__sequence_parallel_size": sp, "batch__tokens_per_microbatch": 700}
-    arguments = tiny(stage, output, folder / "cache", **changes)
+    arguments = tiny(stage, output, **changes)
     if launcher == "ranks":
         ranks(arguments, processes, output / "logs").check()
     else:

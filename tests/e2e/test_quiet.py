@@ -17,7 +17,7 @@ LOUD = ("PYTHONWARNINGS", "DS_ACCELERATOR", "TOKENIZERS_PARALLELISM")  # what si
 
 def lines(tmp_path: Path, *more: str) -> list[str]:
     changes = {"run__steps": 2, "run__overwrite": True, "optimizer__warmup": 1}
-    arguments = tiny("dpo", tmp_path / "run", tmp_path / "cache", **changes)
+    arguments = tiny("dpo", tmp_path / "run", **changes)
     loud = {name: value for name, value in environment().items() if name not in LOUD}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run([sys.executable, "train.py", *arguments, *more], cwd=ROOT, env=loud, **pipes)

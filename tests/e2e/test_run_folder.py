@@ -10,7 +10,7 @@ from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
 
 
 def arguments(folder: Path, **settings: object) -> list[str]:
-    return tiny("sft", folder / "run", folder / "cache", **{"run__steps": 2, "run__export": False, **settings})
+    return tiny("sft", folder / "run", **{"run__steps": 2, "run__export": False, **settings})
 
 
 def errors(outcome) -> list[str]:

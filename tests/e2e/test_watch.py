@@ -67,7 +67,7 @@ def drills(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for name in FAULTS:
         folder = tmp_path_factory.mktemp("drill")
         settings = {"run__timeout": 10, "run__stall_warning": 6, "run__steps": 4, "run__export": False}
-        runs[name] = Ranks(tiny("sft", folder / "run", folder / "cache", **settings), 2, folder, before=plant(name))
+        runs[name] = Ranks(tiny("sft", folder / "run", **settings), 2, folder, before=plant(name))
     yield runs
     for run in runs.values():
         run.send(signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_the_victim_is_named(name: str, drills: dict[str, Ranks]) -> None:
 
 def start(folder: Path, before: Any = None, processes: int = 2, **settings: Any) -> Ranks:
     settings = {"run__export": False, "run__save_last": False, **settings}
-    return Ranks(tiny("sft", folder / "run", folder / "cache", **settings), processes, folder, before=before)
+    return Ranks(tiny("sft", folder / "run", **settings), processes, folder, before=before)
 
 
 def slow_steps(rank: int) -> None:

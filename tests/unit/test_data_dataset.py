@@ -18,11 +18,6 @@ from ulysses.data.sources import Source, safe_parts
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>")
-
-
 @pytest.fixture
 def open_rows(tmp_path, tokenizer):
     def open_rows(rows, kind, length=512, name="rows.jsonl", template="chatml", tokenizer=tokenizer, **settings):

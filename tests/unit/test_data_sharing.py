@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
-from ulysses.data.chat import load_tokenizer
+from tests.tiny_tokenizer import write_rows
 from ulysses.data.dataset import open_dataset
 from ulysses.data.encode import DataSettings
 from ulysses.data.preview import preview_examples
@@ -17,20 +16,19 @@ LIST = {"prompt": "rank these", "completions": ["x", "better", "x y"], "scores":
 
 
 @pytest.fixture
-def opened(tmp_path):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", CHATML), eos_token="<|im_end|>")
+def opened(tmp_path, tokenizer):
     source = Source(write_rows(tmp_path / "rows.jsonl", [*PAIRS, LIST]))
 
     def opened(kind, share_prompts):
         return open_dataset([source], kind, tokenizer, DataSettings(512), tmp_path / "cache", chat_template="chatml",
-                            share_prompts=share_prompts), tokenizer
+                            share_prompts=share_prompts)
 
     return opened
 
 
 @pytest.mark.parametrize("kind", ["pair", "ranked"])
 def test_branches_leave_out_the_prompt_and_nothing_else(opened, kind):
-    (whole, _), (shared, _) = opened(kind, False), opened(kind, True)
+    whole, shared = opened(kind, False), opened(kind, True)
     assert len(whole) == len(shared) == (4 if kind == "pair" else 3)
     for given, trees in zip(whole, shared):
         first = given.sequences[0]
@@ -46,29 +44,29 @@ def test_branches_leave_out_the_prompt_and_nothing_else(opened, kind):
 
 
 def test_a_ranked_list_is_one_example_with_its_ranks(opened):
-    dataset, _ = opened("ranked", True)
+    dataset = opened("ranked", True)
     found = [[s.columns["rank"] for s in example.sequences] for example in dataset]
     assert found == [[0, 1], [0, 1], [1, 0, 1]]
     assert dataset.sequence_lengths.shape == (3, 3) and np.count_nonzero(dataset.sequence_lengths) == 7
 
 
 def test_token_columns_lie_beside_the_rows_that_are_kept(opened):
-    dataset, _ = opened("ranked", True)
+    dataset = opened("ranked", True)
     dataset.token_columns["number"] = np.arange(dataset.lengths.sum())
     rows = [s.token_columns["number"] for example in dataset for s in example.sequences]
     assert np.concatenate(rows).tolist() == list(range(dataset.lengths.sum()))
 
 
 def test_a_prompt_counts_once_in_a_microbatch(opened):
-    (whole, _), (shared, _) = opened("pair", False), opened("pair", True)
+    whole, shared = opened("pair", False), opened("pair", True)
     budget = int(shared.lengths.max())
     StepLoader(shared, 1, tokens_per_microbatch=budget)
     with pytest.raises(ValueError, match="the longest example has"):
         StepLoader(whole, 1, tokens_per_microbatch=budget)
 
 
-def test_inspection_shows_the_tree(opened, capsys):
-    dataset, tokenizer = opened("ranked", True)
+def test_inspection_shows_the_tree(opened, tokenizer, capsys):
+    dataset = opened("ranked", True)
     preview_examples(dataset, tokenizer, 3)
     cut = dataset.prefix_lengths[2, 1]
     text = capsys.readouterr().out

@@ -6,9 +6,8 @@ from multiprocessing import active_children
 
 import pytest
 
-from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
+from tests.tiny_tokenizer import write_rows
 from ulysses.data import DataError, dataset, sources, workers
-from ulysses.data.chat import load_tokenizer
 from ulysses.data.dataset import open_dataset
 from ulysses.data.encode import DataSettings
 from ulysses.data.sources import Source, count_rows
@@ -24,11 +23,10 @@ ROWS = {
 
 
 @pytest.fixture
-def open_with(tmp_path, monkeypatch):
+def open_with(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(workers, "BATCHES_AT_FIRST", 1)
     monkeypatch.setattr(sources, "ITEMS_AT_ONCE", 4)
     monkeypatch.setattr(dataset, "CHARACTERS_AT_ONCE", 1500)
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer", CHATML), eos_token="<|im_end|>")
 
     def open_with(rows, kind, count, **settings):
         path = write_rows(tmp_path / "rows.jsonl", rows) if rows else str(tmp_path / "rows")

@@ -28,11 +28,6 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(
 ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>")
-
-
 def opened(tmp_path, tokenizer, rows, template="chatml", kind="sequence", **settings):
     path = tmp_path / "rows.jsonl"
     if isinstance(rows, list):

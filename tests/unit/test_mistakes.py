@@ -121,7 +121,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def typed(line: str, place: Path) -> list[str]:
     stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft"}
     first, *rest = line.replace("PLACE", str(place)).split() or [""]
-    return [*(tiny(stages[first], place / "run", place / "cache") if first in stages else [first] * bool(first)), *rest]
+    return [*(tiny(stages[first], place / "run") if first in stages else [first] * bool(first)), *rest]
 
 
 @pytest.mark.parametrize("line", MISTAKES)
@@ -154,7 +154,7 @@ def test_files_as_other_systems_write_them(encoding: str, tmp_path: Path) -> Non
 
 def test_deep_columns(place: Path, tmp_path: Path) -> None:
     train = {"path": str(place / "chats.jsonl"), "columns": {"messages": "conv.messages"}}
-    line = tiny("sft", tmp_path / "run", tmp_path / "cache", data__train=train)
+    line = tiny("sft", tmp_path / "run", data__train=train)
     train, _ = prepare(parse_command_line(line).config, 1).open_data()
     assert len(train) == 1
 

@@ -1,7 +1,5 @@
 """config.json in both styles; unsupported fields are refused by one sentence."""
 
-import re
-
 import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, RopeScaling, architecture
@@ -68,8 +66,6 @@ def test_config_survives_a_round_trip_through_transformers(name):
         (LLAMA | {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 'type \'dynamic\' .* model.rope.type = "yarn"'),
-        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope type 'longrope'"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor = None but it must be"),
         (LLAMA | {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         (QWEN | {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window"),
@@ -87,8 +83,7 @@ def test_unsupported_fields_are_refused(raw, sentence):
     with pytest.raises(ValueError) as error:
         ModelConfig.from_hf(raw)
     message = str(error.value)
-    assert re.search(sentence, message) if ".*" in sentence else sentence in message
-    assert "\n" not in message
+    assert sentence in message and "\n" not in message
 
 
 def test_biases_of_attention_are_those_of_transformers():
