@@ -12,6 +12,7 @@ from torch import nn
 from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
+from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import trained_engine, whole_gradients
 from ulysses.data.encode import Example
@@ -28,11 +29,7 @@ from ulysses.training.stages.referenced import ReferencedStage, cached_logps
 from ulysses.training.trainer import Trainer
 from ulysses.zero.construct import initialize_distributed
 
-SHAPE = ModelConfig.from_hf(
-    {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-     "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-     "max_position_embeddings": 512, "hidden_act": "silu", "initializer_range": 0.1}
-)  # fmt: skip
+SHAPE = ModelConfig.from_hf(tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1))
 # norms of heads that are not D / H wide
 QWEN3 = replace(SHAPE, model_type="qwen3", qk_norm=True, head_dim=12)
 

@@ -1,12 +1,19 @@
 """A tiny random model written as a Hugging Face folder."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, init_weights
 from models.hf_format import CONFIG, write_json, write_weights
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """Return a config.json of a Llama of two layers, with these changes."""
+    size = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return {"model_type": "llama", **size, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
 
 
 def write_model(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32, **options: int) -> CausalLM:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from models import CausalLM, ModelConfig
 from models.hf_format import WeightFiles, read_config
 from tests.e2e.launch import ROOT, environment, metrics, ranks
-from tests.model_folder import write_model
+from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -29,10 +29,7 @@ from ulysses.training.stages.base import OtherModel
 
 OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]
 BELOW = ["requests", "urllib3", "charset-normalizer"]  # which huggingface_hub 0 needs and 1 does not
-SHAPE = ModelConfig.from_hf({
-    "model_type": "llama", "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1, "eos_token_id": 256,
-})  # fmt: skip
+SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=272, initializer_range=0.1, eos_token_id=256))
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from examples.demo_data import write_demo
 from models.hf_format import read_config
 from tests.e2e.launch import without_times
 from tests.harness import AS_LARGE, run_distributed
+from tests.model_folder import tiny_config
 from tests.zero_case import filled
 from ulysses.training.build import InitialWeights
 from ulysses.training.command_line import check
@@ -23,10 +24,7 @@ from ulysses.training.memory import adapter_parameters
 from ulysses.training.run import TrainingRun
 from ulysses.zero.gather import full_parameters
 
-SHAPE = {
-    "model_type": "llama", "vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1,
-}  # fmt: skip
+SHAPE = tiny_config(vocab_size=1024, initializer_range=0.1)
 
 
 @pytest.fixture(scope="module")

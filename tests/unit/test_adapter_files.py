@@ -11,15 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from models import CausalLM, ModelConfig
 from models.hf_format import WeightFiles, read_config
-from tests.model_folder import write_model
+from tests.model_folder import tiny_config, write_model
 from ulysses import export
 from ulysses.training.config import LoraSection, ModelSection
 from ulysses.training.lora import add_adapters, merged, save_adapters
 
-SHAPE = ModelConfig.from_hf({
-    "model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2,
-})  # fmt: skip
+SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 
 
 @pytest.fixture

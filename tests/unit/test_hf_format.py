@@ -15,17 +15,9 @@ from safetensors.torch import load_file, save_file
 from models import ARCHITECTURES, ModelConfig, init_parameter
 from models.arch import FAMILIES
 from models.hf_format import WeightFiles, read_config, resolve_model, write_weights
-from tests.model_folder import write_model
+from tests.model_folder import tiny_config, write_model
 
-TINY = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+TINY = tiny_config(vocab_size=64, hidden_size=16)
 
 
 def write(folder, tensors, **options):

@@ -3,16 +3,9 @@
 import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, RopeScaling, architecture
+from tests.model_folder import tiny_config
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA = tiny_config()
 QWEN = LLAMA | {"model_type": "qwen2"}
 QWEN3 = LLAMA | {"model_type": "qwen3"}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}

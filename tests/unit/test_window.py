@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.arch import ModelConfig, RopeScaling
-from tests.model_folder import write_model
+from tests.model_folder import tiny_config, write_model
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.dry_run import dry_run, inspect
@@ -17,8 +17,7 @@ from ulysses.training.prepare import Prepared, prepare
 from ulysses.training.section import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = {"model_type": "qwen2", "vocab_size": 704, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+TINY = tiny_config(model_type="qwen2", vocab_size=704, max_position_embeddings=128)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ORIGINAL = {"original_max_position_embeddings": 16}
 
