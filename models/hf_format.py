@@ -332,22 +332,17 @@ class WeightFiles:
 
 
 def _weight_paths(folder: Path) -> list[Path]:
-    index, whole = folder / INDEX, folder / WEIGHTS
-    if index.is_file():
-        paths = [folder / name for name in sorted({*_read_json(index)["weight_map"].values()})]
-        for path in paths:
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{index.absolute()} names {path.name}, which is not in the folder; download it again"
-                )
-        return paths
-    if whole.is_file():
-        return [whole]
-    others = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
-    raise FileNotFoundError(
-        f"there is neither {WEIGHTS} nor {INDEX} in {folder.absolute()}, which holds {others}; convert the model "
-        "to safetensors"
-    )
+    names = [WEIGHTS]
+    if (folder / INDEX).is_file():
+        names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+    for name in names:
+        if not (folder / name).is_file():
+            others = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
+            raise FileNotFoundError(
+                f"there is no {name} in {folder.absolute()}, which holds {others}; download it again, or convert the "
+                "model to safetensors"
+            )
+    return [folder / name for name in names]
 
 
 def write_weights(

@@ -36,10 +36,11 @@ def read(folder: Path) -> dict[str, object]:
     else:
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
     text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    inputs = tokenizer(text, return_tensors="pt")
+    ids = inputs["input_ids"]
     ends = AlwaysEnd(tokenizer.convert_tokens_to_ids("<|im_end|>"))
     said = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, logits_processor=[ends],
+        **inputs, max_new_tokens=4, do_sample=False, logits_processor=[ends],
         generation_config=model.generation_config,
     )  # fmt: skip
     return {

@@ -88,7 +88,7 @@ def test_what_does_not_fit_an_assumed_gpu_is_said_and_not_refused(capsys):
 @pytest.mark.parametrize(
     ("name", "finding", "plan"),
     [
-        ("model", "finding: model.path: there is neither model.safetensors nor", "memory: recompute"),
+        ("model", "finding: model.path: there is no model.safetensors in", "memory: recompute"),
         ("Qwen2.5-7B", "the model is planned with the published shape of", "7,615,616,512 parameters"),
         ("other", "finding: model.path is", "there is no plan of its memory"),
     ],

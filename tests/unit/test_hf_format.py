@@ -106,7 +106,7 @@ def test_wrong_folders_are_refused_by_one_sentence(tmp_path):
     files.check({"a": size, "score.weight": one}, may_lack=("score.weight",))
     shard = "model-00001-of-00002.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    refused(FileNotFoundError, f"{shard}, which is not in the folder; download it", WeightFiles, tmp_path)
+    refused(FileNotFoundError, f"there is no {shard} in", WeightFiles, tmp_path)
     refused(FileNotFoundError, "there is no folder", resolve_model, str(tmp_path / "absent"))
     assert resolve_model(str(tmp_path)) == tmp_path
 

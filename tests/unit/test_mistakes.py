@@ -145,6 +145,21 @@ def test_all_mistakes_at_once() -> None:
     assert set(keys[4:]) == {"run.seed", "dpo.beta"}
 
 
+@pytest.mark.parametrize("line, starts", [
+    ("--parallel.sequence_parallel_size 3 --deepspeed PLACE/batch.json --dpo.loss_type cdpo",
+     ["parallel.sequence_parallel_size is 3", "dpo: loss_type is", "deepspeed.train_batch_size"]),
+    ("--data.train PLACE/none.jsonl --model.tokenizer PLACE/nowhere --run.resume PLACE --model.attention flash4",
+     ["data: ", "model.tokenizer is", "model.attention: ", "run.resume: "]),
+])  # fmt: skip
+def test_what_the_checks_find_is_told_at_once(line: str, starts: list[str], place: Path) -> None:
+    """Settings that do not fit each other, and what they name."""
+    with pytest.raises(ConfigError) as caught:
+        prepare(parse_command_line(typed(f"DEMO {line}", place)).config, 8)
+    first, *found, last = str(caught.value).splitlines()
+    assert first == f"{len(starts)} settings are wrong:" and last.startswith("change all of them")
+    assert all(text.startswith(f"  {start}") for text, start in zip(found, starts, strict=True)), found
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_files_as_other_systems_write_them(encoding: str, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from ulysses.training.config import Config, Options
 from ulysses.training.foreign_names import BATCH_FACTORS, explain_unknown, whole_step
-from ulysses.training.section import ConfigError, flat
+from ulysses.training.section import ConfigError, collecting, flat
 from ulysses.zero.settings import merge
 
 
@@ -60,14 +60,9 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config, prefix: str =
     try:
         return table.model_validate(values)
     except ValidationError as error:
-        sentences = _sentences(error, values, known_keys(table), prefix)
-    if len(sentences) > 1:
-        sentences = [
-            f"{len(sentences)} settings are wrong:",
-            *(f"  {sentence}" for sentence in sentences),
-            "change all of them; train.py --help explains every setting",
-        ]
-    raise ConfigError("\n".join(sentences))
+        found = _sentences(error, values, known_keys(table), prefix)
+    with collecting() as complaints:
+        complaints += found
 
 
 def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:

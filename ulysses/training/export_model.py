@@ -91,7 +91,8 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
     """Write the tokenizer's own files and generation_config.json as every export of the run will carry them.
 
     tokenizer.json is copied byte for byte. Of tokenizer_config.json only these keys change: a `tokenizer_class` that
-    transformers 4 does not know, special tokens that differ, and `chat_template` if the run brings its own.
+    transformers 4 does not know, `model_input_names` if that class is a generic one, special tokens that differ, and
+    `chat_template` if the run brings its own.
     """
     tokenizer, stage, source = plan.tokenizer, plan.config.stage_class, plan.tokenizer_place
     changed = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
@@ -120,8 +121,10 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
         if not settings_file.exists():  # a bare tokenizer.json
             write_json(settings_file, {"clean_up_tokenization_spaces": False})
         settings = json.loads(settings_file.read_text(encoding="utf-8"))
-        if settings.get("tokenizer_class", "Backend").endswith("Backend"):
-            changed["tokenizer_class"] = "PreTrainedTokenizerFast"
+        generic = "PreTrainedTokenizerFast"  # transformers 4 also gives it token_type_ids, which no model takes
+        if settings.get("tokenizer_class", "Backend").endswith(("Backend", generic)):
+            changed["tokenizer_class"] = generic
+            changed["model_input_names"] = ["input_ids", "attention_mask"]
         # transformers 5 writes a list, 4 reads only a dict under this name
         if isinstance(settings.get("extra_special_tokens"), list):
             changed["additional_special_tokens"] = settings["extra_special_tokens"]

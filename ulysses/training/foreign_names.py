@@ -30,7 +30,7 @@ def explain_unknown(key: str, stage: str, keys: list[str]) -> str:
         stage: the run's stage, if it is known.
         keys: our settings.
     """
-    names, section, last = foreign_names(), *key.rpartition(".")[::2]
+    names, last = foreign_names(), key.rpartition(".")[2]
     for name in (key, last):
         if rule := names["ours"].get(name):
             note = f" ({rule['note']})" if "note" in rule else ""
@@ -42,10 +42,6 @@ def explain_unknown(key: str, stage: str, keys: list[str]) -> str:
     same_name = [known for known in keys if known.endswith(f".{last}")]
     if near := same_name or difflib.get_close_matches(key, keys, 1, 0.8):
         return f"{key}: unknown; did you mean {' or '.join(near)}?"
-    # within its section a name may be further off
-    siblings = [known for known in keys if section and known.startswith(f"{section}.")]
-    if near := difflib.get_close_matches(key, siblings, 1, 0.6 + 0.4 * len(section) / len(key)):
-        return f"{key}: unknown; did you mean {near[0]}?"
     if near := difflib.get_close_matches(last, names["ours"], 1, 0.9):
         return explain_unknown(near[0], stage, keys).replace(near[0], key, 1)
     return f"{key}: unknown; train.py --help lists the settings"

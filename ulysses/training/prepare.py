@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from ulysses.training.build import InitialWeights
 from ulysses.training.checkpoint import read_run_state, resume_point
 from ulysses.training.config import DTYPES, Config, ModelSection
 from ulysses.training.memory import planner_model
-from ulysses.training.section import AbsentError, ConfigError, blame, flat
+from ulysses.training.section import AbsentError, ConfigError, blame, collecting, flat
 from ulysses.training.stages.base import OtherModel
 from ulysses.zero.settings import check_raw
 
@@ -184,68 +185,76 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     Args:
         world_size: number of processes; 0 asks the launcher.
         findings: collects, for a dry run, what is merely absent: weights, data, tokenizer, hub, disk space. Without it
-            the first complaint of any kind refuses the run. A dry run downloads no weights and checks no kernel.
+            absence refuses the run like everything else. A dry run downloads no weights and checks no kernel.
 
     Raises:
-        ConfigError: the first complaint.
+        ConfigError: all complaints about settings or, if there are none, about what they name.
     """
+    _check_settings(config, world_size)
     strict, stage, model = findings is None, config.stage_class, config.model
     plan = Prepared(config)
-    _check_settings(config, world_size)
-    with blame("data", findings):
-        data = config.data
-        missing = missing_sources([*parse_sources(data.train), *parse_sources(data.eval)])
-        if missing:
-            raise FileNotFoundError("; ".join(missing))
-        if not data.train:
-            raise AbsentError(
-                "data.train is empty; set it to a file, a folder, a hub dataset or a list of them"
+    with collecting(findings) as found:
+        collect = partial(blame, findings=found, every=strict)
+        with collect("data"):
+            data = config.data
+            missing = missing_sources([*parse_sources(data.train), *parse_sources(data.eval)])
+            if missing:
+                raise FileNotFoundError("; ".join(missing))
+            if not data.train:
+                raise AbsentError(
+                    "data.train is empty; set it to a file, a folder, a hub dataset or a list of them"
+                )
+        pretrained = model.init == "pretrained"
+        with collect():
+            plan.shape, plan.folder = read_shape(config, need_weights=strict)
+            if pretrained:
+                with blame("model.path"):
+                    check_weights(plan.shape, plan.folder, reward=stage.reward)
+        plan.shape = plan.shape or published_shape(model)
+        if plan.shape is None:
+            return plan
+        with collect():
+            plan.shape = _fit_window(
+                config, plan.shape, "data.max_length" if pretrained else ""
             )
-    pretrained = model.init == "pretrained"
-    with blame("", findings):
-        plan.shape, plan.folder = read_shape(config, need_weights=strict)
-        if pretrained:
-            with blame("model.path"):
-                check_weights(plan.shape, plan.folder, reward=stage.reward)
-    plan.shape = plan.shape or published_shape(model)
-    if plan.shape is None:
-        return plan
-    plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
-    # otherwise it is absent with the model
-    if plan.folder or model.tokenizer or not model.path:
-        with blame("", findings):
-            _read_tokenizer(plan)
-    for other in stage.other_models(config):
-        with blame("", findings):
-            plan.others[other.setting] = read_other(other, need_weights=strict)
-            _fit_window(config, plan.others[other.setting].shape, other.setting)
-    if strict:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        with blame("model.attention"):
-            plan.kernel = resolve_kernel(
-                model.attention,
-                device,
-                DTYPES[model.dtype],
-                plan.shape.head_dim,
-                deterministic=config.run.deterministic,
-            )
-    # a dry run only says that the folder is taken
-    if strict or config.run.resume != "never":
-        plan.resume_from = _find_checkpoint(config, plan.shape)
-    if findings:  # the last checks need everything that may be absent
-        return plan
-    for complaint in stage.check_model(plan):
-        raise ConfigError(complaint)
-    shape = stage.final_shape(plan.shape, plan.tokenizer)
-    if plan.template and not stage.reward:
-        # config.json names every token that ends a turn: the template's and those that the model has learnt
-        learnt = shape.eos_token_id if pretrained else ()
-        ends = {*plan.template.stop_tokens, *learnt}
-        shape = replace(shape, eos_token_id=tuple(sorted(ends)))
-    plan.shape = shape
-    plan.weights = InitialWeights(shape, config.run.seed, plan.folder if pretrained else None)
-    with blame("", findings):
-        _check_disk(config, shape)
+        # otherwise it is absent with the model
+        if plan.folder or model.tokenizer or not model.path:
+            with collect():
+                _read_tokenizer(plan)
+        for other in stage.other_models(config):
+            with collect():
+                plan.others[other.setting] = read_other(other, need_weights=strict)
+                _fit_window(config, plan.others[other.setting].shape, other.setting)
+        if strict:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            with collect("model.attention"):
+                plan.kernel = resolve_kernel(
+                    model.attention,
+                    device,
+                    DTYPES[model.dtype],
+                    plan.shape.head_dim,
+                    deterministic=config.run.deterministic,
+                )
+        # a dry run only says that the folder is taken
+        if strict or config.run.resume != "never":
+            with collect():
+                plan.resume_from = _find_checkpoint(config, plan.shape)
+        if found:  # the last checks need everything that may be absent
+            return plan
+        with collecting() as wrong:
+            wrong += stage.check_model(plan)
+        shape = stage.final_shape(plan.shape, plan.tokenizer)
+        if plan.template and not stage.reward:
+            # config.json names every token that ends a turn: the template's and those that the model has learnt
+            learnt = shape.eos_token_id if pretrained else ()
+            ends = {*plan.template.stop_tokens, *learnt}
+            shape = replace(shape, eos_token_id=tuple(sorted(ends)))
+        plan.shape = shape
+        plan.weights = InitialWeights(
+            shape, config.run.seed, plan.folder if pretrained else None
+        )
+        with collect():
+            _check_disk(config, shape)
     return plan
 
 
@@ -255,25 +264,25 @@ def _check_settings(config: Config, world_size: int) -> None:
     if config.run.deterministic:  # before anything starts CUDA
         require_determinism()
     degree = config.parallel.sequence_parallel_size
-    if degree != "auto" and world_size % degree:
-        divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-        raise ConfigError(
-            f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to one of "
-            f"{divisors}"
-        )
-    for complaint in config.stage_class.check(config):
-        raise ConfigError(complaint)
-    for key, wanted, package in (
-        ("model.lora.rank", config.model.lora.rank, "peft"),
-        ("run.wandb", config.run.wandb, "wandb"),
-    ):
-        if wanted and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{key} is set but the package {package} is not installed; pip install {package}"
+    with collecting() as complaints:
+        if degree != "auto" and world_size % degree:
+            divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+            complaints.append(
+                f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
+                f"one of {divisors}"
             )
-    with blame():
-        check_raw(config.deepspeed)
-        config.gradients.chain()
+        complaints += config.stage_class.check(config)
+        for key, wanted, package in (
+            ("model.lora.rank", config.model.lora.rank, "peft"),
+            ("run.wandb", config.run.wandb, "wandb"),
+        ):
+            if wanted and importlib.util.find_spec(package) is None:
+                complaints.append(
+                    f"{key} is set but the package {package} is not installed; pip install {package}"
+                )
+        with blame("", complaints, every=True):
+            check_raw(config.deepspeed)
+            config.gradients.chain()
 
 
 def require_determinism() -> None:
