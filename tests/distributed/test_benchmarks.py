@@ -2,15 +2,15 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.launch import ROOT, environment
 from tests.harness import run_distributed
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -40,18 +40,19 @@ def test_steps_are_measured_as_set() -> None:
         assert fit["note"] == "fit mode: not a training step" and "seconds" not in fit and "loss" not in fit
 
 
+def printed(program: str, *arguments: object) -> str:
+    line = [sys.executable, f"benchmarks/{program}", *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
 def test_a_longer_context_is_compared_with_and_without_yarn(tmp_path: Path) -> None:
     (tmp_path / "books").mkdir()
     for name in ("one.txt", "three.txt", "two.txt"):
         words = (f"{name} says {i * i} and goes on to {i}.\n" for i in range(400))
         (tmp_path / "books" / name).write_text("".join(words))
     toy = "--short 512 --long 2048 --steps 3 --more 2 --tokens 2048 --vocabulary 300 --width 64 --layers 1"
-    command = [sys.executable, "benchmarks/long_context.py", tmp_path / "books", "--out", tmp_path / "out"]
-    command += [*toy.split(), "--held-out", "three.txt", "--optimizer.lr", "2e-3"]
-    root, environment = Path(__file__).parents[2], {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(root)
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    arguments = [*toy.split(), "--held-out", "three.txt", "--optimizer.lr", "2e-3"]
+    printed("long_context.py", tmp_path / "books", "--out", tmp_path / "out", *arguments)
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in (tmp_path / "out/table.md").read_text().splitlines()
@@ -67,12 +68,8 @@ def test_a_longer_context_is_compared_with_and_without_yarn(tmp_path: Path) -> N
 
 
 def test_tokenising_is_compared_with_datasets_map() -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "benchmarks/tokenising.py", "--rows", "40", "--rounds", "1", "--pattern", "qwen2.5"]
-    environment = {**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = printed("tokenising.py", "--rows", "40", "--rounds", "1", "--pattern", "qwen2.5").splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
     assert [(row["who"], row["workers"]) for row in rows] == [
         (who, n) for n in (1, 2) for who in ("ours", "datasets.map")
     ]
