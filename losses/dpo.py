@@ -68,6 +68,7 @@ def dpo_loss(
     Raises ValueError if an argument is out of range or does not apply to any of the losses.
     """
     names = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
+    loss_type = " + ".join(names)  # for the sentences below
     for name in names:
         if name not in DPO_LOSS_TYPES:
             near = difflib.get_close_matches(name, DPO_LOSS_TYPES, 1)

@@ -143,7 +143,7 @@ class DpoStage(ReferencedStage):
         if len(ranks) > 1:
             dist.all_gather_object(ranks, own)
         # all groups have as many micro-batches
-        sums = [each for rank in ranks[:: self.mesh.sequence_parallel_size] for each in rank]
+        sums: list[Tensor] = sum(ranks[:: self.mesh.sequence_parallel_size], [])
         whole = torch.cat(sums)
         policy, reference, _ = (whole[0::2] - whole[1::2]).unbind(-1)
         parts = aot_margins(policy, reference).split([len(each) // 2 for each in sums])
