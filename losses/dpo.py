@@ -86,7 +86,7 @@ def dpo_loss(
         raise ValueError(f"beta is {beta} but must be above 0")
     if label_smoothing and not set(names) & set(_SMOOTHED):
         raise ValueError(
-            f"label_smoothing is {label_smoothing} but loss_type {loss_type!r} has none; "
+            f"label_smoothing is {label_smoothing} but loss_type {', '.join(names)!r} has none; "
             f"set it to 0, or use {', '.join(_SMOOTHED)}"
         )
     if not 0 <= label_smoothing < 0.5:
@@ -103,7 +103,7 @@ def dpo_loss(
         )
     if f_divergence != "reverse_kl" and not set(names) & set(_WITH_DIVERGENCE):
         raise ValueError(
-            f"f_divergence is {f_divergence!r} but loss_type {loss_type!r} has none; "
+            f"f_divergence is {f_divergence!r} but loss_type {', '.join(names)!r} has none; "
             f"use 'reverse_kl', or one of {', '.join(_WITH_DIVERGENCE)}"
         )
     given = (

@@ -115,15 +115,11 @@ class ModelSection(Section):
     def _has_one_source(self) -> "ModelSection":
         if self.path and self.arch:
             raise ValueError("model.path and model.arch are both set; set only one of them")
-        if not (self.path or self.arch or self.config):
+        described = self.path or (self.init == "random" and (self.arch or self.config))
+        if not described:
             raise ValueError(
                 "the model is missing; set model.path to a folder or hub id, or model.arch with model.init = "
                 '"random"'
-            )
-        if self.init == "pretrained" and not self.path:
-            raise ValueError(
-                'model.init is "pretrained" but there is no model.path to read weights from; set model.path, or '
-                'model.init = "random"'
             )
         if self.init == "pretrained" and self.config:
             raise ValueError(
