@@ -103,6 +103,16 @@ class Run:
                     process.kill()
 
 
+class NoDigest:
+    """The face of a digest, and nothing behind it."""
+
+    def update(self, _: Any) -> None:
+        pass
+
+    def hexdigest(self) -> str:
+        return ""
+
+
 class Drills:
     """What the drills do; each method returns (seconds, what was told) of a promise that was kept."""
 
@@ -158,14 +168,13 @@ class Drills:
         """What digests add to whole saves, in turns with saves without: a measurement, not a promise."""
         size = {"model__config__hidden_size": 512, "model__config__intermediate_size": 2048, "run__keep": 1}
         arguments = tiny("sft", self.folder / "digests", self.folder / "cache", **size)
-        none = mock.Mock(return_value=mock.Mock(**{"hexdigest.return_value": ""}))
         times: dict[bool, list[float]] = {True: [], False: []}
         with TrainingRun(parse_command_line(arguments).config) as run:
             run.trainer.save()  # the first one makes the optimizer's states
             for turn in range(2 * SAVES):
                 digests = turn % 4 in (1, 2)  # without, with, with, without
                 run.trainer.step = turn + 1
-                with mock.patch.object(disk, "xxh3_128", disk.xxh3_128 if digests else none):
+                with mock.patch.object(disk, "xxh3_128", disk.xxh3_128 if digests else NoDigest):
                     began = time.perf_counter()
                     run.trainer.save()
                     times[digests].append(time.perf_counter() - began)
