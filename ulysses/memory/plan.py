@@ -46,7 +46,9 @@ NODE_LINK = 50e9  # of two nodes
 MEMORY_RATE = 0.6 * 4.8e12  # bytes/s of GPU memory in the optimizer's update and in decoding
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
 STEP_SECONDS = 0.015  # per micro-batch: metadata, the first gather, the last reduction, metrics
-TOKEN_LAYER_SECONDS = 1e-4  # the small kernels of one layer of one decoded token; within 8% on H200
+TOKEN_LAYER_SECONDS = (
+    1e-4  # the small kernels of one layer of one decoded token; within 8% on H200
+)
 PREFILL_TOKENS = 8192  # of prompts that the sampler computes together
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
 
