@@ -123,6 +123,7 @@ def one(place: Path, fault: str = "", **overrides: Any) -> tuple[int, int, float
 
 def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
     dist.destroy_process_group()
+    gc.unfreeze()  # what the rank began with counts, too
     inherited = live_tensors()  # of earlier tests, whose process this one was forked from: none may go meanwhile
     held = live_bytes()
     found = [one(place), one(place, "while training"), one(place, **{"dpo.reference": "live"})]
