@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -93,3 +94,17 @@ def test_a_server_that_comes_back_is_asked_again(tmp_path: Path, server: Samplin
     monkeypatch.setattr(servers.time, "sleep", lambda _: setattr(server, "fault", ""))
     found = sampler(tmp_path, f"sglang+{server.address}").sample({0: PROMPTS[0]}, OPTIONS)
     assert len(found[0].tokens) == 2
+
+
+def test_a_server_that_cannot_be_reached_in_time_is_asked_once(tmp_path: Path, monkeypatch) -> None:
+    """urllib tells of a connection that takes too long in an error of its own."""
+    asked = []
+
+    def unreachable(request: Any, timeout: float) -> None:
+        asked.append(timeout)
+        raise URLError(TimeoutError("timed out"))
+
+    monkeypatch.setattr(servers.urllib.request, "urlopen", unreachable)
+    with pytest.raises(ValueError, match="timed out"):
+        sampler(tmp_path, "sglang+http://far:1").sample({0: PROMPTS[0]}, OPTIONS)
+    assert asked == [20.0]

@@ -21,6 +21,7 @@ def post(url: str, body: Any, timeout: float) -> Any:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return json.loads(response.read() or "null")
         except (OSError, ValueError) as error:
-            if pause is None or isinstance(error, TimeoutError):
+            # urllib wraps the error of a connection that cannot be made
+            if pause is None or isinstance(getattr(error, "reason", error), TimeoutError):
                 raise
             time.sleep(pause)
