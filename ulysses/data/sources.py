@@ -11,7 +11,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, fields
 from functools import partial
 from pathlib import Path
@@ -172,13 +172,17 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
     yield text[start:]
 
 
-def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
+def in_batches(
+    items: Iterable[Any],
+    characters: int,
+    length: Callable[[Any], int] = lambda item: len(str(item)),
+) -> Iterator[list[Any]]:
     """Group items, at most ITEMS_AT_ONCE and fewer where they are long as text, to bound memory."""
     batch: list[Any] = []
     size = 0
     for item in items:
         batch.append(item)
-        size += len(str(item))
+        size += length(item)
         if len(batch) == ITEMS_AT_ONCE or size >= characters:
             yield batch
             batch, size = [], 0
