@@ -1,4 +1,4 @@
-"""Do scores rise under PPO, and only by its updates? Two tasks of a tiny model, in ten minutes on a CPU.
+"""Do scores rise under PPO, and only by its updates? Two tasks of a tiny model, in twenty minutes on a CPU.
 
     python benchmarks/sums.py --out runs/sums
     python benchmarks/sums.py --out /tmp/toy --tasks sums --run.steps 4
@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples.demo import launch, read_metrics
 
 NAMES, THINGS = ("Tom", "Anna", "Ben", "Mia"), ("apples", "pens", "eggs")
-LARGEST, HELD_OUT = 12, 192
+LARGEST, HELD_OUT = 12, 384
 # 64 prompts with 8 answers each in every step
 SETTINGS = """--ppo.reward=ulysses.training.rewards:gsm8k_reward --ppo.answers_per_prompt=8 --batch.examples=64
     --ppo.epochs=1 --ppo.minibatches=1 --ppo.max_new_tokens=16 --optimizer.lr=2e-4 --optimizer.warmup=5
-    --run.steps=80 --run.eval_every=80 --batch.tokens_per_microbatch=4096""".split()
+    --run.steps=160 --run.eval_every=160 --batch.tokens_per_microbatch=4096""".split()
 RUNS = {"group advantages": [], "learning rate 0": ["--optimizer.lr=0"]}
 SCORE = "objective/scores"
 
