@@ -4,8 +4,7 @@
     varlen_backward(kernel, dout, q, k, v, out, lse, segments, options)  -->  dq, dk, dv
 
     reference   plain matrix products, any device, dtype and head dim, float64 too; the others are measured against it
-    torch       torch's own flash attention: varlen on GPUs, document by document on CPUs
-    flash2      flash-attn 2.x (Ampere and newer)
+    torch       torch's own FlashAttention-2: varlen on GPUs (Ampere and newer), document by document on CPUs
     cudnn       cuDNN's fused attention, document by document: for packs of few long documents (Hopper and newer)
     flash4      flash-attn 4 (`flash_attn.cute`; Hopper and Blackwell)
 
@@ -26,10 +25,9 @@ from .kernels_document import CPU, CUDNN, REFERENCE, DocumentKernel, run_backwar
 from .layout import Segments
 
 # Fastest first. H200, causal, head dim 128, 32k to 128k tokens, forward / backward TFLOP/s: flash4 640-734 / 591-608,
-# cudnn 560-656 / 530-552 (one long document), flash2 and torch 330-357 / 315-324.
-KERNELS = ("flash4", "cudnn", "flash2", "torch", "reference")
-MODULES = {"flash4": "flash_attn.cute.interface", "flash2": "flash_attn.flash_attn_interface"}
-OLDEST_GPU = {"flash4": 9, "cudnn": 9, "flash2": 8}  # major compute capability
+# cudnn 560-656 / 530-552 (one long document), torch 330-357 / 315-324.
+KERNELS = ("flash4", "cudnn", "torch", "reference")
+OLDEST_GPU = 9  # the major compute capability that flash4 and cudnn need
 HALF = (torch.float16, torch.bfloat16)
 # flash4 4.0.0b36 on H200: gradients right for these (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16
 FLASH4_HEAD_DIMS = (32, 64, 128)
@@ -74,10 +72,6 @@ def resolve_kernel(
     """
     device = torch.device(device)
     case = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
-    if name == "flash3":
-        raise ValueError(
-            "attention kernel flash3 is not supported; set flash4, which runs on Hopper too, or auto"
-        )
     if name not in ("auto", *KERNELS):
         raise ValueError(
             f"attention kernel {name!r} is unknown; set auto, {', '.join(KERNELS)} or give a callable"
@@ -99,21 +93,17 @@ def resolve_kernel(
 
 def why_missing(name: str, device: torch.device) -> str | None:
     """Tell why this machine does not have the kernel; None if it does."""
-    if name not in OLDEST_GPU:
+    if name not in ("flash4", "cudnn"):
         return None
     if device.type != "cuda":
         return f"{name} needs a GPU, the device is {device.type}"
     major = torch.cuda.get_device_capability(device)[0]
-    if major < OLDEST_GPU[name] or (name == "flash4" and major > 11):
+    if major < OLDEST_GPU or (name == "flash4" and major > 11):
         return f"{name} does not run on compute capability {major}"
     if name == "cudnn":
         return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
-    module = load(name)
-    if isinstance(module, str):
-        return f"{name} cannot be imported ({module})"
-    if name == "flash2" and not hasattr(module, "_wrapped_flash_attn_varlen_forward"):
-        return "flash2 needs flash-attn 2.7 or newer"
-    return None
+    module = flash4()
+    return f"flash4 cannot be imported ({module})" if isinstance(module, str) else None
 
 
 def _why_unfit(
@@ -139,10 +129,10 @@ def _why_unfit(
 
 
 @functools.cache
-def load(name: str) -> Any:
-    """Import the package of flash2 or flash4; returns the module, or the error's first line if the import fails."""
+def flash4() -> Any:
+    """Import flash-attn 4; returns the module, or the error's first line if the import fails."""
     try:
-        return importlib.import_module(MODULES[name])
+        return importlib.import_module("flash_attn.cute.interface")
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         # not only absent packages: a build for another torch or driver fails in any of these ways
         return repr(error).splitlines()[0]
@@ -161,12 +151,8 @@ def varlen_forward(
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *documents.values(), 0.0, causal, False, scale=scale
         )
-    elif kernel == "flash2":
-        out, lse, *_ = load("flash2")._flash_attn_varlen_forward(
-            q, k, v, *documents.values(), 0.0, scale, causal=causal
-        )
     else:
-        out, lse, *_ = load("flash4")._flash_attn_fwd(
+        out, lse, *_ = flash4()._flash_attn_fwd(
             q, k, v, **documents, softmax_scale=scale, causal=causal, return_lse=True
         )
     return out, lse
@@ -208,43 +194,21 @@ def varlen_backward(
             scale=scale,
         )
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    if kernel == "flash2":
-        load("flash2")._flash_attn_varlen_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dq,
-            dk,
-            dv,
-            *documents.values(),
-            0.0,
-            scale,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=deterministic,
-        )
-    else:
-        load("flash4")._flash_attn_bwd(
-            q,
-            k,
-            v,
-            out,
-            dout,
-            lse,
-            scale,
-            causal,
-            **documents,
-            deterministic=deterministic,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-        )
+    flash4()._flash_attn_bwd(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        scale,
+        causal,
+        **documents,
+        deterministic=deterministic,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+    )
     return dq, dk, dv
 
 

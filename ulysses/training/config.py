@@ -104,9 +104,7 @@ class ModelSection(Section):
     """Texts of the special tokens (bos_token, eos_token, pad_token), which a tokenizer.json alone does not name."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of weights and activations; master weights and optimizer state are always float32."""
-    attention: Literal["auto", "flash4", "flash3", "flash2", "cudnn", "torch", "reference"] = (
-        "auto"
-    )
+    attention: Literal["auto", "flash4", "cudnn", "torch", "reference"] = "auto"
     """Attention kernel; "auto" takes the fastest one that is exact for this model on this device."""
     rope: RopeSection = RopeSection()
     lora: LoraSection = LoraSection()
