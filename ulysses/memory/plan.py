@@ -53,6 +53,11 @@ PREFILL_TOKENS = 8192  # of prompts that the sampler computes together
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
 
 
+def divisors(count: int) -> list[int]:
+    """Return the degrees of sequence parallelism that so many processes may have, the smallest first."""
+    return [degree for degree in range(1, count + 1) if count % degree == 0]
+
+
 class Model(NamedTuple):
     """A model's shape; `parameters` and `trained` count all and the trained ones, of all decoders."""
 
@@ -467,10 +472,12 @@ def recommend(case: Case, batches: int) -> Case | None:
     own wait.
     """
     gpus = case.machine.gpus
-    degrees = [sp for sp in range(1, gpus + 1) if gpus % sp == 0]
     for offload in ("none", "auto"):
         case = case._replace(allowed=LEVELS, offload=offload)
-        cases = [case._replace(sp=sp, micro_batches=-(-batches * sp // gpus)) for sp in degrees]
+        cases = [
+            case._replace(sp=sp, micro_batches=-(-batches * sp // gpus))
+            for sp in divisors(gpus)
+        ]
         if fitting := list(filter(None, map(choose, cases))):
             return min(fitting, key=step_seconds)
     return None

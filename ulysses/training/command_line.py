@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from ulysses.training.config import Config, Options
 from ulysses.training.foreign_names import BATCH_FACTORS, explain_unknown, whole_step
-from ulysses.training.section import ConfigError, collecting, flat
+from ulysses.training.section import ConfigError, flat, refuse
 from ulysses.zero.settings import merge
 
 
@@ -60,9 +60,8 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config, prefix: str =
     try:
         return table.model_validate(values)
     except ValidationError as error:
-        found = _sentences(error, values, known_keys(table), prefix)
-    with collecting() as complaints:
-        complaints += found
+        complaints = _sentences(error, values, known_keys(table), prefix)
+    refuse(complaints)
 
 
 def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:

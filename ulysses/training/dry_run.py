@@ -6,6 +6,7 @@ A dry run needs no weights, no data and no GPU: it reports what is absent as fin
 import math
 import os
 import sys
+from typing import Any
 
 from ulysses.data.preview import preview_examples
 from ulysses.training.checkpoint import resume_point
@@ -13,7 +14,7 @@ from ulysses.training.config import Config, Options
 from ulysses.training.memory import plan_lines, planned_machine, planner_case
 from ulysses.training.prepare import prepare
 from ulysses.training.quiet import wants_debug
-from ulysses.training.section import ConfigError, blame
+from ulysses.training.section import ConfigError, blame, refuse
 
 # exit code of a right configuration that names something which is not on this machine
 ABSENT = 3
@@ -44,7 +45,8 @@ def dry_run(config: Config, options: Options) -> int:
     micro_batches = math.ceil(facts.examples_per_step * longest / full)
     length = f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs of unknown length"
     if not findings:
-        with blame("", findings):  # the hub may not have the data
+        complaints: list[Any] = []
+        with blame("", complaints):  # the hub may not have the data
             train, _ = prepared.open_data()
             loader = prepared.loader(train, groups)
             per_epoch = loader.steps_per_epoch * facts.steps_per_load
@@ -54,6 +56,7 @@ def dry_run(config: Config, options: Options) -> int:
             tokens = prepared.budget(train)
             squares = prepared.squares(train, tokens)
             length = "\n".join([length, *prepared.remarks(loader)])
+        refuse(complaints, findings)
     print(length)
     policies = config.gradients.chain().policies
     print(f"gradient policies: {', '.join(policy.name for policy in policies)}")

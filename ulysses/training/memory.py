@@ -22,6 +22,7 @@ from ulysses.memory.plan import (
     Machine,
     Model,
     choose,
+    divisors,
     longest_sequence,
     one_level,
     predict,
@@ -126,8 +127,8 @@ def planner_case(
         **config.memory.model_dump(exclude={"recompute", "host_memory"}),
     )
     if config.parallel.sequence_parallel_size == "auto":
-        degrees = [d for d in range(1, machine.gpus) if machine.gpus % d == 0]
-        fitting = (d for d in degrees if choose(case._replace(sp=d)))
+        degrees = divisors(machine.gpus)[:-1]
+        fitting = (sp for sp in degrees if choose(case._replace(sp=sp)))
         case = case._replace(sp=next(fitting, machine.gpus))
     return case
 

@@ -27,12 +27,13 @@ from ulysses.data.dataset import TokenizedDataset, open_dataset
 from ulysses.data.encode import DataSettings
 from ulysses.data.sources import is_hub_id, missing_sources, parse_sources
 from ulysses.data.steps import StepLoader
+from ulysses.memory.plan import divisors
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.training.build import InitialWeights
 from ulysses.training.checkpoint import read_run_state, resume_point
 from ulysses.training.config import DTYPES, Config, ModelSection
 from ulysses.training.memory import planner_model
-from ulysses.training.section import AbsentError, ConfigError, blame, collecting, flat
+from ulysses.training.section import AbsentError, ConfigError, blame, flat, refuse
 from ulysses.training.stages.base import OtherModel
 from ulysses.zero.settings import check_raw
 
@@ -94,9 +95,9 @@ class Prepared:
             self.loader(found)  # refuses an example that is longer than a micro-batch
             return found
 
-        if data.eval_fraction:
-            return opened(data.train), opened(data.train, held_out=True)
-        return opened(data.train), opened(data.eval) if data.eval else None
+        train, fraction = opened(data.train), bool(data.eval_fraction)
+        eval = data.train if fraction else data.eval
+        return train, opened(eval, fraction) if eval else None
 
     def changes(self, data: list[str]) -> list[str]:
         """Return what has changed since the checkpoint that the run continues, in words.
@@ -191,58 +192,54 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         ConfigError: all complaints about settings or, if there are none, about what they name.
     """
     _check_settings(config, world_size)
-    strict, stage, model = findings is None, config.stage_class, config.model
-    plan = Prepared(config)
-    with collecting(findings) as found:
-        collect = partial(blame, findings=found, every=strict)
-        with collect("data"):
-            data = config.data
-            missing = missing_sources([*parse_sources(data.train), *parse_sources(data.eval)])
-            if missing:
-                raise FileNotFoundError("; ".join(missing))
-            if not data.train:
-                raise AbsentError(
-                    "data.train is empty; set it to a file, a folder, a hub dataset or a list of them"
-                )
-        pretrained = model.init == "pretrained"
-        with collect():
-            plan.shape, plan.folder = read_shape(config, need_weights=strict)
-            if pretrained:
-                with blame("model.path"):
-                    check_weights(plan.shape, plan.folder, reward=stage.reward)
-        plan.shape = plan.shape or published_shape(model)
-        if plan.shape is None:
-            return plan
-        with collect():
-            plan.shape = _fit_window(
-                config, plan.shape, "data.max_length" if pretrained else ""
+    strict, stage, model, data = findings is None, config.stage_class, config.model, config.data
+    plan, complaints = Prepared(config), list[Any]()
+    collect = partial(blame, complaints=complaints)
+    with collect("data"):
+        if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
+            raise FileNotFoundError("; ".join(missing))
+        if not data.train:
+            raise AbsentError(
+                "data.train is empty; set it to a file, a folder, a hub dataset or a list of them"
             )
-        # otherwise it is absent with the model
-        if plan.folder or model.tokenizer or not model.path:
-            with collect():
-                _read_tokenizer(plan)
-        for other in stage.other_models(config):
-            with collect():
-                plan.others[other.setting] = read_other(other, need_weights=strict)
-                _fit_window(config, plan.others[other.setting].shape, other.setting)
-        if strict:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            with collect("model.attention"):
-                plan.kernel = resolve_kernel(
-                    model.attention,
-                    device,
-                    DTYPES[model.dtype],
-                    plan.shape.head_dim,
-                    deterministic=config.run.deterministic,
-                )
-        # a dry run only says that the folder is taken
-        if strict or config.run.resume != "never":
-            with collect():
-                plan.resume_from = _find_checkpoint(config, plan.shape)
-        if found:  # the last checks need everything that may be absent
-            return plan
-        with collecting() as wrong:
-            wrong += stage.check_model(plan)
+    pretrained = model.init == "pretrained"
+    with collect():
+        plan.shape, plan.folder = read_shape(config, need_weights=strict)
+        if pretrained:
+            with blame("model.path"):
+                check_weights(plan.shape, plan.folder, reward=stage.reward)
+    plan.shape = plan.shape or published_shape(model)
+    if plan.shape is None:
+        refuse(complaints, findings)
+        return plan
+    with collect():
+        plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
+    # otherwise it is absent with the model
+    if plan.folder or model.tokenizer or not model.path:
+        with collect():
+            _read_tokenizer(plan)
+    for other in stage.other_models(config):
+        with collect():
+            weights = read_other(other, need_weights=strict)
+            plan.others[other.setting] = weights
+            _fit_window(config, weights.shape, other.setting)
+    if strict:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with collect("model.attention"):
+            plan.kernel = resolve_kernel(
+                model.attention,
+                device,
+                DTYPES[model.dtype],
+                plan.shape.head_dim,
+                deterministic=config.run.deterministic,
+            )
+    # a dry run only says that the folder is taken
+    if strict or config.run.resume != "never":
+        with collect():
+            plan.resume_from = _find_checkpoint(config, plan.shape)
+    if not complaints:  # the last checks need everything that may be absent
+        complaints += stage.check_model(plan)
+    if not complaints:
         shape = stage.final_shape(plan.shape, plan.tokenizer)
         if plan.template and not stage.reward:
             # config.json names every token that ends a turn: the template's and those that the model has learnt
@@ -255,6 +252,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         )
         with collect():
             _check_disk(config, shape)
+    refuse(complaints, findings)
     return plan
 
 
@@ -264,25 +262,25 @@ def _check_settings(config: Config, world_size: int) -> None:
     if config.run.deterministic:  # before anything starts CUDA
         require_determinism()
     degree = config.parallel.sequence_parallel_size
-    with collecting() as complaints:
-        if degree != "auto" and world_size % degree:
-            divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    complaints: list[Any] = []
+    if degree != "auto" and world_size % degree:
+        complaints.append(
+            f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
+            f"one of {divisors(world_size)}"
+        )
+    complaints += config.stage_class.check(config)
+    for key, wanted, package in (
+        ("model.lora.rank", config.model.lora.rank, "peft"),
+        ("run.wandb", config.run.wandb, "wandb"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
             complaints.append(
-                f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
-                f"one of {divisors}"
+                f"{key} is set but the package {package} is not installed; pip install {package}"
             )
-        complaints += config.stage_class.check(config)
-        for key, wanted, package in (
-            ("model.lora.rank", config.model.lora.rank, "peft"),
-            ("run.wandb", config.run.wandb, "wandb"),
-        ):
-            if wanted and importlib.util.find_spec(package) is None:
-                complaints.append(
-                    f"{key} is set but the package {package} is not installed; pip install {package}"
-                )
-        with blame("", complaints, every=True):
-            check_raw(config.deepspeed)
-            config.gradients.chain()
+    with blame("", complaints):
+        check_raw(config.deepspeed)
+        config.gradients.chain()
+    refuse(complaints)
 
 
 def require_determinism() -> None:
@@ -421,13 +419,15 @@ def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     if found is None:
         return None
     checkpoint, state = found
-    before = _identity(state["config"], Shape.from_hf(state["shape"]).to_hf())
-    for name, value in _identity(config.model_dump(mode="json"), shape.to_hf()).items():
-        if before[name] == value or (name in ALLOWED_ANYWAY and config.run.resume_anyway):
+    own = _named(config.model_dump(mode="json"), shape)
+    theirs = _named(state["config"], Shape.from_hf(state["shape"]))
+    fixed = [*ALLOWED_ANYWAY, *(key for key in shape.to_hf() if key not in FREE_KEYS)]
+    for name in (*fixed, "lora.rank", *["lora.targets"] * (own["lora.rank"] > 0)):
+        if own[name] == theirs[name] or (name in ALLOWED_ANYWAY and config.run.resume_anyway):
             continue
         anyway = ", or run.resume_anyway = true" if name in ALLOWED_ANYWAY else ""
         raise ConfigError(
-            f"the run that wrote {checkpoint} had {name} {before[name]!r} but this run has {value!r}; "
+            f"the run that wrote {checkpoint} had {name} {theirs[name]!r} but this run has {own[name]!r}; "
             f"set the same, or another run.output{anyway}",
             "run.resume",
         )
@@ -436,17 +436,9 @@ def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     return checkpoint
 
 
-def _identity(config: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run must have in common with the checkpoint that it continues."""
-    lora = config["model"]["lora"]
-    return {
-        "stage": config["stage"],
-        "batch.examples": config["batch"]["examples"],
-        "run.seed": config["run"]["seed"],
-        **{key: value for key, value in shape.items() if key not in FREE_KEYS},
-        "lora.rank": lora["rank"],
-        "lora.targets": lora["targets"] if lora["rank"] else [],
-    }
+def _named(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """Return all of a run's settings by dotted key, those of its model without the first part, and of its shape."""
+    return {**flat(config), **flat(config["model"]), **shape.to_hf()}
 
 
 def _check_disk(config: Config, shape: Shape) -> None:

@@ -24,23 +24,23 @@ class AbsentError(ConfigError):
     """A setting that is right but names something that is not on this machine; a dry run reports it and goes on."""
 
 
-@contextmanager
-def collecting(findings: list[str] | None = None) -> Iterator[list[str]]:
-    """Yield a list for complaints, and raise them together in one ConfigError at the end of the block.
+def refuse(complaints: list[Any], findings: list[str] | None = None) -> None:
+    """Raise one ConfigError for all complaints, which are errors or sentences, if there are any.
 
     Args:
-        findings: the list of a dry run, which is yielded instead and refuses nothing.
+        findings: of a dry run, which takes the sentences about what is absent and is not refused for them.
     """
-    complaints: list[str] = []
-    yield complaints if findings is None else findings
+    if findings is not None:
+        findings += [str(error) for error in complaints if isinstance(error, AbsentError)]
+        complaints = [error for error in complaints if not isinstance(error, AbsentError)]
     if len(complaints) > 1:
-        complaints = [
-            f"{len(complaints)} settings are wrong:",
-            *(f"  {sentence}" for sentence in complaints),
-            "change all of them; train.py --help explains every setting",
-        ]
-    if complaints:
-        raise ConfigError("\n".join(complaints))
+        sentences = "".join(f"\n  {sentence}" for sentence in complaints)
+        raise ConfigError(
+            f"{len(complaints)} settings are wrong:{sentences}\n"
+            "change all of them; train.py --help explains every setting"
+        )
+    for error in complaints:
+        raise error if isinstance(error, ConfigError) else ConfigError(error)
 
 
 class Section(BaseModel):
@@ -66,25 +66,20 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def blame(
-    key: str = "",
-    findings: list[str] | None = None,
-    *,
-    absent: bool = False,
-    every: bool = False,
+    key: str = "", complaints: list[Any] | None = None, *, absent: bool = False
 ) -> Iterator[None]:
     """Turn an error about a value or a file into a ConfigError about the setting `key`.
 
     Args:
-        findings: collects, for a dry run, the sentences about what is absent; without it they refuse the run too.
-        every: findings collects the sentences about everything else, too.
+        complaints: takes the error, which is raised otherwise.
         absent: any error means that something is absent, not only a file that does not exist.
     """
     try:
         yield
     except (ValueError, OSError) as error:
-        absent = absent or isinstance(error, AbsentError | FileNotFoundError)
         if not isinstance(error, ConfigError):
+            absent = absent or isinstance(error, FileNotFoundError)
             error = (AbsentError if absent else ConfigError)(error, key)
-        if findings is None or not (every or isinstance(error, AbsentError)):
+        if complaints is None:
             raise error from None
-        findings.append(str(error))
+        complaints.append(error)
