@@ -19,7 +19,7 @@ from ulysses.memory.plan import GIB, PROCESS_BYTES, Case, Machine, choose
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import InitialWeights, build_engine
 from ulysses.training.command_line import check
-from ulysses.training.config import Config
+from ulysses.training.config import Config, Options
 from ulysses.training.memory import (
     MemoryChoice,
     choose_memory,
@@ -137,9 +137,11 @@ def test_without_offload_the_host_is_only_mentioned():
 
 def test_a_node_s_host_memory_can_be_told():
     asked = [(480.0, {}), (480.0, {"host_memory": 96}), (0.0, {"gpus": 8})]
-    machines = [planned_machine(config(host_memory=told), given, 8) for told, given in asked]
+    machines = [
+        planned_machine(config(host_memory=told), Options(**given, dry_run=True), 8) for told, given in asked
+    ]
     assert [machine.host_bytes / GIB for machine in machines] == [480, 96, 0]
-    assert planned_machine(config(), {}, 8).host_bytes > 0
+    assert planned_machine(config(), Options(), 8).host_bytes > 0
 
 
 def seen() -> Any:

@@ -16,6 +16,7 @@ Shapes: S local tokens, D width, F feed-forward width, V vocabulary, N a layer's
 
 from bisect import bisect_left
 from collections import Counter
+from itertools import product
 from math import gcd
 from typing import NamedTuple
 
@@ -466,18 +467,22 @@ def longest_sequence(case: Case) -> int:
 
 
 def recommend(case: Case, batches: int) -> Case | None:
-    """Return the case, with degree, levels and offload, of the fastest step of `batches` micro-batches, or None.
+    """Return the case, with degree, levels and what is offloaded, of the fastest step of `batches` micro-batches.
 
-    All levels are open. Layers are offloaded only if no degree fits without. Groups without a micro-batch of their
-    own wait.
+    All settings are open, and groups without a micro-batch of their own wait. None if nothing fits.
     """
-    gpus = case.machine.gpus
-    for offload in ("none", "auto"):
-        case = case._replace(allowed=LEVELS, offload=offload)
-        cases = [
-            case._replace(sp=sp, micro_batches=-(-batches * sp // gpus))
-            for sp in divisors(gpus)
-        ]
-        if fitting := list(filter(None, map(choose, cases))):
-            return min(fitting, key=step_seconds)
-    return None
+    gpus, both = case.machine.gpus, (False, True)
+    cases = [
+        case._replace(
+            allowed=LEVELS,
+            sp=sp,
+            micro_batches=-(-batches * sp // gpus),
+            offload=offload,
+            offload_optimizer=optimizer,
+            offload_parameters=parameters,
+        )
+        for sp, offload, optimizer, parameters in product(
+            divisors(gpus), ("none", "auto"), both, both
+        )
+    ]
+    return min(filter(None, map(choose, cases)), key=step_seconds, default=None)

@@ -311,16 +311,11 @@ class Options(Section):
             raise ValueError(
                 f"--local_rank is {self.local_rank} but LOCAL_RANK is {launched}; use one launcher only"
             )
-        if self.planner and not self.dry_run:
+        if (self.gpus or self.gpu_memory or self.host_memory) and not self.dry_run:
             raise ValueError(
                 "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
             )
         return self
-
-    @property
-    def planner(self) -> dict[str, float]:
-        """The machine to plan for, as far as it was described."""
-        return self.model_dump(include={"gpus", "gpu_memory", "host_memory"}, exclude_none=True)
 
 
 class Config(Section):

@@ -8,11 +8,25 @@ import os
 import sys
 from typing import Any
 
+import torch
+
 from ulysses.data.preview import preview_examples
+from ulysses.memory.levels import LEVELS
+from ulysses.memory.plan import (
+    GIB,
+    Case,
+    Machine,
+    longest_sequence,
+    one_level,
+    predict,
+    recommend,
+    step_seconds,
+)
 from ulysses.training.checkpoint import resume_point
 from ulysses.training.config import Config, Options
-from ulysses.training.memory import plan_lines, planned_machine, planner_case
-from ulysses.training.prepare import prepare
+from ulysses.training.memory import choose_memory, planned_machine, planner_case
+from ulysses.training.metrics import device_peak_flops
+from ulysses.training.prepare import Prepared, prepare
 from ulysses.training.quiet import wants_debug
 from ulysses.training.section import ConfigError, blame, refuse
 
@@ -26,24 +40,46 @@ def dry_run(config: Config, options: Options) -> int:
     Raises ConfigError for a configuration that cannot be honoured, or that does not fit the GPU it names.
     """
     findings: list[str] = []
-    world = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    world, run = options.gpus or int(os.environ.get("WORLD_SIZE", "1")), config.run
     prepared = prepare(config, world, findings)
     if wants_debug(sys.argv) or options.debug:
         print(config.model_dump_json(indent=2))
+    verdict = "the run can start"
+    try:
+        resume_point(config.output / "checkpoints", run.resume, overwrite=run.overwrite)
+    except ValueError as error:
+        verdict = f"the run would be refused: {error}"
+    if prepared.shape is None:
+        print("without the model's config.json there is no plan of its memory")
+    else:
+        machine = planned_machine(config, options, world)
+        case = _plan_steps(prepared, machine, findings)
+        known = bool(options.gpu_memory) or torch.cuda.is_available()
+        if not _plan_memory(prepared, case, known):
+            verdict = "the run does not fit the assumed GPU; --gpu-memory describes yours"
+    for finding in findings:
+        print(f"finding: {finding}")
+    if findings:
+        verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
+    print(f"verdict: {verdict}")
+    return ABSENT if findings else 0
+
+
+def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Case:
+    """Print how the run is divided and how long it is; return the planner's view of its first step."""
+    config, world = prepared.config, machine.gpus
     stage, run = config.stage_class, config.run
-    facts, tokens, squares = stage.facts(config), stage.budget(config), 0.0
-    sp, shape = config.parallel.sequence_parallel_size, prepared.shape
-    if sp == "auto":
-        machine = planned_machine(config, options.planner, world)
-        sp = planner_case(config, shape, machine, tokens).sp if shape else 1
-    groups = world // sp
+    facts, length = stage.facts(config), f"{run.epochs:g} epochs of unknown length"
+    case = planner_case(config, prepared.shape, machine, stage.budget(config))
+    groups = world // case.sp
     print(
-        f"{world} processes: data parallel {groups} x sequence parallel {sp}, among neighbours"
+        f"{world} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
     )
     longest = stage.sequences_per_example * facts.longest_example
-    full = groups * max(tokens, longest)
-    micro_batches = math.ceil(facts.examples_per_step * longest / full)
-    length = f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs of unknown length"
+    full = groups * max(case.tokens, longest)
+    micro_batches, squares = math.ceil(facts.examples_per_step * longest / full), 0.0
+    if run.steps:
+        length = f"{run.steps} steps"
     if not findings:
         complaints: list[Any] = []
         with blame("", complaints):  # the hub may not have the data
@@ -52,10 +88,10 @@ def dry_run(config: Config, options: Options) -> int:
             per_epoch = loader.steps_per_epoch * facts.steps_per_load
             total = stage.total_steps(config, loader)
             length = f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}"
-            micro_batches = len(loader.step(0, 0))
-            tokens = prepared.budget(train)
-            squares = prepared.squares(train, tokens)
             length = "\n".join([length, *prepared.remarks(loader)])
+            micro_batches, tokens = len(loader.step(0, 0)), prepared.budget(train)
+            squares = prepared.squares(train, tokens)
+            case = planner_case(config, prepared.shape, machine, tokens)
         refuse(complaints, findings)
     print(length)
     policies = config.gradients.chain().policies
@@ -64,32 +100,74 @@ def dry_run(config: Config, options: Options) -> int:
     if lr == stage.default_lr(lora=lora):
         more = "; adapters take ten times as much" * lora
         print(f"optimizer.lr {lr:g} is the default of {stage.name}: {stage.lr_reason}{more}")
-    print()
-    fits = True
-    if prepared.shape is None:
-        print("without the model's config.json there is no plan of its memory")
+    return case._replace(micro_batches=micro_batches, squares=squares)
+
+
+def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
+    """Print what every level takes, the longest sequence, the settings to use and what the run itself would choose.
+
+    Return whether the run fits; ConfigError refuses one that does not fit a GPU whose memory is `known`.
+    """
+    config, shape, machine = prepared.config, prepared.shape, case.machine
+    stage, world, batches = config.stage_class, machine.gpus, case.micro_batches
+    facts = stage.facts(config)
+    if config.model.path and prepared.folder is None:
+        print(f"\nthe model is planned with the published shape of {config.model.path}")
+    assumed = "" if known else " (assumed; --gpu-memory says otherwise)"
+    speed = "" if device_peak_flops() else ", as fast as an H200"
+    told = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node"
+    host = told if machine.host_bytes else "host memory unknown (--host-memory)"
+    print(
+        f"\n{shape.describe_window()}\n"
+        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB{assumed}{speed}, {host}:\n"
+        f"{case.model.parameters:,} parameters, {case.model.trained:,} trained; {batches} "
+        f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
+        f"{case.documents} sequence{'s' * (case.documents > 1)}"
+    )
+    if case.others:
+        frozen = sum(other.parameters for other in case.others)
+        print(f"the run's other models have {frozen:,} parameters, all frozen")
+    print(
+        f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
+    )
+    for level in LEVELS:
+        choice = one_level(case, level)
+        p = predict(choice)
+        print(
+            f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
+            f"{choice.offloaded_layers:18}{step_seconds(choice):10.2f}{'' if p.fits else '   does not fit'}"
+        )
+    if case.rollout:
+        print(
+            f"  (each step's share of a rollout to {facts.examples_per_load} prompts included)"
+        )
+    answer = facts.longest_example - config.data.max_length
+    note = f", {answer:,} of them the answer" if answer else ""
+    if stage.sequences_per_example == 2:
+        note = " on each side of a pair"
+    for sp in sorted({case.sp, world}):
+        longest = longest_sequence(case._replace(sp=sp, documents=stage.sequences_per_example))
+        print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
+    batches = min(facts.examples_per_step, batches * world // case.sp)
+    if best := recommend(case, batches):
+        p, names = predict(best), ("offload_optimizer", "offload_parameters")
+        more = "".join(f", memory.{name} = true" for name in names if getattr(best, name))
+        print(
+            f"recommended for this length: parallel.sequence_parallel_size = {best.sp}, "
+            f'memory.recompute = "auto" ({best.name}), memory.offload = "{best.offload}"{more}: '
+            f"{p.gpu / GIB:.1f} GiB, {p.host * machine.local_processes / GIB:.0f} GiB of a node, "
+            f"{step_seconds(best):.2f} s / step"
+        )
     else:
-        if config.model.path and prepared.folder is None:
-            print(f"the model is planned with the published shape of {config.model.path}")
-        print(prepared.shape.describe_window())
-        for line in plan_lines(
-            config, prepared.shape, options.planner, world, tokens, micro_batches, squares
-        ):
-            print(line)
-            fits = fits and not line.startswith("does not fit")
-    for finding in findings:
-        print(f"finding: {finding}")
-    verdict = "the run can start"
+        print("no settings of parallel and memory fit this length on these GPUs")
     try:
-        resume_point(config.output / "checkpoints", run.resume, overwrite=run.overwrite)
-    except ValueError as error:
-        verdict = f"the run would be refused: {error}"
-    if not fits:
-        verdict = "the run does not fit the assumed GPU; --gpu-memory describes yours"
-    if findings:
-        verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
-    print(f"verdict: {verdict}")
-    return ABSENT if findings else 0
+        print(choose_memory(config, shape, machine, case.tokens).line)
+    except ConfigError as error:
+        if known:
+            raise
+        print(f"does not fit: {error}")
+        return False
+    return True
 
 
 def inspect(config: Config, samples: int) -> int:
