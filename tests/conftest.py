@@ -1,6 +1,8 @@
 """Shared test set-up: one thread per process, quiet libraries, no network."""
 
 import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 if os.environ.get("ULYSSES_TEST_DEVICE") == "cpu":
@@ -34,3 +36,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from ulysses.data.chat import load_tokenizer
 
     return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>")
+
+
+@pytest.fixture
+def open_rows(tmp_path: Path, tokenizer: Any) -> Any:
+    """A function that tokenises rows in the test's folder."""
+    from tests.data_case import open_rows
+
+    return partial(open_rows, folder=tmp_path, tokenizer=tokenizer)

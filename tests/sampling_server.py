@@ -1,4 +1,4 @@
-"""A server that speaks vLLM's completions API and SGLang's native one, and draws tokens that follow from the prompt.
+"""A server that speaks the APIs of vLLM and SGLang, and scores answers; the tokens it draws follow from the prompt.
 
 The fields are those that vLLM 0.11 and SGLang 0.5 publish.
 """
@@ -25,11 +25,12 @@ class SamplingServer:
         asked: (path, body) of all requests.
         fault: "" for none, "hang", "refuse", "garbage", "no fields", "nan", "no stop token" or
             "reload".
+        scores: what a reward answers; if empty, it counts the letters of each answer.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any]] = []
-        self.fault = ""
+        self.fault, self.scores = "", []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -57,6 +58,8 @@ class SamplingServer:
     def reply(self, path: str, body: Any) -> Any:
         if self.fault == "no fields":
             return {"error": "busy"}
+        if path == "/score":
+            return {"scores": self.scores or [len(r["completion"]) / r["row"]["scale"] for r in body["rows"]]}
         if path == "/update_weights_from_disk":
             assert (Path(body["model_path"]) / "config.json").exists()
             return {"success": self.fault != "reload", "message": "no such file"}

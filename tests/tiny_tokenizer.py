@@ -29,7 +29,8 @@ def write_tokenizer(folder: Path, specials: tuple[str, ...] = LLAMA3, bos: str |
     return folder
 
 
-def write_rows(path: Path, rows: list) -> str:
-    """Write rows as JSON lines and return the path as text."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def write_rows(path: Path, rows: list | str) -> str:
+    """Write rows as JSON lines, or text as it is, and return the path as text."""
+    text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(text, encoding="utf-8")
     return str(path)

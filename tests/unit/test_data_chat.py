@@ -327,16 +327,6 @@ def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_wri
         encode(template, conversation("q", "no thinking"))
 
 
-def test_auto_separates_only_where_the_template_rewrites(tokenizers, templated):
-    messages = conversation("q", "a", "r", "b")
-    plain = templated(tokenizers["chatml"], PLAIN_CHATML)
-    for template in (plain, ChatTemplate(tokenizers["chatml"], "chatml")):
-        together = texts(tokenizers["chatml"], template, messages, "together")
-        assert texts(tokenizers["chatml"], template, messages, "auto") == together and len(together) == 1
-        last, first = texts(tokenizers["chatml"], template, messages, "separate")
-        assert last == together[0].replace("[a<|im_end|>]", "a<|im_end|>") and first == together[0][: len(first)]
-
-
 @named
 def test_a_prompt_may_begin_the_answer(tokenizers, name):
     """Its tokens are those of the prompt that is continued at inference, and they are not trained."""

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
+from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data import DataError
 from ulysses.data.chat import load_tokenizer
 from ulysses.data.dataset import TokenizedDataset, open_dataset
@@ -16,16 +16,6 @@ from ulysses.data.preview import preview_examples
 from ulysses.data.sources import Source, safe_parts
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
-
-
-@pytest.fixture
-def open_rows(tmp_path, tokenizer):
-    def open_rows(rows, kind, length=512, name="rows.jsonl", template="chatml", tokenizer=tokenizer, **settings):
-        source = Source(write_rows(tmp_path / name, rows))
-        return open_dataset([source], kind, tokenizer, DataSettings(length, **settings), tmp_path / "cache",
-                            chat_template=template)
-
-    return open_rows
 
 
 def trained(tokenizer, sequence):

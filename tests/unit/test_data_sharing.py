@@ -3,11 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.tiny_tokenizer import write_rows
-from ulysses.data.dataset import open_dataset
-from ulysses.data.encode import DataSettings
 from ulysses.data.preview import preview_examples
-from ulysses.data.sources import Source
 from ulysses.data.steps import StepLoader
 
 PAIRS = [{"prompt": "a prompt of some length", "chosen": "good", "rejected": "not good"},
@@ -16,14 +12,8 @@ LIST = {"prompt": "rank these", "completions": ["x", "better", "x y"], "scores":
 
 
 @pytest.fixture
-def opened(tmp_path, tokenizer):
-    source = Source(write_rows(tmp_path / "rows.jsonl", [*PAIRS, LIST]))
-
-    def opened(kind, share_prompts):
-        return open_dataset([source], kind, tokenizer, DataSettings(512), tmp_path / "cache", chat_template="chatml",
-                            share_prompts=share_prompts)
-
-    return opened
+def opened(open_rows):
+    return lambda kind, share_prompts: open_rows([*PAIRS, LIST], kind, share_prompts=share_prompts)
 
 
 @pytest.mark.parametrize("kind", ["pair", "ranked"])
@@ -48,13 +38,6 @@ def test_a_ranked_list_is_one_example_with_its_ranks(opened):
     found = [[s.columns["rank"] for s in example.sequences] for example in dataset]
     assert found == [[0, 1], [0, 1], [1, 0, 1]]
     assert dataset.sequence_lengths.shape == (3, 3) and np.count_nonzero(dataset.sequence_lengths) == 7
-
-
-def test_token_columns_lie_beside_the_rows_that_are_kept(opened):
-    dataset = opened("ranked", True)
-    dataset.token_columns["number"] = np.arange(dataset.lengths.sum())
-    rows = [s.token_columns["number"] for example in dataset for s in example.sequences]
-    assert np.concatenate(rows).tolist() == list(range(dataset.lengths.sum()))
 
 
 def test_a_prompt_counts_once_in_a_microbatch(opened):

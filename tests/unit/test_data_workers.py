@@ -8,8 +8,6 @@ import pytest
 
 from tests.tiny_tokenizer import write_rows
 from ulysses.data import DataError, dataset, sources, workers
-from ulysses.data.dataset import open_dataset
-from ulysses.data.encode import DataSettings
 from ulysses.data.sources import Source, count_rows
 from ulysses.data.workers import in_order
 
@@ -23,15 +21,14 @@ ROWS = {
 
 
 @pytest.fixture
-def open_with(tmp_path, monkeypatch, tokenizer):
+def open_with(open_rows, monkeypatch):
     monkeypatch.setattr(workers, "BATCHES_AT_FIRST", 1)
     monkeypatch.setattr(sources, "ITEMS_AT_ONCE", 4)
     monkeypatch.setattr(dataset, "CHARACTERS_AT_ONCE", 1500)
 
     def open_with(rows, kind, count, **settings):
-        path = write_rows(tmp_path / "rows.jsonl", rows) if rows else str(tmp_path / "rows")
-        return open_dataset([Source(path)], kind, tokenizer, DataSettings(64, **settings),
-                            tmp_path / f"cache{count}", chat_template="chatml", workers=count)
+        name = "rows.jsonl" if rows else "rows"
+        return open_rows(rows, kind, 64, name=name, cache=f"cache{count}", workers=count, **settings)
 
     return open_with
 

@@ -1,7 +1,5 @@
-"""Folders are held by one process, files are proven by digests, and a failed write is one sentence."""
+"""Files are proven by digests, and a failed write is one sentence."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,47 +9,10 @@ from ulysses.disk import (
     DiskError,
     check_files,
     digest_of,
-    held,
     sampled_digest,
     write_digested,
     writing,
 )
-
-HOLDER = """
-import os, sys, time
-from pathlib import Path
-import ulysses.disk as disk
-if sys.argv[2] == "network":
-    disk.NETWORK, disk.LEASE_SECONDS = "", 1.5
-with disk.held(Path(sys.argv[1]), f"run a1b2, process {os.getpid()} on here") as before:
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("network", [False, True])
-def test_a_folder_is_held_by_one_process_and_a_dead_one_is_succeeded(tmp_path, monkeypatch, network):
-    monkeypatch.setattr(disk, "NATIVE_SECONDS", 0.1)
-    if network:
-        monkeypatch.setattr(disk, "NETWORK", "")
-        monkeypatch.setattr(disk, "LEASE_SECONDS", 1.5)
-    line = [sys.executable, "-c", HOLDER, str(tmp_path / "run"), "network" if network else "local"]
-    other = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
-    try:
-        assert other.stdout.readline() == "held\n"
-        with pytest.raises(
-            DiskError, match=rf"/run is in use by run a1b2, process {other.pid} on here; stop that run or"
-        ):
-            with held(tmp_path / "run", "me"):
-                raise AssertionError("two processes hold one folder")
-    finally:
-        other.kill()
-        other.wait()
-    with held(tmp_path / "run", "me") as before:
-        assert before == f"run a1b2, process {other.pid} on here"
-        assert (tmp_path / "run/.holder").read_text() == "me"
-    with held(tmp_path / "run", "me again") as before:
-        assert before == "", "the last one gave it back"
 
 
 def test_digest_is_that_of_the_file_and_follows_every_byte(tmp_path):

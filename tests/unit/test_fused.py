@@ -13,7 +13,6 @@ from models.fused import (
     activate_backward,
     rms_norm,
     rms_norm_backward,
-    rotate,
     rotate_pair,
 )
 from models.half_blocks import (
@@ -39,6 +38,17 @@ def near(found, exact, dtype, stored=None, factor=1.0):
 def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def turns(rows: int, pairs: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.rand(rows, pairs, generator=torch.Generator().manual_seed(0)).to(device) * 7
+    return angles.cos(), angles.sin()
+
+
+def turned(x, cos, sin):
+    first, second = x.double().chunk(2, -1)
+    cos, sin = cos.double()[:, None], sin.double()[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -79,68 +89,36 @@ def test_norm_gradient(device, dtype, shape):
 def test_rotation(device, dtype, heads, width):
     q, k = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
     k = k[:, : heads[1]]  # rows that are not dense, like a view of an exchange buffer
-    angles = torch.rand(19, width // 2, generator=torch.Generator().manual_seed(0)).to(device) * 7
-    cos, sin = angles.cos(), angles.sin()
-    turn = torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())[:, None]
-
-    def exact(x, turn):
-        pairs = torch.complex(*x.double().chunk(2, -1)) * turn
-        return torch.cat([pairs.real, pairs.imag], -1)
-
+    cos, sin = turns(19, width // 2, device)
     for mine, x in zip(rotate_pair(q, k, cos, sin, back=True), (q, k)):
-        near(mine, exact(x, turn.conj()), dtype)
-    wanted = exact(q, turn), exact(k, turn)
+        near(mine, turned(x, cos, -sin), dtype)
+    wanted = turned(q, cos, sin), turned(k, cos, sin)
     inside = rotate_pair(q, k, cos, sin, in_place=True)
     assert [x.data_ptr() for x in inside] == [q.data_ptr(), k.data_ptr()]
     for mine, want in zip(inside, wanted):
         near(mine, want, dtype)
 
 
-def turned(x, cos, sin):
-    first, second = x.chunk(2, -1)
-    cos, sin = cos.double()[:, None], sin.double()[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((32, 8), 128), ((3, 1), 12)])
-def test_rotation_of_normalised_heads(device, dtype, heads, width):
-    """Rows of one token, as Qwen3's: the norm of every head is part of the rotation."""
-    inputs = draw((19, heads[0], width), (19, heads[1], width), (width,), (width,), dtype=dtype, device=device)
-    grads = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
-    grads[1] = grads[1][:, : heads[1]]  # as the exchange hands it back
-    angles = torch.rand(19, width // 2, generator=torch.Generator().manual_seed(0)).to(device) * 7
-    cos, sin = angles.cos(), angles.sin()
-    q, k, q_norm, k_norm = exact_inputs = [t.double().requires_grad_() for t in inputs]
-    exact = turned(normalised(q, q_norm), cos, sin), turned(normalised(k, k_norm), cos, sin)
-    query, key, *norms = (t.requires_grad_() for t in inputs)
-    found = rotate(query, key, cos, sin, 1e-5, *norms)
-    for mine, want in zip(found, exact):
-        near(mine, want, dtype)
-    wanted = torch.autograd.grad(exact, exact_inputs, [g.double() for g in grads])
-    for mine, want in zip(torch.autograd.grad(found, inputs, grads), wanted):
-        near(mine, want, dtype, factor=2)  # rotated back and rounded, then through the norm
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms of heads"])
-def test_projecting_half(device, dtype, normed):
-    shapes = (40, 32), (32,), (64, 32), (32, 32), (32, 32), (64,), (32,), (32,), (16,), (16,)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (32, 8, 128), (3, 1, 12)])
+def test_projecting_half(device, dtype, normed, heads, kv_heads, width):
+    rows, kv = heads * width, kv_heads * width
+    shapes = (40, 32), (32,), (rows, 32), (kv, 32), (kv, 32), (rows,), (kv,), (kv,), (width,), (width,)
     inputs = draw(*shapes[: 10 if normed else 8], dtype=dtype, device=device)
-    grads = draw((40, 4, 16), (40, 2, 16), (40, 2, 16), dtype=dtype, device=device)
-    angles = torch.rand(40, 8, generator=torch.Generator().manual_seed(0)).to(device) * 7
-    cos, sin = angles.cos(), angles.sin()
+    grads = draw((40, heads, width), (40, 2 * kv_heads, width), (40, kv_heads, width), dtype=dtype, device=device)
+    grads[1] = grads[1][:, :kv_heads]  # as the exchange hands it back
+    cos, sin = turns(40, width // 2, device)
     hidden, norm, *rest = exact_inputs = [t.double().requires_grad_() for t in inputs]
     rows = normalised(hidden, norm)
-    q, k, v = (F.linear(rows, w, b).unflatten(1, (-1, 16)) for w, b in zip(rest[:3], rest[3:6]))
+    q, k, v = (F.linear(rows, w, b).unflatten(1, (-1, width)) for w, b in zip(rest[:3], rest[3:6]))
     if normed:
         q, k = normalised(q, rest[6]), normalised(k, rest[7])
     exact = turned(q, cos, sin), turned(k, cos, sin), v
     wanted = torch.autograd.grad(exact, exact_inputs, [g.double() for g in grads])
     x, *weights = (t.requires_grad_() for t in inputs)
-    found = project(x, ProjectWeights(*weights[:7], 16, 1e-5, *weights[7:]), (cos, sin))
+    found = project(x, ProjectWeights(*weights[:7], width, 1e-5, *weights[7:]), (cos, sin))
     factor = {torch.float32: 2.0, torch.bfloat16: 4.0}[dtype]  # several roundings in a row
     for mine, want in zip((*found, *torch.autograd.grad(found, inputs, grads)), (*exact, *wanted)):
         near(mine, want, dtype, factor=factor)

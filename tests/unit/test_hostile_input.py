@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from models.hf_format import WeightFiles, copy_side_files, read_config, write_weights
-from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
+from tests import data_case
+from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data import DataError
 from ulysses.data.chat import load_tokenizer
-from ulysses.data.dataset import open_dataset
-from ulysses.data.encode import DataSettings
-from ulysses.data.sources import Source
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 CALL = {"name": "f", "arguments": "[" * 700 + "]" * 700}
@@ -26,15 +24,6 @@ CHAT = (
 )
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}X" + "{% endfor %}" * 3
 ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
-
-
-def opened(tmp_path, tokenizer, rows, template="chatml", kind="sequence", **settings):
-    path = tmp_path / "rows.jsonl"
-    if isinstance(rows, list):
-        rows = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_text(rows)
-    settings = DataSettings(256, **settings)
-    return open_dataset([Source(str(path))], kind, tokenizer, settings, tmp_path / "cache", chat_template=template)
 
 
 @pytest.mark.parametrize(
@@ -64,40 +53,33 @@ def opened(tmp_path, tokenizer, rows, template="chatml", kind="sequence", **sett
         ),
     ],
 )
-def test_rows_that_hurt_are_named(tmp_path, tokenizer, row, kind, sentence):
+def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
     good = {"ranked": {"prompt": "q", "chosen": "a", "rejected": "b"}, "text": {"text": "a"}}.get(kind, GOOD)
     rows = json.dumps(good) + "\n" + row + "\n"
     with pytest.raises(DataError, match=rf"rows.jsonl {sentence}") as caught:
-        opened(tmp_path, tokenizer, rows, kind=kind)
+        open_rows(rows, kind)
     assert len(str(caught.value)) < 500
-    dropped = opened(tmp_path, tokenizer, rows, kind=kind, bad_rows="drop").report.dropped
+    dropped = open_rows(rows, kind, bad_rows="drop").report.dropped
     assert sum(dropped.values()) == 1
 
 
-@pytest.mark.parametrize("where", ["here", "in workers"])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("prints", [False, True])
-def test_a_template_that_does_not_end_is_stopped_and_names_its_row(tmp_path, tokenizer, monkeypatch, where, prints):
+def test_a_template_that_does_not_end_is_stopped_and_names_its_row(tmp_path, open_rows, monkeypatch, workers, prints):
     monkeypatch.setattr("ulysses.data.bounded.RENDER_SECONDS", 60.0 if prints else 1.0)
     monkeypatch.setattr("ulysses.data.bounded.RENDER_CHARACTERS", 100_000)
     template = tmp_path / "loop.jinja"
     template.write_text(CHAT + ON_A_WORD.replace("LOOP", LOOP.replace("X", "X" if prints else "")))
     hurt = {"messages": [{"role": "user", "content": "hurt"}, GOOD["messages"][1]]}
-    workers = {"workers": 2} if where == "in workers" else {}
-    rows = [GOOD] * (3000 if workers else 1) + [hurt]
+    rows = [GOOD] * (3000 if workers > 1 else 1) + [hurt]
     sentence = rf"rows.jsonl row {len(rows)} runs the chat template without end: it was stopped after .* mend its loops"
     with pytest.raises(DataError, match=sentence):
-        open_with(tmp_path, tokenizer, rows, str(template), **workers)
+        open_rows(rows, "sequence", template=str(template), workers=workers)
     template.write_text(CHAT + LOOP.replace("X", "X" if prints else ""))
     with pytest.raises(
         DataError, match=r"chat template .*loop.jinja cannot render one question: runs the chat template w"
     ):
-        open_with(tmp_path, tokenizer, [GOOD], str(template))
-
-
-def open_with(tmp_path, tokenizer, rows, template, **options):
-    source = Source(write_rows(tmp_path / "rows.jsonl", rows))
-    cache = tmp_path / "cache"
-    return open_dataset([source], "sequence", tokenizer, DataSettings(256), cache, chat_template=template, **options)
+        open_rows([GOOD], "sequence", template=str(template))
 
 
 MEMORY = """
@@ -120,7 +102,8 @@ def opened_alone(folder: str, kind: str, size: int) -> int:
         else {"messages": [GOOD["messages"][0], {"role": "assistant", "content": said}]}
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    opened(place, tokenizer, [row, GOOD if kind != "text" else {"text": "a"}], kind=kind, truncation="drop")
+    rows = [row, GOOD if kind != "text" else {"text": "a"}]
+    data_case.open_rows(rows, kind, 256, folder=place, tokenizer=tokenizer, truncation="drop")
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 

@@ -23,7 +23,7 @@ from tests.memory_case import (
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES, Offloader
 from ulysses.memory.plan import GIB, Case, Machine, Model, kept_bytes, pinned_bytes
-from ulysses.memory.tiling import AUTO_ROWS, run_tiles, tile_gradients, tile_rows, tiles
+from ulysses.memory.tiling import AUTO_ROWS, run_tiles, tile_gradients, tile_rows
 from ulysses.training.config import LoraSection as Adapters
 from ulysses.training.lora import add_adapters
 
@@ -207,10 +207,7 @@ def test_frozen_weights_and_adapters(dropout, tile, config):
         assert_same(adapted(recompute=level, mlp_tile=tile), expected)
 
 
-def test_tiles_cover_all_rows_once():
-    assert [(t.start, t.stop) for t in tiles(10, 4)] == [(0, 4), (4, 8), (8, 10)]
-    assert [(t.start, t.stop) for t in tiles(0, 4)] == [(0, 0)]
-    assert tile_rows(10, 4) == 4 and tile_rows(10, 6) == 5 and tile_rows(10**6, 0) == 10**6
+def test_tiles_are_automatic_for_many_rows():
     assert tile_rows(2 * AUTO_ROWS) == 2 * AUTO_ROWS and tile_rows(16 * AUTO_ROWS) == AUTO_ROWS
 
 

@@ -1,10 +1,6 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
-import json
-import threading
-import time
 from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +14,7 @@ from losses.ppo import gae, group_advantages
 from models.policy_value import PolicyValueOutput
 from models.sampler import Completion
 from tests.engine_case import SHAPE, ListDataset, sequences
-from tests.sampling_server import QuietServer
+from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
@@ -226,23 +222,6 @@ def answers(*scales: float, **row: Any) -> list[Answered]:
     return [Answered([97], [98, 99], {"scale": scale, **row}, 4 + i) for i, scale in enumerate(scales)]
 
 
-class ScoreServer(BaseHTTPRequestHandler):
-    """Counts letters; the row may ask for garbage or for patience."""
-
-    def do_POST(self) -> None:
-        rows = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["rows"]
-        scores: Any = [len(r["completion"]) / r["row"]["scale"] for r in rows]
-        time.sleep(rows[0]["row"].get("sleep", 0))
-        body = json.dumps({"scores": rows[0]["row"].get("say", scores)}).encode()
-        self.send_response(rows[0]["row"].get("status", 200))
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 def test_reward_functions() -> None:
     names = (HALF, "http://localhost:1/score", "meta-llama/reward", "C:/x y")
     assert [is_function(name) for name in names] == [True, True, False, False]
@@ -273,42 +252,29 @@ def test_rewards_in_workers() -> None:
 
 def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "PAUSE", 0.01)
-    server = QuietServer(("127.0.0.1", 0), ScoreServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/score"
-    try:
-        assert Rewards([url], Letters())(answers(1, 2)) == [[2.0], [1.0]]
-        for row, complaint in (
-            ({"say": [1.0]}, r"returned \[1.0\] for 2 answers"), ({"say": "good"}, "returned good for 2 answers"),
-            ({"status": 500}, "failed: HTTPError: HTTP Error 500"), ({"sleep": 5}, "timed out"),
-        ):  # fmt: skip
-            with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
-                Rewards([url], Letters(), timeout=0.2)(answers(1, 2, **row))
-    finally:
-        server.shutdown()
+    server = SamplingServer()
+    url = f"{server.address}/score"
+    assert Rewards([url], Letters())(answers(1, 2)) == [[2.0], [1.0]]
+    for server.scores, server.fault, complaint in (
+        ([1.0], "", r"returned \[1.0\] for 2 answers"), ("good", "", "returned good for 2 answers"),
+        ([], "refuse", "failed: HTTPError: HTTP Error 503"), ([], "hang", "timed out"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
+            Rewards([url], Letters(), timeout=0.2)(answers(1, 2))
+    server.close()
     with pytest.raises(ValueError, match="the reward .* failed: URLError"):
-        Rewards([url.replace(str(server.server_port), "1")], Letters())(answers(1))
+        Rewards([url], Letters())(answers(1))
 
 
-def test_several_rewards_have_weights_and_each_is_logged() -> None:
+def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -> None:
     section = PpoSection(reward=["models/rm", HALF], reward_weights=[0.5, 2.0])
     assert section.rewards == {HALF: 2.0, "models/rm": 0.5} and section.reward_model == "models/rm"
-    rollout = answered()
-    for answer in rollout.answers:
-        answer.scores = [1.0, answer.score]
-    maker(reward=["models/rm", HALF]).finish(rollout, *torch.zeros(3, 14))
-    assert rollout.metrics[f"objective/scores/{HALF}"] == pytest.approx(2.5 / 3)
-    assert rollout.metrics["objective/scores/models/rm"] == 1
-
-
-def test_held_out_prompts_show_every_reward_by_name() -> None:
-    names = ["models/rm", HALF]
     rounds = [answered(), answered(ROWS[:1])]
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = [3.0, answer.score]
     asked: Any = SimpleNamespace(synchronise=lambda: None, answer=lambda number, *_: rounds[number % 2])
     loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
-    metrics = PpoStage(None, None, PpoSection(reward=names), maker=asked).evaluate(loader)
+    metrics = PpoStage(None, None, section, maker=asked).evaluate(loader)
     assert metrics["eval/objective/scores"] == pytest.approx(3.5 / 4) == -metrics["eval/loss"]
     assert metrics["eval/objective/scores/models/rm"] == 3
     assert metrics[f"eval/objective/scores/{HALF}"] == pytest.approx(3.5 / 4)

@@ -102,22 +102,6 @@ def test_draws_follow_the_distribution():
     assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / count) + 1e-3).all()
 
 
-@pytest.mark.parametrize("limit", [7, 40])
-def test_looking_rarely_changes_nothing(limit):
-    """What a finished sequence draws until the next look is forgotten, also beyond the last token asked for."""
-    _, sampler = made()
-
-    def found():
-        return sampled(sampler, prompts(13), limit, stop_tokens=(5, 6, 7, 8), batch=8)
-
-    often = found()
-    assert len({len(c.tokens) for c in often}) > 2
-    for sampler.look in (4, 16, 64):
-        for a, b in zip(found(), often, strict=True):
-            assert (a.tokens, a.ended) == (b.tokens, b.ended)
-            np.testing.assert_allclose(a.logps, b.logps, rtol=1e-5, atol=1e-6)
-
-
 DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 
@@ -134,7 +118,7 @@ def test_slots_shared_prompts_and_chunks_change_nothing(device: str, graphs: boo
     assert len({len(c.tokens) for c in alone}) > 5
     counted: list[int] = []
     sampler.graphs, sampler.progress = graphs, counted.append
-    for batch, sampler.prefill, sampler.look in ((5, 8192, 16), (8, 7, 1), (64, 50, 4)):
+    for batch, sampler.prefill, sampler.look in ((5, 8192, 16), (8, 7, 1), (64, 50, 64)):
         counted.clear()
         for one, many in zip(alone, sampled(sampler, asked, 20, batch=batch, **options), strict=True):
             assert (one.tokens, one.ended) == (many.tokens, many.ended)

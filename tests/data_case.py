@@ -1,0 +1,23 @@
+"""Rows of a test as a tokenised dataset."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.tiny_tokenizer import write_rows
+from ulysses.data.dataset import TokenizedDataset, open_dataset
+from ulysses.data.encode import DataSettings
+from ulysses.data.sources import Source
+
+
+def open_rows(
+    rows: list | str | None, kind: str, length: int = 512, *, folder: Path, tokenizer: Any, name: str = "rows.jsonl",
+    cache: str = "cache", template: str = "chatml", share_prompts: bool = False, workers: int | str = 1,
+    **settings: Any,
+) -> TokenizedDataset:  # fmt: skip
+    """Write rows to a file of the folder, or take what lies there, and tokenise it."""
+    if rows:
+        write_rows(folder / name, rows)
+    return open_dataset(
+        [Source(str(folder / name))], kind, tokenizer, DataSettings(length, **settings), folder / cache,
+        chat_template=template, share_prompts=share_prompts, workers=workers,
+    )  # fmt: skip
