@@ -70,7 +70,7 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
     config, world = prepared.config, machine.gpus
     stage, run = config.stage_class, config.run
     facts, length = stage.facts(config), f"{run.epochs:g} epochs of unknown length"
-    case = planner_case(config, prepared.shape, machine, stage.budget(config))
+    case = planner_case(config, prepared.shape, machine, prepared.budget())
     groups = world // case.sp
     print(
         f"{world} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"

@@ -95,8 +95,7 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
     """
     stage, facts = config.stage_class, config.stage_class.facts(config)
     others = [
-        plain_model(_other(other.path, shape), reward=other.reward)
-        for other in stage.other_models(config)
+        plain_model(_other(other.path, shape), reward=other.reward) for other in facts.others
     ]
     others += [plain_model(shape)] * facts.keeps_initial
     case = Case(

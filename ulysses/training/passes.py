@@ -39,8 +39,7 @@ def packed_batches(
 
 def token_values(
     compute: Callable[[ShardedBatch], Tensor],
-    lengths: list[int],
-    item: Callable[[int], Many[Sequence]],
+    items: list[Many[Sequence]],
     mesh: Any,
     device: torch.device,
     budget: int,
@@ -50,13 +49,14 @@ def token_values(
 
     Args:
         compute: maps a batch to its tokens' values [S, *columns].
-        item: returns the sequences of an item by its number; the other arguments are those of `packed_batches`.
+        items: the sequences of each item; the other arguments are those of `packed_batches`.
     """
+    lengths = [sum(len(sequence.tokens) for sequence in item) for item in items]
     flat = torch.zeros(sum(lengths), *columns, device=device)
     rows = flat.split(lengths)
 
     def sequences(numbers: list[int]) -> list[Sequence]:
-        return [s for i in numbers for s in item(i)]
+        return [sequence for i in numbers for sequence in items[i]]
 
     for numbers, batch in packed_batches(lengths, sequences, mesh, device, budget):
         values = gather_tokens(compute(batch).float(), batch)

@@ -125,11 +125,15 @@ class Prepared:
         ]
 
     def budget(self, *datasets: Any) -> int:
-        """Return the tokens of a packed micro-batch; "auto" makes room for the longest example of the data too."""
-        tokens = self.config.stage_class.budget(self.config)
-        if self.config.batch.tokens_per_microbatch == "auto":
-            tokens = max(tokens, *(int(data.lengths.max()) for data in datasets if data))
-        return tokens
+        """Return the tokens of a packed micro-batch.
+
+        "auto" is room for the longest example that the settings allow, and for the longest one of the data.
+        """
+        stage, tokens = self.config.stage_class, self.config.batch.tokens_per_microbatch
+        if tokens != "auto":
+            return tokens
+        longest = stage.sequences_per_example * stage.facts(self.config).longest_example
+        return max([longest, *(int(data.lengths.max()) for data in datasets if data)])
 
     def squares(self, data: Any, tokens: int) -> float:
         """Return twice the pairs of a query and a key that it sees in `tokens` of copies of the longest example.
@@ -218,7 +222,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     if plan.folder or model.tokenizer or not model.path:
         with collect():
             _read_tokenizer(plan)
-    for other in stage.other_models(config):
+    for other in stage.facts(config).others:
         with collect():
             weights = read_other(other, need_weights=strict)
             plan.others[other.setting] = weights

@@ -396,11 +396,9 @@ class RolloutMaker:
         self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
     ) -> Tensor:
         """Return what `compute` gives for all tokens, [T, *columns]."""
-        examples = rollout.owners.unique().tolist()
         return token_values(
             compute,
-            rollout.sequence_lengths[examples].sum(1).tolist(),
-            lambda i: rollout[examples[i]].sequences,
+            [rollout[i].sequences for i in rollout.owners.unique().tolist()],
             self.mesh,
             self.engine.device,
             self.budget,

@@ -3,7 +3,7 @@
 A stage's file holds its table of the configuration, its checks, its facts for the planner, its losses and its
 construction; the rest of the house asks `config.stage_class` and never compares `config.stage` with a name.
 
-before the run     check, check_model, other_models, facts, ... (class methods on the configuration)
+before the run     check, check_model, facts, ... (class methods on the configuration)
 construction       build(run)
 every step         side_batches, prepare_step, counts, losses, derive
 PPO only           loader, may_prepare, accepts, evaluate, save, load: a stage that makes its own data
@@ -60,6 +60,8 @@ class Facts(NamedTuple):
     value: where the model's values come from: "" for none, "shared" or "separate" (models.policy_value).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
+    others: the models that the run reads besides the trained one; all stay frozen.
+    mismatched: whether sequences are read that join the prompt of one example and the answer of another (KTO).
     """
 
     longest_example: int
@@ -70,6 +72,8 @@ class Facts(NamedTuple):
     keeps_initial: bool = False
     value: str = ""
     scopes: dict[str, float] | None = None
+    others: tuple[OtherModel, ...] = ()
+    mismatched: bool = False
 
 
 @dataclass(eq=False)
@@ -132,22 +136,10 @@ class Stage:
     # ---------------------------------------------------------------- facts for the planner and the builder
 
     @classmethod
-    def other_models(cls, config: "Config") -> tuple[OtherModel, ...]:
-        """Return the models that the run reads besides the trained one; all stay frozen."""
-        return ()
-
-    @classmethod
     def facts(cls, config: "Config") -> Facts:
         """Return what follows from the settings for the planner, the data loader and the builder."""
         examples = config.batch.examples
         return Facts(config.data.max_length, examples, examples)
-
-    @classmethod
-    def budget(cls, config: "Config") -> int:
-        """Return the tokens of a packed micro-batch; "auto" is room for one longest example."""
-        tokens = config.batch.tokens_per_microbatch
-        longest = cls.sequences_per_example * cls.facts(config).longest_example
-        return longest if tokens == "auto" else tokens
 
     @classmethod
     def total_steps(cls, config: "Config", loader: Any) -> int:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from losses.dpo import DPO_LOSS_TYPES, REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
 from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.mesh import gather
 from ulysses.parallel.sums import segment_sums
 from ulysses.training.metrics import MetricSums
 from ulysses.training.section import Section
@@ -118,12 +118,12 @@ class DpoStage(ReferencedStage):
             return pair
         # the last position predicts nothing
         trained = [torch.tensor(np.append(s.loss_weights[1:], 0)) != 0 for s in pair]
-        shorter = torch.stack([mask.sum() for mask in trained]).min()
-        columns = [
-            s.token_columns | {"ld_weights": ld_dpo_weights(mask.cumsum(0) - 1, shorter, alpha)}
-            for s, mask in zip(pair, trained)
-        ]
-        return [replace(s, token_columns=c) for s, c in zip(pair, columns)]
+        shorter = min(mask.sum() for mask in trained)
+        columns = (
+            {"ld_weights": ld_dpo_weights(mask.cumsum(0) - 1, shorter, alpha)}
+            for mask in trained
+        )
+        return [replace(s, token_columns=s.token_columns | c) for s, c in zip(pair, columns)]
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
@@ -139,11 +139,8 @@ class DpoStage(ReferencedStage):
             return
         with self.model.inference():
             own = [self._sums(b, self.model(b).logps, self.reference(b)).cpu() for b in batches]
-        ranks = [own] * self.mesh.world_size
-        if len(ranks) > 1:
-            dist.all_gather_object(ranks, own)
         # all groups have as many micro-batches
-        sums: list[Tensor] = sum(ranks[:: self.mesh.sequence_parallel_size], [])
+        sums: list[Tensor] = sum(gather(own)[:: self.mesh.sequence_parallel_size], [])
         whole = torch.cat(sums)
         policy, reference, _ = (whole[0::2] - whole[1::2]).unbind(-1)
         parts = aot_margins(policy, reference).split([len(each) // 2 for each in sums])

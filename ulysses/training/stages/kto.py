@@ -25,12 +25,7 @@ from ulysses.training.metrics import MetricSums
 from ulysses.training.passes import packed_batches
 from ulysses.training.section import ConfigError, Section
 from ulysses.training.stages.base import Facts, Term
-from ulysses.training.stages.referenced import (
-    Pairs,
-    ReferencedStage,
-    mismatched_lengths,
-    pairs_of_run,
-)
+from ulysses.training.stages.referenced import ReferencedStage, mismatched_lengths
 
 if TYPE_CHECKING:
     from ulysses.training.config import Config
@@ -78,11 +73,7 @@ class KtoStage(ReferencedStage):
         if config.kto.loss_type != "kto":
             return facts
         # the mismatched answers are read by the policy and the reference
-        return facts._replace(extra_forwards=1 + 2 * facts.extra_forwards)
-
-    @classmethod
-    def mismatched_pairs(cls, config: "Config", loader: Any, steps: int) -> Pairs:
-        return pairs_of_run(loader, steps) if config.kto.loss_type == "kto" else []
+        return facts._replace(extra_forwards=1 + 2 * facts.extra_forwards, mismatched=True)
 
     @classmethod
     def build(cls, run: "TrainingRun") -> "ReferencedStage":

@@ -33,7 +33,6 @@ from pydantic import (
 from torch import Tensor
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
-from models.arch import ModelConfig as Shape
 from models.sampler import Completion, SamplingOptions
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
@@ -230,10 +229,6 @@ class PpoStage(ReferencedStage):
             yield from super().check(config)
 
     @classmethod
-    def reference_tokens(cls, shape: Shape, tokenizer: Any) -> int:
-        return shape.vocab_size  # the policy may say any of them
-
-    @classmethod
     def check_model(cls, plan: "Prepared") -> Iterator[str]:
         ppo, scorer = plan.config.ppo, plan.others.get("ppo.reward")
         for token in ppo.stop_tokens:
@@ -252,18 +247,13 @@ class PpoStage(ReferencedStage):
         return config.ppo.reference if config.ppo.kl_coefficient else ""
 
     @classmethod
-    def other_models(cls, config: "Config") -> tuple[OtherModel, ...]:
-        found = super().other_models(config)
-        model = config.ppo.reward_model
-        return (*found, OtherModel("ppo.reward", model, reward=True)) if model else found
-
-    @classmethod
     def facts(cls, config: "Config") -> Facts:
         ppo, facts = config.ppo, super().facts(config)
         prompts = ppo.prompts_per_rollout or config.batch.examples
         # the passes over a rollout, which is trained on `epochs` times
         value, K = ppo.value if ppo.advantage == "gae" else "", ppo.answers_per_prompt
         values, scorers = 1 + (value == "separate"), bool(ppo.reward_model)
+        scorer = OtherModel("ppo.reward", ppo.reward_model, reward=True)
         return facts._replace(
             longest_example=facts.longest_example + ppo.max_new_tokens,
             examples_per_load=prompts,
@@ -272,6 +262,7 @@ class PpoStage(ReferencedStage):
             extra_forwards=(values + facts.extra_forwards + scorers) / ppo.epochs,
             value=value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if value else None,
+            others=facts.others + (scorer,) * scorers,
         )
 
     @classmethod
@@ -288,14 +279,14 @@ class PpoStage(ReferencedStage):
     def build(cls, run: "TrainingRun") -> ReferencedStage:
         stage = super().build(run)
         prepared, config, ppo = run.prepared, run.config, run.config.ppo
-        tokenizer, budget = prepared.tokenizer, cls.budget(config)
+        tokenizer, budget = prepared.tokenizer, prepared.budget()
         reward = scorer = None
         if functions := [*filter(is_function, ppo.reward)]:
             limits = ppo.reward_workers, ppo.reward_timeout
             reward = Rewards(functions, tokenizer, *limits, run.watch.renew)
             run.resources.callback(reward.close)
         if ppo.reward_model:
-            scorer = run.frozen(cls.other_models(config)[-1])
+            scorer = run.frozen(cls.facts(config).others[-1])
         outside = None
         if ppo.sampler:
             folder = Path(ppo.sampler_folder or config.output / "sampler")

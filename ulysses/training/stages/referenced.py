@@ -18,8 +18,8 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,10 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.arch import ModelConfig as Shape
 from ulysses.data.cache import check_once
 from ulysses.disk import write_digested, writing
-from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.training.metrics import MetricSums
 from ulysses.training.passes import token_values
@@ -80,15 +79,11 @@ class ReferencedStage(Stage):
             yield f"{cls.name}.reference is {reference!r} but must be {known} or a model's folder or hub id"
 
     @classmethod
-    def reference_tokens(cls, shape: Shape, tokenizer: Any) -> int:
-        """Return how many tokens a reference must know."""
-        return len(tokenizer)
-
-    @classmethod
     def check_model(cls, plan: "Prepared") -> Iterator[str]:
         setting = f"{cls.name}.reference"
         other = plan.others.get(setting)
-        needed = cls.reference_tokens(plan.shape, plan.tokenizer)
+        # a policy that is sampled may say any token of its vocabulary
+        needed = plan.shape.vocab_size if cls.kind == "prompt" else len(plan.tokenizer)
         if other is not None and other.shape.vocab_size < needed:
             yield (
                 f"{setting} {cls.reference_of(plan.config)} has {other.shape.vocab_size} tokens but the policy "
@@ -96,27 +91,23 @@ class ReferencedStage(Stage):
             )
 
     @classmethod
-    def other_models(cls, config: "Config") -> tuple[OtherModel, ...]:
-        reference = cls.reference_of(config)
-        if reference in ("", *cls.reference_words):
-            return ()
-        return (OtherModel(f"{cls.name}.reference", reference),)
-
-    @classmethod
     def facts(cls, config: "Config") -> Facts:
         facts, reference = super().facts(config), cls.reference_of(config)
+        other = OtherModel(f"{cls.name}.reference", reference)
         return facts._replace(
             extra_forwards=float(reference not in ("", "cached")),
             keeps_initial=reference == "live" and not config.model.lora.rank,
+            others=() if reference in ("", *cls.reference_words) else (other,),
         )
 
     # ---------------------------------------------------------------- construction
 
     @classmethod
     def build(cls, run: "TrainingRun") -> "ReferencedStage":
-        table, reference = cls.table(run.config), cls.reference_logps(run)
-        tolerance = STEP0_TOLERANCE[run.config.model.dtype]
-        return cls(run.engine, run.mesh, table, reference=reference, tolerance=tolerance)
+        stage = super().build(run)
+        stage.reference = cls.reference_logps(run)
+        stage.tolerance = STEP0_TOLERANCE[run.config.model.dtype]
+        return stage
 
     @classmethod
     def reference_logps(cls, run: "TrainingRun") -> Callable[..., Tensor] | None:
@@ -130,13 +121,8 @@ class ReferencedStage(Stage):
             case "live":
                 engine = run.initial_policy() if run.config.model.lora.rank else run.frozen()
             case _:
-                engine = run.frozen(cls.other_models(run.config)[0])
+                engine = run.frozen(cls.facts(run.config).others[0])
         return logps_of(engine)
-
-    @classmethod
-    def mismatched_pairs(cls, config: "Config", loader: Any, steps: int) -> Pairs:
-        """Return the (example, other) pairs whose mismatched sequences the first `steps` steps ask for."""
-        return []
 
     @classmethod
     def _read_through_cache(cls, run: "TrainingRun") -> None:
@@ -150,7 +136,7 @@ class ReferencedStage(Stage):
                 continue
             loader = run.loader(data, evaluation=evaluation)
             steps = loader.steps_per_epoch if evaluation else cls.total_steps(config, loader)
-            pairs = cls.mismatched_pairs(config, loader, steps)
+            pairs = pairs_of_run(loader, steps * cls.facts(config).mismatched)
             key = hashlib.sha256(f"{model} {data.fingerprint} {pairs}".encode()).hexdigest()
             path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
@@ -167,7 +153,7 @@ class ReferencedStage(Stage):
                 initial,
                 run.mesh,
                 run.engine.device,
-                cls.budget(config),
+                run.prepared.budget(),
                 run.say,
             )
 
@@ -215,9 +201,11 @@ def cached_logps(batch: ShardedBatch) -> Tensor:
 
 def pairs_of_run(loader: Any, steps: int) -> Pairs:
     """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
-    places = (divmod(step, loader.steps_per_epoch) for step in range(steps))
-    of_steps = (loader.mismatched_pairs(loader.indices(*place)) for place in places)
-    return sorted({pair for pairs in of_steps for pair in pairs})
+    found: set[tuple[int, int]] = set()
+    for step in range(steps):
+        indices = loader.indices(*divmod(step, loader.steps_per_epoch))
+        found.update(loader.mismatched_pairs(indices))
+    return sorted(found)
 
 
 def mismatched_lengths(dataset: Any, pairs: Pairs) -> list[int]:
@@ -248,34 +236,25 @@ def attach_reference(
         logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
         budget: tokens per packed micro-batch.
     """
-    count, lengths = len(dataset), mismatched_lengths(dataset, pairs)
-    items = [*dataset.lengths.tolist(), *lengths]
-
-    def sequences(number: int) -> Many[Sequence]:
-        if number < count:
-            return dataset[number].sequences
-        return [dataset.mismatch(*pairs[number - count])]
-
+    sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
     seal = path.with_suffix(".json")
     if not all(gather(seal.exists())):
-        say(f"computing reference log-probabilities of {len(items)} items -> {path}")
+        count = len(dataset)
+        say(f"computing reference log-probabilities of {count + len(pairs)} items -> {path}")
+        items = chain(
+            (dataset[i].sequences for i in range(count)),
+            ([dataset.mismatch(*pair)] for pair in pairs),
+        )
         writer = os.environ.get("LOCAL_RANK", "0") == "0"
         temporary = path.with_suffix(f".{mesh.rank}.tmp")
         step = CHUNK * mesh.data_parallel_size
         chunks = (
-            token_values(
-                logprobs,
-                items[first : first + step],
-                lambda i, first=first: sequences(first + i),
-                mesh,
-                device,
-                budget,
-            ).numpy()
-            for first in range(0, len(items), step)
+            token_values(logprobs, some, mesh, device, budget).numpy()
+            for some in iter(lambda: [*islice(items, step)], [])
         )
         with writing(temporary, advice="set data.cache to another folder"):
             if writer:
-                digest = write_digested(temporary, chunks, 4 * sum(items))
+                digest = write_digested(temporary, chunks, 4 * sum(sizes))
                 os.replace(temporary, path)
                 seal.write_text(json.dumps({path.name: digest}))
             else:
@@ -284,7 +263,7 @@ def attach_reference(
     with blame("data.cache"):
         check_once(seal, path.parent)
     values = np.asarray(np.memmap(path, np.float32, "r"))
-    own, *parts = np.split(values, np.cumsum([dataset.lengths.sum(), *lengths])[:-1])
+    own, *parts = np.split(values, np.cumsum(sizes)[:-1])
     dataset.token_columns["reference_logps"] = own
     dataset.mismatch_columns = {
         pair: {"reference_logps": part} for pair, part in zip(pairs, parts, strict=True)
