@@ -73,7 +73,7 @@ class Completion:
     logps: list[float] = field(default_factory=list)
     ended: bool = False
     score: float = 0.0
-    scores: list[float] = field(default_factory=list)
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 def cache_bytes(config: ModelConfig, sequences: int, longest: int, dtype: torch.dtype) -> int:

@@ -45,9 +45,9 @@ class PromptDataset(ListDataset):
         return {"shift": 0.01 * index}
 
 
-def reward(answers: list[Answered]) -> list[list[float]]:
+def reward(answers: list[Answered]) -> list[dict[str, float]]:
     """How many tokens are even, within -2 to 2, shifted by the example."""
-    return [[4 * sum(v % 2 == 0 for v in a.answer) / len(a.answer) - 2 + a.row["shift"]] for a in answers]
+    return [{"a:b": 4 * sum(v % 2 == 0 for v in a.answer) / len(a.answer) - 2 + a.row["shift"]} for a in answers]
 
 
 def prompts() -> PromptDataset:
@@ -66,7 +66,7 @@ def fixed_rollout() -> Rollout:
                "old_values": 0.3 * b, "advantages": c, "returns": d}  # fmt: skip
     count = len(found)
     lengths = torch.tensor([len(s.tokens) for s in found])
-    return Rollout(0, lengths, torch.arange(count), torch.zeros(count, dtype=torch.int64), columns)
+    return Rollout(0, torch.stack([lengths, torch.arange(count), torch.zeros_like(lengths)]), columns)
 
 
 def fixed_groups(config: PpoSection, budget: int = 0) -> Rollout:

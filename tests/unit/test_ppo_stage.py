@@ -225,7 +225,7 @@ def answers(*scales: float, **row: Any) -> list[Answered]:
 def test_reward_functions() -> None:
     names = (HALF, "http://localhost:1/score", "meta-llama/reward", "C:/x y")
     assert [is_function(name) for name in names] == [True, True, False, False]
-    assert Rewards([HALF, ALL], Letters())(answers(2, 4)) == [[1.0, 4.0], [0.5, 6.0]]
+    assert Rewards([HALF, ALL], Letters())(answers(2, 4)) == [{HALF: 1.0, ALL: 4.0}, {HALF: 0.5, ALL: 6.0}]
     assert Rewards([HALF], Letters())([]) == []
     for name, asked, complaint in (
         (HALF, answers(1, 0), "half on example 5 failed: ZeroDivisionError"),
@@ -242,7 +242,7 @@ def test_reward_functions() -> None:
 def test_rewards_in_workers() -> None:
     rewards = Rewards([HALF], Letters(), workers=2, timeout=20)
     try:
-        assert rewards(answers(1, 2, 4)) == [[2.0], [1.0], [0.5]]
+        assert rewards(answers(1, 2, 4)) == [{HALF: 2.0}, {HALF: 1.0}, {HALF: 0.5}]
         rewards.timeout = 0.2
         with pytest.raises(ValueError, match="half on example 4 took longer than ppo.reward_timeout, 0.2 s"):
             rewards(answers(1, sleep=60))
@@ -254,7 +254,7 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     server = SamplingServer()
     url = f"{server.address}/score"
-    assert Rewards([url], Letters())(answers(1, 2)) == [[2.0], [1.0]]
+    assert Rewards([url], Letters())(answers(1, 2)) == [{url: 2.0}, {url: 1.0}]
     for server.scores, server.fault, complaint in (
         ([1.0], "", r"returned \[1.0\] for 2 answers"), ("good", "", "returned good for 2 answers"),
         ([], "refuse", "failed: HTTPError: HTTP Error 503"), ([], "hang", "timed out"),
@@ -271,7 +271,7 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -
     assert section.rewards == {HALF: 2.0, "models/rm": 0.5} and section.reward_model == "models/rm"
     rounds = [answered(), answered(ROWS[:1])]
     for answer in rounds[0].answers + rounds[1].answers:
-        answer.scores = [3.0, answer.score]
+        answer.scores = {"models/rm": 3.0, HALF: answer.score}
     asked: Any = SimpleNamespace(synchronise=lambda: None, answer=lambda number, *_: rounds[number % 2])
     loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
     metrics = PpoStage(None, None, section, maker=asked).evaluate(loader)

@@ -62,10 +62,8 @@ def load_function(reward: str, timeout: float = 60.0) -> Callable[..., Any]:
 def _ask_server(
     prompts: list[str], completions: list[str], rows: list[Any], *, url: str, timeout: float
 ) -> Any:
-    asked = [
-        {"prompt": prompt, "completion": completion, "row": row}
-        for prompt, completion, row in zip(prompts, completions, rows)
-    ]
+    names = "prompt", "completion", "row"
+    asked = [dict(zip(names, answer)) for answer in zip(prompts, completions, rows)]
     return post(url, {"rows": asked}, timeout * len(asked))["scores"]
 
 
@@ -99,50 +97,48 @@ class Rewards:
         if self.pool is not None:
             self.pool.terminate()
 
-    def __call__(self, answers: list[Answered]) -> list[list[float]]:
-        """Return each answer's scores, one of every function or server.
+    def __call__(self, answers: list[Answered]) -> list[dict[str, float]]:
+        """Return each answer's scores by the names of the functions and servers.
 
         Raises ValueError if one fails, takes too long, or returns no finite number; it names the example if it can.
         """
         if not answers:
             return []
-        decode = self.tokenizer.decode
+        *tokens, rows, indices = map(list, zip(*answers))
         texts = [
-            tuple(decode(tokens, skip_special_tokens=True) for tokens in answer[:2])
-            for answer in answers
+            [self.tokenizer.decode(each, skip_special_tokens=True) for each in column]
+            for column in tokens
         ]
-        columns = [self._column(name, texts, answers) for name in self.names]
-        return [list(scores) for scores in zip(*columns, strict=True)]
+        columns = [self._column(name, [*texts, rows], indices) for name in self.names]
+        return [dict(zip(self.names, scores)) for scores in zip(*columns, strict=True)]
 
-    def _column(
-        self, name: str, texts: list[tuple[str, ...]], answers: list[Answered]
-    ) -> list[float]:
-        rows, function = [answer.row for answer in answers], load_function(name, self.timeout)
+    def _column(self, name: str, asked: list[list[Any]], indices: list[int]) -> list[float]:
+        """Return the scores by one function; `asked` holds prompts, completions and rows."""
+        function = load_function(name, self.timeout)
         if next(iter(inspect.signature(function).parameters), "") == "prompts":
-            prompts, completions = map(list, zip(*texts))
             with self._named(name):
-                found = function(prompts, completions, rows)
+                found = function(*asked)
         else:
-            calls = [(*pair, row) for pair, row in zip(texts, rows)]
+            calls = [*zip(*asked)]
             running = [self.pool and self.pool.apply_async(function, call) for call in calls]
             found = []
-            for call, one, answer in zip(calls, running, answers):
+            for call, one, index in zip(calls, running, indices):
                 self.renew()
-                with self._named(f"{name} on example {answer.index}"):
+                with self._named(f"{name} on example {index}"):
                     # those before it have ended, so that this one has begun
                     found.append(one.get(self.timeout) if one else function(*call))
         try:
             scores = [float(score) for score in found]
         except (TypeError, ValueError):
             scores = []
-        if len(scores) != len(answers):
+        if len(scores) != len(indices):
             raise ValueError(
-                f"the reward {name} returned {str(found)[:200]} for {len(answers)} answers; return one number for each"
+                f"the reward {name} returned {str(found)[:200]} for {len(indices)} answers; return one number for each"
             )
-        for score, answer in zip(scores, answers):
+        for score, index in zip(scores, indices):
             if not math.isfinite(score):
                 raise ValueError(
-                    f"the reward {name} returned {score} for example {answer.index}; return a finite number"
+                    f"the reward {name} returned {score} for example {index}; return a finite number"
                 )
         return scores
 

@@ -17,7 +17,8 @@ Letters: N sequences (answers with their prompts), T tokens of all sequences, K 
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections import ChainMap
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,17 +64,17 @@ from ulysses.training.watch import Watch
 class Rollout:
     """Prompts with their answers and what training on them needs, as a dataset whose examples may share prompts.
 
-    lengths [N]: tokens that each answer's sequence holds. owners [N]: the first of the answers that share a prompt with
-    this one; an example has its owner's number. prefixes [N]: the tokens of the prompt that only the owner holds, 0 for
-    owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout is finished,
-    float32 columns for the loss. answers: [N], which a checkpoint leaves out. answers_per_prompt: K. stopped: the rest
-    of its steps are empty.
+    layout [3, N]: lengths, the tokens that each answer's sequence holds; owners, the first of the answers that share a
+    prompt with this one (an example has its owner's number); prefixes, the tokens of the prompt that only the owner
+    holds, 0 for owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout
+    is finished, float32 columns for the loss. answers: [N], which a checkpoint leaves out. answers_per_prompt: K.
+    stopped: the rest of its steps are empty.
+
+    sequence_lengths, prefix_lengths: of each sequence of an example, [N, K]; 0 where there is none.
     """
 
     number: int
-    lengths: Tensor
-    owners: Tensor
-    prefixes: Tensor
+    layout: Tensor
     columns: dict[str, Tensor]
     answers: list[Completion] = field(default_factory=list)
     answers_per_prompt: int = 1
@@ -111,24 +112,15 @@ class Rollout:
             weights += [0.0] * held + [1 / count if by_length else 1.0] * count
             layout.append((held + count, owner, prefix))
         columns = {"tokens": torch.cat(parts).int(), "weights": torch.tensor(weights)}
-        return cls(number, *map(torch.tensor, zip(*layout)), columns, answers, K)
+        return cls(number, torch.tensor(layout).T, columns, answers, K)
 
     def __post_init__(self) -> None:
+        self.lengths, self.owners, self.prefixes = self.layout
         self.ends = self.lengths.cumsum(0)
-
-    @property
-    def sequence_lengths(self) -> np.ndarray:
-        """The tokens that each sequence of an example holds itself, [N, K]; 0 where there is none."""
-        return self._by_example(self.lengths)
-
-    @property
-    def prefix_lengths(self) -> np.ndarray:
-        return self._by_example(self.prefixes)
-
-    def _by_example(self, values: Tensor) -> np.ndarray:
-        table = values.new_zeros(len(values), self.answers_per_prompt)
-        table[self.owners, torch.arange(len(values)) - self.owners] = values
-        return table.numpy()
+        places = torch.arange(len(self.ends)) - self.owners
+        tables = self.layout.new_zeros(2, len(places), self.answers_per_prompt)
+        tables[:, self.owners, places] = self.layout[[0, 2]]
+        self.sequence_lengths, self.prefix_lengths = tables.numpy()
 
     def examples(self, prompts: list[int]) -> list[int]:
         """Return the numbers of the examples that hold all answers to these prompts."""
@@ -140,17 +132,20 @@ class Rollout:
         for n in (self.owners == i).nonzero().flatten().tolist():
             rows = slice(int(self.ends[n] - self.lengths[n]), int(self.ends[n]))
             own = {name: column[rows] for name, column in self.columns.items()}
-            tokens, weights = own.pop("tokens"), own.pop("weights")
-            branch = {"prefix_length": int(self.prefixes[n]), "prefix_owner": n - i}
-            sequences.append(Sequence(tokens, weights, own, **branch))
+            tokens, weights, prefix = (
+                own.pop("tokens"),
+                own.pop("weights"),
+                int(self.prefixes[n]),
+            )
+            sequences.append(Sequence(tokens, weights, own, {}, prefix, n - i))
         return Example(i, tuple(sequences))
 
     def save(self, path: Path) -> None:
         """Write a finished rollout as safetensors."""
         kept = ("number", "answers_per_prompt", "metrics", "stopped")
         numbers = {name: getattr(self, name) for name in kept}
-        layout = torch.stack([self.lengths, self.owners, self.prefixes])
-        write_tensors(path, {"layout": layout, **self.columns}, rollout=json.dumps(numbers))
+        tensors = {"layout": self.layout.contiguous(), **self.columns}
+        write_tensors(path, tensors, rollout=json.dumps(numbers))
 
     @classmethod
     def load(cls, path: Path) -> "Rollout":
@@ -158,10 +153,7 @@ class Rollout:
         with safe_open(path, "pt") as file:
             columns = {name: file.get_tensor(name) for name in file.keys()}
             numbers = json.loads(file.metadata()["rollout"])
-        lengths, owners, prefixes = columns.pop("layout")
-        return cls(
-            lengths=lengths, owners=owners, prefixes=prefixes, columns=columns, **numbers
-        )
+        return cls(layout=columns.pop("layout"), columns=columns, **numbers)
 
 
 def answer_table(answers: list[Completion]) -> Tensor:
@@ -170,18 +162,18 @@ def answer_table(answers: list[Completion]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).T
 
 
-def answer_metrics(answers: list[Completion], rewards: Iterable[str]) -> dict[str, Tensor]:
+def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
     """Return the metrics of answers and, if there are several, of each reward; held-out prompts have them too."""
     lengths, scores, ended = answer_table(answers)
-    each = torch.tensor([answer.scores for answer in answers]).T
-    parts = {f"objective/scores/{name}": part.mean() for name, part in zip(rewards, each)}
+    names = answers[0].scores if len(answers[0].scores) > 1 else ()
+    parts = [torch.tensor([answer.scores[name] for answer in answers]).mean() for name in names]
     return {
         "objective/scores": scores.mean(),
         "objective/scores_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
-        **(parts if len(parts) > 1 else {}),
+        **{f"objective/scores/{name}": part for name, part in zip(names, parts)},
     }
 
 
@@ -201,7 +193,7 @@ class RolloutMaker:
         budget: tokens per packed micro-batch.
         shared_budget: tokens of the micro-batches in which answers to one prompt share it; 0 shares nothing.
         reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
-        reward: scores lists of ulysses.training.rewards.Answered, one number of each function; None without functions.
+        reward: scores lists of ulysses.training.rewards.Answered by each function's name; None without functions.
         scorer: gives one more score, a frozen engine around models.decoder.RewardModel, or None.
         lora: the table of the policy's adapters, which the sampler adds to a copy of the matrices they adapt, or None.
         outside: samples on servers, or None.
@@ -219,7 +211,7 @@ class RolloutMaker:
     budget: int
     shared_budget: int = 0
     reference: Callable[..., Tensor] | None = None
-    reward: Callable[[list[Answered]], list[list[float]]] | None = None
+    reward: Callable[[list[Answered]], list[dict[str, float]]] | None = None
     scorer: Any = None
     lora: Any = None
     outside: OutsideSampler | None = None
@@ -290,9 +282,9 @@ class RolloutMaker:
         self, number: int, dataset: Any, indices: list[int], answers_per_prompt: int = 1
     ) -> Rollout:
         """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
-        K, world = answers_per_prompt, self.mesh.world_size
+        K = answers_per_prompt
         prompts = [torch.as_tensor(dataset[i].sequences[0].tokens).int() for i in indices]
-        mine = range(self.mesh.rank, len(prompts), world)
+        mine = range(self.mesh.rank, len(prompts), self.mesh.world_size)
         own = {p * K + k: prompts[p] for p in mine for k in range(K)}
         self.watch.phase("sampling", long=True)
         found = self._sample(own, max(map(len, prompts)), number)
@@ -306,9 +298,9 @@ class RolloutMaker:
             ]
             for answer, scores in zip(found.values(), self.reward(asked), strict=True):
                 answer.scores = scores
-        everyone = gather(found)
+        everyone = ChainMap(*gather(found))
         self.watch.phase("rollout")
-        answers = [everyone[n // K % world][n] for n in range(len(prompts) * K)]
+        answers = [everyone[n] for n in range(len(everyone))]
         by_length = self.config.loss_aggregation == "sequence"
         rollout = Rollout.of(
             number, prompts, answers, budget=self.shared_budget, by_length=by_length
@@ -316,13 +308,11 @@ class RolloutMaker:
         if self.scorer is not None:
             with self.scorer.inference():
                 values = self._values(rollout, self.scorer)
-            place = self.config.reward.index(self.config.reward_model)
             for answer, score in zip(answers, values[rollout.ends - 1].tolist(), strict=True):
-                answer.scores.insert(place, score)
-        weights = self.config.rewards.values()
+                answer.scores[self.config.reward_model] = score
+        weights = self.config.rewards.items()
         for answer in answers:
-            parts = zip(weights, answer.scores, strict=True)
-            answer.score = sum(weight * score for weight, score in parts)
+            answer.score = sum(weight * answer.scores[name] for name, weight in weights)
         return rollout
 
     def _sample(
@@ -435,7 +425,7 @@ class RolloutMaker:
         sampled = [logp for answer in rollout.answers for logp in answer.logps]
         gap = old - torch.tensor(sampled, dtype=torch.float64)
         metrics = {
-            **answer_metrics(rollout.answers, config.rewards),
+            **answer_metrics(rollout.answers),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/kl_coefficient": coefficient,

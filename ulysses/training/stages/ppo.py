@@ -413,7 +413,7 @@ class PpoStage(ReferencedStage):
         for k in range(loader.steps_per_epoch):
             asked = loader.dataset, loader.indices(0, k)
             answers += self.maker.answer(HELD_OUT + k, *asked).answers
-        found = answer_metrics(answers, self.config.rewards)
+        found = answer_metrics(answers)
         metrics = {f"eval/{name}": float(x) for name, x in found.items()}
         return {"eval/loss": -metrics["eval/objective/scores"], **metrics}
 
