@@ -1,7 +1,7 @@
 """Turn rows into records: a conversation, a pair of answers to one prompt, a prompt alone, or a document.
 
-`detect_format` names the format of a row from its keys, and `parse_row` reads it as what the stage needs. The format
-says how the prompt is written; how the answers are written follows from their own keys.
+The format of a row, which its keys tell, says how the prompt is written; how the answers are written follows from
+their own keys.
 """
 
 import json
@@ -14,7 +14,6 @@ from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.messages import (
-    ROLES,
     Message,
     Messages,
     first_key,
@@ -25,16 +24,13 @@ from ulysses.data.messages import (
     string,
     type_name,
 )
-from ulysses.data.sources import FORMATS, Source, read_rows
+from ulysses.data.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source, read_rows
 
 Row = Mapping[str, Any]
 # the index of its source, its file and number, and the row as it was read
 LocatedRow = tuple[int, str, Any]
 Event = tuple[str, str, str]  # the arguments of Report.count
-Scored = list[tuple[Messages, float]]  # answers with their scores; a higher one is better
-CONVERSATION_KEYS = ("messages", "conversations", "conversation")
-PROMPT_KEYS = ("prompt", "question", "query")
-ANSWER_KEYS = ("completion", "response", "answer", "output")
+PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 LABEL_KEYS = ("label", "kto_tag")
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
@@ -193,24 +189,6 @@ def _column(row: Row, name: str) -> Any:
     return value
 
 
-def detect_format(row: Row) -> str:
-    """Name the format of a row from its keys; BadRowError lists the keys if none fits."""
-    if first_key(row, CONVERSATION_KEYS):
-        return "messages"
-    if "instruction" in row:
-        return "alpaca"
-    if "chosen" in row and "rejected" in row:
-        return "preference"
-    if first_key(row, PROMPT_KEYS) or _whole_conversation(row, first_key(row, ANSWER_KEYS)):
-        return "prompt_completion"
-    if "text" in row:
-        return "text"
-    raise BadRowError(
-        f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)}; "
-        'name the format, or map the keys with columns = {prompt = "their_name", ...}'
-    )
-
-
 def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     """Read one row as records of `kind`: several for ranked lists, and for unpaired answers from preference data.
 
@@ -219,232 +197,210 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     # parquet fills with None
     row = {key: value for key, value in row.items() if value is not None}
     if kind == "text":
-        key = _required(row, ("text", "content"))
+        key = _required(row, FORMATS["text"])
         if not string(row[key], key).strip():
             raise DropRowError("empty text")
         return [Record([], [], text=row[key])]
     if row_format == "auto":
-        row_format = detect_format(row)
+        found = (name for name, keys in FORMATS.items() if first_key(row, keys))
+        row_format = next(found, "text")
+    if row_format == "sharegpt":  # messages tell themselves how they are written
+        row_format = "messages"
     if row_format == "text":
         raise BadRowError(
-            "holds plain text, which only stage pt trains on; map its keys with columns"
+            f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)} (but text, which holds "
+            'plain text, which only stage pt trains on); map the keys with columns = {prompt = "their_name", ...}'
         )
-    tools = parse_tools(row.get("tools"))
-    prompt, answer, scored = _read(row, row_format, kind)
+    prompt, answers = _read(row, row_format, kind)
+    record = Record(prompt, answers, parse_tools(row.get("tools")))
     if kind == "prompt":
-        prompt = prompt or answer or []
-        while prompt and prompt[-1].role == "assistant" and not prompt[-1].begun:
+        while _role(prompt, -1) == "assistant" and not prompt[-1].begun:
             prompt = prompt[:-1]
-        if not prompt or prompt[-1].role == "system":
+        if _role(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
-        return [Record(prompt, [[]], tools)]
-    if scored:
-        if kind == "sequence":
-            raise BadRowError(
-                'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
-            )
-        pairs = [[good, bad] for good, high in scored for bad, low in scored if high > low]
-        for chosen, rejected in pairs:
-            _check_completion(chosen, "chosen")
-            _check_completion(rejected, "rejected")
-            if chosen == rejected:
-                raise DropRowError("chosen and rejected are the same")
-        if kind == "ranked":
-            answers, scores = zip(*scored)
-            ranks = [sorted(set(scores), reverse=True).index(score) for score in scores]
-            margin = number(row.get("margin", 0.0), "margin")
-            return [Record(prompt, list(answers), tools, {"margin": margin}, ranks=ranks)]
-        if kind == "pair":
-            return [Record(prompt, pair, tools) for pair in pairs]
-        return [
-            Record(prompt, [answer], tools, {"label": label})
-            for pair in pairs
-            for answer, label in zip(pair, (1.0, 0.0))
-        ]
+        return [replace(record, prompt=prompt, answers=[[]])]
+    if len(answers) < 2:
+        return [_one_answer(row, row_format, kind, record)]
+    if kind == "sequence":
+        raise BadRowError(
+            'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
+        )
+    for answer in answers:
+        _check_answer(answer, kind)
+    ranked = list(zip(_ranks(row, len(answers)), answers))
+    pairs = [[good, bad] for first, good in ranked for later, bad in ranked if first < later]
+    if not pairs:
+        raise DropRowError("no answer is ranked above another")
+    if any(chosen == rejected for chosen, rejected in pairs):
+        raise DropRowError("chosen and rejected are the same")
+    if kind == "ranked":
+        margin = number(row.get("margin", 0.0), "margin")
+        return [replace(record, columns={"margin": margin}, ranks=[rank for rank, _ in ranked])]
+    if kind == "pair":
+        return [replace(record, answers=pair) for pair in pairs]
+    return [
+        replace(record, answers=[answer], columns={"label": label})
+        for pair in pairs
+        for answer, label in zip(pair, (1.0, 0.0))
+    ]
+
+
+def _one_answer(row: Row, row_format: str, kind: str, record: Record) -> Record:
+    """Complete the record of a row with one answer; a conversation that came as the prompt holds its own."""
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
-    label = _label(row)
+    key = first_key(row, LABEL_KEYS)
+    label = LABELS.get(str(row.get(key)).strip().lower())
+    if key and label is None:
+        raise BadRowError(f"{key!r} is {row[key]!r}, not true or false")
     if kind == "unpaired" and label is None:
         raise BadRowError(
             f"has no {_either(LABEL_KEYS)}: true for a desirable answer, false for an undesirable one"
         )
-    if answer is None:
+    prompt, answer = record.prompt, sum(record.answers, [])
+    if not record.answers and row_format != "messages":
         raise BadRowError(f"has no answer: none of {', '.join(ANSWER_KEYS)}")
-    if kind == "unpaired":
-        if not prompt:
-            prompt, answer = answer[:-1], answer[-1:]
-        _check_completion(answer, "the conversation")
-        return [Record(prompt, [answer], tools, {"label": float(label)})]
-    if label is False:
+    # the assistant's turns in the history of an alpaca row are training data too
+    if not record.answers or (row_format == "alpaca" and kind == "sequence"):
+        turns, begin = prompt + answer, 0 if kind == "sequence" else -1
+        prompt, answer = turns[:begin], turns[begin:]
+    if kind == "sequence" and label is False:
         raise DropRowError("its label is false")
+    _check_answer(answer, kind)
+    columns = {"label": float(label)} if kind == "unpaired" else {}
+    return replace(record, prompt=prompt, answers=[answer], columns=columns)
+
+
+def _check_answer(answer: Messages, kind: str) -> None:
     trained = [message for message in answer if message.role == "assistant"]
     if not trained:
         raise DropRowError("no assistant message")
     if any(message.is_empty for message in trained):
         raise DropRowError("empty answer")
-    if row_format == "alpaca":  # the assistant's turns in its history are training data too
-        prompt, answer = [], prompt + answer
-    return [Record(prompt, [answer], tools)]
-
-
-def _check_completion(messages: Messages, name: str) -> None:
-    _check_end(messages, name)
-    if messages[0].role != "assistant":
-        raise BadRowError(
-            f"{name} must begin with an assistant message, not {messages[0].role}"
-        )
-    if messages[-1].is_empty:
-        raise DropRowError("empty answer")
-
-
-def _check_end(messages: Messages, name: str) -> None:
-    if not messages or messages[-1].role != "assistant":
-        raise DropRowError(f"{name} does not end with an assistant message")
+    if kind != "sequence" and {_role(answer, 0), _role(answer, -1)} != {"assistant"}:
+        raise DropRowError("an answer does not begin and end with an assistant message")
 
 
 # ---------------------------------------------------------------------------------------------- prompts and answers
 
 
-def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, Messages | None, Scored]:
-    """Read the prompt, and either its answer or scored ones; a whole conversation counts as an answer."""
-    prompt: Messages = []
-    answer: Messages | None = None
-    scored: Scored = []
-    is_conversation = row_format in ("messages", "sharegpt")
-    if is_conversation:
-        prompt = parse_messages(row[_required(row, CONVERSATION_KEYS)])
-    elif row_format == "alpaca":
-        prompt = _alpaca_prompt(row)
-    elif key := first_key(row, PROMPT_KEYS):
-        prompt = _prompt(row[key], key)
-    key, ranked, given = first_key(row, ANSWER_KEYS), _ranked_key(row), prompt
-    is_preference = row_format == "preference"
+def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
+    """Read the prompt and its answers; of rows with messages alone, the whole conversation as the prompt."""
+    prompt, is_conversation = _prompt(row, row_format), row_format == "messages"
+    is_begun = _role(prompt, -1) == "assistant"
+    asked = {message.content for message in prompt if message.role != "system"}
+    values: list[tuple[str, Any]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
-    if kind != "prompt" or not prompt or is_preference:
-        if "chosen" in row or (is_preference and not ranked):
-            prompt, scored = _preference(row, prompt)
-        elif ranked:
-            scored = _ranked(row, ranked)
-        elif is_conversation and (not key or (prompt and prompt[-1].role == "assistant")):
-            prompt, answer = [], prompt
-        elif not prompt:
-            conversation = _whole_conversation(row, key)
-            prompt, answer = conversation[:-1], conversation[-1:] or None
-        elif key:
-            answer = _answer(row[key], key)
-    if not prompt and answer is None:
+    if kind != "prompt" or not asked or row_format == "preference":
+        values = _answer_values(row)
+    if is_conversation and is_begun and len(values) == 1:
+        values = []
+    may_hold_prompt = len(values) > 1 or not asked
+    answers = [_answer(key, value, may_hold_prompt) for key, value in values]
+    first_roles = {_role(answer, 0) for answer in answers}
+    if may_hold_prompt and first_roles and not first_roles & {"", "assistant"}:
+        for (key, _), conversation in zip(values, answers):
+            if _role(conversation, -1) != "assistant":
+                raise DropRowError(f"{key} does not end with an assistant message")
+        inner, *others = (conversation[:-1] for conversation in answers)
+        if any(other != inner for other in others):
+            raise DropRowError("the prompts of chosen and rejected differ")
+        if not asked <= {message.content for message in inner}:
+            raise DropRowError("the prompt differs from the one inside chosen and rejected")
+        if _role(inner, 0) != "system":
+            inner = [message for message in prompt if message.role == "system"] + inner
+        return inner, [conversation[-1:] for conversation in answers]
+    if not prompt and (values or not is_conversation):
         raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {_keys(row)})")
-    answers = [messages for messages, _ in scored] or ([answer] if answer else [])
-    is_prefill = prompt is given and not (is_conversation and kind == "prompt")
-    if is_prefill and prompt and prompt[-1].role == "assistant" and not prompt[-1].tool_calls:
-        if all(messages and messages[0].role == "assistant" for messages in answers):
-            *prompt, begun = prompt
-            size = len(begun.content)
-            if kind == "prompt":
-                prompt.append(replace(begun, begun=size))
-            for messages in answers:
-                continued = messages[0]
-                text, more = begun.content + continued.content, {**begun.more, **continued.more}
-                messages[0] = replace(continued, content=text, more=more, begun=size)
-    if system := row.get("system"):
-        first = prompt or answer or prompt
-        if not first or first[0].role != "system":
-            first.insert(0, Message("system", string(system, "system")))
-    return prompt, answer, scored
+    is_alone = is_conversation and not values
+    if is_begun and not is_alone and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
+        *prompt, begun = prompt
+        size = len(begun.content)
+        if kind == "prompt":
+            prompt.append(replace(begun, begun=size))
+        for answer in answers:
+            text = begun.content + answer[0].content
+            more = {**begun.more, **answer[0].more}
+            answer[0] = replace(answer[0], content=text, more=more, begun=size)
+    return prompt, answers
 
 
-def _alpaca_prompt(row: Row) -> Messages:
-    texts = (string(row.get(key, ""), key) for key in ("instruction", "input"))
-    text, history = "\n".join(filter(None, texts)), row.get("history") or []
-    if not text.strip():
-        raise DropRowError("empty prompt")
-    if not isinstance(history, list) or not all(
-        isinstance(turn, list) and len(turn) == 2 for turn in history
-    ):
-        raise BadRowError("'history' must be a list of [user, assistant] pairs")
-    messages = [
+def _prompt(row: Row, row_format: str) -> Messages:
+    key = first_key(row, PROMPT_KEYS)
+    value, history = row[key] if key else [], []
+    if row_format == "messages":
+        value = row[_required(row, FORMATS[row_format])]
+    if row_format == "alpaca":
+        texts = (string(row.get(name, ""), name) for name in ("instruction", "input"))
+        value, history = "\n".join(filter(None, texts)), row.get("history") or []
+        if not isinstance(history, list) or not all(
+            isinstance(turn, list) and len(turn) == 2 for turn in history
+        ):
+            raise BadRowError("'history' must be a list of [user, assistant] pairs")
+    prompt = [
         Message(role, string(said, "history"))
         for turn in history
         for role, said in zip(("user", "assistant"), turn)
     ]
-    return [*messages, Message("user", text)]
-
-
-def _prompt(value: Any, key: str) -> Messages:
-    if isinstance(value, list):
-        return parse_messages(value)
-    if not string(value, key).strip():
+    if row_format == "messages" or isinstance(value, list):
+        prompt = parse_messages(value)
+    elif not string(value, key).strip():
         raise DropRowError("empty prompt")
-    turns = parse_transcript(value) or [Message("user", value)]
-    return turns[:-1] if turns[-1].role == "assistant" and turns[-1].is_empty else turns
+    else:
+        prompt += parse_transcript(value) or [Message("user", value)]
+        if prompt[-1].is_empty:
+            del prompt[-1]
+    if row.get("system") and _role(prompt, 0) != "system":
+        prompt.insert(0, Message("system", string(row["system"], "system")))
+    return prompt
 
 
-def _answer(value: Any, key: str) -> Messages:
+def _answer_values(row: Row) -> list[tuple[str, Any]]:
+    """Return the answers of a row with their keys: chosen and rejected, a ranked list, or a single one."""
+    if PAIR_KEYS <= row.keys():
+        return [("chosen", row["chosen"]), ("rejected", row["rejected"])]
+    key = first_key(row, RANKED_KEYS)
+    values = row.get(key)
+    # a list at "output" may be one answer, written as messages
+    if isinstance(values, list) and (
+        key != "output" or all(isinstance(value, str) for value in values)
+    ):
+        if len(values) < 2:
+            raise DropRowError("no answer is ranked above another")
+        return [(key, value) for value in values]
+    key = first_key(row, ANSWER_KEYS)
+    return [(key, row[key])] if key else []
+
+
+def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
+    """Read an answer; one that may hold its prompt is also read as a transcript."""
     if isinstance(value, Mapping):
         value = [value]
     if isinstance(value, list):
         return parse_messages(value)
-    return [Message("assistant", string(value, key))]
+    text = string(value, key)
+    turns = parse_transcript(text) if may_hold_prompt else []
+    return turns or [Message("assistant", text)]
 
 
-def _preference(row: Row, prompt: Messages) -> tuple[Messages, Scored]:
-    """Read chosen and rejected: answers to the prompt, or two whole conversations or transcripts that share theirs."""
-    keys = [_required(row, (key,)) for key in ("chosen", "rejected")]
-    chosen, rejected = (_whole_conversation(row, key) for key in keys)
-    if chosen and rejected:
-        inner = chosen[:-1]
-        if inner != rejected[:-1]:
-            raise DropRowError("the prompts of chosen and rejected differ")
-        said = [message.content for message in inner if message.role != "system"]
-        outside = [message.content for message in prompt if message.role != "system"]
-        if outside and outside not in (said, said[:1]):
-            raise DropRowError("the prompt differs from the one inside chosen and rejected")
-        if prompt and prompt[0].role == "system" and inner[0].role != "system":
-            inner.insert(0, prompt[0])
-        return inner, [(chosen[-1:], 1.0), (rejected[-1:], 0.0)]
-    return prompt, [(_answer(row[key], key), score) for key, score in zip(keys, (1.0, 0.0))]
-
-
-def _ranked_key(row: Row) -> str:
-    key = first_key(row, RANKED_KEYS)
-    answers = row.get(key)
-    if not isinstance(answers, list):
-        return ""
-    if key == "output" and not all(isinstance(answer, str) for answer in answers):
-        return ""  # one answer, written as messages
-    return key
-
-
-def _ranked(row: Row, key: str) -> Scored:
-    """Score a list of answers by `scores` (higher is better), `ranks` (lower) or their places in the list."""
-    answers = [_answer(value, key) for value in row[key]]
-    scores = [-float(place) for place in range(len(answers))]
+def _ranks(row: Row, count: int) -> list[int]:
+    """Rank the answers, from 0, by `scores` (higher is better), `ranks` (lower) or their places in the list."""
+    scores = [-float(place) for place in range(count)]
     for name, sign in (("scores", 1.0), ("ranks", -1.0)):
-        if (values := row.get(name)) is not None:
-            if not isinstance(values, list) or len(values) != len(answers):
+        if name in row and not PAIR_KEYS <= row.keys():
+            if not isinstance(row[name], list) or len(row[name]) != count:
                 raise BadRowError(
-                    f"has {len(answers)} {key} but its {name!r} is not a list of as many numbers"
+                    f"has {count} answers but its {name!r} is not a list of as many numbers"
                 )
-            scores = [sign * number(value, name) for value in values]
-    if len(set(scores)) < 2:
-        raise DropRowError("no answer is ranked above another")
-    return list(zip(answers, scores))
-
-
-def _whole_conversation(row: Row, key: str) -> Messages:
-    """Read an answer that includes its prompt: a transcript, or messages that begin before it; else return []."""
-    answer, turns = row.get(key), []
-    if isinstance(answer, str):
-        turns = parse_transcript(answer)
-    elif isinstance(answer, list) and answer and isinstance(answer[0], Mapping):
-        role = answer[0].get("role", answer[0].get("from"))
-        turns = [] if ROLES.get(role) == "assistant" else parse_messages(answer)
-    if turns:
-        _check_end(turns, key)
-    return turns
+            scores = [sign * number(value, name) for value in row[name]]
+    return [sorted(set(scores), reverse=True).index(score) for score in scores]
 
 
 # ------------------------------------------------------------------------------------------------------ small checks
+
+
+def _role(messages: Messages, place: int) -> str:
+    return messages[place].role if messages else ""
 
 
 def _required(row: Row, keys: tuple[str, ...]) -> str:
@@ -460,11 +416,3 @@ def _either(keys: tuple[str, ...]) -> str:
 
 def _keys(row: Row) -> str:
     return ", ".join(sorted(map(str, row)))
-
-
-def _label(row: Row) -> bool | None:
-    key = first_key(row, LABEL_KEYS)
-    label = LABELS.get(str(row.get(key)).strip().lower())
-    if key and label is None:
-        raise BadRowError(f"{key!r} is {row[key]!r}, not true or false")
-    return label

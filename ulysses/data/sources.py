@@ -23,7 +23,16 @@ from pydantic.dataclasses import dataclass
 from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import build_once, digest_of_value, known_files
 
-FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text")
+PROMPT_KEYS = ("prompt", "question", "query")
+ANSWER_KEYS = ("completion", "response", "answer", "output")
+# the keys of which a row has one, in the order in which formats are recognised
+FORMATS = {
+    "messages": ("messages", "conversations", "conversation"),
+    "alpaca": ("instruction",),
+    "preference": ("rejected",),
+    "prompt_completion": PROMPT_KEYS + ANSWER_KEYS,
+    "text": ("text", "content"),
+}
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
 LINES = {".jsonl", ".ndjson", ".csv", ".tsv"}  # suffixes of files with a row on every line
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
@@ -50,7 +59,7 @@ class Source:
     """
 
     path: str
-    format: Literal["auto", *FORMATS] = "auto"  # type: ignore[valid-type]
+    format: Literal["auto", *FORMATS, "sharegpt"] = "auto"  # type: ignore[valid-type]
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     columns: dict[str, str] = field(default_factory=dict)
     split: str = "train"
