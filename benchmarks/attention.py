@@ -8,14 +8,14 @@ Prints, per kernel and length, milliseconds of each stage on the slowest rank an
 backward: causal attention counts 2 * T^2 * H * E operations forward and 2.5 times that backward, over all documents.
 """
 
-import argparse
-import os
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import plain_parser, wait
 from torch import Tensor
 
 from ulysses import ParallelMesh, Sequence, ShardedBatch, UlyssesAttention, pack_shard
@@ -26,6 +26,7 @@ from ulysses.parallel.exchange import (
     exchange_qkv_forward,
 )
 from ulysses.parallel.kernels import available_kernels, resolve_kernel
+from ulysses.zero.construct import initialize_distributed
 
 CHECKED_HEADS = [(14, 2), (12, 2), (28, 4), (24, 8), (40, 8), (32, 8), (16, 2)]
 STAGES = (
@@ -40,53 +41,41 @@ CHECKED_LENGTHS = [333, 1, 1000, 1, 64, 2048, 517]
 
 
 def main() -> None:
-    options = parse()
-    cuda = torch.cuda.is_available() and not options.cpu
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        if cuda
-        else torch.device("cpu")
-    )
-    if cuda:
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group("nccl" if cuda else "gloo")
-    kernels = options.kernels or available_kernels(device)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if options.check:
-        for kernel in kernels:
-            for heads in CHECKED_HEADS:
-                for dtype in (torch.float32, torch.bfloat16):
-                    check(kernel, world, heads, options, dtype, device)
-    else:
-        for tokens in options.tokens:
-            for kernel in kernels:
-                measure(kernel, world, options, tokens, device)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    p = plain_parser(__doc__)
+    p.add_argument(
         "--kernels", nargs="*", help="names from ulysses/parallel/kernels.py; all that run here"
     )
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[32768, 131072])
-    parser.add_argument("--documents", type=int, default=1, help="equal documents in the pack")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument(
+    p.add_argument("--heads", type=int, default=32)
+    p.add_argument("--kv-heads", type=int, default=8)
+    p.add_argument("--head-dim", type=int, default=128)
+    p.add_argument("--tokens", type=int, nargs="*", default=[32768, 131072])
+    p.add_argument("--documents", type=int, default=1, help="equal documents in the pack")
+    p.add_argument("--repeat", type=int, default=5)
+    p.add_argument(
         "--check", action="store_true", help="compare out, dq, dk, dv with one process and exit"
     )
-    parser.add_argument(
+    p.add_argument(
         "--lengths", type=int, nargs="+", default=CHECKED_LENGTHS, help="documents of --check"
     )
-    parser.add_argument("--cpu", action="store_true")
-    return parser.parse_args()
+    options, device = p.parse_args(), initialize_distributed()
+    kernels = options.kernels or available_kernels(device)
+    if options.check:
+        for case in product(kernels, CHECKED_HEADS, (torch.float32, torch.bfloat16)):
+            check(*case, options, device)
+    else:
+        for tokens, kernel in product(options.tokens, kernels):
+            measure(kernel, options, tokens, device)
+    dist.destroy_process_group()
+
+
+def runs(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the kernel runs here; if not, the reason is printed."""
+    try:
+        resolve_kernel(kernel, device, dtype, head_dim)
+    except ValueError as refusal:
+        say(str(refusal))
+        return False
+    return True
 
 
 def make(
@@ -102,18 +91,14 @@ def make(
 
 def check(
     kernel: str,
-    world: int,
     heads: tuple[int, int],
-    options: argparse.Namespace,
     dtype: torch.dtype,
+    options: Any,
     device: torch.device,
 ) -> None:
     """Compare the kernel on all ranks with plain float64 attention on one."""
-    head_dim, lengths = options.head_dim, options.lengths
-    try:
-        resolve_kernel(kernel, device, dtype, head_dim)
-    except ValueError as refusal:
-        say(str(refusal))
+    head_dim, lengths, world = options.head_dim, options.lengths, dist.get_world_size()
+    if not runs(kernel, device, dtype, head_dim):
         return
     batch = make(lengths, world, heads, device)
     draw = torch.Generator(device).manual_seed(0)
@@ -155,30 +140,22 @@ def out_and_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> 
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.detach())]
 
 
-def measure(
-    kernel: str, world: int, options: argparse.Namespace, tokens: int, device: torch.device
-) -> None:
-    heads = (options.heads, options.kv_heads)
+def measure(kernel: str, options: Any, tokens: int, device: torch.device) -> None:
+    heads, world = (options.heads, options.kv_heads), dist.get_world_size()
     lengths = [tokens // options.documents] * options.documents
-    batch = make(lengths, world, heads, device)
-    plan, dtype = (
-        batch.attention_plan,
-        torch.bfloat16 if device.type == "cuda" else torch.float32,
-    )
-    attention = UlyssesAttention(batch.mesh, *heads, options.head_dim, kernel)
-    try:
-        resolve_kernel(kernel, device, dtype, options.head_dim)
-    except ValueError as refusal:
-        say(str(refusal))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if not runs(kernel, device, dtype, options.head_dim):
         return
-    local = batch.tokens.numel()
+    batch = make(lengths, world, heads, device)
+    plan, local = batch.attention_plan, batch.tokens.numel()
+    attention = UlyssesAttention(batch.mesh, *heads, options.head_dim, kernel)
     shapes = [(local, h, options.head_dim) for h in (heads[0], heads[1], heads[1])]
     q, k, v = (
         torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes
     )
     upstream = torch.randn(shapes[0], device=device, dtype=dtype)
-    stages: dict[str, float] = {}
-    for repeat in range(options.repeat + 2):
+    rounds = []
+    for _ in range(options.repeat + 2):
         with torch.no_grad():
             shards, to_heads = timed(lambda: exchange_qkv_forward(q, k, v, plan), device)
             kept, forward = timed(lambda x=shards: attention.attend_forward(*x, plan), device)
@@ -192,15 +169,12 @@ def measure(
             lambda: torch.autograd.grad(attention(q, k, v, plan=plan), (q, k, v), upstream),
             device,
         )[1]
-        times = (to_heads, forward, to_tokens, backward, adjoint, step)
-        if repeat >= 2:  # the first rounds compile and warm up
-            stages = {
-                name: min(value, stages.get(name, value)) for name, value in zip(STAGES, times)
-            }
-    slowest = torch.tensor(list(stages.values()), device=device)
-    if world > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=batch.mesh.sp_group)
-    stages = dict(zip(stages, slowest.tolist()))
+        rounds.append((to_heads, forward, to_tokens, backward, adjoint, step))
+    slowest = torch.tensor(rounds[2:], device=device).amin(
+        0
+    )  # the first ones compile and warm up
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    stages = dict(zip(STAGES, slowest.tolist()))
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     work = 4 * pairs * heads[0] * options.head_dim / world / 1e12
     say(
@@ -213,10 +187,7 @@ def measure(
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    if dist.is_initialized():
-        dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
     start = time.perf_counter()
     result = function()
     if device.type == "cuda":
@@ -225,7 +196,7 @@ def timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float
 
 
 def say(text: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if dist.get_rank() == 0:
         print(text, flush=True)
 
 

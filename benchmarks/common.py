@@ -13,14 +13,19 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence as Several
 from itertools import groupby
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# examples/ is not installed, and the engine need not be
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.arch import ModelConfig as Shape
 from models.decoder import count_parameters
@@ -56,13 +61,15 @@ class Bench(NamedTuple):
     engine: ZeroEngine
 
 
+def plain_parser(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with the program's docstring as it is written."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=text, formatter_class=layout, allow_abbrev=False)
+
+
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that all programs share; what it does not know are train.py's settings."""
-    p = argparse.ArgumentParser(
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """Return a parser with what programs that measure a model share; what it does not know are train.py's settings."""
+    p = plain_parser(text)
     p.add_argument("--arch", default="llama3-8b")
     p.add_argument(
         "--layers", type=int, default=0, help="use only this many layers; 0 uses all"
@@ -80,20 +87,13 @@ def parser(text: str | None) -> argparse.ArgumentParser:
 def settings(arch: str, layers: int, given: Several[str] = ()) -> Config:
     """Return train.py's configuration for random weights; `given` are its arguments ("--memory.recompute", ...)."""
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    fixed = [
-        "--stage",
-        "sft",
-        "--model.arch",
-        arch,
-        "--model.init",
-        "random",
-        "--model.dtype",
-        dtype,
-    ]
-    fixed += ["--run.steps", "1", "--optimizer.lr", str(LR)]
+    fixed = (
+        f"--stage sft --model.arch {arch} --model.init random --model.dtype {dtype} "
+        f"--run.steps 1 --optimizer.lr {LR}"
+    )
     if layers:
-        fixed += ["--model.config.num_hidden_layers", str(layers)]
-    return parse_command_line([*fixed, *given]).config
+        fixed += f" --model.config.num_hidden_layers {layers}"
+    return parse_command_line([*fixed.split(), *given]).config
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:
@@ -155,6 +155,24 @@ def take_step(bench: Bench, batch: ShardedBatch, count: int) -> torch.Tensor:
     return loss.detach()
 
 
+def timed_steps(
+    bench: Bench, batch: ShardedBatch, count: int, steps: int
+) -> tuple[list[float], torch.Tensor]:
+    """Return the seconds of a first step and of `steps` more, and the last one's loss; memory peaks begin anew."""
+    device = bench.engine.device
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps + 1):
+        wait(device)
+        began = time.perf_counter()
+        loss = take_step(bench, batch, count)
+        wait(device)
+        times.append(time.perf_counter() - began)
+    return times, loss
+
+
 def added(without: Several[float], with_it: Several[float]) -> str:
     """Return what something adds to measurements taken in turns: the median of the paired differences, as a share.
 
@@ -171,10 +189,10 @@ def added(without: Several[float], with_it: Several[float]) -> str:
 def measure(
     bench: Bench,
     length: int,
+    choice: MemoryChoice,
     *,
     documents: int = 1,
     steps: int = 3,
-    choice: MemoryChoice | None = None,
 ) -> dict[str, Any]:
     """Time `steps` steps after a first one (0: the first one itself); return the case's row, the same on all ranks.
 
@@ -186,31 +204,20 @@ def measure(
     shape, mesh, device = bench.shape, bench.mesh, bench.engine.device
     batch = random_pack(bench, length, documents)
     count = (length - 1) * documents * mesh.data_parallel_size
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps + 1):
-        wait(device)
-        began = time.perf_counter()
-        loss = take_step(bench, batch, count)
-        wait(device)
-        times.append(time.perf_counter() - began)
-    seconds = sorted(times[1:] or times)[len(times[1:]) // 2]
-    peak = reserved = used = 0.0
+    times, loss = timed_steps(bench, batch, count, steps)
+    seconds = median(times[1:] or times)
+    most, name = [0, 0, 0], "CPU"
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info()
-        peak, reserved = (
-            torch.cuda.max_memory_allocated() / GIB,
-            torch.cuda.max_memory_reserved() / GIB,
-        )
-        used = (whole - free) / GIB
-    totals = torch.tensor(
-        [float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20],
-        dtype=torch.float64,
-        device=device,
-    )
-    largest = torch.tensor([peak, reserved, used], dtype=torch.float64, device=device)
+        most = [
+            torch.cuda.max_memory_allocated(),
+            torch.cuda.max_memory_reserved(),
+            whole - free,
+        ]
+        name = torch.cuda.get_device_name()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    totals = torch.tensor([float(loss), resident], dtype=torch.float64, device=device)
+    largest = torch.tensor(most, dtype=torch.float64, device=device) / GIB
     dist.all_reduce(totals)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     tokens, groups = length * documents, mesh.data_parallel_size
@@ -220,32 +227,29 @@ def measure(
         shape, count_parameters(shape), adapters, tokens, squares, tokens
     )
     rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
-    levels = choice.recompute if choice else ("none",) * shape.num_hidden_layers
     case = Case(
         plain_model(shape),
         Machine(1, 0),
         tokens,
         mesh.sequence_parallel_size,
         documents=documents,
-        levels=tuple(levels),
+        levels=choice.recompute,
     )
     # what a rank's step really computes, as the planner counts it
     executed = sum(step_flops(case)) * mesh.sequence_parallel_size / seconds
     executed *= groups / mesh.world_size
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     attention, dtype = bench.config.model.attention, DTYPES[bench.config.model.dtype]
     kernel = resolve_kernel(
         attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents
     ).name
-    away = choice.offloaded_layers if choice else 0
-    runs = [(level, len(list(same))) for level, same in groupby(levels)]
+    runs = [(level, len(list(same))) for level, same in groupby(choice.recompute)]
     return {
         "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
         "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size,
         "adapters": adapters, "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
-        "kernel": kernel, "recompute": "+".join(f"{level}*{count}" for level, count in runs), "offload": away,
-        "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
+        "kernel": kernel, "recompute": "+".join(f"{level}*{count}" for level, count in runs),
+        "offload": choice.offloaded_layers, "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
         "seconds": round(seconds, 4), "first_s": round(times[0], 2),
         "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
         "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,
@@ -289,18 +293,15 @@ def launch(
     gpus: int, arguments: Several[str], timeout: float = 590.0
 ) -> tuple[list[dict[str, Any]], bool]:
     """Run a program under torchrun, its text passed on; return its JSON lines and whether it ended well and in time."""
-    command = [*torchrun(gpus), *arguments]
-    root = str(Path(__file__).resolve().parents[1])
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-    }
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        [*torchrun(gpus), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+        start_new_session=True,
     )
-    signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
-    signal.alarm(int(timeout))
+    late = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
+    late.start()
     rows = []
     assert process.stdout is not None
     for line in process.stdout:
@@ -310,13 +311,14 @@ def launch(
             # Other harnesses call it step_s.
             rows.append({**row, "seconds": row["step_s"]} if "step_s" in row else row)
     ok = process.wait() == 0
-    signal.alarm(0)
+    late.cancel()
     return rows, ok
 
 
 def table(rows: list[dict[str, Any]], columns: Several[str]) -> str:
-    """Lay rows out as Markdown; what a row lacks is left blank."""
-    cells = [list(columns), *([_cell(row.get(c)) for c in columns] for row in rows)]
+    """Lay rows out as Markdown; what a row lacks is left blank, and what all lack is left out."""
+    columns = [name for name in columns if any(name in row for row in rows)]
+    cells = [columns, *([_cell(row.get(c)) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     lines = [
         "| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |"
@@ -330,6 +332,4 @@ def table(rows: list[dict[str, Any]], columns: Several[str]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return (
-        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    )
+    return f"{value:,}" if isinstance(value, int) else str(value)

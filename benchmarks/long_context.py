@@ -14,7 +14,6 @@ were independent. Prints a table, and writes it as table.md with long_context.pn
 there too. Any of train.py's settings may follow, for all three runs.
 """
 
-import argparse
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import table
+from common import plain_parser, table
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -35,9 +34,7 @@ Curve = dict[str, tuple[float, float]]  # octave: mean and standard error
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = plain_parser(__doc__)
     p.add_argument("books", type=Path, help="folder of plain-text books")
     p.add_argument("--out", type=Path, required=True, help="a new folder for everything")
     p.add_argument(

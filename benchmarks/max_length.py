@@ -22,7 +22,7 @@ from ulysses.training.prepare import read_shape
 
 COLUMNS = (
     "sp", "dp", "seq", "recompute", "offload", "peak_gib", "device_gib", "host_gib", "fit_seconds", "seconds",
-    "tok_s_gpu", "mfu", "executed", "note",
+    "tok_s_gpu", "mfu", "executed", "note", "oom", "refused",
 )  # fmt: skip
 BLOCK = 16384  # lengths are multiples of it
 WARM = 32768
@@ -54,7 +54,7 @@ def main() -> None:
             a, rest, degree
         )
         rows += [row for row in found if row["fits"]][-1:] if not a.tokens else found
-    print(table(rows, [*COLUMNS, "oom", "refused"]))
+    print(table(rows, COLUMNS))
     lengths = {row["sp"]: row["seq"] for row in rows if row["fits"]}
     if len(lengths) > 1:
         low, high = min(lengths), max(lengths)
@@ -64,42 +64,19 @@ def main() -> None:
 
 def trial(a: Any, rest: list[str], degree: int, tokens: int) -> dict[str, Any]:
     """Take one step of that length in fresh processes; the row says whether it `fits`."""
-    arguments = [
-        str(Path(__file__).with_name("throughput.py")),
-        "--arch",
-        a.arch,
-        "--layers",
-        str(a.layers),
-        "--sp",
-        str(degree),
-    ]
-    arguments += [
-        "--seq",
-        str(tokens),
-        "--steps",
-        "0",
-        "--recompute",
-        a.recompute,
-        "--offload",
-        a.offload,
-    ]
-    arguments += [*(["--out", a.out] if a.out else []), *rest]
-    arguments += [
-        "--warm",
-        str(min(WARM, tokens)),
-        *([] if a.complete else ["--skip-attention"]),
-    ]
-    rows, ended = launch(a.gpus, arguments, a.timeout)
-    row = {
-        "sp": degree,
-        "seq": tokens,
-        **(rows[-1] if rows else {"oom": "no answer: killed, or out of time"}),
-    }
+    line = (
+        f"throughput.py --arch {a.arch} --layers {a.layers} --sp {degree} --seq {tokens} --steps 0 "
+        f"--warm {min(WARM, tokens)} --recompute {a.recompute} --offload {a.offload} "
+        f"{'' if a.complete else '--skip-attention'}"
+    )
+    program, *arguments = line.split()
+    program = str(Path(__file__).with_name(program))
+    rows, ended = launch(a.gpus, [program, *arguments, "--out", a.out, *rest], a.timeout)
+    found = rows[-1] if rows else {"oom": "no answer: killed, or out of time"}
     return {
-        **row,
-        "fits": ended and "refused" not in row and "oom" not in row,
-        "note": "" if a.complete else FIT,
-    }
+        "sp": degree, "seq": tokens, **found, "note": "" if a.complete else FIT,
+        "fits": ended and "refused" not in found and "oom" not in found,
+    }  # fmt: skip
 
 
 def search(a: Any, rest: list[str], degree: int) -> list[dict[str, Any]]:

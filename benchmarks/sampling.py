@@ -8,19 +8,13 @@ graphs, without them, and one answer at a time. Prints a JSON line for every var
 `--times` calls, prefill, captures and the release of memory included; `first_s` of one before, which compiles kernels.
 """
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-
-# the engine need not be installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from common import plain_parser, say
 
 from models.arch import ModelConfig, architecture
 from models.decoder import empty_model
@@ -32,9 +26,7 @@ VARIANTS = ("graphs", "plain", "transformers")
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = plain_parser(__doc__)
     p.add_argument("--arch", default="qwen2.5-1.5b")
     p.add_argument("--layers", type=int, default=0, help="use only this many layers; 0 is all")
     p.add_argument("--prompts", type=int, default=64)
@@ -43,7 +35,7 @@ def main() -> None:
     p.add_argument("--times", type=int, default=3)
     p.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     a = p.parse_args()
-    print(json.dumps({"check": check()}), flush=True)
+    say({"check": check()})
     shape = architecture(a.arch)
     if a.layers:
         shape = replace(shape, num_hidden_layers=a.layers)
@@ -56,10 +48,10 @@ def main() -> None:
         else:
             sampler = Sampler(shape, weights, graphs=variant == "graphs")
             call = lambda s=sampler: s.sample(dict(enumerate(ids)), options)  # noqa: E731
-        print(json.dumps({"variant": variant, **vars(a), **timed(call, a)}), flush=True)
+        say({"variant": variant, **vars(a), **timed(call, a)})
 
 
-def timed(call: Callable[[], Any], a: argparse.Namespace) -> dict[str, float]:
+def timed(call: Callable[[], Any], a: Any) -> dict[str, float]:
     """Time a call, and then some more; reserved_gib is the most that the allocator held."""
     times = []
     for _ in range(a.times + 1):
@@ -69,8 +61,7 @@ def timed(call: Callable[[], Any], a: argparse.Namespace) -> dict[str, float]:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         times.append(time.perf_counter() - began)
-    seconds = min(times[1:])
-    peak = torch.cuda.max_memory_reserved() if DEVICE == "cuda" else 0
+    seconds, peak = min(times[1:]), torch.cuda.max_memory_reserved()
     return {
         "tokens_per_second": round(a.prompts * a.new / seconds),
         "seconds": round(seconds, 3),

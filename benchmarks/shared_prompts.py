@@ -9,7 +9,7 @@ backward, clipping and AdamW, on random weights and tokens, with all processes a
 JSON line per case and a table; `gain` is whole / shared, `to_sft` shared / sft. Any of train.py's settings may follow.
 """
 
-import time
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ from common import (
     say,
     settings,
     table,
-    take_step,
-    wait,
+    timed_steps,
 )
 
 from ulysses.parallel.batch import ShardedBatch, share_prefix
@@ -88,20 +87,11 @@ def random_tree(
 def steps(bench: Bench, pack: ShardedBatch, timed: int) -> dict[str, Any]:
     """Return the median seconds of some steps with their peak memory, and what the layers keep."""
     choice = remember(bench, pack.num_tokens)
+    (_, *seconds), _ = timed_steps(bench, pack, pack.num_tokens, timed)
     on_gpu = bench.engine.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(timed + 1):
-        wait(bench.engine.device)
-        start = time.perf_counter()
-        take_step(bench, pack, pack.num_tokens)
-        wait(bench.engine.device)
-        seconds.append(time.perf_counter() - start)
     return {
         "tokens": pack.num_tokens,
-        "s": round(float(torch.tensor(seconds[1:]).median()), 4),
+        "s": round(median(seconds), 4),
         "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if on_gpu else None,
         "level": "+".join(sorted(set(choice.recompute))),
     }

@@ -27,14 +27,12 @@ from typing import Any
 from common import parser, say, table, torchrun
 from tokenizers import Tokenizer
 
-# examples/ is not installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from examples.demo import ROOT, read_metrics
 from examples.demo_data import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
 
 COLUMNS = (
     "stage", "gpus", "sp", "tokens", "tokens_shared", "seconds", "tokens_per_second", "to_sft", "mfu",
-    "peak_memory_gib", "loss", "whole_run",
+    "peak_memory_gib", "loss", "whole_run", "error",
 )  # fmt: skip
 STAGES = ("sft", "dpo", "rm", "kto")
 PARTS = ("time/sampling", "time/rollout")  # of the step in which ppo samples
@@ -65,23 +63,12 @@ def main() -> None:
         for stage in a.stages:
             rows.append(run(a, rest, stage, folder))
             say(rows[-1], a.out)
-    sft = next(
-        (
-            row["tokens_per_second"]
-            for row in rows
-            if row["stage"] == "sft" and "error" not in row
-        ),
-        None,
-    )
-    compared = [
-        {**row, "to_sft": f"{row['tokens_per_second'] / sft:.1%}"}
-        if sft and "error" not in row
-        else row
-        for row in rows
-    ]
-    print(
-        table(compared, [*COLUMNS, *(["error"] if any("error" in row for row in rows) else [])])
-    )
+    speeds = {row["stage"]: row["tokens_per_second"] for row in rows if "error" not in row}
+    if "sft" in speeds:
+        for row in rows:
+            if row["stage"] in speeds:
+                row["to_sft"] = f"{row['tokens_per_second'] / speeds['sft']:.1%}"
+    print(table(rows, COLUMNS))
 
 
 def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
@@ -102,79 +89,54 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if stage == "ppo":
         given |= {
-            "ppo.reward": "ulysses.training.rewards:gsm8k_reward",
-            "ppo.epochs": 1,
-            "run.steps": 2,
-        }
-        given |= {"batch.examples": a.examples, "data.max_length": a.prompt + 64}
+            "ppo.reward": "ulysses.training.rewards:gsm8k_reward", "ppo.epochs": 1, "run.steps": 2,
+            "batch.examples": a.examples, "data.max_length": a.prompt + 64,
+        }  # fmt: skip
     if a.layers:
         given["model.config.num_hidden_layers"] = a.layers
     arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     began = time.perf_counter()
     done = subprocess.run(
-        [*torchrun(a.gpus), str(Path(__file__).parents[1] / "train.py"), *arguments, *rest],
+        [*torchrun(a.gpus), str(ROOT / "train.py"), *arguments, *rest],
         capture_output=True,
         text=True,
     )
-    row = {
-        "stage": stage,
-        "gpus": a.gpus,
-        "sp": a.sp or a.gpus,
-        "whole_run": round(time.perf_counter() - began, 1),
-    }
+    row = {"stage": stage, "gpus": a.gpus, "sp": a.sp or a.gpus}
+    row["whole_run"] = round(time.perf_counter() - began, 1)
     if done.returncode:
         print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
-        return {
-            **row,
-            "error": next(
-                (line for line in done.stderr.splitlines() if "rror: " in line), "see above"
-            ),
-        }
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    last = sorted(steps[2:] or steps[-1:], key=lambda step: step["seconds"])[
-        len(steps[2:]) // 2
-    ]
-    found = {name: round(last[name], 4) for name in (*COLUMNS, *PARTS) if name in last}
-    return {
-        **row,
-        **found,
-        "tokens": int(last["tokens"]),
-        "tokens_per_second": int(last["tokens_per_second"]),
-    }
+        errors = [line for line in done.stderr.splitlines() if "rror: " in line]
+        return {**row, "error": [*errors, "see above"][0]}
+    steps = read_metrics(output)
+    counted = sorted(steps[2:] or steps[-1:], key=lambda step: step["seconds"])
+    middle = counted[len(counted) // 2]
+    row |= {name: round(middle[name], 4) for name in (*COLUMNS, *PARTS) if name in middle}
+    return row | {name: int(row[name]) for name in ("tokens", "tokens_per_second")}
 
 
 def examples(stage: str, count: int, a: Any, tokenizer: Path) -> Iterator[dict[str, Any]]:
     """Yield rows whose answers are random words, more than `--tokens` tokens of them."""
     draw = random.Random(1)
-    encode = Tokenizer.from_file(str(tokenizer)).encode
-    sizes = {word: len(encode(f" {word}", add_special_tokens=False).ids) for word in WORDS}
+    tokens = Tokenizer.from_file(str(tokenizer))
 
-    def answer() -> str:
-        return " ".join(draw.choices(WORDS, k=a.tokens))
+    def answer() -> dict[str, str]:
+        return {"role": "assistant", "content": " ".join(draw.choices(WORDS, k=a.tokens))}
 
     def question() -> str:
-        words, left = [], a.prompt
-        while left > 0:
-            words.append(draw.choice(WORDS))
-            left -= sizes[words[-1]]
-        return " ".join(words)
+        words = " ".join(draw.choices(WORDS, k=a.prompt))
+        return tokens.decode(tokens.encode(words, add_special_tokens=False).ids[: a.prompt])
 
     for number in range(count):
         prompt = [{"role": "user", "content": f"Where is number {number}? {question()}"}]
         if stage == "rm":
-            yield {"prompt": prompt, "completions": [answer() for _ in range(a.answers)]}
+            yield {"prompt": prompt, "completions": [[answer()] for _ in range(a.answers)]}
         elif stage == "ppo":
             yield {"prompt": prompt, "answer": "1"}
         elif stage == "dpo":
-            chosen, rejected = ([{"role": "assistant", "content": answer()}] for _ in range(2))
-            yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        elif stage == "kto":
-            yield {
-                "messages": [*prompt, {"role": "assistant", "content": answer()}],
-                "label": number % 2 == 0,
-            }
+            yield {"prompt": prompt, "chosen": [answer()], "rejected": [answer()]}
         else:
-            yield {"messages": [*prompt, {"role": "assistant", "content": answer()}]}
+            labels = {"label": number % 2 == 0} if stage == "kto" else {}
+            yield {"messages": [*prompt, answer()], **labels}
 
 
 if __name__ == "__main__":

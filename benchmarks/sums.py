@@ -13,20 +13,15 @@ all rollouts with bands of one standard error, as if answers were independent, a
 but the learning rate may follow, for the runs after SFT.
 """
 
-import argparse
 import json
 import random
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import table
+from common import plain_parser, table
 from matplotlib.figure import Figure
-
-# examples/ is not installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.demo import launch, read_metrics
 
@@ -41,9 +36,7 @@ SCORE = "objective/scores"
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = plain_parser(__doc__)
     p.add_argument("--out", type=Path, default=Path("runs/sums"), help="folder of everything")
     p.add_argument("--tasks", nargs="+", default=["politeness", "sums"], help="one or both")
     options, more = p.parse_known_args()
@@ -98,8 +91,8 @@ def draw(axis: Any, name: str, folder: Path) -> dict[str, str]:
     axis.plot(means, label=name)
     axis.fill_between(range(len(means)), means - errors, means + errors, alpha=0.3)
     held_out = steps[-1][f"eval/{SCORE}"], steps[-1][f"eval/{SCORE}_std"] / HELD_OUT**0.5
-    places = {"first rollout": scores[0], "last rollout": (means[-1], errors[-1])}
-    places["held out"] = held_out
+    last = means[-1], errors[-1]
+    places = {"first rollout": scores[0], "last rollout": last, "held out": held_out}
     return {place: f"{mean:.3f} ± {error:.3f}" for place, (mean, error) in places.items()}
 
 

@@ -47,15 +47,7 @@ COLUMNS = (
     "mfu", "executed", "peak_gib", "host_gib", "ratio", "fit_seconds", "watch", "note",
 )  # fmt: skip
 # What only a training step tells.
-SPEEDS = (
-    "seconds",
-    "first_s",
-    "tok_s_gpu",
-    "model_tflops_gpu",
-    "mfu",
-    "executed",
-    "loss",
-)
+SPEEDS = {"seconds", "first_s", "tok_s_gpu", "model_tflops_gpu", "mfu", "executed", "loss"}
 
 
 def main() -> None:
@@ -110,39 +102,25 @@ def main() -> None:
     if "RANK" in os.environ:
         rows = work(a, rest)
         if os.environ["RANK"] == "0":
-            print(
-                table(rows, [c for c in COLUMNS if any(c in row for row in rows)]), flush=True
-            )
+            print(table(rows, COLUMNS), flush=True)
         leave()
     rows, _ = launch(a.gpus, [__file__, *sys.argv[1:]])
     if a.peer:
         script, *given = shlex.split(a.peer)
-        rows += launch(
-            a.gpus,
-            [
-                script,
-                *given,
-                "--seq",
-                *map(str, a.seq),
-                "--steps",
-                str(a.steps),
-                "--layers",
-                str(rows[0]["layers"]),
-            ],
-        )[0]
+        lengths = " ".join(map(str, a.seq))
+        same = f"--seq {lengths} --steps {a.steps} --layers {rows[0]['layers']}"
+        rows += launch(a.gpus, [script, *given, *same.split()])[0]
         print(table(with_ratios(rows), COLUMNS))
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add to our rows the tokens per second of the peer's row of the same length as a ratio."""
-    peers = {
-        row["seq"]: row["tok_s_gpu"] for row in rows if "peer" in row and "tok_s_gpu" in row
-    }
-    ours = [
-        row for row in rows if "engine" in row and "tok_s_gpu" in row and row["seq"] in peers
-    ]
-    ratios = {id(row): f"{row['tok_s_gpu'] / peers[row['seq']]:.2f}x" for row in ours}
-    return [{**row, "ratio": ratios.get(id(row))} for row in rows]
+    timed = [row for row in rows if "tok_s_gpu" in row]
+    peers = {row["seq"]: row["tok_s_gpu"] for row in timed if "peer" in row}
+    for row in timed:
+        if "engine" in row and row["seq"] in peers:
+            row["ratio"] = f"{row['tok_s_gpu'] / peers[row['seq']]:.2f}x"
+    return rows
 
 
 def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
@@ -153,42 +131,33 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
         a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest]
     )
     levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
-    cases = [
-        (seq, level, changed(config, "memory", recompute=level, offload=offload))
-        for seq, level, offload in zip(a.seq, levels, offloads, strict=True)
-    ]
+    cases = list(zip(a.seq, levels, offloads, strict=True))
     bench = build(config, device)
     if a.skip_attention:
         skip_attention(bench)
     if a.warm:
-        measure(bench, a.warm, steps=0, choice=remember(bench, a.warm))
+        measure(bench, a.warm, remember(bench, a.warm), steps=0)
     rows = []
-    for seq, level, changes in cases:
-        here = bench._replace(config=changes)
-        row: dict[str, Any] = {
-            "engine": "ours",
-            "sp": bench.mesh.sequence_parallel_size,
-            "seq": seq,
-            "recompute": level,
-        }
+    for seq, level, offload in cases:
+        here = bench._replace(
+            config=changed(config, "memory", recompute=level, offload=offload)
+        )
+        row: dict[str, Any] = {"sp": bench.mesh.sequence_parallel_size, "seq": seq}
+        row |= {"engine": "ours", "recompute": level}
         try:
             choice = remember(here, seq * a.documents)
-            row = measure(here, seq, documents=a.documents, steps=a.steps, choice=choice)
+            row = measure(here, seq, choice, documents=a.documents, steps=a.steps)
         except ConfigError as error:
             row["refused"] = str(error)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not isinstance(error, torch.OutOfMemoryError) and "pin" not in str(error):
                 raise
-            print(
-                json.dumps(
-                    {
-                        "rank": bench.mesh.rank,
-                        "seq": seq,
-                        "oom": str(error).splitlines()[0][:120],
-                    }
-                ),
-                flush=True,
-            )
+            told = {
+                "rank": bench.mesh.rank,
+                "seq": seq,
+                "oom": str(error).splitlines()[0][:120],
+            }
+            print(json.dumps(told), flush=True)
             os._exit(3)  # the others wait in a collective: torchrun ends them
         if a.watch and "refused" not in row:
             row["watch"] = cost_of_watch(here, seq, a)
@@ -251,23 +220,15 @@ def skip_attention(bench: Bench) -> None:
 def profile(a: Any, bench: Bench) -> None:
     """Trace one step; rank 0 prints the kernels that take longest and writes the trace."""
     batch = random_pack(bench, a.seq[-1], a.documents)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as trace:
+    with torch.profiler.profile() as trace:  # of all that this machine has
         take_step(bench, batch, a.seq[-1] * a.documents)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        wait(bench.engine.device)
     if bench.mesh.is_main:
         os.makedirs(a.profile, exist_ok=True)
         trace.export_chrome_trace(os.path.join(a.profile, "step.json.gz"))
+        order = f"self_{bench.engine.device.type}_time_total"
         averages = trace.key_averages()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        print(
-            averages.table(
-                sort_by=f"self_{device}_time_total", row_limit=40, max_name_column_width=70
-            )
-        )
+        print(averages.table(sort_by=order, row_limit=40, max_name_column_width=70))
 
 
 if __name__ == "__main__":

@@ -12,31 +12,26 @@ the last turn, which ours leaves out). Prints JSON lines, and a table of each on
 of all its processes, which is what to compare on a machine that others use.
 """
 
-import argparse
 import json
 import os
 import random
 import resource
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from common import say, table
+from common import plain_parser, say, table
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from examples.demo_data import COLOURS, MATERIALS, OWNERS, ROOMS, THINGS, write_demo
 from ulysses.data.dataset import open_dataset
 from ulysses.data.encode import DataSettings
 from ulysses.data.sources import parse_sources
-
-# examples/ is not installed
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from examples.demo_data import COLOURS, MATERIALS, OWNERS, ROOMS, THINGS, write_demo
 
 ENDING = (
     r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -45,28 +40,17 @@ PATTERNS = {
     name: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)" + ENDING % digits
     for name, digits in (("llama3", "1,3"), ("qwen2.5", "1"))
 }
-LLAMA3 = (
-    "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag".split()
-)
+LLAMA3 = "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag"
+QWEN = "im_end im_start endoftext object_ref_start object_ref_end box_start box_end"
 SPECIAL = {
-    "llama3": [*LLAMA3, *(f"reserved_special_token_{i}" for i in range(249))],
-    "qwen2.5": [
-        "im_end",
-        "im_start",
-        "endoftext",
-        "object_ref_start",
-        "object_ref_end",
-        "box_start",
-        "box_end",
-    ],
+    "llama3": [*LLAMA3.split(), *(f"reserved_special_token_{i}" for i in range(249))],
+    "qwen2.5": QWEN.split(),
 }
 WORDS = (*COLOURS, *MATERIALS, *OWNERS, *ROOMS, *THINGS)
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = plain_parser(__doc__)
     p.add_argument("--vocabulary", default="", help="a tokenizer.json")
     p.add_argument("--pattern", choices=PATTERNS, default="llama3")
     p.add_argument("--data", type=Path, help="JSON lines with messages")
@@ -77,33 +61,43 @@ def main() -> None:
     a = p.parse_args()
     # as in train.py: the processes are what works in parallel
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    measured: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    measured: dict[tuple[int, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokenizer = build_tokenizer(a.vocabulary or demo_vocabulary(folder), a.pattern)
+        write_demo(folder / "demo")
+        vocabulary = a.vocabulary or folder / "demo/tokenizer/tokenizer.json"
+        tokenizer = build_tokenizer(vocabulary, a.pattern)
         data = a.data or write_rows(folder / "chat.jsonl", a.rows)
-        for number in range(a.rounds):
-            for count in a.workers:
-                for who, work in (("ours", ours), ("datasets.map", theirs)):
-                    scratch = folder / f"{number}-{count}-{who}"
-                    seconds, cpu, tokens = timed(
-                        work, tokenizer, a.pattern, data, count, scratch
-                    )
-                    measured.setdefault((count, who), []).append((seconds, cpu))
-                    say({"who": who, "workers": count, "seconds": round(seconds, 2), "cpu_s": round(cpu, 2),
-                         "tokens": tokens}, a.out)  # fmt: skip
-    rows: list[dict[str, Any]] = []
-    for (count, who), times in measured.items():
-        seconds, cpu = (round(statistics.median(column), 2) for column in zip(*times))
-        rows.append({"workers": count, "who": who, "seconds": seconds, "cpu_s": cpu})
+        for number, count in product(range(a.rounds), a.workers):
+            for work in (ours, theirs):
+                scratch = folder / f"{number}-{count}-{work.__name__}"
+                row = timed(work, tokenizer, a.pattern, data, count, scratch)
+                say(row, a.out)
+                measured.setdefault((count, row["who"]), []).append(row)
+    rows = [
+        {
+            **found[0],
+            **{name: median(row[name] for row in found) for name in ("seconds", "cpu_s")},
+        }
+        for found in measured.values()
+    ]
     print(table(rows, ["workers", "who", "seconds", "cpu_s"]))
 
 
-def timed(work: Callable[..., int], *arguments: Any) -> tuple[float, float, int]:
-    """Return the seconds, the CPU seconds of all processes, and the tokens of a piece of work."""
+def timed(
+    work: Callable[..., int],
+    tokenizer: Any,
+    pattern: str,
+    data: Path,
+    workers: int,
+    scratch: Path,
+) -> dict[str, Any]:
+    """Measure a piece of work; return its seconds, the CPU seconds of all processes, and its tokens."""
     began, before = time.perf_counter(), cpu_seconds()
-    tokens = work(*arguments)
-    return time.perf_counter() - began, cpu_seconds() - before, tokens
+    tokens = work(tokenizer, pattern, data, workers, scratch)
+    seconds, cpu = time.perf_counter() - began, cpu_seconds() - before
+    return {"who": "ours" if work is ours else "datasets.map", "workers": workers, "seconds": round(seconds, 2),
+            "cpu_s": round(cpu, 2), "tokens": tokens}  # fmt: skip
 
 
 def cpu_seconds() -> float:
@@ -165,11 +159,6 @@ def build_tokenizer(vocabulary: str | Path, pattern: str) -> PreTrainedTokenizer
     return PreTrainedTokenizerFast(tokenizer_object=built, eos_token=end, bos_token=texts[0])
 
 
-def demo_vocabulary(folder: Path) -> Path:
-    write_demo(folder / "demo")
-    return folder / "demo/tokenizer/tokenizer.json"
-
-
 def write_rows(path: Path, count: int) -> Path:
     """Write made-up conversations of one question and one answer, no two alike."""
     draw = random.Random(1)
@@ -180,10 +169,9 @@ def write_rows(path: Path, count: int) -> Path:
 
     with path.open("w") as file:
         for number in range(count):
-            said = (" ".join(text(number)) for _ in range(2))
             messages = [
-                {"role": role, "content": content}
-                for role, content in zip(("user", "assistant"), said)
+                {"role": role, "content": " ".join(text(number))}
+                for role in ("user", "assistant")
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
