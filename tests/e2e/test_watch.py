@@ -1,5 +1,6 @@
 """Who stops or dies is named, on time; who is asked to stop saves first; who is started again continues."""
 
+import json
 import os
 import re
 import signal
@@ -136,6 +137,18 @@ def test_a_gpu_that_is_behind_is_said() -> None:
         assert f'"{expected}"' in store.get("ulysses/alive/0").decode()
         behind[0] = False
     watch.stop()
+
+
+def test_what_the_watch_reads_itself_is_no_progress(monkeypatch) -> None:
+    """As many seconds as a stuck save may take pass in three: it reads its own counters in each."""
+    monkeypatch.setattr("ulysses.training.watch.BEAT_SECONDS", 0.005)
+    store = dist.HashStore()
+    watch = Watch(store=store)
+    watch.phase("save", long=True)
+    watch.start()
+    time.sleep(3)
+    watch.stop()
+    assert json.loads(store.get("ulysses/alive/0"))[2] > 2
 
 
 def test_an_interrupt_saves(tmp_path: Path) -> None:

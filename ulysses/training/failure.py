@@ -12,10 +12,10 @@ A launcher ends all its processes as soon as one has left. So nobody leaves befo
 import os
 import select
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -38,7 +38,7 @@ def tell(error: Exception, *, debug: bool) -> None:
     """
     store = common_store()
     # a process that held the store and is gone has failed before
-    first = store is None or within(PATIENCE, lambda: store.add(CLAIMS, 1) == 1)
+    first = store is None or within(PATIENCE, store.add, CLAIMS, 1) == 1
     if first or debug:
         text, foreseen = str(error), isinstance(error, FloatingPointError | DiskError)
         if debug or not foreseen:
@@ -48,9 +48,12 @@ def tell(error: Exception, *, debug: bool) -> None:
         print(f"error: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
     if store is not None:
         # it fails if the process that holds the store is gone, or the first one could not print
-        within(PATIENCE, lambda: store.set(PRINTED, "") if first else store.get(PRINTED))
-        if first:  # the others leave before their connections to this process break noisily
+        if first:
+            within(PATIENCE, store.set, PRINTED, "")
+            # the others leave before their connections to this process break noisily
             time.sleep(5 * POLL_SECONDS)
+        else:
+            within(PATIENCE, store.get, PRINTED)
 
 
 def complain(error: Exception, *, debug: bool) -> None:
@@ -95,15 +98,7 @@ def grace_note(seconds: float) -> str:
     )
 
 
-def within(seconds: float, ask: Callable[[], Any]) -> Any:
+def within(seconds: float, ask: Callable[..., Any], *arguments: Any) -> Any:
     """Return what a question to the store gives, or None after an error or so many seconds without an answer."""
-    found: list[Any] = [None]
-
-    def answer() -> None:
-        with suppress(Exception):
-            found[0] = ask()
-
-    thread = threading.Thread(target=answer, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0]
+    with suppress(Exception):
+        return ThreadPoolExecutor(1).submit(ask, *arguments).result(seconds)

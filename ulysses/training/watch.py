@@ -12,11 +12,10 @@ fewest phases and collectives. The first rank of each node that finds out tells 
 
 import json
 import os
-import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
@@ -37,18 +36,24 @@ DAY_SECONDS = 86400.0
 # Process groups wait so much longer than the watch, so that its sentence comes first.
 MARGIN_SECONDS = 10.0
 READERS = 2  # of each node, in case the first one is the victim
-BYTES_OF_PROGRESS = 1 << 16  # more than log lines
+BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines, and than the watch itself reads
 
 
 class Beat(NamedTuple):
-    """What a process last wrote about itself."""
+    """What a process last wrote about itself, and when this process first read it."""
 
-    number: int
     phases: int
     collectives: int
     idle: float
-    place: str
+    rank: int
     node: str
+    place: str
+    read: float = 0.0
+
+    @property
+    def moved(self) -> float:
+        """When it last made progress, by this process's clock."""
+        return self.read - self.idle
 
 
 @dataclass(eq=False)
@@ -77,30 +82,24 @@ class Watch:
         self._long = False
         self._patience = 0.0  # of the process groups
         self._event: Any = None  # of the GPU, at the end of the last step
-        # what all processes wrote, and when it last changed
-        self._peers: dict[int, tuple[Beat, float]] = {}
-        self._beat = Beat(0, 0, 0, 0.0, "start", os.uname().nodename)
+        self._begun = 0  # collectives
+        self._peers: dict[bytes, Beat] = {}  # by what was written
         self._answered = monotonic()  # when the store last did
         self._broken = False  # the connection to the store is
         self._printed: str | None = None  # by the rank that told the reason of the end
         self._hurried = 0.0  # seconds of silence that count at once
-        self._interrupted = inf  # when the first SIGINT came
         self._stop = threading.Event()
 
     # ---------------------------------------------------------------- the main thread
 
     def start(self) -> None:
         """Start the threads."""
-        self._signals, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
         self._launchers = _launchers()
-        threads = [self._look_after]
+        _in_background(self._look_after)
         if self.store is not None:
             # a connection of its own: the common one may be blocked in a wait
             self._own = self.store.clone()
-            threads.append(self._correspond)
-        for target in threads:
-            threading.Thread(target=target, daemon=True, name="failure watch").start()
+            _in_background(self._correspond)
 
     def stop(self) -> None:
         """End the threads; the processes call it before they part in good order."""
@@ -141,35 +140,53 @@ class Watch:
         before = {
             n: signal.signal(n, self.ask_to_stop) for n in (signal.SIGTERM, signal.SIGINT)
         }
-        descriptor = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        come, wake = os.pipe()
+        os.set_blocking(wake, False)
+        _in_background(self._listen, come)
+        descriptor = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(descriptor)
+            os.close(wake)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    # ---------------------------------------------------------------- a thread for signals
+
+    def _listen(self, come: int) -> None:
+        """Read the signals' numbers, which come here even while the main thread is stuck in a collective."""
+        first = inf
+        while numbers := os.read(come, 64):
+            if signal.SIGINT in numbers:
+                if monotonic() - first > POLL_SECONDS:
+                    os._exit(128 + signal.SIGINT)
+                first = min(first, monotonic())
+            self._hurried = self._hurried or 2 * SILENT_SECONDS
+            if self._rank == 0:
+                print(
+                    "asked to stop: the run saves after this step", file=sys.stderr, flush=True
+                )
+        os.close(come)
 
     # ---------------------------------------------------------------- the clerk thread
 
     def _correspond(self) -> None:
         """Write and read what is in the store, for ever; if the store is gone, the other thread acts."""
-        begun = moved_bytes = 0
+        size = 0
         while not self._stop.is_set():
-            before = begun
+            begun, enough = self._begun, size + BYTES_OF_PROGRESS
             with suppress(RuntimeError):
-                begun = collectives_begun()
-            writes = self._long and _bytes_moved() > moved_bytes + BYTES_OF_PROGRESS
-            if begun != before or writes:
-                moved_bytes = _bytes_moved()
+                self._begun = collectives_begun()
+            size = _bytes_moved() if self._long else 0
+            if self._begun != begun or size > enough:
                 self.renew()
-            number, *_, node = self._beat
-            idle, place = monotonic() - self._moved, self._place()
-            self._beat = Beat(number + 1, self._phases, begun, idle, place, node)
+            beat = self._beat()
             try:
-                self._own.set(f"{ALIVE}/{self._rank}", json.dumps(self._beat))
+                self._own.set(f"{ALIVE}/{self._rank}", json.dumps(beat[:-1]))
                 if self._own.check([PRINTED]):
                     self._printed = self._own.get(PRINTED).decode()
-                waits = idle > 2 * BEAT_SECONDS
+                waits = beat.idle > 2 * BEAT_SECONDS
                 reads = self._hurried or (waits and self._local_rank < READERS)
                 self._peers = self._read() if reads else {}
                 self._answered, self._broken = monotonic(), False
@@ -177,15 +194,20 @@ class Watch:
                 self._broken = True
             self._stop.wait(BEAT_SECONDS)
 
-    def _read(self) -> dict[int, tuple[Beat, float]]:
+    def _read(self) -> dict[bytes, Beat]:
+        """Return what all processes last wrote; what was there before keeps the time at which it was read."""
         keys = [f"{ALIVE}/{rank}" for rank in range(self._world)]
         if not self._own.check(keys):  # somebody has not begun yet
             return {}
-        found = {}
-        for rank, text in enumerate(self._own.multi_get(keys)):
-            beat, (old, at) = Beat(*json.loads(text)), self._peers.get(rank, (None, 0.0))
-            found[rank] = beat, at if beat == old else monotonic()
-        return found
+        return {
+            text: self._peers.get(text) or Beat(*json.loads(text), monotonic())
+            for text in self._own.multi_get(keys)
+        }
+
+    def _beat(self) -> Beat:
+        now, node = monotonic(), os.uname().nodename
+        idle = now - self._moved
+        return Beat(self._phases, self._begun, idle, self._rank, node, self._place(), now)
 
     def _place(self) -> str:
         """Say where this process is; with a GPU, whether that one has come as far."""
@@ -203,22 +225,18 @@ class Watch:
 
     def _look_after(self) -> None:
         warned = -1
-        while True:
-            self._listen()
-            if self._stop.is_set():
-                break
-            if not self.stop_wanted and self._launchers != _launchers():
+        while not self._stop.wait(POLL_SECONDS):
+            if self._launchers != _launchers():
                 self.ask_to_stop()
             if self.store is None:
                 continue
             if self._printed is not None:
                 self._end(self._printed)
             now, peers = monotonic(), self._peers.values()
-            own, unheard = now - self._moved, now - self._answered
-            idle = min([own, *(beat.idle + now - at for beat, at in peers)])
-            silence = max([0.0, *(now - at for _, at in peers)])
-            if unheard > SILENT_SECONDS:  # then nobody's beats come
-                silence = unheard
+            own = now - self._moved
+            idle = min([own, *(now - beat.moved for beat in peers)])
+            # without the store nobody's beats come
+            silence = max([now - self._answered, *(now - beat.read for beat in peers)])
             patience = self._hurried or self.timeout
             if self._broken and not _agent_holds_store():
                 patience = SILENT_SECONDS
@@ -231,21 +249,6 @@ class Watch:
                 warned = self._phases
                 if self._local_rank == 0:
                     print(f"warning: {self._sentence()}", file=sys.stderr, flush=True)
-        os.close(self._signals)
-        os.close(self._wake)
-
-    def _listen(self) -> None:
-        """Wait a moment for signals, which come here even while the main thread is stuck in a collective."""
-        if not select.select([self._signals], [], [], POLL_SECONDS)[0]:
-            return
-        numbers = os.read(self._signals, 64)
-        if signal.SIGINT in numbers:
-            if monotonic() - self._interrupted > POLL_SECONDS:
-                os._exit(128 + signal.SIGINT)
-            self._interrupted = min(self._interrupted, monotonic())
-        self._hurried = self._hurried or 2 * SILENT_SECONDS
-        if self._rank == 0:
-            print("asked to stop: the run saves after this step", file=sys.stderr, flush=True)
 
     def _sentence(self) -> str:
         """Name the victim, its node, where it was and how long ago."""
@@ -254,46 +257,41 @@ class Watch:
             holder = "torchrun" if _agent_holds_store() else "rank 0"
             address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
             state = "is gone" if self._broken else "or its network does not answer"
-            return (
-                f"{holder} at {address} {state}, {unheard:.0f} s ago; rank {self._rank} on {self._beat.node} was at "
-                f"{self._place()}"
-            )
-        peers = self._peers or {self._rank: (self._beat, now)}
-        silent = {rank for rank, (_, at) in peers.items() if now - at > SILENT_SECONDS}
-
-        def progress(rank: int) -> tuple[int, int, float]:
-            beat, changed = peers[rank]
-            return beat.phases, beat.collectives, changed - beat.idle
-
-        victim = min(silent or peers, key=progress)
-        beat, changed = peers[victim]
+            told, own = f"{holder} at {address} {state}, {unheard:.0f} s ago", self._beat()
+            return f"{told}; rank {own.rank} on {own.node} was at {own.place}"
+        peers = list(self._peers.values()) or [self._beat()]
+        silent = [beat for beat in peers if now - beat.read > SILENT_SECONDS]
+        victim = min(silent or peers, key=lambda b: (b.phases, b.collectives, b.moved))
         why = "its process is alive, and the others wait for it"
         if silent:
             more = f", and so are {len(silent) - 1} more ranks" if len(silent) > 1 else ""
             why = f"its process is gone, stopped or cut off{more}"
-        age = beat.idle + now - changed
-        return f"rank {victim} on {beat.node} has not moved since {beat.place}, {age:.0f} s ago: {why}"
+        return (
+            f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
+            f"{why}"
+        )
 
     def _end(self, sentence: str) -> None:
         """Tell the sentence once on this node, hand it to the others, and end the process; "" has been told."""
         if sentence:
-            first = None
+            turn = None
             if monotonic() - self._answered < SILENT_SECONDS:
-                first = within(3 * BEAT_SECONDS, lambda: self._claim(sentence))
-            if first is None:
+                key = f"{TOLD} {self._rank - self._local_rank}"
+                turn = within(3 * BEAT_SECONDS, self._own.add, key, 1)
+                within(3 * BEAT_SECONDS, self._own.set, PRINTED, sentence)
+            if turn is None:
                 # there is no store; on its own node rank 0, which held it, is gone too
                 without = self._rank == self._local_rank and not _agent_holds_store()
-                first = self._local_rank == int(without)
-            if first:
+                turn = 1 + self._local_rank - without
+            if turn == 1:
                 print(f"error: {sentence}", file=sys.stderr, flush=True)
             # a launcher ends all its processes as soon as one has left
             sleep(2 * BEAT_SECONDS)
         os._exit(1)
 
-    def _claim(self, sentence: str) -> bool:
-        first = self._own.add(f"{TOLD} {self._rank - self._local_rank}", 1) == 1
-        self._own.set(PRINTED, sentence)
-        return first
+
+def _in_background(target: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=target, args=arguments, daemon=True, name="failure watch").start()
 
 
 def _agent_holds_store() -> bool:
