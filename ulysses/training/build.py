@@ -113,7 +113,7 @@ def build_engine(
     kept = layer_memory(memory)
     kind: Any = RewardModel if reward else CausalLM
     if trained and stage.exported:  # only a part of the engine's model is exported: the policy
-        kind = partial(PolicyValue, value=stage.facts(config).value)
+        kind = partial(PolicyValue, value=config.facts.value)
 
     def create() -> nn.Module:
         model = kind(shape, mesh, attention=config.model.attention, memory=kept)
@@ -129,7 +129,7 @@ def build_engine(
         model.requires_grad_(False)
         return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
     on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
-    groups = parameter_groups(model, config.optimizer.weight_decay, stage.facts(config).scopes)
+    groups = parameter_groups(model, config.optimizer.weight_decay, config.facts.scopes)
     optimizer = adamw(groups, config.optimizer, on_gpu=on_gpu)
     return ZeroEngine(
         model.train(),

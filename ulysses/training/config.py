@@ -21,7 +21,7 @@ from models.arch import ARCHITECTURES
 from ulysses.gradients.chain import GradientPolicyChain, Preset, build_chain
 from ulysses.training.section import Section
 from ulysses.training.stages import STAGES
-from ulysses.training.stages.base import Stage
+from ulysses.training.stages.base import Facts, Stage
 from ulysses.training.stages.dpo import DpoSection
 from ulysses.training.stages.kto import KtoSection
 from ulysses.training.stages.ppo import PpoSection
@@ -344,13 +344,27 @@ class Config(Section):
     def _with_learning_rate(self) -> "Config":
         if self.optimizer.lr is not None:
             return self
-        lr = self.stage_class.default_lr(lora=self.model.lora.rank > 0)
-        optimizer = self.optimizer.model_copy(update={"lr": lr})
+        optimizer = self.optimizer.model_copy(update={"lr": self.default_lr})
         return self.model_copy(update={"optimizer": optimizer})
 
     @property
     def stage_class(self) -> type[Stage]:
         return STAGES[self.stage]
+
+    @property
+    def default_lr(self) -> float:
+        """The stage's learning rate; adapters, which start from zero, take ten times as much."""
+        return round(self.stage_class.lr * (10 if self.model.lora.rank else 1), 12)
+
+    @property
+    def facts(self) -> Facts:
+        """What follows from the stage's settings for the planner, the data loader and the builder."""
+        return self.stage_class.facts(self)
+
+    def total_steps(self, loader: Any) -> int:
+        """Return the optimizer steps of the whole run."""
+        steps_per_epoch = loader.steps_per_epoch * self.facts.steps_per_load
+        return self.run.steps or max(1, round(self.run.epochs * steps_per_epoch))
 
     @model_validator(mode="after")
     def _has_effect(self) -> "Config":

@@ -69,7 +69,7 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
     """Print how the run is divided and how long it is; return the planner's view of its first step."""
     config, world = prepared.config, machine.gpus
     stage, run = config.stage_class, config.run
-    facts, length = stage.facts(config), f"{run.epochs:g} epochs of unknown length"
+    facts, length = config.facts, f"{run.epochs:g} epochs of unknown length"
     case = planner_case(config, prepared.shape, machine, prepared.budget())
     groups = world // case.sp
     print(
@@ -86,7 +86,7 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
             train, _ = prepared.open_data()
             loader = prepared.loader(train, groups)
             per_epoch = loader.steps_per_epoch * facts.steps_per_load
-            total = stage.total_steps(config, loader)
+            total = config.total_steps(loader)
             length = f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}"
             length = "\n".join([length, *prepared.remarks(loader)])
             micro_batches, tokens = len(loader.step(0, 0)), prepared.budget(train)
@@ -96,9 +96,9 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
     print(length)
     policies = config.gradients.chain().policies
     print(f"gradient policies: {', '.join(policy.name for policy in policies)}")
-    lr, lora = config.optimizer.lr, config.model.lora.rank > 0
-    if lr == stage.default_lr(lora=lora):
-        more = "; adapters take ten times as much" * lora
+    lr = config.optimizer.lr
+    if lr == config.default_lr:
+        more = "; adapters take ten times as much" * bool(config.model.lora.rank)
         print(f"optimizer.lr {lr:g} is the default of {stage.name}: {stage.lr_reason}{more}")
     return case._replace(micro_batches=micro_batches, squares=squares)
 
@@ -110,7 +110,7 @@ def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
     """
     config, shape, machine = prepared.config, prepared.shape, case.machine
     stage, world, batches = config.stage_class, machine.gpus, case.micro_batches
-    facts = stage.facts(config)
+    facts = config.facts
     if config.model.path and prepared.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
     assumed = "" if known else " (assumed; --gpu-memory says otherwise)"

@@ -43,7 +43,7 @@ class MemoryChoice(NamedTuple):
 
 def adapter_parameters(config: Config, shape: Shape) -> int:
     """Count the parameters that LoRA trains; 0 without it."""
-    lora, value = config.model.lora, config.stage_class.facts(config).value
+    lora, value = config.model.lora, config.facts.value
     if not lora.rank:
         return 0
     adapters = lora.rank * sum(
@@ -84,7 +84,7 @@ def plain_model(
 def planner_model(config: Config, shape: Shape) -> Model:
     """Return the planner's view of the trained model."""
     stage, adapters = config.stage_class, adapter_parameters(config, shape)
-    value = stage.facts(config).value
+    value = config.facts.value
     return plain_model(shape, adapters=adapters, reward=stage.reward, value=value)
 
 
@@ -93,7 +93,7 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
 
     The degree "auto" is the smallest whose plan fits, or all processes if none does.
     """
-    stage, facts = config.stage_class, config.stage_class.facts(config)
+    stage, facts = config.stage_class, config.facts
     others = [
         plain_model(_other(other.path, shape), reward=other.reward) for other in facts.others
     ]

@@ -132,7 +132,7 @@ class Prepared:
         stage, tokens = self.config.stage_class, self.config.batch.tokens_per_microbatch
         if tokens != "auto":
             return tokens
-        longest = stage.sequences_per_example * stage.facts(self.config).longest_example
+        longest = stage.sequences_per_example * self.config.facts.longest_example
         return max([longest, *(int(data.lengths.max()) for data in datasets if data)])
 
     def squares(self, data: Any, tokens: int) -> float:
@@ -147,7 +147,7 @@ class Prepared:
 
     def remarks(self, loader: StepLoader) -> Iterator[str]:
         """Yield a line for every setting that has no effect, or not the one that its number promises."""
-        config, total = self.config, self.config.stage_class.total_steps(self.config, loader)
+        config, total = self.config, self.config.total_steps(loader)
         rate, warmup = config.optimizer.lr, config.optimizer.warmup
         if not rate:
             yield "optimizer.lr is 0: no weight will change"
@@ -172,7 +172,7 @@ class Prepared:
         with blame():
             return StepLoader(
                 dataset,
-                config.stage_class.facts(config).examples_per_load,
+                config.facts.examples_per_load,
                 tokens_per_microbatch=self.budget(dataset),
                 seed=config.run.seed,
                 data_parallel_size=groups,
@@ -222,7 +222,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     if plan.folder or model.tokenizer or not model.path:
         with collect():
             _read_tokenizer(plan)
-    for other in stage.facts(config).others:
+    for other in config.facts.others:
         with collect():
             weights = read_other(other, need_weights=strict)
             plan.others[other.setting] = weights
@@ -349,7 +349,7 @@ def _fit_window(config: Config, shape: Shape, key: str) -> Shape:
     Only random weights, which have no `key`, and a model that is to extrapolate learn a longer window; for others
     ConfigError refuses such a sequence.
     """
-    longest = config.stage_class.facts(config).longest_example
+    longest = config.facts.longest_example
     window, scaling = shape.max_position_embeddings, shape.rope_scaling
     if longest > window and key and not config.model.rope.extrapolate:
         original = scaling.original_max_position_embeddings if scaling else window

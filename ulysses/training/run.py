@@ -158,7 +158,7 @@ class TrainingRun:
         self.watch.phase("preparing the stage", long=True)
         built = stage.build(self)
         loader = self.loader(self.train_data)
-        total = stage.total_steps(config, loader)
+        total = config.total_steps(loader)
         for line in prepared.remarks(loader):
             self.say(line)
         adapters, policies = adapter_parameters(config, shape), config.gradients.chain()

@@ -114,11 +114,6 @@ class Stage:
         return getattr(config, cls.name)
 
     @classmethod
-    def default_lr(cls, *, lora: bool) -> float:
-        """Return the default of optimizer.lr; adapters, which start from zero, take ten times as much."""
-        return round(cls.lr * 10, 12) if lora else cls.lr
-
-    @classmethod
     def check(cls, config: "Config") -> Iterator[str]:
         """Yield the complaints that follow from the configuration alone."""
         yield from ()
@@ -137,15 +132,9 @@ class Stage:
 
     @classmethod
     def facts(cls, config: "Config") -> Facts:
-        """Return what follows from the settings for the planner, the data loader and the builder."""
+        """Return what follows from the settings; everybody else reads `config.facts`."""
         examples = config.batch.examples
         return Facts(config.data.max_length, examples, examples)
-
-    @classmethod
-    def total_steps(cls, config: "Config", loader: Any) -> int:
-        """Return the optimizer steps of the whole run."""
-        steps_per_epoch = loader.steps_per_epoch * cls.facts(config).steps_per_load
-        return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
 
     @classmethod
     def planned_rollout(cls, config: "Config", world: int) -> "PlannedRollout | None":

@@ -214,7 +214,7 @@ class PpoStage(ReferencedStage):
                 f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
                 "set it to at least 2 (commonly 8)"
             )
-        longest, prompts, *_ = cls.facts(config)
+        longest, prompts, *_ = config.facts
         if prompts < ppo.minibatches:
             yield (
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
@@ -267,7 +267,7 @@ class PpoStage(ReferencedStage):
 
     @classmethod
     def planned_rollout(cls, config: "Config", world: int) -> PlannedRollout | None:
-        ppo, facts = config.ppo, cls.facts(config)
+        ppo, facts = config.ppo, config.facts
         if ppo.sampler:
             return None
         return PlannedRollout(
@@ -286,7 +286,7 @@ class PpoStage(ReferencedStage):
             reward = Rewards(functions, tokenizer, *limits, run.watch.renew)
             run.resources.callback(reward.close)
         if ppo.reward_model:
-            scorer = run.frozen(cls.facts(config).others[-1])
+            scorer = run.frozen(config.facts.others[-1])
         outside = None
         if ppo.sampler:
             folder = Path(ppo.sampler_folder or config.output / "sampler")

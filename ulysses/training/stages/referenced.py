@@ -121,7 +121,7 @@ class ReferencedStage(Stage):
             case "live":
                 engine = run.initial_policy() if run.config.model.lora.rank else run.frozen()
             case _:
-                engine = run.frozen(cls.facts(run.config).others[0])
+                engine = run.frozen(run.config.facts.others[0])
         return logps_of(engine)
 
     @classmethod
@@ -135,8 +135,8 @@ class ReferencedStage(Stage):
             if data is None:
                 continue
             loader = run.loader(data, evaluation=evaluation)
-            steps = loader.steps_per_epoch if evaluation else cls.total_steps(config, loader)
-            pairs = pairs_of_run(loader, steps * cls.facts(config).mismatched)
+            steps = loader.steps_per_epoch if evaluation else config.total_steps(loader)
+            pairs = pairs_of_run(loader, steps * config.facts.mismatched)
             key = hashlib.sha256(f"{model} {data.fingerprint} {pairs}".encode()).hexdigest()
             path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
