@@ -156,7 +156,7 @@ def test_memory_does_not_grow_with_branches_times_prefix(length):
     rows, plan = batch.num_tokens, batch.attention_plan
     assert rows == length + 3 + 59 * 4
     (call,) = plan.prefix_calls
-    assert call.segments.bounds == ([0, 59 * 4], [0, length - 1])
+    assert call.segments.bounds == [[0, 59 * 4], [0, length - 1]]
     if length > 4096:
         return
     q, k, v = (torch.randn(rows, 1, E, requires_grad=True) for _ in range(3))

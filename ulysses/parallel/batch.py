@@ -33,6 +33,7 @@ from .layout import (
     Range,
     packed_plan,
     row_sets,
+    rows_of,
     shard_ranges,
     sum_levels,
     to_device,
@@ -179,7 +180,7 @@ def pack_shard(
     tokens, targets, loss_weights, token_columns = _read_rows(
         sequences or [Sequence([0], [0])], num_tokens, cu.tolist(), ranges
     )
-    indices = torch.cat([torch.arange(a, b) for a, b in ranges])
+    indices = rows_of(ranges)
     ids = torch.bucketize(indices, cu[1:], right=True)
     positions = indices - cu[ids] + before[ids]
     is_last = (indices + 1 == cu[ids + 1]) & (ids < num_sequences)
@@ -236,33 +237,38 @@ def _read_rows(
         for i in range(bisect_right(starts, a) - 1, bisect_left(starts, min(b, num_tokens))):
             start, stop = starts[i : i + 2]
             pieces.append((i, max(a, start) - start, min(b, stop) - start))
-    tokens, targets, weights = [], [], []
-    columns: dict[str, list[Tensor]] = {name: [] for name in sequences[0].token_columns}
-    # A rank that holds nothing but tail reads no row, but learns the columns' dtypes.
-    for i, low, high in pieces or [(0, 0, 0)]:
-        sequence = sequences[i]
-        # one token more than the piece: the target of its last position, unless the sequence ends there
-        piece = _read(sequence.tokens, low, high + 1).long()
-        weight = _read(sequence.loss_weights, low + 1, high + 1).float()
-        missing = (0, high - low - weight.numel())
-        tokens.append(piece[: high - low])
-        targets.append(F.pad(piece[1:], missing))
-        weights.append(F.pad(weight, missing))
-        for name, parts in columns.items():
-            values = sequence.token_columns[name]
-            parts.append(_read(values, low, max(high, low + 1))[: high - low])
-    tail = (0, sum(b - a for a, b in ranges) - sum(high - low for _, low, high in pieces))
-    loss_weights = F.pad(torch.cat(weights), tail)
+    pieces = pieces or [(0, 0, 0)]  # a rank that holds nothing but tail learns the dtypes
+
+    def read(arrays: list[Any]) -> list[Tensor]:
+        """Read one row more than each piece has: what its last position predicts, unless the sequence ends there."""
+        return [_read(arrays[i], low, high + 1) for i, low, high in pieces]
+
+    def join(parts: list[Tensor], shift: int = 0) -> Tensor:
+        """Join the pieces from `shift` rows on; where they end too early, and in the tail, there are zeros."""
+        fitted = [_fit(x[shift:], high - low) for x, (_, low, high) in zip(parts, pieces)]
+        return _fit(torch.cat(fitted), sum(b - a for a, b in ranges))
+
+    tokens = [part.long() for part in read([s.tokens for s in sequences])]
+    weights = [part.float() for part in read([s.loss_weights for s in sequences])]
+    loss_weights = join(weights, 1)
     if not bool(torch.isfinite(loss_weights).all()):
         raise ValueError(
             "loss_weights has a value that is not finite; give a number, or 0 to ignore a target"
         )
     return (
-        F.pad(torch.cat(tokens), tail),
-        F.pad(torch.cat(targets), tail).masked_fill_(loss_weights == 0, IGNORE),
+        join(tokens),
+        join(tokens, 1).masked_fill_(loss_weights == 0, IGNORE),
         loss_weights,
-        {name: F.pad(torch.cat(parts), tail) for name, parts in columns.items()},
+        {
+            name: join(read([s.token_columns[name] for s in sequences]))
+            for name in sequences[0].token_columns
+        },
     )
+
+
+def _fit(rows: Tensor, count: int) -> Tensor:
+    """Cut rows off, or add zeros."""
+    return F.pad(rows, (0, count - len(rows)))
 
 
 def _read(values: Any, start: int, stop: int) -> Tensor:

@@ -30,8 +30,9 @@ and R row-parallel size.
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -139,18 +140,15 @@ def _arcs(rows: Tensor) -> list[Range]:
     return [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(bounds)]
 
 
+def rows_of(ranges: Sequence[Range]) -> Tensor:
+    """List the rows of packed ranges, in order: int64 on the host."""
+    return torch.cat([torch.arange(a, b) for a, b in ranges])
+
+
 def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int) -> list[Range]:
     """Return the packed ranges whose tokens rank r * U + u holds, in order: the u-th equal part of row set r."""
-    arcs = sets[sp_rank // head_parallel_size]
-    size = sum(b - a for a, b in arcs) // head_parallel_size
-    start = sp_rank % head_parallel_size * size
-    ranges, offset = [], 0
-    for a, b in arcs:
-        low, high = max(start - offset, 0), min(start + size - offset, b - a)
-        if low < high:
-            ranges.append((a + low, a + high))
-        offset += b - a
-    return ranges
+    row_set, part = divmod(sp_rank, head_parallel_size)
+    return _arcs(rows_of(sets[row_set]).chunk(head_parallel_size)[part])
 
 
 # --- the plan of attention ---------------------------------------------------------------------------------------
@@ -166,7 +164,7 @@ class Segments(NamedTuple):
     cu_k: Tensor
     max_q: int
     max_k: int
-    bounds: tuple[list[int], list[int]] | None = None
+    bounds: Sequence[list[int]] | None = None
 
 
 class VarlenCall(NamedTuple):
@@ -234,29 +232,26 @@ def packed_plan(
 ) -> AttentionPlan:
     """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail."""
     cu, row = cu_seqlens.tolist(), 0
-    shared: dict[int, tuple[int, int]] = {}  # of every branch: its prefix's length and owner
-    if prefixes is not None:
-        found = enumerate(zip(prefixes.lengths.tolist(), prefixes.owners.tolist()))
-        shared = {i: prefix for i, prefix in found if prefix[0]}
+    shared: dict[int, list[Range]] = {}  # the rows of every branch's prefix
+    for i, (length, owner) in enumerate(zip(*(x.tolist() for x in prefixes or ()))):
+        if length:
+            shared[i] = [(cu[owner], cu[owner] + length)]
     calls: dict[bool, list[VarlenCall]] = {True: [], False: []}
-    # where an owner starts: the prefix lengths and rows of its branches
+    # where an owner starts: the prefix's end and the rows of each of its branches
     trees: dict[int, list[tuple[int, Range]]] = {}
     unshared: list[list[Document]] = []
     for a, b in sets[mesh.row_set]:
         causal: list[Document] = []
-        whole: list[Document] = []
         alone: list[Document] = []
         for i in range(bisect_right(cu, a) - 1, bisect_left(cu, b)):
             low, high = max(a, cu[i]), min(b, cu[i + 1])
-            rows, keys = (row + low - a, row + high - a), [(cu[i], high)]
-            causal.append(([rows], keys))
-            whole.append(([rows], [(cu[i], cu[i + 1])]))
-            if i in shared:
-                length, owner = shared[i]
-                trees.setdefault(cu[owner], []).append((length, rows))
-                keys = [(cu[owner], cu[owner] + length), *keys]
-            alone.append(([rows], keys))
+            rows, prefix = (row + low - a, row + high - a), shared.get(i, [])
+            causal.append(([rows], [(cu[i], high)]))
+            alone.append(([rows], [*prefix, (cu[i], high)]))
+            for start, end in prefix:
+                trees.setdefault(start, []).append((end, rows))
         calls[True].append(_call(causal, device))
+        whole = [*causal[:-1], ([rows], [(cu[i], cu[i + 1])])]
         calls[False].append(calls[True][-1] if b in cu else _call(whole, device))
         unshared.append(alone)
         row += b - a
@@ -273,49 +268,38 @@ def packed_plan(
 
 
 def _prefix_documents(trees: dict[int, list[tuple[int, Range]]]) -> list[list[Document]]:
-    """Return the documents of every prefix call, from the prefix lengths and rows of each owner's branches.
+    """Return the documents of every prefix call, from the prefix's end and the rows of each owner's branches.
 
     All branches of one owner attend to the rows that all of them share in one document; where some share more, a
     document of the next call has the rest.
     """
-    found: list[list[Document]] = []
-    for start, branches in trees.items():
-        lengths = sorted({0, *(length for length, _ in branches)})
-        documents = []
-        for low, high in pairwise(lengths):
-            rows = [rows for length, rows in branches if length >= high]
-            documents.append((rows, [(start + low, start + high)]))
-        found.append(documents)
+    found = [
+        [
+            ([rows for end, rows in branches if end >= high], [(low, high)])
+            for low, high in pairwise(sorted({start, *(end for end, _ in branches)}))
+        ]
+        for start, branches in trees.items()
+    ]
     return [list(filter(None, documents)) for documents in zip_longest(*found)]
 
 
 def _call(documents: list[Document], device: torch.device | str) -> VarlenCall:
-    rows, keys = ([part for document in documents for part in document[i]] for i in (0, 1))
-    cu_q, cu_k = (
-        torch.tensor(
-            [0, *(sum(b - a for a, b in document[i]) for document in documents)]
-        ).cumsum(0)
-        for i in (0, 1)
-    )
-    return VarlenCall(_index(rows, device), _index(keys, device), _segments(cu_q, cu_k, device))
-
-
-def _index(ranges: list[Range], device: torch.device | str) -> slice | Tensor:
-    """Return what selects the ranges: a slice unless there are gaps."""
-    if all(first[1] == second[0] for first, second in pairwise(ranges)):
-        return slice(ranges[0][0], ranges[-1][1])
-    return to_device(torch.cat([torch.arange(a, b) for a, b in ranges]), device)
-
-
-def _segments(cu_q: Tensor, cu_k: Tensor, device: torch.device | str) -> Segments:
-    on_device = to_device(cu_q.int(), device)
-    return Segments(
-        cu_q=on_device,
-        cu_k=on_device if torch.equal(cu_q, cu_k) else to_device(cu_k.int(), device),
-        max_q=int(cu_q.diff().max()),
-        max_k=int(cu_k.diff().max()),
-        bounds=(cu_q.tolist(), cu_k.tolist()),
-    )
+    indices: list[slice | Tensor] = []
+    sizes: list[list[int]] = []  # of every document
+    for side in zip(*documents):  # their query rows, their keys
+        ranges = [part for document in side for part in document]
+        if all(first[1] == second[0] for first, second in pairwise(ranges)):
+            indices.append(slice(ranges[0][0], ranges[-1][1]))
+        else:
+            indices.append(to_device(rows_of(ranges), device))
+        sizes.append([sum(b - a for a, b in document) for document in side])
+    bounds = [[0, *accumulate(x)] for x in sizes]
+    cu_q = to_device(torch.tensor(bounds[0], dtype=torch.int32), device)
+    cu_k = cu_q
+    if bounds[0] != bounds[1]:
+        cu_k = to_device(torch.tensor(bounds[1], dtype=torch.int32), device)
+    segments = Segments(cu_q, cu_k, max(sizes[0]), max(sizes[1]), bounds)
+    return VarlenCall(indices[0], indices[1], segments)
 
 
 def dense_plan(
@@ -326,16 +310,12 @@ def dense_plan(
     With R > 1 the row sets are contiguous too, so the result is exact but the ranks have unequal causal work. The work
     is balanced in batches made by `pack_shard`.
     """
-    length = local_tokens * mesh.sequence_parallel_size
-    rows = mesh.row_parallel_size
+    rows, length = mesh.row_parallel_size, local_tokens * mesh.sequence_parallel_size
+    total = batch_size * length
     # with whole sequences one kernel call serves all of them
-    parts = batch_size if rows > 1 else 1
-    share = batch_size * length // (parts * rows)
+    share = total if rows == 1 else length // rows
     sets = [
-        [
-            (start, start + share)
-            for start in range(r * share, batch_size * length, rows * share)
-        ]
+        [(start, start + share) for start in range(r * share, total, rows * share)]
         for r in range(rows)
     ]
     return packed_plan(torch.arange(batch_size + 1) * length, sets, mesh, device, batch_size)
@@ -357,12 +337,11 @@ def device_plan(
             f"cu_seqlens ends at {int(cu_seqlens[-1])} but the {ranks} ranks hold {total} tokens; "
             "it must describe the whole pack, with an entry for padding"
         )
-    if rows > 1 or on_host:
+    if rows > 1 or on_host or max_seqlen is None:
         host = cu_seqlens.cpu()
         sets = row_sets(host, rows, mesh.head_parallel_size)
         return packed_plan(host, sets, mesh, cu_seqlens.device)
-    longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
-    segments = Segments(cu_seqlens, cu_seqlens, longest, longest)
+    segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     calls = [VarlenCall(slice(0, total), slice(0, total), segments)]
     return AttentionPlan(
         mesh, total, cu_seqlens.numel() - 1, {True: calls, False: calls}, (((0, total),),)
