@@ -1,7 +1,7 @@
 """Attention over the sequence-parallel group: exact, for any number of heads, ranks and tokens.
 
-    q, k, v [S, heads, E]  --ExchangeQKV-->  [T, heads/U, E]  --kernel-->  out', lse  --ExchangeOut-->  out [S, H, E]
-       my tokens                                my heads                                                   my tokens
+    q, k, v [S, heads, E]  --exchange-->  [T, heads/U, E]  --kernel-->  out', lse  --exchange-->  out [S, H, E]
+       my tokens                             my heads                                                my tokens
 
 The kernel's forward and backward are separate methods, so that recomputation can keep (out', lse) and run neither the
 kernel's forward nor an all-to-all again.
@@ -17,8 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from .exchange import ExchangeOut, ExchangeQKV
+from .exchange import (
+    exchange_out_backward,
+    exchange_out_forward,
+    exchange_qkv_backward,
+    exchange_qkv_forward,
+)
 from .kernels import KernelOptions, resolve_kernel, varlen_backward, varlen_forward
 from .kernels_document import join_lse
 from .layout import AttentionPlan, VarlenCall, dense_plan, device_plan, head_layout
@@ -90,12 +96,8 @@ class UlyssesAttention(nn.Module):
             )
         lead = query.shape[:-2]
         query, key, value = (x.flatten(0, -3) for x in (query, key, value))
-        query, key, value = ExchangeQKV.apply(query, key, value, plan)
-        if callable(self.kernel):
-            output, _ = self.attend_forward(query, key, value, plan, causal, softmax_scale)
-        else:
-            output = _Attend.apply(query, key, value, self, plan, causal, softmax_scale)
-        return ExchangeOut.apply(output, plan).unflatten(0, lead)
+        output = _Attend.apply(query, key, value, self, plan, causal, softmax_scale)
+        return output.unflatten(0, lead)
 
     def attend_forward(
         self,
@@ -127,19 +129,9 @@ class UlyssesAttention(nn.Module):
 
         def run(call: VarlenCall, options: KernelOptions) -> tuple[Tensor, Tensor]:
             rows, keys, segments = call
-            inputs = query[rows], key[keys], value[keys]
-            if isinstance(kernel, str):
-                return varlen_forward(kernel, *inputs, segments, options)
-            output = kernel(
-                *inputs,
-                cu_seqlens_q=segments.cu_q,
-                cu_seqlens_k=segments.cu_k,
-                max_seqlen_q=segments.max_q,
-                max_seqlen_k=segments.max_k,
-                causal=options.causal,
-                softmax_scale=options.scale,
+            return varlen_forward(
+                kernel, query[rows], key[keys], value[keys], segments, options
             )
-            return output, query.new_empty(0, 0)
 
         outs, lses = zip(*(run(call, options) for call in calls))
         out, lse = (
@@ -163,17 +155,18 @@ class UlyssesAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq, dk, dv from what `attend_forward` returned; the kernel's forward does not run again.
 
-        A callable kernel has no backward of its own, so it runs again and is differentiated.
+        A callable kernel has no backward of its own: it runs again, unless `out` has a graph, and is differentiated.
         """
         kernel, options = self._resolve(query, plan, causal, softmax_scale)
         if not isinstance(kernel, str):
-            with torch.enable_grad():
+            if not out.requires_grad:
                 query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-                output, _ = self.attend_forward(query, key, value, plan, causal, softmax_scale)
-                dq, dk, dv = torch.autograd.grad(
-                    output, (query, key, value), dout, allow_unused=True, materialize_grads=True
-                )
-                return dq, dk, dv
+                with torch.enable_grad():
+                    out, _ = self.attend_forward(query, key, value, plan, causal, softmax_scale)
+            dq, dk, dv = torch.autograd.grad(
+                out, (query, key, value), dout, allow_unused=True, materialize_grads=True
+            )
+            return dq, dk, dv
 
         def gradients(
             call: VarlenCall, options: KernelOptions
@@ -254,6 +247,8 @@ def _join(
 
 
 class _Attend(torch.autograd.Function):
+    """Exchange, attend and exchange; keeps q', k', v', out' and lse, or the graph of a callable kernel."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -263,12 +258,23 @@ class _Attend(torch.autograd.Function):
         attention: UlyssesAttention,
         *arguments: Any,
     ) -> Tensor:
-        out, lse = attention.attend_forward(query, key, value, *arguments)
-        ctx.save_for_backward(query, key, value, out, lse)
+        plan = arguments[0]
+        shards: Any = exchange_qkv_forward(query, key, value, plan)
+        needs_graph = callable(attention.kernel) and any(ctx.needs_input_grad)
+        if needs_graph:
+            shards = [x.detach().requires_grad_() for x in shards]
+        with torch.set_grad_enabled(needs_graph):
+            out, lse = attention.attend_forward(*shards, *arguments)
+        ctx.save_for_backward(*shards, out, lse)
         ctx.attention, ctx.arguments = attention, arguments
-        return out
+        return exchange_out_forward(out.detach(), plan)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.attention.attend_backward(dout, *ctx.saved_tensors, *ctx.arguments)
-        return *grads, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        attention, plan = ctx.attention, ctx.arguments[0]
+        dq, dk, dv = attention.attend_backward(
+            exchange_out_backward(grad, plan), *ctx.saved_tensors, *ctx.arguments
+        )
+        heads = attention.num_heads, attention.num_kv_heads
+        return *exchange_qkv_backward(dq, dk, dv, plan, *heads), None, None, None, None

@@ -79,30 +79,13 @@ def _swap_axes(
 # --- q, k, v: token shards -> head shards ------------------------------------------------------------------------
 
 
-class ExchangeQKV(torch.autograd.Function):
-    """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them.
-
-    Returns q' [T/R, query, E], k' and v' [T, key, E]. All ranks of the group call it together, in backward too.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.plan, ctx.heads = plan, (query.shape[1], key.shape[1])
-        return exchange_qkv_forward(query, key, value, plan)
-
-    @staticmethod
-    def backward(
-        ctx: Any, dquery: Tensor, dkey: Tensor, dvalue: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *exchange_qkv_backward(dquery, dkey, dvalue, ctx.plan, *ctx.heads), None
-
-
 def exchange_qkv_forward(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the forward of `ExchangeQKV` without recording a graph."""
+    """Send q [S, H, E], k and v [S, K, E] to the ranks that attend with them; records no graph.
+
+    Returns q' [T/R, query, E], k' and v' [T, key, E]. All ranks of the group call it together, and its adjoint too.
+    """
     mesh = plan.mesh
     if mesh.sequence_parallel_size == 1:
         return query, key, value
@@ -136,7 +119,7 @@ def exchange_qkv_backward(
     num_heads: int,
     num_kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the backward of `ExchangeQKV`: gradients of head shards -> of token shards; kv copies are summed."""
+    """Bring gradients of head shards back to token shards; those of a kv head's copies are summed."""
     if plan.mesh.sequence_parallel_size == 1:
         return dquery, dkey, dvalue
     heads = head_layout(num_heads, num_kv_heads, plan.mesh.head_parallel_size)
@@ -250,21 +233,8 @@ def _sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:
 # --- attention output: head shards -> token shards ---------------------------------------------------------------
 
 
-class ExchangeOut(torch.autograd.Function):
-    """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as `ExchangeQKV`."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, plan: AttentionPlan) -> Tensor:
-        ctx.plan = plan
-        return exchange_out_forward(output, plan)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return exchange_out_backward(grad, ctx.plan), None
-
-
 def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
-    """Do the forward of `ExchangeOut` without recording a graph."""
+    """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v."""
     if plan.mesh.sequence_parallel_size == 1:
         return output
     received = _all_to_all(dense(_to_ranks(output, plan)), plan, near=1, far=0)
@@ -272,7 +242,7 @@ def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
 
 
 def exchange_out_backward(grad: Tensor, plan: AttentionPlan) -> Tensor:
-    """Do the backward of `ExchangeOut`: [S, H, E] -> [T/R, H/U, E]."""
+    """Send the outputs' gradients where the outputs came from: [S, H, E] -> [T/R, H/U, E]."""
     if plan.mesh.sequence_parallel_size == 1:
         return grad
     return _to_rows(_all_to_all(dense(_by_rank(grad, plan)), plan, near=1, far=0), plan)

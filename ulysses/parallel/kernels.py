@@ -16,6 +16,7 @@ Letters: T packed tokens, H query heads, K kv heads, E head dim.
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -139,14 +140,25 @@ def flash4() -> Any:
 
 
 def varlen_forward(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, segments: Segments, options: KernelOptions
+    kernel: str | Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments,
+    options: KernelOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Run a kernel's forward: q [Tq, H, E], k and v [Tk, K, E] -> out [Tq, H, E], lse [H, Tq] float32 or float64."""
+    """Run a kernel's forward: q [Tq, H, E], k and v [Tk, K, E] -> out [Tq, H, E], lse [H, Tq] float32 or float64.
+
+    A callable kernel has no lse, and an empty one is returned.
+    """
     causal, scale, _ = options
+    documents = _varlen(segments)
+    if callable(kernel):
+        out = kernel(q, k, v, **documents, causal=causal, softmax_scale=scale)
+        return out, q.new_empty(0, 0)
     by_document = _document_kernel(kernel, q)
     if by_document is not None:
         return run_forward(by_document, q, k, v, segments, causal, scale)
-    documents = _varlen(segments)
     if kernel == "torch":
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *documents.values(), 0.0, causal, False, scale=scale
