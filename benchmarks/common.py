@@ -34,7 +34,7 @@ from ulysses.memory.plan import GIB, Case, Machine, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import DTYPES, InitialWeights, build_engine, layer_memory
+from ulysses.training.build import InitialWeights, build_engine, layer_memory
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.memory import (
@@ -110,7 +110,7 @@ def build(config: Config, device: torch.device) -> Bench:
         config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads
     )
     # Refuse a kernel that cannot run before anything is allocated.
-    resolve_kernel(config.model.attention, device, DTYPES[config.model.dtype], shape.head_dim)
+    resolve_kernel(config.model.attention, device, config.dtype, shape.head_dim)
     kept = MemoryChoice(("none",) * shape.num_hidden_layers)
     engine = build_engine(config, InitialWeights(shape, 0), mesh, kept)
     return Bench(config, shape, mesh, engine)
@@ -238,7 +238,7 @@ def measure(
     # what a rank's step really computes, as the planner counts it
     executed = sum(step_flops(case)) * mesh.sequence_parallel_size / seconds
     executed *= groups / mesh.world_size
-    attention, dtype = bench.config.model.attention, DTYPES[bench.config.model.dtype]
+    attention, dtype = bench.config.model.attention, bench.config.dtype
     kernel = resolve_kernel(
         attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents
     ).name

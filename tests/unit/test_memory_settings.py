@@ -149,9 +149,7 @@ def seen() -> Any:
     device, rank = SimpleNamespace(type="cuda"), dist.get_rank()
     os.environ["LOCAL_WORLD_SIZE"] = "21"[rank // 2]
     gpu = SimpleNamespace(total_memory=GIB * (1 + rank))
-    with mock.patch("torch.cuda.get_device_properties", lambda _: gpu), mock.patch(
-        "torch.tensor", lambda values, **_: torch.DoubleTensor(values)
-    ):
+    with mock.patch("torch.cuda.get_device_properties", lambda _: gpu):
         return this_machine(device, 100.0 - rank)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from models.policy_value import PolicyValue
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
-from ulysses.training.config import DTYPES, Config
+from ulysses.training.config import Config
 from ulysses.training.memory import MemoryChoice, plain_model
 from ulysses.training.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
@@ -36,30 +36,29 @@ class InitialWeights:
     def __init__(self, shape: Shape, seed: int, folder: Path | None = None) -> None:
         self.shape = shape
         self.seed = seed
-        self.files = WeightFiles(folder) if folder is not None else None
-        self.stored = self.files.tensors if self.files is not None else {}
-        self.paths = self.files.paths if self.files is not None else []
+        self.files = WeightFiles(folder) if folder else None
+        self.stored = self.files.tensors if self.files else {}
+        self.paths = self.files.paths if self.files else []
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
         plain = name.removeprefix("policy.").removeprefix("value.")  # models.policy_value
         plain = plain.replace(".base_layer.", ".")  # training.lora
         stop = start + out.numel()
+        if plain in self.stored:
+            out.copy_(self.files.read(plain, start, stop))
+            return
         if ".lora_B." in name:
-            out.zero_()
+            whole = torch.zeros(shape, device=out.device)
         elif ".lora_A." in name:
             bound = 1 / math.sqrt(shape[1])
+            generator = keyed_generator(out.device, self.seed, name)
             whole = torch.empty(shape, device=out.device)
-            whole.uniform_(
-                -bound, bound, generator=keyed_generator(out.device, self.seed, name)
-            )
-            out.copy_(whole.view(-1)[start:stop])
-        elif plain in self.stored:
-            out.copy_(self.files.read(plain, start, stop))
+            whole.uniform_(-bound, bound, generator=generator)
         else:
             whole = init_parameter(
                 plain, shape, self.shape, self.seed, device=out.device, dtype=out.dtype
             )
-            out.copy_(whole.view(-1)[start:stop])
+        out.copy_(whole.view(-1)[start:stop])
 
     def fingerprint(self) -> str:
         """Return a digest of four blocks of every tensor, which changes when any matrix is trained."""
@@ -103,7 +102,7 @@ def build_engine(
     if trained:
         reward = stage.reward
     settings = derive(
-        dtype=DTYPES[config.model.dtype],
+        dtype=config.dtype,
         offload_optimizer=config.memory.offload_optimizer and trained,
         offload_parameters=config.memory.offload_parameters,
         layer_matrices=sizes.layer_parameters,
@@ -124,17 +123,12 @@ def build_engine(
 
         return add_adapters(model, lora)
 
-    model = build_partitioned(create, settings, weights.fill)
-    if not trained:
+    model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None
+    if trained:
+        on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
+        groups = parameter_groups(model, config.optimizer.weight_decay, config.facts.scopes)
+        optimizer = adamw(groups, config.optimizer, on_gpu=on_gpu)
+    else:
         model.requires_grad_(False)
-        return ZeroEngine(model.eval(), settings, None, (DecoderLayer,))
-    on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
-    groups = parameter_groups(model, config.optimizer.weight_decay, config.facts.scopes)
-    optimizer = adamw(groups, config.optimizer, on_gpu=on_gpu)
-    return ZeroEngine(
-        model.train(),
-        settings,
-        optimizer,
-        (DecoderLayer,),
-        DTYPES[config.optimizer.reduce_dtype],
-    )
+    between = getattr(torch, config.optimizer.reduce_dtype)
+    return ZeroEngine(model, settings, optimizer, (DecoderLayer,), between)

@@ -29,7 +29,6 @@ from ulysses.training.stages.pt import PtSection
 from ulysses.training.stages.rm import RmSection
 from ulysses.training.stages.sft import SftSection
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}  # of model.dtype
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -365,6 +364,10 @@ class Config(Section):
         """Return the optimizer steps of the whole run."""
         steps_per_epoch = loader.steps_per_epoch * self.facts.steps_per_load
         return self.run.steps or max(1, round(self.run.epochs * steps_per_epoch))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.model.dtype)
 
     @model_validator(mode="after")
     def _has_effect(self) -> "Config":

@@ -40,7 +40,7 @@ from ulysses.data.sources import parse_sources
 from ulysses.disk import check_files, writing
 from ulysses.training.checkpoint import read_run_state
 from ulysses.training.command_line import check
-from ulysses.training.config import DTYPES, Config
+from ulysses.training.config import Config
 from ulysses.zero.state import SavedSlices
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def _saved_parameters(
     saved: SavedSlices, config: Config, shape: Shape, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, Tensor]]:
     """Read the policy's saved parameters, and those that adapters left frozen from where the run read them."""
-    dtype, stage, source = DTYPES[config.model.dtype], config.stage_class, config.model
+    dtype, stage, source = config.dtype, config.stage_class, config.model
     model = empty_model(shape, reward=stage.reward)
     if source.lora.rank:
         from ulysses.training.lora import add_adapters, base_name, is_adapter

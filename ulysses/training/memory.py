@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from models.arch import ModelConfig as Shape
 from models.decoder import count_parameters, empty_model
@@ -25,7 +24,8 @@ from ulysses.memory.plan import (
     one_level,
     predict,
 )
-from ulysses.training.config import DTYPES, Config, Options
+from ulysses.parallel.mesh import gather
+from ulysses.training.config import Config, Options
 from ulysses.training.metrics import device_peak_flops
 from ulysses.training.section import ConfigError
 
@@ -83,9 +83,12 @@ def plain_model(
 
 def planner_model(config: Config, shape: Shape) -> Model:
     """Return the planner's view of the trained model."""
-    stage, adapters = config.stage_class, adapter_parameters(config, shape)
-    value = config.facts.value
-    return plain_model(shape, adapters=adapters, reward=stage.reward, value=value)
+    return plain_model(
+        shape,
+        adapters=adapter_parameters(config, shape),
+        reward=config.stage_class.reward,
+        value=config.facts.value,
+    )
 
 
 def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) -> Case:
@@ -108,7 +111,7 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
         rollout=stage.planned_rollout(config, machine.gpus),
         common_heads=gcd(shape.num_attention_heads, *(other.heads for other in others)),
         allowed=allowed_levels(config),
-        element_size=DTYPES[config.model.dtype].itemsize,
+        element_size=config.dtype.itemsize,
         others=tuple(others),
         saves=True,
         **config.memory.model_dump(exclude={"recompute", "host_memory"}),
@@ -227,11 +230,9 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine | None:
     if device.type != "cuda":
         return None
     memory = torch.cuda.get_device_properties(device).total_memory
-    facts = [memory, host_gib * GIB or free_host_bytes(), -int(os.environ["LOCAL_WORLD_SIZE"])]
-    values = torch.tensor(facts, dtype=torch.float64, device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MIN)
-    gpu, host, node = values.tolist()
-    return Machine(dist.get_world_size(), gpu, host, -int(node))
+    own = memory, host_gib * GIB or free_host_bytes(), int(os.environ["LOCAL_WORLD_SIZE"])
+    gpus, hosts, nodes = zip(*gather(own))
+    return Machine(len(nodes), min(gpus), min(hosts), max(nodes))
 
 
 def free_host_bytes() -> int:

@@ -31,7 +31,7 @@ from ulysses.memory.plan import divisors
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.training.build import InitialWeights
 from ulysses.training.checkpoint import read_run_state, resume_point
-from ulysses.training.config import DTYPES, Config, ModelSection
+from ulysses.training.config import Config, ModelSection
 from ulysses.training.memory import planner_model
 from ulysses.training.section import AbsentError, ConfigError, blame, flat, refuse
 from ulysses.training.stages.base import OtherModel
@@ -233,7 +233,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             plan.kernel = resolve_kernel(
                 model.attention,
                 device,
-                DTYPES[model.dtype],
+                config.dtype,
                 plan.shape.head_dim,
                 deterministic=config.run.deterministic,
             )
@@ -456,7 +456,7 @@ def _check_disk(config: Config, shape: Shape) -> None:
         count = 2 + (run.keep or run.steps // run.save_every)
     need = 12 * planner_model(config, shape).trained * count
     if run.export:
-        need += count_parameters(shape) * DTYPES[config.model.dtype].itemsize
+        need += count_parameters(shape) * config.dtype.itemsize
     place = next(folder for folder in (output, *output.parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise ConfigError(

@@ -23,7 +23,7 @@ from ulysses.training.agreement import agree, facts_of, hold_output
 from ulysses.training.build import build_engine
 from ulysses.training.checkpoint import clear_run_folder
 from ulysses.training.command_line import check, parse_command_line
-from ulysses.training.config import DTYPES, Config
+from ulysses.training.config import Config
 from ulysses.training.export_model import export_engine, save_tokenizer
 from ulysses.training.failure import may_restart
 from ulysses.training.memory import (
@@ -132,7 +132,7 @@ class TrainingRun:
         heads = head_layout(
             shape.num_attention_heads, shape.num_key_value_heads, self.mesh.head_parallel_size
         )
-        kernel, dtype = config.model.attention, DTYPES[config.model.dtype]
+        kernel, dtype = config.model.attention, config.dtype
         prove_kernel(kernel, self.device, dtype, heads.query, heads.key, shape.head_dim)
         check_deepspeed(self.device)
         if self.mesh.is_main:
