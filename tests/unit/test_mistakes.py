@@ -61,6 +61,8 @@ MISTAKES = {
     f"{BASE} --memory.host_memory -1": "memory.host_memory is '-1': input should be greater than or equal to 0",
     f"{BASE} --run.steps many": "run.steps is 'many'",
     f"{BASE} --model.arch llama3-8b": "model.path and model.arch are both set; set only one of them",
+    "--stage sft --run.steps 3 --model.init random --model.arch llama9 --data.train PLACE/chats.jsonl":
+        "model.arch is 'llama9' but must be one of",
     "--stage dpo --run.steps 3 --model.init random": "the model is missing; set model.path to a folder or hub id",
     f"{BASE} --optimizer.betas [0.9,1.5]": "optimizer.betas is",
     f"{BASE} --optimizer.lr inf": "optimizer.lr is 'inf'",

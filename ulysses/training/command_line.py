@@ -170,15 +170,15 @@ def _sentences(
             wrong[key] = start + message[0].lower() + message[1:]
     sentences: list[str] = []
     factors = {key: unknown[key] for key in unknown if key.split(".")[-1] in BATCH_FACTORS}
-    with suppress(AttributeError, ValueError, ZeroDivisionError):  # numbers that are none
-        degree = int(values.get("parallel", {}).get("sequence_parallel_size", 1))
-        groups = int(os.environ.get("WORLD_SIZE", "1")) // degree or 1
-        if factors:
+    if factors:
+        with suppress(AttributeError, ValueError, ZeroDivisionError):  # numbers that are none
+            degree = int(values.get("parallel", {}).get("sequence_parallel_size", 1))
+            groups = int(os.environ.get("WORLD_SIZE", "1")) // degree or 1
             product, given = whole_step(factors, groups)
-            sentences = [
+            sentences.append(
                 f"{given}: unknown; here batch.examples is the whole step: set batch.examples = {product}"
-            ]
-        unknown = {key: value for key, value in unknown.items() if key not in factors}
+            )
+            unknown = {key: None for key in unknown if key not in factors}
     stage = str(values.get("stage"))
     sentences += [explain_unknown(key, stage, list(keys)) for key in unknown]
     hints = (f"{text} ({keys[key].description.rstrip('.')})" for key, text in wrong.items())

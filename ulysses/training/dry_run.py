@@ -25,7 +25,6 @@ from ulysses.memory.plan import (
 from ulysses.training.checkpoint import resume_point
 from ulysses.training.config import Config, Options
 from ulysses.training.memory import choose_memory, planned_machine, planner_case
-from ulysses.training.metrics import device_peak_flops
 from ulysses.training.prepare import Prepared, prepare
 from ulysses.training.quiet import wants_debug
 from ulysses.training.section import ConfigError, blame, refuse
@@ -114,12 +113,12 @@ def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
     if config.model.path and prepared.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
     assumed = "" if known else " (assumed; --gpu-memory says otherwise)"
-    speed = "" if device_peak_flops() else ", as fast as an H200"
-    told = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node"
-    host = told if machine.host_bytes else "host memory unknown (--host-memory)"
+    host = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node"
+    if not machine.host_bytes:
+        host = "host memory unknown (--host-memory)"
     print(
         f"\n{shape.describe_window()}\n"
-        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB{assumed}{speed}, {host}:\n"
+        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB{assumed}, {host}:\n"
         f"{case.model.parameters:,} parameters, {case.model.trained:,} trained; {batches} "
         f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
         f"{case.documents} sequence{'s' * (case.documents > 1)}"

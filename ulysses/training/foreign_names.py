@@ -34,7 +34,10 @@ def explain_unknown(key: str, stage: str, keys: list[str]) -> str:
     for name in (key, last):
         if rule := names["ours"].get(name):
             note = f" ({rule['note']})" if "note" in rule else ""
-            return f"{key}: unknown; here it is {_ours(rule['key'], stage, keys)}{note}"
+            ours, end = rule["key"].replace("STAGE", stage), rule["key"].removeprefix("STAGE")
+            if ours not in keys:  # nor is the stage known that it is meant for
+                ours = " or ".join(known for known in keys if known.endswith(end))
+            return f"{key}: unknown; here it is {ours}{note}"
         if name in names["not_needed"]:
             return f"{key}: not needed here ({names['not_needed'][name]}); leave it out"
         if name in names["not_supported"]:
@@ -59,10 +62,3 @@ def whole_step(factors: dict[str, Any], groups: int) -> tuple[int, str]:
         math.prod(map(int, factors.values())) * groups,
         f"{given} x {groups} GPUs (those that share a sequence count once)",
     )
-
-
-def _ours(key: str, stage: str, keys: list[str]) -> str:
-    """Return our key, with the stage's own table for STAGE, or all that may be meant."""
-    name = key.replace("STAGE", stage)
-    tables = [known for known in keys if known.endswith(key.removeprefix("STAGE"))]
-    return name if name in keys else " or ".join(tables)

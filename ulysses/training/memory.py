@@ -208,16 +208,14 @@ def planned_machine(config: Config, options: Options, world: int) -> Machine:
     gpu = device.total_memory if device else ASSUMED_GIB * GIB
     host = options.host_memory or config.memory.host_memory
     local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8)))
-    peak = device_peak_flops() or H200_FLOPS
-    # an H200's float32 is that much slower than its bfloat16
-    if config.model.dtype == "float32":
-        peak /= 15
+    # an H200's float32 is 15 times slower than its bfloat16
+    slower = 15 if config.model.dtype == "float32" else 1
     return Machine(
         world,
         options.gpu_memory * GIB if options.gpu_memory else gpu,
         host * GIB or (0.0 if options.gpus else free_host_bytes()),
         local,
-        peak,
+        (device_peak_flops() or H200_FLOPS) / slower,
     )
 
 

@@ -212,7 +212,8 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         if pretrained:
             with blame("model.path"):
                 check_weights(plan.shape, plan.folder, reward=stage.reward)
-    plan.shape = plan.shape or published_shape(model)
+    if plan.shape is None and model.path:
+        plan.shape = published_shape(model)
     if plan.shape is None:
         refuse(complaints, findings)
         return plan
