@@ -18,7 +18,6 @@ import yaml
 
 import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.training.command_line import check, known_keys, put
-from ulysses.training.config import Config
 from ulysses.training.foreign_names import BATCH_FACTORS, foreign_names, whole_step
 from ulysses.training.section import ConfigError, flat
 from ulysses.training.stages import STAGES
@@ -110,11 +109,8 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
             if rule.get("list") and isinstance(value, str):
                 value = value.split(",")
             if key in ("data.train", "data.eval"):
-                value = [
-                    _source(each, names["sources"], remarks)
-                    for each in (value if isinstance(value, list) else [value])
-                ]
-                value = value if len(value) > 1 else value[0]
+                entries = value if isinstance(value, list) else [value]
+                value = _plain([_source(each, names["sources"], remarks) for each in entries])
             new = choices.get(lower) if choices and not isinstance(value, list) else value
             if key not in keys or key.split(".")[0] in {*STAGES} - {stage}:
                 problem = "a run of this stage has no such setting; leave it out"
@@ -139,8 +135,7 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
     settings["batch.examples"], product = whole_step(factors, groups)
     comments["batch.examples"] = f"  # {product}; --gpus N for others"
     lines = ["# what every setting means: train.py --help"]
-    sections = [*Config.model_fields]
-    for key in sorted(settings, key=lambda key: sections.index(key.split(".")[0])):
+    for key in sorted(settings, key=lambda key: ("." in key, key)):
         # an inline table of TOML is a JSON object but for its colons
         text = json.dumps(settings[key], ensure_ascii=False, separators=(", ", " = "))
         lines.append(f"{key} = {text}{comments.get(key, '')}")
@@ -164,8 +159,8 @@ def _complete(given: dict[str, Any], folder: Path, names: dict[str, Any]) -> dic
     file = given.get("deepspeed")
     if isinstance(file, str) and (found := _find(file, folder)).exists():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
-    plain = {name: _plain(value) for name, value in flat(given).items()}
-    given = {name: value for name, value in plain.items() if value not in NOTHING}
+    plain = ((name, _plain(value)) for name, value in flat(given).items())
+    given = {name: value for name, value in plain if value not in NOTHING}
     marks, defaults = names["marks"], names["defaults"]
     system = next((name for name in marks if given.keys() & marks[name]), "trl")
     for name, stage in names["implied"].items():
@@ -181,22 +176,19 @@ def _complete(given: dict[str, Any], folder: Path, names: dict[str, Any]) -> dic
         source = {"path": path, "subset": given.pop("dataset_config", None)}
         given["datasets"] = source | {"split": given.pop("dataset_train_split", "train")}
         if given.get("eval_strategy"):
-            test = given.pop("dataset_test_split", "test")
-            given["test_datasets"] = source | {"split": test}
-    if (
-        "dataset_dir" in given
-    ):  # of LLaMA-Factory: a file there describes data sets by their names
+            given["test_datasets"] = source | {"split": given.pop("dataset_test_split", "test")}
+    # LLaMA-Factory describes data sets by their names in a file of this folder
+    if "dataset_dir" in given:
         info = _find(f"{given['dataset_dir']}/dataset_info.json", folder)
         described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
-        most = given.pop("max_samples", None)
+        most = {"num_samples": given.pop("max_samples", None)}
+        unknown = {"dataset_info.json": "does not describe it, so write its path"}
         for each in described.values():
-            each.setdefault("num_samples", most)
             if "file_name" in each:
                 each["file_name"] = str(info.parent / each["file_name"])
         for name in given.keys() & {"dataset", "eval_dataset"}:
-            unknown = {"dataset_info.json": "does not describe it, so write its path"}
             given[name] = [
-                described.get(each, {"path": each} | unknown)
+                most | described.get(each, {"path": each} | unknown)
                 for each in given[name].replace(" ", "").split(",")
             ]
     return given
@@ -237,7 +229,3 @@ def _find(path: str, folder: Path) -> Path:
     """Return a path as it is, or as seen from `folder` or one above it, wherever the file exists."""
     places = (Path(), folder, *folder.absolute().parents)
     return next((place / path for place in places if (place / path).exists()), Path(path))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

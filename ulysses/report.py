@@ -12,7 +12,6 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -120,19 +119,19 @@ def draw_figure(runs: dict[str, Run]) -> Figure:
     of_octaves = list(filter(OCTAVE.match, seen))
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
-    drawn = {m: partial(draw_curves, metric=m) for m in TITLES if m in seen}
-    for metric in sorted(seen.keys() - {*TITLES, *of_octaves}):
-        if len(seen[metric]) > 1:
-            drawn[metric] = partial(draw_curves, metric=metric)
-    if octaves:
-        drawn["Held-out nll by position"] = partial(draw_octaves, octaves=octaves)
+    others = sorted(seen.keys() - {*TITLES, *of_octaves})
+    panels = [metric for metric in TITLES if metric in seen]
+    panels += [metric for metric in others if len(seen[metric]) > 1]
+    panels += ["Held-out nll by position"] * bool(octaves)
 
-    rows = math.ceil(len(drawn) / COLUMNS)
+    rows = math.ceil(len(panels) / COLUMNS)
     figure = Figure((5.5 * COLUMNS, 0.4 + 2.8 * rows), layout="constrained")
-    for i, (panel, draw) in enumerate(drawn.items()):
-        steps = figure.axes[0] if i and draw.func is not draw_octaves else None
-        axis = figure.add_subplot(rows, COLUMNS, i + 1, sharex=steps)
-        draw(axis, runs)
+    for place, panel in enumerate(panels, 1):
+        axis = figure.add_subplot(rows, COLUMNS, place)
+        if panel in seen:
+            draw_curves(axis, runs, panel)
+        else:
+            draw_octaves(axis, runs, octaves)
         axis.set_title(TITLES.get(panel, panel), fontsize=10, loc="left")
         axis.grid(alpha=0.25)
     lines = [Line2D([], [], color=f"C{i}", linewidth=3) for i in range(len(runs))]
@@ -150,9 +149,8 @@ def html_page(runs: dict[str, Run], figure: Figure) -> str:
             finite = [value for value in run.get(metric, {}).values() if math.isfinite(value)]
             line.append(f"{finite[-1]:.6g}" if finite else "")
         lines.append(line)
-    table = ""
-    for line in lines:
-        table += "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line)
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
+    table = "<tr>".join(["", *cells])
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()

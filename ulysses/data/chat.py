@@ -137,7 +137,7 @@ class TextEncoder:
         """
         encoded: list[list[int]] = [[] for _ in texts]
         parts = ((i, part) for i, text in enumerate(texts) for part in safe_parts(text))
-        for batch in in_batches(parts, CHARACTERS_AT_ONCE, lambda part: len(part[1])):
+        for batch in in_batches(parts, CHARACTERS_AT_ONCE):
             places, strings = zip(*batch)
             results = self.backend.encode_batch_fast(strings, add_special_tokens=False)
             for i, result in zip(places, results):

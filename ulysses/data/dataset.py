@@ -86,17 +86,17 @@ def open_dataset(
                 return encode_documents(records, encoder), events
             return list(encode_records(records, kind, template, settings, events)), events
 
-        def encoded(rows: Iterable[LocatedRow]) -> Iterator[Any]:
+        def encoded() -> Iterator[Any]:
+            located = locate_rows(sources, report)
+            bar = {"desc": "tokenising", "unit": " rows", "delay": BAR_AFTER_SECONDS}
+            rows = part_of(tqdm(located, total=count_rows(sources), **bar), settings, report)
             batches = in_batches(rows, CHARACTERS_AT_ONCE)
             for examples, events in in_order(encode, batches, workers):
                 for event in events:
                     report.count(*event)
                 yield from examples
 
-        located = locate_rows(sources, report)
-        bar = {"desc": "tokenising", "unit": " rows", "delay": BAR_AFTER_SECONDS}
-        rows = tqdm(located, total=count_rows(sources), **bar)
-        examples = encoded(part_of(rows, settings, report))
+        examples = encoded()
         if template is None:
             examples = cut_documents(examples, encoder, settings.max_length)
         write_dataset(temporary, kind, examples, report, [source.path for source in sources])
@@ -138,20 +138,19 @@ def write_dataset(
         for example in examples:
             report.kept += 1
             numbers = {**example.columns, "_source": example.source}
-            tokens = [sequence.tokens for sequence in example.sequences]
-            shared = [common_prefix(example.sequences[0], s) for s in example.sequences[1:]]
-            ranks = [s.columns.get("rank", 0) for s in example.sequences]
-            counts.append(len(tokens))
-            for size in zip(map(len, tokens), [0, *shared], ranks):
-                sizes.extend(size)
-            report.tokens += sum(map(len, tokens))
-            report.shared += sum(shared)
+            first = example.sequences[0]
+            counts.append(len(example.sequences))
             for sequence in example.sequences:
+                size = len(sequence.tokens)
+                shared = 0 if sequence is first else common_prefix(first, sequence)
+                sizes.extend((size, shared, sequence.columns.get("rank", 0)))
+                report.tokens += size
+                report.shared += shared
                 tokens_file.write(sequence.tokens.tobytes())
                 if kind != "text":
                     weights_file.write(sequence.loss_weights.tobytes())
             if kind in ("unpaired", "prompt"):
-                prompt = example.sequences[0].tokens[: int(numbers["prompt_length"])]
+                prompt = first.tokens[: int(numbers["prompt_length"])]
                 digest = hashlib.sha256(prompt.tobytes()).digest()
                 numbers["prompt_id"] = prompts.setdefault(digest, len(prompts))
             if kind == "prompt":
@@ -205,15 +204,15 @@ class TokenizedDataset:
         self.report = Report(**index["report"])
         self.source_weights = source_weights
         self.columns = dict(np.load(self.folder / "columns.npz"))
-        whole, shared, self._ranks = self.columns.pop("_sequences")
+        whole, shared, ranks = self.columns.pop("_sequences")
         self.prefix_lengths: np.ndarray = shared * share_prompts
         self.sequence_lengths: np.ndarray = whole - self.prefix_lengths
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
         self.sources: np.ndarray = self.columns.pop("_source")
         self._rows = self.columns.pop("_row", None)  # where each prompt's row begins
-        self._ends, self._row_ends = (
-            lengths.cumsum().reshape(whole.shape) for lengths in (whole, self.sequence_lengths)
-        )
+        tables = whole, self.sequence_lengths
+        ends = (table.cumsum().reshape(table.shape) for table in tables)
+        self._layout = np.stack([self.sequence_lengths, self.prefix_lengths, ranks, *ends])
         self._tokens = np.memmap(self.folder / "tokens.bin", np.int32, "r")
         self._weights = np.broadcast_to(np.float32(1), len(self._tokens))
         if self.kind != "text":
@@ -246,11 +245,10 @@ class TokenizedDataset:
         return Sequence(tokens[: self.max_length], weights[: self.max_length], found)
 
     def _sequence(self, index: int, j: int) -> Sequence:
-        tables = self.sequence_lengths, self.prefix_lengths, self._ends, self._row_ends
-        length, prefix, end, row_end = (int(table[index, j]) for table in tables)
+        length, prefix, rank, end, row_end = self._layout[:, index, j].tolist()
         span, rows = slice(end - length, end), slice(row_end - length, row_end)
         columns = {name: values[rows] for name, values in self.token_columns.items()}
-        ranked = {"rank": int(self._ranks[index, j])} if self.kind == "ranked" else {}
+        ranked = {"rank": rank} if self.kind == "ranked" else {}
         return Sequence(
             self._tokens[span], self._weights[span], columns, ranked, prefix, j * bool(prefix)
         )

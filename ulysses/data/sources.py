@@ -6,12 +6,11 @@ and the hub go through `datasets`, which no other file imports. Only .json array
 
 import csv
 import gzip
-import hashlib
 import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, fields
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from ulysses.data import BadRowError, DataError
 from ulysses.data.cache import build_once, digest_of_value, known_files
+from ulysses.disk import digest_of
 
 PROMPT_KEYS = ("prompt", "question", "query")
 ANSWER_KEYS = ("completion", "response", "answer", "output")
@@ -92,9 +92,8 @@ def parse_sources(value: Any) -> list[Source]:
 
 def is_hub_id(source: Source) -> bool:
     """True if the path is not a local file or folder but looks like the id of a dataset on the hub."""
-    is_file_name = source.place.suffix in (*SUFFIXES, ".gz")
-    is_id = HUB_ID.match(source.path) is not None
-    return is_id and not is_file_name and not source.place.exists()
+    is_id = bool(HUB_ID.match(source.path)) and source.place.suffix not in (*SUFFIXES, ".gz")
+    return is_id and not source.place.exists()
 
 
 def missing_sources(sources: Iterable[Source]) -> list[str]:
@@ -129,26 +128,20 @@ def source_digest(source: Source, cache: Path) -> str:
     under the names, sizes and times of the files. Files that changed a moment ago are always read.
     """
     if is_hub_id(source):
-        content: Any = [source.path, source.subset, source.revision]
+        content = source.path
     else:
         files = source_files(source)
         if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
             content = _hash_files(files)
         else:
             known = known_files(files, cache)
-            build_once(known, lambda folder: (folder / "sha256").write_text(_hash_files(files)))
-            content = (known / "sha256").read_text()
-    columns = sorted(source.columns.items())
-    reading = [source.format, columns, source.split, source.separator, source.max_examples]
-    return digest_of_value([content, reading])
+            build_once(known, lambda folder: (folder / "digest").write_text(_hash_files(files)))
+            content = (known / "digest").read_text()
+    return digest_of_value(vars(source) | {"path": content, "weight": 1})
 
 
 def _hash_files(files: list[Path]) -> str:
-    digests = []
-    for path in files:
-        with path.open("rb") as file:
-            digests.append([path.suffix, hashlib.file_digest(file, "sha256").hexdigest()])
-    return digest_of_value(digests)
+    return digest_of_value([[path.suffix, digest_of(path)] for path in files])
 
 
 def text_parts(
@@ -181,17 +174,13 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
     yield text[start:]
 
 
-def in_batches(
-    items: Iterable[Any],
-    characters: int,
-    length: Callable[[Any], int] = lambda item: len(str(item)),
-) -> Iterator[list[Any]]:
+def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
     """Group items, at most ITEMS_AT_ONCE and fewer where they are long as text, to bound memory."""
     batch: list[Any] = []
     size = 0
     for item in items:
         batch.append(item)
-        size += length(item)
+        size += len(str(item))
         if len(batch) == ITEMS_AT_ONCE or size >= characters:
             yield batch
             batch, size = [], 0
@@ -208,12 +197,9 @@ def read_rows(source: Source) -> Iterator[tuple[str, int, Any]]:
     """
     is_one = is_hub_id(source) or _is_saved_dataset(source.place)
     for file in [source.place] if is_one else source_files(source):
+        read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
         try:
-            if is_one or _suffix(file) == ".parquet":
-                rows = enumerate(_library_rows(source, file), 1)
-            else:
-                rows = _file_rows(source, file)
-            for number, row in rows:
+            for number, row in read(source, file):
                 yield source.path if is_one else str(file), number, row
         except Exception as error:  # every format and library has its own classes
             problem = " ".join(str(error).split())[:300] or type(error).__name__
@@ -265,24 +251,26 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, row
 
 
-def _library_rows(source: Source, path: Path) -> Iterable[Any]:
+def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
     """Read a parquet file, a saved folder or a hub dataset with `datasets`."""
     import datasets
 
+    rows: Any
     if path.is_file():
-        return datasets.load_dataset(
+        rows = datasets.load_dataset(
             "parquet", data_files=str(path), split="train", streaming=True
         )
-    if path.is_dir():
+    elif path.is_dir():
         rows = datasets.load_from_disk(str(path))
-        return rows[source.split] if isinstance(rows, dict) else rows
-    return datasets.load_dataset(
-        source.path, source.subset, split=source.split, revision=source.revision
-    )
+    else:
+        rows = datasets.load_dataset(
+            source.path, source.subset, split=source.split, revision=source.revision
+        )
+    return enumerate(rows[source.split] if isinstance(rows, dict) else rows, 1)
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
 def _is_saved_dataset(path: Path) -> bool:
