@@ -68,7 +68,6 @@ def dpo_loss(
     Raises ValueError if an argument is out of range or does not apply to any of the losses.
     """
     names = (loss_type,) if isinstance(loss_type, str) else tuple(loss_type)
-    loss_type = " + ".join(names)  # for the sentences below
     for name in names:
         if name not in DPO_LOSS_TYPES:
             near = difflib.get_close_matches(name, DPO_LOSS_TYPES, 1)
@@ -106,48 +105,49 @@ def dpo_loss(
             f"f_divergence is {f_divergence!r} but loss_type {', '.join(names)!r} has none; "
             f"use 'reverse_kl', or one of {', '.join(_WITH_DIVERGENCE)}"
         )
-    given = (
-        policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps,
-        chosen_lengths, rejected_lengths,
-    )  # fmt: skip
-    shapes = [list(x.shape) for x in given if x is not None]
+    sides = (
+        (policy_chosen_logps, reference_chosen_logps, chosen_lengths),
+        (policy_rejected_logps, reference_rejected_logps, rejected_lengths),
+    )
+    shapes = [list(x.shape) for side in sides for x in side if x is not None]
     if any(len(shape) != 1 or shape != shapes[0] for shape in shapes):
         raise ValueError(
             f"log-probabilities and lengths have shapes {shapes} but every pair needs one of each: give [N], sums over "
             "the tokens of each completion"
         )
-    policy = [at_least_float32(x) for x in (policy_chosen_logps, policy_rejected_logps)]
-    reference: list[Tensor] = []
-    if reference_chosen_logps is not None and reference_rejected_logps is not None:
-        both = reference_chosen_logps, reference_rejected_logps
-        reference = [at_least_float32(x) for x in both]
-    elif not set(names) <= set(REFERENCE_FREE):
-        raise ValueError(
-            f"loss_type {loss_type!r} needs reference_chosen_logps and reference_rejected_logps; "
-            f"without a reference use {' or '.join(REFERENCE_FREE)}"
-        )
     parts, rewards = [], []
     for name, weight in zip(names, loss_weights or [1.0] * len(names)):
-        chosen, rejected = policy
-        if name not in REFERENCE_FREE:
-            chosen, rejected = chosen - reference[0], rejected - reference[1]
-        if name in LENGTH_NORMALISED:
-            if chosen_lengths is None or rejected_lengths is None:
-                raise ValueError(
-                    f"loss_type {name!r} is length-normalised; pass chosen_lengths and rejected_lengths"
-                )
-            chosen = chosen / chosen_lengths.clamp(min=1)
-            rejected = rejected / rejected_lengths.clamp(min=1)
-        rewards += [beta * chosen.detach(), beta * rejected.detach()]
+        ratios, bases = [], []
+        for policy, reference, lengths in sides:
+            ratio = at_least_float32(policy)
+            if name not in REFERENCE_FREE:
+                if reference is None:
+                    raise ValueError(
+                        f"loss_type {name!r} needs reference_chosen_logps and reference_rejected_logps; "
+                        f"without a reference use {' or '.join(REFERENCE_FREE)}"
+                    )
+                bases.append(at_least_float32(reference))
+                ratio = ratio - bases[-1]
+            if name in LENGTH_NORMALISED:
+                if lengths is None:
+                    raise ValueError(
+                        f"loss_type {name!r} is length-normalised; pass chosen_lengths and rejected_lengths"
+                    )
+                ratio = ratio / lengths.clamp(min=1)
+            ratios.append(ratio)
+            rewards.append(beta * ratio.detach())
+        chosen, rejected = ratios
         delta = chosen - rejected
         if name in _WITH_DIVERGENCE:
-            scores = [divergence_score(x, f_divergence, f_alpha) for x in (chosen, rejected)]
+            scores = [divergence_score(ratio, f_divergence, f_alpha) for ratio in ratios]
             delta = scores[0] - scores[1]
         if name == "aot":
-            margins, aligned = policy[0] - policy[1], aot_reference_margins
-            if aligned is None:
-                aligned = aot_margins(margins, reference[0] - reference[1])
-            delta = margins - aligned
+            margins = at_least_float32(policy_chosen_logps) - at_least_float32(
+                policy_rejected_logps
+            )
+            if aot_reference_margins is None:
+                aot_reference_margins = aot_margins(margins, bases[0] - bases[1])
+            delta = margins - aot_reference_margins
         loss = preference_loss(
             name, chosen, rejected, delta, beta, label_smoothing, simpo_gamma, discopop_tau, bco_delta
         )  # fmt: skip

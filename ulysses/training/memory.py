@@ -101,6 +101,10 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
         plain_model(_other(other.path, shape), reward=other.reward) for other in facts.others
     ]
     others += [plain_model(shape)] * facts.keeps_initial
+    rollout = facts.rollout
+    if rollout:
+        prompts = -(-facts.examples_per_load // machine.gpus)
+        rollout = rollout._replace(answers=prompts * rollout.answers)
     case = Case(
         planner_model(config, shape),
         machine,
@@ -108,7 +112,7 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
         config.parallel.sequence_parallel_size,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
         forwards=facts.extra_forwards,
-        rollout=stage.planned_rollout(config, machine.gpus),
+        rollout=rollout,
         common_heads=gcd(shape.num_attention_heads, *(other.heads for other in others)),
         allowed=allowed_levels(config),
         element_size=config.dtype.itemsize,

@@ -16,8 +16,7 @@ import multiprocessing
 import pkgutil
 import re
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -114,19 +113,25 @@ class Rewards:
 
     def _column(self, name: str, asked: list[list[Any]], indices: list[int]) -> list[float]:
         """Return the scores by one function; `asked` holds prompts, completions and rows."""
-        function = load_function(name, self.timeout)
-        if next(iter(inspect.signature(function).parameters), "") == "prompts":
-            with self._named(name):
+        function, where, reason = load_function(name, self.timeout), "", ""
+        try:
+            if next(iter(inspect.signature(function).parameters), "") == "prompts":
                 found = function(*asked)
-        else:
-            calls = [*zip(*asked)]
-            running = [self.pool and self.pool.apply_async(function, call) for call in calls]
-            found = []
-            for call, one, index in zip(calls, running, indices):
-                self.renew()
-                with self._named(f"{name} on example {index}"):
+            else:
+                calls = [*zip(*asked)]
+                running = [self.pool and self.pool.apply_async(function, c) for c in calls]
+                found = []
+                for call, one, index in zip(calls, running, indices):
+                    self.renew()
+                    where = f" on example {index}"
                     # those before it have ended, so that this one has begun
                     found.append(one.get(self.timeout) if one else function(*call))
+        except multiprocessing.TimeoutError:
+            reason = f"took longer than ppo.reward_timeout, {self.timeout:g} s"
+        except Exception as error:
+            reason = f"failed: {type(error).__name__}: {error}"
+        if reason:
+            raise ValueError(f"the reward {name}{where} {reason}")
         try:
             scores = [float(score) for score in found]
         except (TypeError, ValueError):
@@ -141,17 +146,6 @@ class Rewards:
                     f"the reward {name} returned {score} for example {index}; return a finite number"
                 )
         return scores
-
-    @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
-        try:
-            yield
-            return
-        except multiprocessing.TimeoutError:
-            reason = f"took longer than ppo.reward_timeout, {self.timeout:g} s"
-        except Exception as error:
-            reason = f"failed: {type(error).__name__}: {error}"
-        raise ValueError(f"the reward {what} {reason}")
 
 
 def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:

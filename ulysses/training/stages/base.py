@@ -62,6 +62,7 @@ class Facts(NamedTuple):
         policies can be limited to one of them. None leaves all parameters in one group.
     others: the models that the run reads besides the trained one; all stay frozen.
     mismatched: whether sequences are read that join the prompt of one example and the answer of another (KTO).
+    rollout: the answers that are decoded to each prompt before each round of training; None if there are none.
     """
 
     longest_example: int
@@ -74,6 +75,7 @@ class Facts(NamedTuple):
     scopes: dict[str, float] | None = None
     others: tuple[OtherModel, ...] = ()
     mismatched: bool = False
+    rollout: "PlannedRollout | None" = None
 
 
 @dataclass(eq=False)
@@ -135,11 +137,6 @@ class Stage:
         """Return what follows from the settings; everybody else reads `config.facts`."""
         examples = config.batch.examples
         return Facts(config.data.max_length, examples, examples)
-
-    @classmethod
-    def planned_rollout(cls, config: "Config", world: int) -> "PlannedRollout | None":
-        """Return what one of `world` processes decodes before each round of training, for the memory plan."""
-        return None
 
     @classmethod
     def build(cls, run: "TrainingRun") -> "Stage":

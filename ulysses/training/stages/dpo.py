@@ -106,11 +106,7 @@ class DpoStage(ReferencedStage):
 
     @classmethod
     def facts(cls, config: "Config") -> Facts:
-        facts = super().facts(config)
-        if "aot" not in config.dpo.loss_types:
-            return facts
-        # policy and reference read the pairs once more, before the first backward
-        return facts._replace(extra_forwards=1 + 2 * facts.extra_forwards)
+        return super().facts(config, "aot" in config.dpo.loss_types)
 
     def sequences(self, example: Any) -> list[Sequence]:
         pair, alpha = super().sequences(example), self.config.ld_alpha

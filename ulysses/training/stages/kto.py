@@ -69,11 +69,8 @@ class KtoStage(ReferencedStage):
 
     @classmethod
     def facts(cls, config: "Config") -> Facts:
-        facts = super().facts(config)
-        if config.kto.loss_type != "kto":
-            return facts
-        # the mismatched answers are read by the policy and the reference
-        return facts._replace(extra_forwards=1 + 2 * facts.extra_forwards, mismatched=True)
+        mismatched = config.kto.loss_type == "kto"
+        return super().facts(config, mismatched)._replace(mismatched=mismatched)
 
     @classmethod
     def build(cls, run: "TrainingRun") -> "ReferencedStage":
@@ -82,8 +79,7 @@ class KtoStage(ReferencedStage):
                 "data.train has one example but kto's baseline pairs each example with another; give it more"
             )
         good = run.train_data.columns["label"] > 0.5
-        hint = weight_hint(int(good.sum()), int((~good).sum()), run.config.kto)
-        if hint:
+        if hint := weight_hint(int(good.sum()), int((~good).sum()), run.config.kto):
             run.say(hint)
         stage = super().build(run)
         stage.share_prompts = run.config.batch.share_prompts
@@ -97,8 +93,7 @@ class KtoStage(ReferencedStage):
         """Let sequences of one prompt leave it to the first of them; the order stays."""
         if not self.share_prompts:
             return sequences
-        first: dict[float, int] = {}
-        owners = [first.setdefault(prompt, place) for place, prompt in enumerate(prompts)]
+        owners = map(prompts.index, prompts)
         return [
             branch(s, common_prefix(sequences[owner], s), place - owner) if owner < place else s
             for place, (owner, s) in enumerate(zip(owners, sequences, strict=True))

@@ -254,26 +254,21 @@ class PpoStage(ReferencedStage):
         value, K = ppo.value if ppo.advantage == "gae" else "", ppo.answers_per_prompt
         values, scorers = 1 + (value == "separate"), bool(ppo.reward_model)
         scorer = OtherModel("ppo.reward", ppo.reward_model, reward=True)
+        steps, longest = ppo.epochs * ppo.minibatches, facts.longest_example
+        sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens, steps
         return facts._replace(
-            longest_example=facts.longest_example + ppo.max_new_tokens,
+            longest_example=longest + ppo.max_new_tokens,
             examples_per_load=prompts,
             examples_per_step=-(-prompts // ppo.minibatches) * K,
-            steps_per_load=ppo.epochs * ppo.minibatches,
+            steps_per_load=steps,
             extra_forwards=(values + facts.extra_forwards + scorers) / ppo.epochs,
             value=value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if value else None,
             others=facts.others + (scorer,) * scorers,
+            rollout=None
+            if ppo.sampler
+            else PlannedRollout(*sampled, config.model.lora.rank > 0),
         )
-
-    @classmethod
-    def planned_rollout(cls, config: "Config", world: int) -> PlannedRollout | None:
-        ppo, facts = config.ppo, config.facts
-        if ppo.sampler:
-            return None
-        return PlannedRollout(
-            -(-facts.examples_per_load // world) * ppo.answers_per_prompt, ppo.planned_batch, config.data.max_length,
-            ppo.max_new_tokens, facts.steps_per_load, merged=config.model.lora.rank > 0,
-        )  # fmt: skip
 
     @classmethod
     def build(cls, run: "TrainingRun") -> ReferencedStage:

@@ -91,11 +91,13 @@ class ReferencedStage(Stage):
             )
 
     @classmethod
-    def facts(cls, config: "Config") -> Facts:
+    def facts(cls, config: "Config", looks_ahead: bool = False) -> Facts:
         facts, reference = super().facts(config), cls.reference_of(config)
+        passes = float(reference not in ("", "cached"))
         other = OtherModel(f"{cls.name}.reference", reference)
         return facts._replace(
-            extra_forwards=float(reference not in ("", "cached")),
+            # a stage that looks ahead has policy and reference read as much once more, before the first backward
+            extra_forwards=1 + 2 * passes if looks_ahead else passes,
             keeps_initial=reference == "live" and not config.model.lora.rank,
             others=() if reference in ("", *cls.reference_words) else (other,),
         )
