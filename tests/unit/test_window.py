@@ -18,8 +18,9 @@ from ulysses.training.section import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = tiny_config(model_type="qwen2", vocab_size=704, max_position_embeddings=128)
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-ORIGINAL = {"original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+YARN, DYNAMIC = {"type": "yarn", "factor": 4.0}, {"type": "dynamic", "factor": 2.0}
 
 
 @pytest.fixture
@@ -50,6 +51,10 @@ def config(model: Path, *settings: str, stage: str = "sft", toml: str = "") -> C
         run.steps = 2
         {toml}""")
     return parse_command_line(["--config", str(path), *settings]).config
+
+
+def rope(settings: str) -> list[str]:
+    return [f"--model.rope.{setting}" for setting in settings.split()]
 
 
 def prepared(model: Path, *settings: str, **more: str) -> Prepared:
@@ -86,7 +91,7 @@ def test_ppo_counts_its_answers(model: Path) -> None:
 
 
 def test_a_reference_has_a_window_of_its_own(model: Path) -> None:
-    asked = ["--data.max_length", "256", "--model.rope.type", "yarn", "--model.rope.factor", "2"]
+    asked = ["--data.max_length", "256", *rope("type=yarn factor=2")]
     other = ["--dpo.reference", str(shutil.copytree(model, model.parent / "other"))]
     assert prepared(model, *asked, stage="dpo").shape.max_position_embeddings == 256
     with pytest.raises(ConfigError, match='dpo.reference: .* of the model has 128; set rope_scaling.type = "yarn"'):
@@ -109,32 +114,28 @@ def test_random_weights_have_no_window_and_their_export_has_the_trained_one(mode
     ("file", "settings", "scaling", "window"),
     [
         # config.json alone: the files of Qwen2.5 keep max_position_embeddings as it was
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "", RopeScaling("yarn", 4.0, 128), 512),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, "",
-         RopeScaling("yarn", 4.0, 32), 128),
-        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "", RopeScaling("linear", 2.5, 128), 320),
-        ({"rope_scaling": LLAMA3 | ORIGINAL}, "", RopeScaling("llama3", 8.0, 16, 1.0, 4.0), 128),
+        (YARN, "", RopeScaling("yarn", 4.0, 128), 512),
+        (YARN | {"original_max_position_embeddings": 32}, "", RopeScaling("yarn", 4.0, 32), 128),
+        ({"type": "linear", "factor": 2.5}, "", RopeScaling("linear", 2.5, 128), 320),
+        (LLAMA3, "", RopeScaling("llama3", 8.0, 16, 1.0, 4.0), 128),
         # changed by the configuration: a factor stretches the window before any scaling
-        ({}, "type=yarn factor=3 beta_fast=16 truncate=false attention_factor=1.5",
+        (None, "type=yarn factor=3 beta_fast=16 truncate=false attention_factor=1.5",
          RopeScaling("yarn", 3.0, 128, beta_fast=16.0, truncate=False, attention_factor=1.5), 384),
-        ({}, "type=yarn factor=2 original_max_position_embeddings=64", RopeScaling("yarn", 2.0, 64), 128),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.5}}, "factor=8",
-         RopeScaling("yarn", 8.0, 128, mscale=0.5), 1024),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 0.5}}, "type=linear",
-         RopeScaling("linear", 4.0, 128), 512),
-        ({"rope_scaling": LLAMA3 | ORIGINAL}, "type=yarn factor=32", RopeScaling("yarn", 32.0, 16), 512),
-        ({"rope_scaling": LLAMA3 | ORIGINAL}, "factor=16", RopeScaling("llama3", 16.0, 16, 1.0, 4.0), 128),
-        ({"rope_scaling": LLAMA3 | ORIGINAL}, "type=default", None, 16),
-        ({}, "type=llama3 factor=8 low_freq_factor=1 high_freq_factor=4",
+        (None, "type=yarn factor=2 original_max_position_embeddings=64", RopeScaling("yarn", 2.0, 64), 128),
+        (YARN | {"mscale": 0.5}, "factor=8", RopeScaling("yarn", 8.0, 128, mscale=0.5), 1024),
+        (YARN | {"mscale": 0.5}, "type=linear", RopeScaling("linear", 4.0, 128), 512),
+        (LLAMA3, "type=yarn factor=32", RopeScaling("yarn", 32.0, 16), 512),
+        (LLAMA3, "factor=16", RopeScaling("llama3", 16.0, 16, 1.0, 4.0), 128),
+        (LLAMA3, "type=default", None, 16),
+        (None, "type=llama3 factor=8 low_freq_factor=1 high_freq_factor=4",
          RopeScaling("llama3", 8.0, 128, 1.0, 4.0), 128),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type=yarn", RopeScaling("yarn", 2.0, 128), 256),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "theta=5000", RopeScaling("yarn", 4.0, 128), 512),
+        (DYNAMIC, "type=yarn", RopeScaling("yarn", 2.0, 128), 256),
+        (YARN, "theta=5000", RopeScaling("yarn", 4.0, 128), 512),
     ],
 )  # fmt: skip
 def test_the_configuration_lies_over_the_file(file, settings, scaling, window, model: Path) -> None:
-    edit(model, **file)
-    line = [word for s in settings.split() for word in ("--model.rope." + s.split("=")[0], s.split("=")[1])]
-    shape = prepared(model, "--data.max_length", "16", *line).shape
+    edit(model, rope_scaling=file)
+    shape = prepared(model, "--data.max_length", "16", *rope(settings)).shape
     assert (shape.rope_scaling, shape.max_position_embeddings) == (scaling, window)
     assert shape.rope_theta == (5000 if "theta" in settings else 10000)
     assert ModelConfig.from_hf(shape.to_hf()) == shape
@@ -143,36 +144,34 @@ def test_the_configuration_lies_over_the_file(file, settings, scaling, window, m
 @pytest.mark.parametrize(
     ("file", "settings", "sentence"),
     [
-        ({}, ["--model.rope.factor", "2"], r"model.rope.factor is set but rope type 'default' does not use it; .*type"),
-        ({}, ["--model.rope.type", "yarn"], r"factor = None but it must be a number above 0; .* the setting"),
-        ({}, ["--model.rope.type", "linear", "--model.rope.factor", "2", "--model.rope.mscale", "1"],
-         r"model.rope.mscale is set but rope type 'linear'"),
-        ({}, ["--model.rope.type", "yarn", "--model.rope.factor", "0.5"], r"needs a factor of at least 1"),
-        ({}, ["--model.rope.type", "yarn", "--model.rope.factor", "2", "--model.rope.beta_fast", "1"],
-         r"beta_fast above beta_slow"),
-        ({"rope_scaling": LLAMA3 | ORIGINAL | {"high_freq_factor": 1.0}}, [], "high_freq_factor above low_freq_factor"),
-        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [2.0]}}, [],
+        (None, "factor=2", r"model.rope.factor is set but rope type 'default' does not use it; .*type"),
+        (None, "type=yarn", r"factor = None but it must be a number above 0; .* the setting"),
+        (None, "type=linear factor=2 mscale=1", r"model.rope.mscale is set but rope type 'linear'"),
+        (None, "type=yarn factor=0.5", r"needs a factor of at least 1"),
+        (None, "type=yarn factor=2 beta_fast=1", r"beta_fast above beta_slow"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "", "high_freq_factor above low_freq_factor"),
+        ({"rope_type": "longrope", "long_factor": [2.0]}, "",
          r"rope type 'longrope' but only .* model.rope.type = \"yarn\""),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, [], r"rope type 'dynamic' but only .*\"yarn\""),
-        ({}, ["--model.rope.type", "longrope"], "model.rope.type is 'longrope': .*'yarn'"),
-        ({}, ["--model.rope.type", "dynamic"], "model.rope.type is 'dynamic': .*'yarn'"),
+        (DYNAMIC, "", r"rope type 'dynamic' but only .*\"yarn\""),
+        (None, "type=longrope", "model.rope.type is 'longrope': .*'yarn'"),
+        (None, "type=dynamic", "model.rope.type is 'dynamic': .*'yarn'"),
     ],
 )  # fmt: skip
 def test_senseless_settings_are_refused_in_one_sentence(file, settings, sentence, model: Path) -> None:
-    edit(model, **file)
+    edit(model, rope_scaling=file)
     with pytest.raises(ConfigError, match=sentence) as error:
-        prepared(model, *settings)
+        prepared(model, *rope(settings))
     assert "\n" not in str(error.value)
 
 
 def test_the_dry_run_and_the_samples_show_window_and_factor(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rope = ["--data.max_length", "200", "--model.rope.type", "yarn", "--model.rope.factor", "2"]
+    stretched = ["--data.max_length", "200", *rope("type=yarn factor=2")]
     line = "window: 256 tokens (yarn rope, factor 2 over 128 tokens, theta 10,000)\n"
     path = str(model.parent / "run.toml")
     config(model)
-    assert dry_run(*parse_command_line(["--config", path, *rope, "--dry-run"])) == 0
+    assert dry_run(*parse_command_line(["--config", path, *stretched, "--dry-run"])) == 0
     assert line in capsys.readouterr().out
-    inspect(parse_command_line(["--config", path, *rope]).config, 1)
+    inspect(parse_command_line(["--config", path, *stretched]).config, 1)
     assert line in capsys.readouterr().out
     inspect(parse_command_line(["--config", path, "--data.max_length", "128"]).config, 1)
     assert "window: 128 tokens (default rope, theta 10,000)\n" in capsys.readouterr().out
