@@ -166,16 +166,6 @@ def test_exactly_one_bos(tokenizers, templated):
     assert TextEncoder(tokenizers["chatml"]).bos is None
 
 
-def test_templates_without_marks_give_the_same_mask(tokenizers, templated):
-    plain, marked = templated(tokenizers["chatml"], PLAIN_CHATML), ChatTemplate(tokenizers["chatml"], "chatml")
-    assert not plain.marks_generation and marked.marks_generation
-    for messages in (conversation("q", "a"), conversation("q", "\n a \n", "r<|im_end|>", "<|im_end|>b\n"),
-                     [Message("system", "s"), *conversation("q", "a")]):  # fmt: skip
-        assert encode(plain, messages) == encode(marked, messages)
-        opened = [encode(t, messages[:-1], generation_prompt=True) for t in (plain, marked)]
-        assert opened[0] == opened[1]
-
-
 @pytest.mark.parametrize(("after", "ends"), [("<|im_end|>\n", ["a<|im_end|>", "b<|im_end|>"]),
                                              ("\n", ["a", "b<|im_end|>"])])  # EOS once, at the end
 def test_marks_without_the_end_of_turn_and_templates_without_any(tokenizers, templated, after, ends):
@@ -192,8 +182,10 @@ def unmarked(name):
 
 @pytest.mark.parametrize("name", ["llama3", "chatml", "qwen2.5"])
 def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templated, name):
-    """In a time that grows with the turns: a few renderings of the conversation, unless an answer is in doubt."""
+    """And as with marks, in a time that grows with the turns: a few renderings, unless an answer is in doubt."""
     template, draw, rendered = templated(tokenizers[name], unmarked(name)), random.Random(0), []
+    marked = ChatTemplate(tokenizers[name], name)
+    assert marked.marks_generation and not template.marks_generation
     generate = Template.generate
 
     def counted(*arguments, messages, **more):
@@ -212,6 +204,7 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
                 if case % 4:
                     assert 0 < sum(rendered) <= 5 * len(messages), turns
                 rendered.clear()
+        assert [together] == marked.encode_batch(marked.render(messages, (), answers))
         alone = template.encode_batch(template.render(messages, (), answers, "separate"))
         assert len(alone) == len(answers)
         for one, span in zip(reversed(alone), together.spans):

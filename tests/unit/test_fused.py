@@ -35,6 +35,19 @@ def near(found, exact, dtype, stored=None, factor=1.0):
     assert error < factor * TOLERANCE[dtype], float(error)
 
 
+def all_near(found, exact, dtype, factor=1.0):
+    for mine, want in zip(found, exact):
+        near(mine, want, dtype, factor=factor)
+
+
+def in_float64(function, inputs, *grads):
+    """The function's values, and the gradients of its inputs."""
+    exact = [t.double().requires_grad_() for t in inputs]
+    found = function(*exact)
+    values = found if isinstance(found, tuple) else (found,)
+    return *values, *torch.autograd.grad(values, exact, [g.double() for g in grads])
+
+
 def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
@@ -56,27 +69,12 @@ def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 96), (37, 896), (300, 3584)])
-def test_gated_activation(device, dtype, shape):
-    gate, up, grad = draw(shape, shape, shape, dtype=dtype, device=device)
-    g, u = gate.double().requires_grad_(), up.double().requires_grad_()
-    exact = F.silu(g) * u
-    near(activate(gate, up), exact, dtype)
-    wanted = *torch.autograd.grad(exact, (g, u), grad.double()), exact
-    for mine, want in zip(activate_backward(grad, gate, up), wanted):
-        near(mine, want, dtype)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 96), (20_001, 128), (1037, 896), (300, 3584), (5, 8192)])
 def test_norm_gradient(device, dtype, shape):
     x, grad, residual, weight = draw(shape, shape, shape, shape[1:], dtype=dtype, device=device)
-    v, w = x.double().requires_grad_(), weight.double().requires_grad_()
-    exact = normalised(v, w)
+    exact, grad_x, grad_w = in_float64(normalised, (x, weight), grad)
     near(rms_norm(x, weight, 1e-5), exact, dtype)
-    grad_x, grad_w = torch.autograd.grad(exact, (v, w), grad.double())
     mine_x, mine_w = rms_norm_backward(grad, x, weight, 1e-5)
     near(mine_x, grad_x, dtype)
     near(mine_w, grad_w, dtype, torch.promote_types(dtype, torch.float32))
@@ -90,13 +88,11 @@ def test_rotation(device, dtype, heads, width):
     q, k = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
     k = k[:, : heads[1]]  # rows that are not dense, like a view of an exchange buffer
     cos, sin = turns(19, width // 2, device)
-    for mine, x in zip(rotate_pair(q, k, cos, sin, back=True), (q, k)):
-        near(mine, turned(x, cos, -sin), dtype)
+    all_near(rotate_pair(q, k, cos, sin, back=True), (turned(q, cos, -sin), turned(k, cos, -sin)), dtype)
     wanted = turned(q, cos, sin), turned(k, cos, sin)
     inside = rotate_pair(q, k, cos, sin, in_place=True)
     assert [x.data_ptr() for x in inside] == [q.data_ptr(), k.data_ptr()]
-    for mine, want in zip(inside, wanted):
-        near(mine, want, dtype)
+    all_near(inside, wanted, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,40 +106,40 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width):
     grads = draw((40, heads, width), (40, 2 * kv_heads, width), (40, kv_heads, width), dtype=dtype, device=device)
     grads[1] = grads[1][:, :kv_heads]  # as the exchange hands it back
     cos, sin = turns(40, width // 2, device)
-    hidden, norm, *rest = exact_inputs = [t.double().requires_grad_() for t in inputs]
-    rows = normalised(hidden, norm)
-    q, k, v = (F.linear(rows, w, b).unflatten(1, (-1, width)) for w, b in zip(rest[:3], rest[3:6]))
-    if normed:
-        q, k = normalised(q, rest[6]), normalised(k, rest[7])
-    exact = turned(q, cos, sin), turned(k, cos, sin), v
-    wanted = torch.autograd.grad(exact, exact_inputs, [g.double() for g in grads])
+
+    def exact(hidden, norm, *rest):
+        rows = normalised(hidden, norm)
+        q, k, v = (F.linear(rows, w, b).unflatten(1, (-1, width)) for w, b in zip(rest[:3], rest[3:6]))
+        if normed:
+            q, k = normalised(q, rest[6]), normalised(k, rest[7])
+        return turned(q, cos, sin), turned(k, cos, sin), v
+
+    wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
     found = project(x, ProjectWeights(*weights[:7], width, 1e-5, *weights[7:]), (cos, sin))
     factor = {torch.float32: 2.0, torch.bfloat16: 4.0}[dtype]  # several roundings in a row
-    for mine, want in zip((*found, *torch.autograd.grad(found, inputs, grads)), (*exact, *wanted)):
-        near(mine, want, dtype, factor=factor)
+    all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile", [40, 16])
 def test_feed_forward_half(device, dtype, tile):
-    shapes = (40, 32), (40, 32), (32,), (64, 32), (64, 32), (32, 64)
+    shapes = (40, 32), (40, 32), (32,), (97, 32), (97, 32), (32, 97)  # not whole blocks of the kernels
     grad, *inputs = draw(*shapes, dtype=dtype, device=device)
-    exact_inputs = [t.double().requires_grad_() for t in inputs]
-    v, norm, gate, up, down = exact_inputs
-    rows = normalised(v, norm)
-    exact = v + (F.silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()
-    exact_grads = torch.autograd.grad(exact, exact_inputs, grad.double())
+
+    def half(v, norm, gate, up, down):
+        rows = normalised(v, norm)
+        return v + (F.silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()
+
+    exact, *exact_grads = in_float64(half, inputs, grad)
     x, *weights = (t.requires_grad_() for t in inputs)
     w = FeedForwardWeights(*weights, 1e-5)
     out = feed_forward(x, w)
     factor = {torch.float32: 1.0, torch.bfloat16: 4.0}[dtype]  # several bfloat16 roundings in a row
-    for mine in (out, feed_forward_tiles(x, w, tile)):
-        near(mine, exact, dtype, factor=factor)
+    all_near((out, feed_forward_tiles(x, w, tile)), (exact, exact), dtype, factor)
     for found in (torch.autograd.grad(out, inputs, grad), feed_forward_gradients(x, grad, w, tile)):
-        for mine, want in zip(found, exact_grads):
-            near(mine, want, dtype, factor=factor)
+        all_near(found, exact_grads, dtype, factor)
     for frozen in (weights[0], *weights[2:]):
         frozen.requires_grad_(False)
     [*others, for_gate] = [g for g in feed_forward_gradients(x, grad, w, tile)[1:] if g is not None]
@@ -186,8 +182,7 @@ def test_kernels_run_where_the_current_device_is_another():
         norm, _ = rms_norm_backward(grad, x, weight, 1e-5)
         return [activate(x, up), *activate_backward(grad, x, up), norm, *rotate_pair(q, q, angles.cos(), angles.sin())]
 
-    for mine, wanted in zip(run("cuda:1"), run("cpu")):
-        near(mine, wanted, torch.float32)
+    all_near(run("cuda:1"), run("cpu"), torch.float32)
 
 
 @pytest.mark.gpu

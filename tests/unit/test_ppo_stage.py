@@ -80,36 +80,22 @@ def test_rewards_advantages_and_returns_against_the_formula(options):
 def test_advantages_without_a_value(advantage, kl_in):
     """Two prompts with three answers each; the KL lowers what an answer earns unless it is part of the loss."""
     rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])] + [([4], a) for a in ([6, EOS], [9] * 4, [3, 3, EOS])]
-    options = {
-        "advantage": advantage,
-        "kl_in": kl_in,
-        "kl_coefficient": 0.3,
-        "answers_per_prompt": 3,
-        "importance_cap": 1.1,
-    }
-    draw, scores = torch.Generator().manual_seed(2), (1.0, 2.0, -0.5) * 2
+    options = {"kl_in": kl_in, "kl_coefficient": 0.3, "answers_per_prompt": 3, "importance_cap": 1.1}
+    scores = torch.tensor((1.0, 2.0, -0.5) * 2, dtype=torch.float64)
     rollout = answered(rows, answers_per_prompt=3)
     predicts = rollout.columns["weights"].roll(-1).bool()
-    old, reference = torch.randn(2, len(predicts), generator=draw)
-    maker(**options).finish(rollout, old, torch.zeros_like(old), reference)
-    counts = [len(a) for _, a in rows]
-    gaps = (old - reference)[predicts].double().split(counts)
-    earned = [score - 0.3 * float(gap.sum()) * (kl_in == "reward") for score, gap in zip(scores, gaps)]
-    expected = []
-    for i, (r, gap) in enumerate(zip(earned, gaps)):
-        others = [earned[j] for j in range(i // 3 * 3, i // 3 * 3 + 3) if j != i]
-        if advantage == "group":
-            group = torch.tensor([r, *others], dtype=torch.float64)
-            expected.append(((r - group.mean()) / (group.std() + 1e-4)).expand(len(gap)))
-        elif advantage == "leave_one_out":
-            expected.append(torch.full((len(gap),), r - sum(others) / 2, dtype=torch.float64))
-        else:
-            left = gap.flip(0).cumsum(0).flip(0) * (kl_in == "reward")
-            expected.append(scores[i] - 0.3 * left)
-    found = rollout.columns["advantages"][predicts].double()
-    wanted = torch.cat(expected)
+    old, reference = torch.randn(2, len(predicts), generator=torch.Generator().manual_seed(2))
+    maker(advantage=advantage, **options).finish(rollout, old, torch.zeros_like(old), reference)
+    lengths = torch.tensor([len(a) for _, a in rows])
+    gaps = 0.3 * (kl_in == "reward") * (old - reference)[predicts].double()
+    to_come = [gap.flip(0).cumsum(0).flip(0) for gap in gaps.split(lengths.tolist())]
     if advantage == "reinforce++":
+        wanted = scores.repeat_interleave(lengths) - torch.cat(to_come)
         wanted = (wanted - wanted.mean()) / (wanted.var(correction=0) + 1e-8).sqrt()
+    else:
+        earned = scores - torch.stack([gap[0] for gap in to_come])
+        wanted = group_advantages(earned, 3, advantage).repeat_interleave(lengths)
+    found = rollout.columns["advantages"][predicts].double()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert ("reference_logps" in rollout.columns) == (kl_in == "loss") and "returns" not in rollout.columns
     # the sampler said 0 for every token

@@ -68,12 +68,6 @@ def test_runs_are_laid_over_each_other(tmp_path):
     assert curve(found["grad/clipped"], 0) == [(s, float(s % 4 == 0)) for s in range(1, 41)]
 
 
-def test_noise_is_smoothed_and_wide_ranges_are_logarithmic(tmp_path):
-    found = axes(write(tmp_path, [{"step": s, "loss": 2 + math.sin(97.0 * s), "kl": 10.0**-s} for s in range(300)]))
-    smooth = curve(found["Loss"], 1)
-    assert smooth[-1][0] == 299 and all(abs(y - 2) < 0.5 for _, y in smooth) and found["kl"].get_yscale() == "log"
-
-
 def test_held_out_nll_by_position_first_and_last(tmp_path):
     """A panel of its own over the octaves, whichever of them a run reached, and no panels over steps."""
     rows = [{"step": s, "loss": 1.0, "eval/nll": 2.0 - s, "eval/nll/0-1k": 3.0 - s, "eval/nll_se/0-1k": 0.5 / s,

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from models.arch import ModelConfig, RopeScaling
-from models.decoder import CausalLM, init_weights
+from models.decoder import CausalLM
 from models.sampler import Completion, Sampler, SamplingOptions, cache_bytes, fitting_slots
 from tests.engine_case import QWEN3, SHAPE
+from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 
@@ -20,14 +21,7 @@ QWEN = replace(SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, att
 
 
 def made(shape: ModelConfig = SHAPE) -> tuple[CausalLM, Sampler]:
-    model = CausalLM(shape, None, attention="reference")
-    init_weights(model, seed=1)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if name.endswith(".bias"):
-                p.normal_(generator=torch.Generator().manual_seed(2))
-            elif name.endswith(("q_norm.weight", "k_norm.weight")):
-                p.uniform_(0.5, 2, generator=torch.Generator().manual_seed(2))
+    model = build(config=shape)
     return model, Sampler(shape, {n: p.detach() for n, p in model.named_parameters()})
 
 

@@ -6,25 +6,24 @@ import torch
 from losses import linear_logprobs
 
 
+def run(**options):
+    hidden, weight = (torch.randn(n, 8, device="cuda", dtype=torch.float16).requires_grad_() for n in (6, 5))
+    targets = torch.zeros(6, dtype=torch.int64, device="cuda")
+    linear_logprobs(hidden, weight, targets, **options).logps.sum().backward()
+
+
 @pytest.mark.gpu
 def test_a_failing_product_is_an_error(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("CUDA error: misaligned address")
 
     monkeypatch.setattr(torch, "addmm", fail)
-    hidden, weight = (torch.randn(n, 8, device="cuda", dtype=torch.float16).requires_grad_() for n in (6, 5))
-    logps = linear_logprobs(hidden, weight, torch.zeros(6, dtype=torch.int64, device="cuda"), tile_rows=2).logps
     with pytest.raises(RuntimeError, match="misaligned address"):
-        logps.sum().backward()
+        run(tile_rows=2)
 
 
 @pytest.mark.gpu
 def test_no_product_is_made_only_to_try_it(monkeypatch):
-    hidden, weight = (torch.randn(n, 8, device="cuda", dtype=torch.float16).requires_grad_() for n in (6, 5))
-
-    def run():
-        linear_logprobs(hidden, weight, torch.zeros(6, dtype=torch.int64, device="cuda")).logps.sum().backward()
-
     run()
     shapes, plain = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **rest: shapes.append(a.shape) or plain(a, b, **rest))
