@@ -10,14 +10,13 @@ from ulysses.data.sources import Source
 
 
 def open_rows(
-    rows: list | str | None, kind: str, length: int = 512, *, folder: Path, tokenizer: Any, name: str = "rows.jsonl",
+    rows: list | str, kind: str, length: int = 512, *, folder: Path, tokenizer: Any, name: str = "rows.jsonl",
     cache: str = "cache", template: str = "chatml", share_prompts: bool = False, workers: int | str = 1,
     **settings: Any,
 ) -> TokenizedDataset:  # fmt: skip
-    """Write rows to a file of the folder, or take what lies there, and tokenise it."""
-    if rows:
-        write_rows(folder / name, rows)
+    """Write rows to a file of the folder and tokenise it."""
+    source = Source(write_rows(folder / name, rows))
     return open_dataset(
-        [Source(str(folder / name))], kind, tokenizer, DataSettings(length, **settings), folder / cache,
+        [source], kind, tokenizer, DataSettings(length, **settings), folder / cache,
         chat_template=template, share_prompts=share_prompts, workers=workers,
     )  # fmt: skip

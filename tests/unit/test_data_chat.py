@@ -25,28 +25,25 @@ PLAIN_CHATML = (  # as many model folders ship it: no generation marks
 )
 
 
-END = {
-    "llama3": "<|eot_id|>",
-    "llama3.1": "<|eot_id|>",
-    "chatml": "<|im_end|>",
-    "qwen2.5": "<|im_end|>",
-    "plain": "<|endoftext|>",
+LLAMA = LLAMA3, "<|eot_id|>", {"bos_token": "<|begin_of_text|>"}
+MADE_OF = {  # special tokens, the one that ends a turn, further ones
+    "llama3": LLAMA,
+    "llama3.1": LLAMA,
+    "chatml": (CHATML, "<|im_end|>", {}),
+    "qwen2.5": (CHATML, "<|im_end|>", {"pad_token": "<|im_end|>"}),
+    "plain": (("<|endoftext|>",), "<|endoftext|>", {}),
 }
-WORDS = {"llama3": LLAMA3, "llama3.1": LLAMA3, "chatml": CHATML, "qwen2.5": CHATML, "plain": ("<|endoftext|>",)}
-MORE = {
-    "llama3": {"bos_token": "<|begin_of_text|>"},
-    "llama3.1": {"bos_token": "<|begin_of_text|>"},
-    "qwen2.5": {"pad_token": "<|im_end|>"},
-}
+END = {name: end for name, (_, end, _) in MADE_OF.items()}
 named = pytest.mark.parametrize("name", END)
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    return {name: load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), WORDS[name],
-                                                 bos=MORE.get(name, {}).get("bos_token")),
-                                 eos_token=end, **MORE.get(name, {}))
-            for name, end in END.items()}  # fmt: skip
+    def made(specials, end, more):
+        folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), specials, bos=more.get("bos_token"))
+        return load_tokenizer(folder, eos_token=end, **more)
+
+    return {name: made(*parts) for name, parts in MADE_OF.items()}
 
 
 @pytest.fixture

@@ -40,15 +40,13 @@ def test_sft_trains_every_answer_or_the_last_or_all(tokenizer, open_rows):
 def test_a_fraction_of_the_rows_is_held_out(tokenizer, open_rows, kind, share):
     """Each row is on one side, by its place alone, and every stretch and every second row have the share."""
     rows = [{"prompt": "p", "completion": f"row {i:03}", "text": f"row {i:03}"} for i in range(200)]
-    more = {"eval_fraction": share}
-    sides = [open_rows(rows, kind, held_out=held_out, **more) for held_out in (False, True)]
+    sides = [open_rows(rows, kind, eval_fraction=share, held_out=held_out) for held_out in (False, True)]
     texts = ["".join(tokenizer.decode(d[i].sequences[0].tokens) for i in range(len(d))) for d in sides]
     train, held = ([i for i in range(200) if f"row {i:03}" in text] for text in texts)
     assert sorted(train + held) == [*range(200)]
     for part in (range(200), range(50), range(150, 200), range(0, 200, 2), range(0, 200, 5)):
         assert abs(len({*held} & {*part}) - share * len(part)) <= 2.5
     assert f"in the other part of data.eval_fraction: {len(held)}" in str(sides[0].report)
-    assert len(open_rows(rows, kind, **more | {"eval_fraction": 0.0})) == len(open_rows(rows, kind))
 
 
 def thought(thinking, answer, **more):
@@ -96,12 +94,9 @@ def test_a_turn_that_is_too_long_is_left_out_alone(tokenizer, open_rows):
 @pytest.mark.parametrize("kind", ["pair", "unpaired", "prompt"])
 def test_prompts_of_preferences_are_those_of_inference(tokenizer, open_rows, kind):
     """Earlier thinking is gone, the answer's own is trained."""
-    said = (
-        {"chosen": [thought("y", "two")], "rejected": "bad"}
-        if kind == "pair"
-        else {"completion": [thought("y", "two")]}
-    )
-    row = {"prompt": [USER, thought("x", "one"), USER], "label": True} | said
+    said = [thought("y", "two")]
+    row = {"prompt": [USER, thought("x", "one"), USER]}
+    row |= {"chosen": said, "rejected": "bad"} if kind == "pair" else {"completion": said, "label": True}
     (example,) = open_rows([row], kind, template="qwen3")
     head = int(example.columns["prompt_length"])
     assert tokenizer.decode(example.sequences[0].tokens[:head]) == (
@@ -230,9 +225,7 @@ def test_unpaired_and_mismatched_completions(tokenizer, open_rows):
     text = tokenizer.decode(mixed.tokens.tolist())
     assert "p0" in text and "c3c3" in text and "c0" not in text
     assert trained(tokenizer, mixed) == "c3" * 5 + "<|im_end|>"
-    dataset.token_columns["place"] = np.arange(dataset.lengths.sum())
-    assert dataset[1].sequences[0].token_columns["place"].tolist()[0] == dataset.lengths[0]
-    dataset.max_length, dataset.mismatch_columns = 25, {(0, 3): {"place": np.arange(25)}}
+    dataset.max_length = 25
     assert len(mixed.tokens) == 32 and len(dataset.mismatch(0, 3).tokens) == 25
 
 

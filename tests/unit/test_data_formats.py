@@ -140,20 +140,14 @@ def test_ranked_lists(tmp_path):
 
 
 def test_tools_and_function_calls(tmp_path):
-    row = {
-        "conversations": [
-            HUMAN,
-            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
-            {"from": "observation", "value": "7"},
-            GPT,
-        ],
-        "tools": '[{"name": "f", "description": "d", "parameters": {}}]',
-    }
-    records, _ = read(tmp_path, [row], "sequence")
-    messages = records[0].answers[0]
+    called = {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}
+    turns = [HUMAN, called, {"from": "observation", "value": "7"}, GPT]
+    row = {"conversations": turns, "tools": '[{"name": "f", "description": "d", "parameters": {}}]'}
+    (record,), _ = read(tmp_path, [row], "sequence")
+    (messages,) = record.answers
     assert [m.role for m in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1].tool_calls == ({"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},)
-    assert records[0].tools[0]["function"]["name"] == "f"
+    assert record.tools[0]["function"]["name"] == "f"
 
 
 def test_keys_of_messages_are_kept_for_the_template(tmp_path):
@@ -161,18 +155,16 @@ def test_keys_of_messages_are_kept_for_the_template(tmp_path):
               "function_call": {"name": "f", "arguments": '{"x": 1}'}}
     told = {"role": "tool", "content": "7", "tool_call_id": "c"}
     identified = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
-    row = {"messages": [USER, called, told, identified, told, BOT], "image": None, "images": []}
+    row = {"messages": [USER, called, told, identified], "image": None, "images": []}
     messages = read(tmp_path, [row], "sequence")[0][0].answers[0]
-    assert [dict(m.more) for m in messages] == [{}, {"reasoning_content": "t"}, {"tool_call_id": "c"}, {},
-                                                {"tool_call_id": "c"}, {}]  # fmt: skip
+    assert [dict(m.more) for m in messages] == [{}, {"reasoning_content": "t"}, {"tool_call_id": "c"}, {}]
     assert messages[1].tool_calls[0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert messages[3].tool_calls[0]["id"] == "c"
 
 
 def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(tmp_path):
     begun = [USER, {"role": "assistant", "content": "Sure, "}]
-    for prompt in (begun, "\n\nHuman: q\n\nAssistant: Sure,"):
-        end = "Sure, " if prompt is begun else "Sure,"
+    for prompt, end in ((begun, "Sure, "), ("\n\nHuman: q\n\nAssistant: Sure,", "Sure,")):
         rows = [{"prompt": prompt, "completion": "a"}, {"prompt": prompt, "completion": [BOT, USER, OTHER]}]
         first, second = read(tmp_path, rows, "sequence")[0]
         assert flat(first) == ([Q], [[("assistant", end + "a")]]) and first.answers[0][0].begun == len(end)

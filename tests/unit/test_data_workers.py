@@ -27,8 +27,7 @@ def open_with(open_rows, monkeypatch):
     monkeypatch.setattr(dataset, "CHARACTERS_AT_ONCE", 1500)
 
     def open_with(rows, kind, count, **settings):
-        name = "rows.jsonl" if rows else "rows"
-        return open_rows(rows, kind, 64, name=name, cache=f"cache{count}", workers=count, **settings)
+        return open_rows(rows, kind, 64, cache=f"cache{count}", workers=count, **settings)
 
     return open_with
 
@@ -53,16 +52,6 @@ def test_the_first_bad_row_stops_the_run(open_with):
         assert str(found.value) == str(alone.value)
         assert sum(open_with(rows, "sequence", 2, bad_rows="drop").report.dropped.values()) == 2
     assert not active_children()
-
-
-def test_a_file_that_cannot_be_read_comes_after_the_rows_before_it(open_with, tmp_path):
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows/last.json").write_text("[1,")
-    for bad, sentence in (([], "last.json cannot be read"), ([{"messages": 3}], "first.jsonl row 21 ")):
-        write_rows(tmp_path / "rows/first.jsonl", ROWS["sequence"][:20] + bad)
-        for count in (1, 3):
-            with pytest.raises(DataError, match=sentence):
-                open_with(None, "sequence", count)
 
 
 def die_at_seven(number):

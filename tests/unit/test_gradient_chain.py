@@ -1,4 +1,4 @@
-"""Gradient policies in company: scopes, state, configuration, presets, and the table of --debug."""
+"""Gradient policies in company: scopes, state, configuration and presets."""
 
 import json
 import math
@@ -15,9 +15,8 @@ from tests.fake_ranks import (
     of_norm,
     parameters,
 )
-from ulysses.gradients import TorchGradients, build_chain
+from ulysses.gradients import build_chain
 from ulysses.gradients.chain import Preset
-from ulysses.gradients.table import gradient_table
 
 
 def test_scopes_are_clipped_separately():
@@ -58,16 +57,6 @@ def test_chain_without_a_guard_gets_one():
     lists = ([], [{"policy": "zclip"}], [{"policy": "skip_non_finite"}])
     names = [[p.name for p in build_chain(tables).policies] for tables in lists]
     assert names == [["stop_on_non_finite"], ["stop_on_non_finite", "zclip"], ["skip_non_finite"]]
-
-
-def test_table_names_the_largest_the_smallest_and_the_broken():
-    named = parameters({f"layer{i}": (4, 4) for i in range(30)})
-    for i, p in enumerate(named.values()):
-        p.grad.fill_(float(i + 1))
-    named["layer1"].grad[0, 0] = float("nan")
-    lines = gradient_table(TorchGradients(named.items()), rows=2).splitlines()
-    assert [line.split()[-1] for line in lines[1:]] == ["layer29", "layer28", "...", "layer2", "layer0", "layer1"]
-    assert lines[1].split()[:3] == ["1.2000e+02", "3.0000e+01", "16"] and "1 of 16 elements are inf or nan" in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,6 @@ def settings_of_layers(rank: int = 0) -> list[Any]:
     mesh, weights, found = ParallelMesh(1), InitialWeights(SHAPE, 0), []
     mixed = MemoryChoice(("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1), 1)
     for memory, lora, trainable, planned in (
-        ({"recompute": "keep_attention"}, 0, True, None),
         ({"recompute": "block", "offload": "checkpoints"}, 2, True, None),
         ({"recompute": "keep_attention"}, 0, False, None),
         ({}, 0, True, mixed),
@@ -218,7 +217,6 @@ def test_every_setting_reaches_the_layers():
     count = SHAPE.num_hidden_layers
     (found,) = run_distributed(settings_of_layers, 1, cpu=True)
     assert found == [
-        [("keep_attention", False)] * count,
         [("block", True)] * count,
         [("none", False)] * count,
         [("keep_attention", True)] + [("none", False)] * (count - 1),

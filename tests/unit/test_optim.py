@@ -43,12 +43,11 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     shape = {"model_type": "qwen2", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
              "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}  # fmt: skip
     model = CausalLM(ModelConfig.from_hf(shape))
-    names = {id(p): n for n, p in model.named_parameters()}
     decay, rest = parameter_groups(model, 0.3)
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
-    without = {names[id(p)] for p in rest["params"]}  # type: ignore[attr-defined]
-    assert without == {n for n in names.values() if n.endswith((".bias", "norm.weight"))} and len(without) == 6
-    assert {names[id(p)] for p in decay["params"]} == set(names.values()) - without  # type: ignore[attr-defined]
+    without = {id(p) for n, p in model.named_parameters() if n.endswith((".bias", "norm.weight"))}
+    assert {id(p) for p in rest["params"]} == without and len(without) == 6
+    assert {id(p) for p in decay["params"]} == {id(p) for p in model.parameters()} - without
     model.requires_grad_(False).lm_head.weight.requires_grad_(True)
     [only] = parameter_groups(model, 0.3)
     assert only["params"] == [model.lm_head.weight], "frozen parameters are in no group, and an empty group is left out"

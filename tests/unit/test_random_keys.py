@@ -5,9 +5,7 @@ import torch
 
 from ulysses.parallel.random_keys import (
     STEP,
-    keyed_generator,
     scatter_bits,
-    seed_of,
     uniform_bits,
     wrapped,
 )
@@ -24,10 +22,3 @@ def test_hashes_are_splitmix64_on_torch_and_numpy():
     assert uniform_bits(found).tolist() == [number >> 11 for number in SPLITMIX64]
     many = uniform_bits(scatter_bits(np.arange(100_000))) * 2.0**-53
     assert 0 <= many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.003 and abs(many.var() - 1 / 12) < 0.002
-
-
-def test_generators_follow_from_their_whole_key():
-    keys = [(0, "weight"), (1, "weight"), (0, "bias"), ("0:weight", "")]
-    assert len({seed_of(*key) for key in keys}) == 4 and all(0 <= seed_of(*key) < 2**63 for key in keys)
-    first, again, other = (torch.rand(4, generator=keyed_generator("cpu", *key)) for key in (keys[0], *keys[:2]))
-    assert torch.equal(first, again) and not torch.equal(first, other)
