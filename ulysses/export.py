@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
+from models.hf_format import ADAPTER_CONFIG, CONFIG
 from ulysses.training.export_model import export_checkpoint, merge_adapter
 
 
@@ -27,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     source, out = given.source, given.out
     try:
-        if (source / "adapter_config.json").exists() and given.merge:
+        if any((out / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
+            raise ValueError(
+                f"{out.absolute()} already holds a model; give a folder that does not exist yet"
+            )
+        if (source / ADAPTER_CONFIG).exists() and given.merge:
             merge_adapter(source, out)
         else:
             export_checkpoint(source, out, merge=given.merge)

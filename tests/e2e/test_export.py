@@ -22,9 +22,10 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.build import InitialWeights, build_engine
 from ulysses.training.checkpoint import FORMAT
 from ulysses.training.command_line import check
-from ulysses.training.export_model import export_checkpoint, export_engine
+from ulysses.training.export_model import export_checkpoint, export_model
 from ulysses.training.prepare import read_shape
 from ulysses.zero.construct import initialize_distributed
+from ulysses.zero.gather import full_parameters
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
     loaded = memory()
     small = partial(write_weights, max_shard_bytes=32 << 20)
     with mock.patch("ulysses.training.export_model.write_weights", small):
-        export_engine(engine, out, shape, config, step=0)
+        export_model(partial(full_parameters, engine, ""), out, shape, config, step=0)
     return loaded["VmHWM"] - before["VmRSS"], memory()["VmHWM"] - loaded["VmRSS"]
 
 

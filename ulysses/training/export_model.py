@@ -10,9 +10,8 @@ export stays in it.
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,14 +75,6 @@ def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise ValueError if the folder already holds a model or an adapter."""
-    if any((out / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise ValueError(
-            f"{out.absolute()} already holds a model; give a folder that does not exist yet"
-        )
-
-
 # ---------------------------------------------------------------- tokenizer
 
 
@@ -95,8 +86,8 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
     `chat_template` if the run brings its own.
     """
     tokenizer, stage, source = plan.tokenizer, plan.config.stage_class, plan.tokenizer_place
-    changed = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
-    removed = set()
+    special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
+    own_template = stage.kind != "text" and plan.config.data.chat_template != "tokenizer"
     with whole_folder(target) as new:
         if plan.folder is not None:
             copy_side_files(folder_with(plan.folder, GENERATION), new, (GENERATION,))
@@ -106,40 +97,44 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
             copy_side_files(source, new, TOKENIZER_FILES)
         if not (new / "tokenizer.json").exists():  # only vocab.json and merges.txt
             tokenizer.save_pretrained(str(new))
+        if own_template:
+            (new / "chat_template.json").unlink(missing_ok=True)
         if stage.kind != "text":
-            template = plan.template
-            if plan.config.data.chat_template != "tokenizer":
-                removed.add("chat_template")
-                (new / "chat_template.json").unlink(missing_ok=True)
-            if removed or isinstance(tokenizer.chat_template, str):
-                (new / "chat_template.jinja").write_text(template.text, encoding="utf-8")
+            if own_template or isinstance(tokenizer.chat_template, str):
+                text = plan.template.text
+                (new / "chat_template.jinja").write_text(text, encoding="utf-8")
             if not stage.reward:
-                changed["eos_token"] = tokenizer.convert_ids_to_tokens(template.end_of_turn)
-                model = plan.shape.to_hf()
-                _edit(new / GENERATION, {k: model[k] for k in ("bos_token_id", "eos_token_id")})
-        settings_file = new / "tokenizer_config.json"
-        if not settings_file.exists():  # a bare tokenizer.json
-            write_json(settings_file, {"clean_up_tokenization_spaces": False})
-        settings = json.loads(settings_file.read_text(encoding="utf-8"))
-        generic = "PreTrainedTokenizerFast"  # transformers 4 also gives it token_type_ids, which no model takes
-        if settings.get("tokenizer_class", "Backend").endswith(("Backend", generic)):
-            changed["tokenizer_class"] = generic
-            changed["model_input_names"] = ["input_ids", "attention_mask"]
-        # transformers 5 writes a list, 4 reads only a dict under this name
-        if isinstance(settings.get("extra_special_tokens"), list):
-            changed["additional_special_tokens"] = settings["extra_special_tokens"]
-            removed.add("extra_special_tokens")
-        _edit(settings_file, changed, removed)
+                special["eos_token"] = tokenizer.convert_ids_to_tokens(
+                    plan.template.end_of_turn
+                )
+                with _edited(new / GENERATION) as generation:
+                    for name in ("bos_token_id", "eos_token_id"):
+                        if (token := plan.shape.to_hf()[name]) is not None:
+                            generation[name] = token
+        with _edited(new / "tokenizer_config.json") as settings:
+            if not settings:  # a bare tokenizer.json
+                settings["clean_up_tokenization_spaces"] = False
+            for name, token in special.items():
+                old = settings.get(name)  # may be an object with its text as "content"
+                if token not in (None, old["content"] if isinstance(old, dict) else old):
+                    settings[name] = token
+            generic = "PreTrainedTokenizerFast"  # transformers 4 also gives it token_type_ids, which no model takes
+            if settings.get("tokenizer_class", "Backend").endswith(("Backend", generic)):
+                settings["tokenizer_class"] = generic
+                settings["model_input_names"] = ["input_ids", "attention_mask"]
+            # transformers 5 writes a list, 4 reads only a dict under this name
+            if isinstance(settings.get("extra_special_tokens"), list):
+                settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+            if own_template:
+                settings.pop("chat_template", None)
 
 
-def _edit(path: Path, values: dict[str, Any], removed: Collection[str] = ()) -> None:
-    """Change keys of a JSON file; a file that says all of it already is left as it is."""
+@contextmanager
+def _edited(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of a JSON file to be changed; a file that says all of it already is left as it is."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    after = {key: value for key, value in before.items() if key not in removed}
-    for key, value in values.items():
-        old = after.get(key)  # a special token may be an object with its text as "content"
-        if value not in (None, old["content"] if isinstance(old, dict) else old):
-            after[key] = value
+    after = dict(before)
+    yield after
     if after != before:
         write_json(path, after)
 
@@ -147,89 +142,24 @@ def _edit(path: Path, values: dict[str, Any], removed: Collection[str] = ()) -> 
 # ---------------------------------------------------------------- weights
 
 
-def export_engine(
-    engine: Any, out: Path, shape: Shape, config: Config, step: int, *, merge: bool = False
-) -> None:
-    """Write a ZeroEngine's model to `out` as it is after `step`; all ranks call it together.
-
-    `merge` adds adapters to their base's weights, whatever the configuration says.
-    """
-    # imports deepspeed, which the export of a checkpoint does without
-    from ulysses.zero.gather import full_parameters
-
-    read = partial(full_parameters, engine, config.stage_class.exported)
-    main = dist.get_rank() == 0
-    _export(read, out, shape, config, config.output, step, main=main, merge=merge)
-
-
-def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
-    """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
-
-    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights.
-    Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
-    checkpoint, `out` already holds a model, or the base of merged adapters is in no file.
-    """
-    state = read_run_state(checkpoint)
-    refuse_existing(out)
-    check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
-    state["config"]["model"]["lora"]["merge"] |= merge
-    config, shape = check(state["config"]), Shape.from_hf(state["shape"])
-    lora = config.model.lora
-    if lora.rank and lora.merge and config.model.init == "random":  # a GPU drew other numbers
-        raise ValueError(
-            "the base of these adapters was drawn at random and is in no file; use the export that the run itself wrote"
-        )
-    read = partial(_saved_parameters, SavedSlices(checkpoint), config, shape)
-    _export(read, out, shape, config, checkpoint.parent.parent, state["step"], main=True)
-
-
-def merge_adapter(folder: Path, out: Path) -> None:
-    """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
-
-    Raises ValueError if the folder holds no plain LoRA adapter or `out` already holds a model.
-    """
-    refuse_existing(out)
-    files = WeightFiles(folder)
-    if files.adapter is None:
-        raise ValueError(
-            f"{folder.absolute()} holds a whole model; give the folder of an adapter"
-        )
-    shape, reward = read_config(folder), files.adapter.get("task_type") == "SEQ_CLS"
-    sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
-    files.check(sizes)
-    with whole_folder(out) as new:
-        write_weights(
-            new, ((name, files.read(name).to(files.tensors[name].dtype)) for name in sizes)
-        )
-        dtype = str(files.tensors["model.norm.weight"].dtype).removeprefix("torch.")
-        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
-        for pattern in (GENERATION, "tokenizer*"):
-            copy_side_files(folder_with(folder, pattern), new)
-        card = (folder / CARD).read_text() if (folder / CARD).exists() else ""
-        (new / CARD).write_text(
-            card.replace("library_name: peft", "library_name: transformers")
-        )
-
-
-def _export(
-    read: Callable[..., Any],
+def export_model(
+    read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Any]]],
     out: Path,
     shape: Shape,
     config: Config,
-    run: Path,
     step: int,
     *,
-    main: bool,
     merge: bool = False,
 ) -> None:
-    """Write everything an export consists of; `read(wanted)` yields the policy's parameters in the model's order.
+    """Write everything that an export after `step` consists of; all ranks call it together, and the first one writes.
 
-    Adapters are written alone, unless `merge` or model.lora.merge adds them to the weights. All ranks call it together;
-    only `main` gets tensors and writes.
+    Args:
+        read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
+        merge: add adapters to their base's weights, as model.lora.merge does. Otherwise they are written alone.
     """
     lora, stage = config.model.lora, config.stage_class
     whole = merge or lora.merge or not lora.rank
-
+    main = not (dist.is_initialized() and dist.get_rank())
     with whole_folder(out, f" after step {step}") if main else nullcontext() as new:
         weights = read(lambda name: whole and ".lora_" not in name)
         if lora.rank:
@@ -246,37 +176,77 @@ def _export(
         else:
             save_adapters(new, adapters, config.model, reward=stage.reward)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
-        copy_side_files(run / "tokenizer", new)
-        (new / CARD).write_text(model_card(config, run, step, whole), encoding="utf-8")
+        copy_side_files(config.output / "tokenizer", new)
+        (new / CARD).write_text(model_card(config, step, whole), encoding="utf-8")
 
 
-def _saved_parameters(
-    saved: SavedSlices, config: Config, shape: Shape, wanted: Callable[[str], bool]
-) -> Iterator[tuple[str, Tensor]]:
-    """Read the policy's saved parameters, and those that adapters left frozen from where the run read them."""
-    dtype, stage, source = config.dtype, config.stage_class, config.model
+def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
+    """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
+
+    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights.
+    Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
+    checkpoint, or the base of merged adapters is in no file.
+    """
+    state = read_run_state(checkpoint)
+    check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
+    state["config"]["model"]["lora"]["merge"] |= merge
+    state["config"]["run"]["output"] = str(checkpoint.parent.parent)
+    config, shape = check(state["config"]), Shape.from_hf(state["shape"])
+    source, stage, saved = config.model, config.stage_class, SavedSlices(checkpoint)
     model = empty_model(shape, reward=stage.reward)
     if source.lora.rank:
-        from ulysses.training.lora import add_adapters, base_name, is_adapter
+        from ulysses.training.lora import add_adapters, base_name
 
         add_adapters(model, source.lora)
         if source.lora.merge:
+            if source.init == "random":  # a GPU drew other numbers
+                raise ValueError(
+                    "the base of these adapters was drawn at random and is in no file; use the export that the run "
+                    "itself wrote"
+                )
             base = WeightFiles(resolve_model(source.path, source.revision))
-    for name, parameter in model.named_parameters():
-        if not wanted(name):
-            continue
-        if source.lora.rank and not is_adapter(name):
-            tensor = base.read(base_name(name))
-        else:
-            tensor = torch.empty(parameter.numel())
-            saved.read_into(tensor, stage.exported + name, "master")
-        yield name, tensor.to(dtype).view(parameter.shape)
+
+    def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            if not wanted(name):
+                continue
+            if parameter.requires_grad:
+                tensor = torch.empty(parameter.numel())
+                saved.read_into(tensor, stage.exported + name, "master")
+            else:  # adapters left it as the run read it
+                tensor = base.read(base_name(name))
+            yield name, tensor.to(config.dtype).view(parameter.shape)
+
+    export_model(read, out, shape, config, state["step"])
+
+
+def merge_adapter(folder: Path, out: Path) -> None:
+    """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
+
+    Raises ValueError if it is no plain LoRA adapter.
+    """
+    files, shape = WeightFiles(folder), read_config(folder)
+    reward = files.adapter.get("task_type") == "SEQ_CLS"
+    sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
+    files.check(sizes)
+    with whole_folder(out) as new:
+        write_weights(
+            new, ((name, files.read(name).to(files.tensors[name].dtype)) for name in sizes)
+        )
+        dtype = str(files.tensors["model.norm.weight"].dtype).removeprefix("torch.")
+        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
+        for pattern in (GENERATION, "tokenizer*"):
+            copy_side_files(folder_with(folder, pattern), new)
+        card = (folder / CARD).read_text() if (folder / CARD).exists() else ""
+        (new / CARD).write_text(
+            card.replace("library_name: peft", "library_name: transformers")
+        )
 
 
 # ---------------------------------------------------------------- model card
 
 
-def model_card(config: Config, run: Path, step: int, whole: bool) -> str:
+def model_card(config: Config, step: int, whole: bool) -> str:
     """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions."""
     lora, reward = config.model.lora, config.stage_class.reward
     base = config.model.path if config.model.init == "pretrained" else None
@@ -290,7 +260,7 @@ def model_card(config: Config, run: Path, step: int, whole: bool) -> str:
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     tables = {
         "Settings": settings,
-        f"Metrics at step {step}": _metrics(run / "metrics.jsonl", step),
+        f"Metrics at step {step}": _metrics(config.output / "metrics.jsonl", step),
         "Versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
     lines = [

@@ -24,7 +24,7 @@ from ulysses.training.build import build_engine
 from ulysses.training.checkpoint import clear_run_folder
 from ulysses.training.command_line import check, parse_command_line
 from ulysses.training.config import Config
-from ulysses.training.export_model import export_engine, save_tokenizer
+from ulysses.training.export_model import export_model, save_tokenizer
 from ulysses.training.failure import may_restart
 from ulysses.training.memory import (
     adapter_parameters,
@@ -42,6 +42,7 @@ from ulysses.training.watch import Watch
 from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import end_distributed, initialize_distributed, meet
 from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.gather import full_parameters
 
 
 class TrainingRun:
@@ -240,7 +241,8 @@ class TrainingRun:
         """
         folder, shape, step = Path(folder), self.prepared.shape, self.trainer.step
         self.watch.phase("export", long=True)
-        export_engine(self.engine, folder, shape, self.config, step, merge=for_servers)
+        read = partial(full_parameters, self.engine, self.config.stage_class.exported)
+        export_model(read, folder, shape, self.config, step, merge=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}")
         dist.barrier()
