@@ -17,9 +17,9 @@ from tests.harness import device, run_distributed
 from ulysses.disk import DiskError
 from ulysses.training.checkpoint import (
     check_share,
-    newest_checkpoint,
     read_run_state,
     save_checkpoint,
+    saved_checkpoints,
 )
 from ulysses.training.config import RunSection
 from ulysses.zero.state import KINDS, slice_state
@@ -55,7 +55,7 @@ def whole_run(folder: Path, case: Case = CASE) -> tuple[list[dict[str, float]], 
 
 def resumed_run(folder: Path, case: Case) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     trainer, _ = build_trainer(case)
-    trainer.resume(newest_checkpoint(folder / "checkpoints"))
+    trainer.resume(saved_checkpoints(folder / "checkpoints")[-1])
     assert trainer.step == BEFORE
     state = whole_state(trainer.engine)
     metrics = [trainer.train_step() for _ in range(AFTER)]

@@ -89,11 +89,11 @@ CASES = {
     "not a checkpoint": ("sft run.resume=PLACE/model", r"run.resume: .*/model is not a complete checkpoint"),
     "older checkpoint": (
         "sft run.output=PLACE/later run.resume=PLACE/later/checkpoints/step-2",
-        r"also holds step-4, which run.resume = \"auto\" would continue .*run.overwrite = true to delete step-4, or",
+        r"later already holds checkpoints; set run.resume = \"auto\" .*run.overwrite = true to delete step-4, or",
     ),
     "another run's checkpoint": (
         "sft run.output=PLACE/held run.resume=PLACE/later/checkpoints/step-4",
-        r"run.output also holds step-3, .*run.overwrite = true to delete step-3, or another run.output",
+        r"held already holds checkpoints; .*run.overwrite = true to delete step-3, or another run.output",
     ),
 }
 

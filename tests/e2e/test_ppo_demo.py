@@ -14,7 +14,7 @@ from examples.demo_data import write_demo
 from models.hf_format import WeightFiles
 from tests.e2e.launch import ROOT, metrics, ranks
 from tests.sampling_server import SamplingServer
-from ulysses.training.checkpoint import newest_checkpoint
+from ulysses.training.checkpoint import saved_checkpoints
 from ulysses.training.export_model import export_checkpoint
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 704}
@@ -83,7 +83,7 @@ def test_the_reward_rises_and_the_export_is_the_policy_alone(spoken: Path) -> No
                                            return_tensors="pt", return_dict=True)  # fmt: skip
     assert (inputs["input_ids"] == tokenizer.bos_token_id).sum() == 1
     assert model.generate(**inputs, max_new_tokens=4, min_new_tokens=4).shape[1] == inputs["input_ids"].shape[1] + 4
-    export_checkpoint(newest_checkpoint(spoken / "ppo/checkpoints"), spoken / "from_checkpoint")
+    export_checkpoint(saved_checkpoints(spoken / "ppo/checkpoints")[-1], spoken / "from_checkpoint")
     again = AutoModelForCausalLM.from_pretrained(spoken / "from_checkpoint")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 

@@ -68,28 +68,24 @@ def save_checkpoint(
             os.rename(temporary, final)
             flush_to_disk([folder])
         best, _ = state.get("best") or (None, None)
-        for step in saved_steps(folder)[:-keep] if keep else []:
-            if step != best:
-                remove_folder(folder / f"step-{step}")
+        for path in saved_checkpoints(folder)[:-keep] if keep else []:
+            if path.name != f"step-{best}":
+                remove_folder(path)
     dist.barrier()
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in RUN/checkpoints, in ascending order."""
-    names = (file.parent.name.removeprefix("step-") for file in folder.glob("step-*/run.json"))
-    return sorted(int(name) for name in names if name.isdigit())
+def saved_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in RUN/checkpoints, oldest first."""
+    steps = (file.parent.name.removeprefix("step-") for file in folder.glob("step-*/run.json"))
+    return [folder / f"step-{n}" for n in sorted(int(step) for step in steps if step.isdigit())]
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in RUN/checkpoints, if there is one."""
-    steps = saved_steps(folder)
-    return folder / f"step-{steps[-1]}" if steps else None
-
-
-def _not_on_the_way(folder: Path, chosen: Path) -> list[Path]:
-    """Return the checkpoints in RUN/checkpoints, oldest first, that are neither `chosen` nor on the way to it."""
-    own, step = chosen.resolve().parent == folder.resolve(), read_run_state(chosen)["step"]
-    return [folder / f"step-{s}" for s in saved_steps(folder) if s > step or not own]
+def superseded(folder: Path, chosen: Path | None) -> list[Path]:
+    """Return the checkpoints in RUN/checkpoints that are neither `chosen` nor on the way to it, oldest first."""
+    saved = saved_checkpoints(folder.resolve())
+    if chosen is None or chosen.resolve() not in saved:
+        return saved
+    return saved[saved.index(chosen.resolve()) + 1 :]
 
 
 def read_run_state(path: Path) -> dict[str, Any]:
@@ -122,51 +118,41 @@ def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
     dist.barrier()  # no rank reads a file that another one is about to name
 
 
-def resume_point(
-    folder: Path, resume: str, *, overwrite: bool
-) -> tuple[Path, dict[str, Any]] | None:
-    """Decide which checkpoint a run continues, and return it with its state; None starts afresh.
+def resume_point(folder: Path, resume: str, *, overwrite: bool) -> Path | None:
+    """Return the checkpoint that a run continues; None starts afresh.
 
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
     later be mistaken for this run's own, unless `overwrite` allows their deletion.
     """
-    newest = newest_checkpoint(folder)
-    if resume == "never":
-        if newest is not None and not overwrite:
-            raise ValueError(
-                f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to '
-                "continue, run.overwrite = true to delete them, or another folder"
-            )
-        return None
-    chosen = newest if resume == "auto" else Path(resume)
-    if chosen is None:
-        return None
-    with blame("run.resume"):
-        state = read_run_state(chosen)
-    left = _not_on_the_way(folder, chosen)
+    chosen = None
+    if resume == "auto":
+        chosen = next(reversed(saved_checkpoints(folder)), None)
+    elif resume != "never":
+        chosen = Path(resume)
+        with blame("run.resume"):
+            read_run_state(chosen)
+    left = ", ".join(path.name for path in superseded(folder, chosen))
     if left and not overwrite:
         raise ValueError(
-            f'run.resume is {chosen} but run.output also holds {left[-1].name}, which run.resume = "auto" would '
-            f"continue next time; set run.overwrite = true to delete {', '.join(p.name for p in left)}, or another "
-            "run.output"
+            f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue the '
+            f"newest, run.overwrite = true to delete {left}, or another run.output"
         )
-    return chosen, state
+    return chosen
 
 
 def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
     """Delete what an earlier run left in its folder, or only what came after the checkpoint that is continued.
 
-    Rank 0 calls it. Returns the deleted checkpoints that came after.
+    Rank 0 calls it. Returns the deleted checkpoints.
     """
-    if resume_from is not None:
-        later = _not_on_the_way(output / "checkpoints", resume_from)
-        for path in later:
-            remove_folder(path)
-        return later
-    for name in ("checkpoints", "export", "tensorboard", "metrics.jsonl"):
-        path = output / name
-        remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return []
+    gone = superseded(output / "checkpoints", resume_from)
+    for path in gone:
+        remove_folder(path)
+    if resume_from is None:
+        (output / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("checkpoints", "export", "tensorboard"):
+            shutil.rmtree(output / name, ignore_errors=True)
+    return gone
 
 
 def remove_folder(path: Path) -> None:

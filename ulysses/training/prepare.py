@@ -417,13 +417,14 @@ def _read_tokenizer(plan: Prepared) -> None:
 
 def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     """Return the checkpoint that the run continues, or None to start afresh; nothing is loaded yet."""
+    run = config.run
     with blame():
-        found = resume_point(
-            config.output / "checkpoints", config.run.resume, overwrite=config.run.overwrite
+        checkpoint = resume_point(
+            config.output / "checkpoints", run.resume, overwrite=run.overwrite
         )
-    if found is None:
-        return None
-    checkpoint, state = found
+        if checkpoint is None:
+            return None
+        state = read_run_state(checkpoint)
     own = _named(config.model_dump(mode="json"), shape)
     theirs = _named(state["config"], Shape.from_hf(state["shape"]))
     fixed = [*ALLOWED_ANYWAY, *(key for key in shape.to_hf() if key not in FREE_KEYS)]

@@ -139,7 +139,7 @@ class TrainingRun:
         if self.mesh.is_main:
             if config.run.overwrite:
                 for path in clear_run_folder(config.output, resume_from):
-                    self.say(f"deleted {path}, which came after {resume_from}")
+                    self.say(f"deleted {path}")
             (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
             (config.output / "config.json").write_text(config.model_dump_json(indent=2))
             save_tokenizer(prepared, config.output / "tokenizer")
