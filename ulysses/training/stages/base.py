@@ -63,6 +63,7 @@ class Facts(NamedTuple):
     others: the models that the run reads besides the trained one; all stay frozen.
     mismatched: whether sequences are read that join the prompt of one example and the answer of another (KTO).
     rollout: the answers that are decoded to each prompt before each round of training; None if there are none.
+    reference: "cached", "live", another model's path, or "" if the settings need no reference.
     """
 
     longest_example: int
@@ -76,6 +77,7 @@ class Facts(NamedTuple):
     others: tuple[OtherModel, ...] = ()
     mismatched: bool = False
     rollout: "PlannedRollout | None" = None
+    reference: str = ""
 
 
 @dataclass(eq=False)

@@ -100,13 +100,10 @@ class DpoStage(ReferencedStage):
         yield from super().check(config)
 
     @classmethod
-    def reference_of(cls, config: "Config") -> str:
-        needed = {*config.dpo.loss_types} - {*REFERENCE_FREE}
-        return config.dpo.reference if needed else ""
-
-    @classmethod
     def facts(cls, config: "Config") -> Facts:
-        return super().facts(config, "aot" in config.dpo.loss_types)
+        types = {*config.dpo.loss_types}
+        needed = not types <= {*REFERENCE_FREE}
+        return super().facts(config, needed=needed, looks_ahead="aot" in types)
 
     def sequences(self, example: Any) -> list[Sequence]:
         pair, alpha = super().sequences(example), self.config.ld_alpha

@@ -70,7 +70,7 @@ class KtoStage(ReferencedStage):
     @classmethod
     def facts(cls, config: "Config") -> Facts:
         mismatched = config.kto.loss_type == "kto"
-        return super().facts(config, mismatched)._replace(mismatched=mismatched)
+        return super().facts(config, looks_ahead=mismatched)._replace(mismatched=mismatched)
 
     @classmethod
     def build(cls, run: "TrainingRun") -> "ReferencedStage":

@@ -243,12 +243,8 @@ class PpoStage(ReferencedStage):
         yield from super().check_model(plan)
 
     @classmethod
-    def reference_of(cls, config: "Config") -> str:
-        return config.ppo.reference if config.ppo.kl_coefficient else ""
-
-    @classmethod
     def facts(cls, config: "Config") -> Facts:
-        ppo, facts = config.ppo, super().facts(config)
+        ppo, facts = config.ppo, super().facts(config, needed=config.ppo.kl_coefficient > 0)
         prompts = ppo.prompts_per_rollout or config.batch.examples
         # the passes over a rollout, which is trained on `epochs` times
         value, K = ppo.value if ppo.advantage == "gae" else "", ppo.answers_per_prompt

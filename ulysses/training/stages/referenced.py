@@ -66,11 +66,6 @@ class ReferencedStage(Stage):
     # ---------------------------------------------------------------- checks and facts
 
     @classmethod
-    def reference_of(cls, config: "Config") -> str:
-        """Return "cached", "live", another model's path, or "" if the settings need no reference."""
-        return cls.table(config).reference
-
-    @classmethod
     def check(cls, config: "Config") -> Iterator[str]:
         reference = cls.table(config).reference
         known = ", ".join(f'"{word}"' for word in cls.reference_words)
@@ -86,20 +81,27 @@ class ReferencedStage(Stage):
         needed = plan.shape.vocab_size if cls.kind == "prompt" else len(plan.tokenizer)
         if other is not None and other.shape.vocab_size < needed:
             yield (
-                f"{setting} {cls.reference_of(plan.config)} has {other.shape.vocab_size} tokens but the policy "
+                f"{setting} {plan.config.facts.reference} has {other.shape.vocab_size} tokens but the policy "
                 f"{needed}; use a model with the policy's tokenizer"
             )
 
     @classmethod
-    def facts(cls, config: "Config", looks_ahead: bool = False) -> Facts:
-        facts, reference = super().facts(config), cls.reference_of(config)
+    def facts(
+        cls, config: "Config", *, needed: bool = True, looks_ahead: bool = False
+    ) -> Facts:
+        reference = cls.table(config).reference if needed else ""
         passes = float(reference not in ("", "cached"))
         other = OtherModel(f"{cls.name}.reference", reference)
-        return facts._replace(
-            # a stage that looks ahead has policy and reference read as much once more, before the first backward
-            extra_forwards=1 + 2 * passes if looks_ahead else passes,
-            keeps_initial=reference == "live" and not config.model.lora.rank,
-            others=() if reference in ("", *cls.reference_words) else (other,),
+        return (
+            super()
+            .facts(config)
+            ._replace(
+                reference=reference,
+                # a stage that looks ahead has policy and reference read as much once more, before the first backward
+                extra_forwards=1 + 2 * passes if looks_ahead else passes,
+                keeps_initial=reference == "live" and not config.model.lora.rank,
+                others=() if reference in ("", *cls.reference_words) else (other,),
+            )
         )
 
     # ---------------------------------------------------------------- construction
@@ -114,7 +116,7 @@ class ReferencedStage(Stage):
     @classmethod
     def reference_logps(cls, run: "TrainingRun") -> Callable[..., Tensor] | None:
         """Return what gives the reference's log-probabilities [S] of a batch's targets, or None without one."""
-        match cls.reference_of(run.config):
+        match run.config.facts.reference:
             case "":
                 return None
             case "cached":
