@@ -31,6 +31,7 @@ from ulysses.training.stages.sft import SftSection
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Share = Annotated[float, Field(ge=0, lt=1)]
+Sources = str | dict[str, Any] | list[str | dict[str, Any]]
 
 
 class LoraSection(Section):
@@ -127,9 +128,9 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    train: str | dict[str, Any] | list[str | dict[str, Any]] = []
+    train: Sources = []
     """Training data: a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
-    eval: str | dict[str, Any] | list[str | dict[str, Any]] = []
+    eval: Sources = []
     """Held-out data in the same forms; an empty list means that nothing is evaluated."""
     eval_fraction: Share = 0.0
     """Share of the training data's rows that is held out instead; which rows these are follows from their places."""

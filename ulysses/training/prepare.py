@@ -8,7 +8,6 @@ Each complaint is one sentence: what was given, what is required and what to cha
 
 import importlib.util
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -212,8 +211,8 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         if pretrained:
             with blame("model.path"):
                 check_weights(plan.shape, plan.folder, reward=stage.reward)
-    if plan.shape is None and model.path:
-        plan.shape = published_shape(model)
+    with collect("model"):
+        plan.shape = plan.shape or published_shape(model)
     if plan.shape is None:
         refuse(complaints, findings)
         return plan
@@ -334,14 +333,14 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Pat
 
 def published_shape(model: ModelSection) -> Shape | None:
     """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None."""
-    name = Path(model.path).name.lower().removeprefix("meta-").replace("llama-", "llama")
-    shape = ARCHITECTURES.get(re.sub(r"-(instruct|base)$", "", name))
+    name = Path(model.path or "").name.lower().removeprefix("meta-").replace("llama-", "llama")
+    base = name.removesuffix("-instruct")
+    shape = ARCHITECTURES.get(base.removesuffix("-base"))
     if shape is None:
         return None
-    if re.match(r"qwen2.5.*-instruct", name):
+    if name != base and "qwen2.5" in name:
         shape = replace(shape, max_position_embeddings=32768)
-    with blame("model"):
-        return Shape.from_hf(shape.to_hf(), **model.rope.changes())
+    return Shape.from_hf(shape.to_hf(), **model.rope.changes())
 
 
 def _fit_window(config: Config, shape: Shape, key: str) -> Shape:
@@ -418,25 +417,23 @@ def _read_tokenizer(plan: Prepared) -> None:
 def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     """Return the checkpoint that the run continues, or None to start afresh; nothing is loaded yet."""
     run = config.run
-    with blame():
-        checkpoint = resume_point(
-            config.output / "checkpoints", run.resume, overwrite=run.overwrite
-        )
-        if checkpoint is None:
-            return None
-        state = read_run_state(checkpoint)
+    checkpoint = resume_point(
+        config.output / "checkpoints", run.resume, overwrite=run.overwrite
+    )
+    if checkpoint is None:
+        return None
+    state = read_run_state(checkpoint)
     own = _named(config.model_dump(mode="json"), shape)
     theirs = _named(state["config"], Shape.from_hf(state["shape"]))
     fixed = [*ALLOWED_ANYWAY, *(key for key in shape.to_hf() if key not in FREE_KEYS)]
     for name in (*fixed, "lora.rank", *["lora.targets"] * (own["lora.rank"] > 0)):
-        if own[name] == theirs[name] or (name in ALLOWED_ANYWAY and config.run.resume_anyway):
-            continue
-        anyway = ", or run.resume_anyway = true" if name in ALLOWED_ANYWAY else ""
-        raise ConfigError(
-            f"the run that wrote {checkpoint} had {name} {theirs[name]!r} but this run has {own[name]!r}; "
-            f"set the same, or another run.output{anyway}",
-            "run.resume",
-        )
+        anyway = name in ALLOWED_ANYWAY
+        if own[name] != theirs[name] and not (anyway and run.resume_anyway):
+            raise ConfigError(
+                f"the run that wrote {checkpoint} had {name} {theirs[name]!r} but this run has {own[name]!r}; "
+                f"set the same, or another run.output{', or run.resume_anyway = true' * anyway}",
+                "run.resume",
+            )
     with blame("run.resume"):
         config.gradients.chain().load_state_dict(state["policies"])
     return checkpoint
