@@ -90,7 +90,8 @@ def draw(axis: Any, name: str, folder: Path) -> dict[str, str]:
     means, errors = np.array([*scores.values()]).T
     axis.plot(means, label=name)
     axis.fill_between(range(len(means)), means - errors, means + errors, alpha=0.3)
-    held_out = steps[-1][f"eval/{SCORE}"], steps[-1][f"eval/{SCORE}_std"] / HELD_OUT**0.5
+    questions = len(Path(config["data"]["eval"]).read_text().splitlines())
+    held_out = steps[-1][f"eval/{SCORE}"], steps[-1][f"eval/{SCORE}_std"] / questions**0.5
     last = means[-1], errors[-1]
     places = {"first rollout": scores[0], "last rollout": last, "held out": held_out}
     return {place: f"{mean:.3f} ± {error:.3f}" for place, (mean, error) in places.items()}
