@@ -90,7 +90,8 @@ def draw(axis: Any, name: str, folder: Path) -> dict[str, str]:
     means, errors = np.array([*scores.values()]).T
     axis.plot(means, label=name)
     axis.fill_between(range(len(means)), means - errors, means + errors, alpha=0.3)
-    questions = len(Path(config["data"]["eval"]).read_text().splitlines())
+    files = map(Path, np.atleast_1d(config["data"]["eval"]))
+    questions = sum(len(file.read_text().splitlines()) for file in files)
     held_out = steps[-1][f"eval/{SCORE}"], steps[-1][f"eval/{SCORE}_std"] / questions**0.5
     last = means[-1], errors[-1]
     places = {"first rollout": scores[0], "last rollout": last, "held out": held_out}
