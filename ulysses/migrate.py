@@ -97,9 +97,8 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
     not_needed: dict[str, None] = {}
     # other rules depend on the stage
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
-        value, table, problem = given[name], name, ""
-        while "." in table and table not in rules:
-            table = table.rpartition(".")[0]
+        value, problem = given[name], ""
+        table = name if name in rules else name.partition(".")[0]
         lower, rule = str(value).lower(), rules.get(table)
         if table in names["not_needed"] or lower in names["harmless"].get(name, ()):
             not_needed[table] = None
@@ -156,8 +155,8 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
 
 def _complete(given: dict[str, Any], folder: Path, names: dict[str, Any]) -> dict[str, Any]:
     """Add what their trainer takes where the file says nothing and what other files say; remove what is void."""
-    file = given.get("deepspeed")
-    if isinstance(file, str) and (found := _find(file, folder)).exists():
+    found = _find(str(given.get("deepspeed")), folder)
+    if found.is_file():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
     plain = ((name, _plain(value)) for name, value in flat(given).items())
     given = {name: value for name, value in plain if value not in NOTHING}

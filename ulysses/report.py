@@ -146,8 +146,8 @@ def html_page(runs: dict[str, Run], figure: Figure) -> str:
     for name, run in runs.items():
         line = [name, str(max(map(max, run.values())))]
         for metric in TABLE:
-            finite = [value for value in run.get(metric, {}).values() if math.isfinite(value)]
-            line.append(f"{finite[-1]:.6g}" if finite else "")
+            _, values = series(run, metric)
+            line += [f"{value:.6g}" for value in values[np.isfinite(values)][-1:]] or [""]
         lines.append(line)
     cells = ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
     table = "<tr>".join(["", *cells])

@@ -239,10 +239,11 @@ class TokenizedDataset:
         """Join the prompt of example `index` with the answer of `other` (KTO's baseline), cut at max_length."""
         prompt, answer = self._sequence(index, 0), self._sequence(other, 0)
         head, start = (int(self.columns["prompt_length"][i]) for i in (index, other))
-        tokens = np.concatenate([prompt.tokens[:head], answer.tokens[start:]])
-        weights = np.concatenate([np.zeros(head, np.float32), answer.loss_weights[start:]])
+        tokens = [prompt.tokens[:head], answer.tokens[start:]]
+        weights = [prompt.loss_weights[:head], answer.loss_weights[start:]]
+        joined = (np.concatenate(parts)[: self.max_length] for parts in (tokens, weights))
         found = self.mismatch_columns[index, other] if self.mismatch_columns else {}
-        return Sequence(tokens[: self.max_length], weights[: self.max_length], found)
+        return Sequence(*joined, found)
 
     def _sequence(self, index: int, j: int) -> Sequence:
         length, prefix, rank, end, row_end = self._layout[:, index, j].tolist()

@@ -34,7 +34,6 @@ PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 LABEL_KEYS = ("label", "kto_tag")
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
-LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 EXAMPLES_PER_REASON = 5
 
 
@@ -119,14 +118,14 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
     A file that cannot be read comes as a DataError in the place of its next row.
     """
     for index, source in enumerate(sources):
-        where = source.path
+        last = source.path
         try:
-            for file, number, row in islice(read_rows(source), source.max_examples or None):
-                previous, where = where, f"{file} row {number}"
-                report.read += where != previous  # a long document comes in several parts
+            for where, row in islice(read_rows(source), source.max_examples or None):
+                report.read += where != last  # a long document comes in several parts
+                last = where
                 yield index, where, row
         except DataError as error:
-            yield index, where, error
+            yield index, last, error
 
 
 def read_records(
@@ -219,15 +218,44 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         if _role(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
         return [replace(record, prompt=prompt, answers=[[]])]
-    if len(answers) < 2:
-        return [_one_answer(row, row_format, kind, record)]
+    if len(answers) > 1:
+        return _comparisons(row, kind, record)
+    if kind in ("pair", "ranked"):
+        raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
+    key = first_key(row, LABEL_KEYS)
+    try:
+        label = json.loads(str(row.get(key)).lower())
+    except ValueError:
+        label = None
+    if label not in (0, 1) and (key or kind == "unpaired"):
+        raise BadRowError(
+            f"has no {_either(LABEL_KEYS)} that is true for a desirable answer and false for an undesirable one "
+            f"(it has {_keys(row)})"
+        )
+    if not answers and row_format != "messages":
+        raise BadRowError(f"has no answer: none of {', '.join(ANSWER_KEYS)}")
+    answer = sum(answers, [])
+    # the assistant's turns in the history of an alpaca row are training data too
+    if not answers or (row_format == "alpaca" and kind == "sequence"):
+        turns, begin = prompt + answer, 0 if kind == "sequence" else -1
+        prompt, answer = turns[:begin], turns[begin:]
+    if kind == "sequence" and label == 0:
+        raise DropRowError("its label is false")
+    _check_answer(answer, kind)
+    columns = {"label": float(label)} if kind == "unpaired" else {}
+    return [replace(record, prompt=prompt, answers=[answer], columns=columns)]
+
+
+def _comparisons(row: Row, kind: str, record: Record) -> list[Record]:
+    """Turn the record of a row with several answers into what is compared: all of them, pairs or labelled answers."""
     if kind == "sequence":
         raise BadRowError(
             'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
         )
-    for answer in answers:
+    for answer in record.answers:
         _check_answer(answer, kind)
-    ranked = list(zip(_ranks(row, len(answers)), answers))
+    ranks = _ranks(row, len(record.answers))
+    ranked = list(zip(ranks, record.answers))
     pairs = [[good, bad] for first, good in ranked for later, bad in ranked if first < later]
     if not pairs:
         raise DropRowError("no answer is ranked above another")
@@ -235,7 +263,7 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         raise DropRowError("chosen and rejected are the same")
     if kind == "ranked":
         margin = number(row.get("margin", 0.0), "margin")
-        return [replace(record, columns={"margin": margin}, ranks=[rank for rank, _ in ranked])]
+        return [replace(record, columns={"margin": margin}, ranks=ranks)]
     if kind == "pair":
         return [replace(record, answers=pair) for pair in pairs]
     return [
@@ -243,32 +271,6 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
         for pair in pairs
         for answer, label in zip(pair, (1.0, 0.0))
     ]
-
-
-def _one_answer(row: Row, row_format: str, kind: str, record: Record) -> Record:
-    """Complete the record of a row with one answer; a conversation that came as the prompt holds its own."""
-    if kind in ("pair", "ranked"):
-        raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
-    key = first_key(row, LABEL_KEYS)
-    label = LABELS.get(str(row.get(key)).strip().lower())
-    if key and label is None:
-        raise BadRowError(f"{key!r} is {row[key]!r}, not true or false")
-    if kind == "unpaired" and label is None:
-        raise BadRowError(
-            f"has no {_either(LABEL_KEYS)}: true for a desirable answer, false for an undesirable one"
-        )
-    prompt, answer = record.prompt, sum(record.answers, [])
-    if not record.answers and row_format != "messages":
-        raise BadRowError(f"has no answer: none of {', '.join(ANSWER_KEYS)}")
-    # the assistant's turns in the history of an alpaca row are training data too
-    if not record.answers or (row_format == "alpaca" and kind == "sequence"):
-        turns, begin = prompt + answer, 0 if kind == "sequence" else -1
-        prompt, answer = turns[:begin], turns[begin:]
-    if kind == "sequence" and label is False:
-        raise DropRowError("its label is false")
-    _check_answer(answer, kind)
-    columns = {"label": float(label)} if kind == "unpaired" else {}
-    return replace(record, prompt=prompt, answers=[answer], columns=columns)
 
 
 def _check_answer(answer: Messages, kind: str) -> None:

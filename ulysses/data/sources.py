@@ -110,15 +110,15 @@ def source_files(source: Source) -> list[Path]:
     path = source.place
     if not path.exists():
         raise DataError(_absent(source))
-    files = [path] if path.is_file() else [p for p in path.rglob("[!.]*") if p.is_file()]
-    if not _is_saved_dataset(path):
-        files = [p for p in files if _suffix(p) in SUFFIXES]
+    is_saved = _is_saved_dataset(path)
+    found = (p for p in (path, *path.rglob("[!.]*")) if p.is_file())
+    files = sorted(p for p in found if is_saved or _suffix(p) in SUFFIXES)
     if not files:
         raise DataError(
             f"{path.absolute()} is none of {', '.join(SUFFIXES)} (or .gz of one), nor a folder of them; "
             "convert or rename it"
         )
-    return sorted(files)
+    return files
 
 
 def source_digest(source: Source, cache: Path) -> str:
@@ -188,8 +188,8 @@ def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
         yield batch
 
 
-def read_rows(source: Source) -> Iterator[tuple[str, int, Any]]:
-    """Yield (file name, row number from 1, row); in a jsonl file the number is that of the line.
+def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield (file and row number from 1, row); in a jsonl file the number is that of the line.
 
     A line that is not valid JSON comes as a BadRowError in the row's place.
 
@@ -200,7 +200,7 @@ def read_rows(source: Source) -> Iterator[tuple[str, int, Any]]:
         read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
         try:
             for number, row in read(source, file):
-                yield source.path if is_one else str(file), number, row
+                yield f"{source.path if is_one else file} row {number}", row
         except Exception as error:  # every format and library has its own classes
             problem = " ".join(str(error).split())[:300] or type(error).__name__
             if file.exists():
