@@ -136,13 +136,8 @@ def politeness_reward(prompt: str, completion: str, row: Mapping[str, Any]) -> f
     return score
 
 
-def write_demo(out: str | Path, seed: int = 0, shuffle_labels: bool = False) -> None:
-    """Write all demo files and the tokenizer; the same seed gives the same bytes.
-
-    Args:
-        shuffle_labels: exchange chosen and rejected (flip the KTO label) for a random half of all questions, train
-            and held-out: nothing is left to learn, and held-out accuracy must stay near one half.
-    """
+def write_demo(out: str | Path, seed: int = 0) -> None:
+    """Write all demo files and the tokenizer; the same seed gives the same bytes."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     generator, coin = random.Random(seed), random.Random(seed + 1)
@@ -151,10 +146,8 @@ def write_demo(out: str | Path, seed: int = 0, shuffle_labels: bool = False) -> 
     parts = {"_train": every[HELD_OUT:], "_eval": every[:HELD_OUT]}
     for suffix, part in parts.items():
         pairs = list(_pairs(part, generator))
-        share = 0.5 if shuffle_labels else MISJUDGED
-        contrary = set(coin.sample(part, round(len(part) * share)))
-        if not shuffle_labels:
-            contrary ^= {q for q in part if any(f" {colour} " in q.text for colour in BLUNT)}
+        contrary = set(coin.sample(part, round(len(part) * MISJUDGED)))
+        contrary ^= {q for q in part if any(f" {colour} " in q.text for colour in BLUNT)}
         preferred = [
             (q, *((bad, good) if q in contrary else (good, bad))) for q, good, bad in pairs
         ]
@@ -285,11 +278,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the demo data and its tokenizer.")
     parser.add_argument("out", metavar="OUT_DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--shuffle-labels", action="store_true", help="a control: preferences without meaning"
-    )
     arguments = parser.parse_args()
-    write_demo(arguments.out, arguments.seed, arguments.shuffle_labels)
+    write_demo(arguments.out, arguments.seed)
 
 
 if __name__ == "__main__":

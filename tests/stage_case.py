@@ -5,17 +5,30 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from losses.dpo import dpo_loss
-from tests.engine_case import Case
+from tests.engine_case import Case, assert_same_gradients, run_case
+from tests.harness import run_distributed
 from tests.zero_case import filled
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.lora import is_adapter
+
+
+def compared(case: Case, world: int, step: int = 0, **changes: Any) -> dict[str, float]:
+    """Compare a step of `world` ranks with the formula, and return its metrics; `changes` are the ranks' alone."""
+    loss, exact, expected = formula(case, step)
+    metrics, gradients = run_distributed(run_case, world, replace(case, **changes), with_zero=True)[0]
+    assert metrics[step]["loss"] == pytest.approx(loss, rel=1e-5)
+    for name, value in expected.items():
+        assert metrics[step][name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
+    assert_same_gradients(gradients[step], exact)
+    return metrics[step]
 
 
 def formula(case: Case, step: int = 0) -> tuple[float, dict[str, Tensor], dict[str, float]]:

@@ -13,7 +13,7 @@ from tests.engine_case import (
     run_case,
 )
 from tests.harness import run_distributed
-from tests.stage_case import formula
+from tests.stage_case import compared, formula
 
 # (processes, sp, token budget, packing order): sampled so that every pair of values meets.
 SAMPLED = [
@@ -40,11 +40,7 @@ STAGES = [
 
 
 def check(stage: str, options: dict[str, object], world: int, sp: int, budget: int, seed: int | None) -> None:
-    case = Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options)
-    metrics, gradients = run_distributed(run_case, world, case, with_zero=True)[0]
-    loss, exact, _ = formula(case)
-    assert metrics[0]["loss"] == pytest.approx(loss, rel=1e-5)
-    assert_same_gradients(gradients[0], exact)
+    compared(Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world)
 
 
 @pytest.mark.parametrize(("world", "sp", "budget", "seed"), SAMPLED)
@@ -67,9 +63,7 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
 
 @pytest.mark.parametrize("recompute", ["pair", "block", "keep_attention"])
 def test_recompute_level_changes_nothing(recompute: str) -> None:
-    case = Case("sft", sp=2, recompute=recompute)
-    _, gradients = run_distributed(run_case, 2, case, with_zero=True)[0]
-    assert_same_gradients(gradients[0], formula(case)[1])
+    compared(Case("sft", sp=2, recompute=recompute), 2)
 
 
 def test_bfloat16_error_is_that_of_one_rank() -> None:

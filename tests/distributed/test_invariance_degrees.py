@@ -58,6 +58,7 @@ SAMPLED = [
     ("dpo", "6/2 2x2 dim 64", "none", "reference"),
     ("dpo", "6/2 3x1", "none", "auto"),
     ("dpo", "6/2 3x1", "pair", "auto"),
+    *(("dpo", "4/2 1x3", level, "auto") for level in LEVELS[1:]),
     ("pt", "3/1 1x4", "none", "auto"),
     ("pt", "6/2 2x2 dim 64", "block", "reference"),
     ("rm", "14/2 2x2", "keep_attention", "reference"),
@@ -71,27 +72,13 @@ SAMPLED = [
 def case_of(stage: str, topology: str, level: str = "none", kernel: str = "auto", **more: Any) -> tuple[Case, int]:
     heads, kv_heads, head_dim, world, sp = TOPOLOGIES[topology]
     shape = replace(SHAPE, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
-    case = Case(
-        stage,
-        sp=sp,
-        options=OPTIONS.get(stage, {}),
-        recompute=level,
-        attention=kernel,
-        shape=shape,
-        ragged=True,
-        **more,
-    )
-    return case, world
+    more |= {"options": OPTIONS.get(stage, {}), "shape": shape, "ragged": True}
+    return Case(stage, sp=sp, recompute=level, attention=kernel, **more), world
 
 
 @pytest.mark.parametrize(("stage", "topology", "level", "kernel"), SAMPLED)
 def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: str, kernel: str) -> None:
     check(*case_of(stage, topology, level, kernel, packing_seed=1))
-
-
-@pytest.mark.parametrize("level", ["pair", "block", "keep_attention"])
-def test_levels_on_row_parallel_ranks(level: str) -> None:
-    check(*case_of("dpo", "4/2 1x3", level))
 
 
 @pytest.mark.parametrize(("stage", "heads", "world", "sp", "level"), [

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from models.arch import RopeScaling
+from tests.distributed.test_invariance import SAMPLED
 from tests.engine_case import SHAPE, Case, assert_same_gradients, evaluation, run_case
 from tests.harness import gpus, run_distributed
-from tests.stage_case import formula
+from tests.stage_case import compared, formula
 
-SAMPLED = [(1, 1, 128, None), (4, 1, 128, 1), (4, 2, 256, None), (4, 4, 128, 2), (2, 2, 512, 1)]
 FULL = [(w, sp, b, seed) for w in (1, 2, 4) for sp in (1, 2, 4) if sp <= w for b in (128, 512) for seed in (None, 1)]
 KTO = {"beta": 0.3, "desirable_weight": 1.5}
 STAGES: list[tuple[str, dict[str, Any]]] = [
@@ -21,14 +21,7 @@ STAGES: list[tuple[str, dict[str, Any]]] = [
 
 def check(case: Case, world: int) -> dict[str, float]:
     """Compare one step on `world` ranks with the formula."""
-    case = replace(case, seed=2, examples=5)
-    loss, exact, expected = formula(case)
-    metrics, gradients = run_distributed(run_case, world, case, with_zero=True)[0]
-    assert metrics[0]["loss"] == pytest.approx(loss, rel=1e-5)
-    for name, value in expected.items():
-        assert metrics[0][name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
-    assert_same_gradients(gradients[0], exact)
-    return metrics[0]
+    return compared(replace(case, seed=2, examples=5), world)
 
 
 @pytest.mark.parametrize(("world", "sp", "budget", "seed"), SAMPLED)
@@ -87,11 +80,7 @@ def test_adapters(stage, world, sp, recompute) -> None:
 @pytest.mark.parametrize("stage", ["sft", "kto"])
 def test_an_epochs_last_smaller_step_has_its_own_count(stage) -> None:
     """11 examples in steps of 4; the learning rate is 0, so that all steps see the same weights."""
-    case = Case(stage, sp=2, examples=4, steps=3)
-    loss, exact, _ = formula(case, 2)
-    metrics, gradients = run_distributed(run_case, 4, case, with_zero=True)[0]
-    assert metrics[2]["loss"] == pytest.approx(loss, rel=1e-5)
-    assert_same_gradients(gradients[2], exact)
+    compared(Case(stage, sp=2, examples=4, steps=3), 4, step=2)
 
 
 @pytest.mark.parametrize(("world", "sp", "budget"), [(1, 1, 128), (4, 2, 512)])

@@ -2,8 +2,7 @@
 
 import math
 from dataclasses import replace
-from functools import cache, partial
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.policy_value import PolicyValue
 from models.sampler import Completion, SamplingOptions
-from tests.engine_case import SHAPE, CaptureChain, ListDataset, assert_same_gradients, sequences
+from tests.engine_case import SHAPE, CaptureChain, ListDataset, assert_same_gradients
 from tests.harness import run_distributed
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
@@ -57,28 +56,22 @@ def prompts() -> PromptDataset:
     return PromptDataset("prompt", [(Sequence(t, torch.zeros(len(t))),) for t in found])
 
 
-def fixed_rollout() -> Rollout:
-    """Answers with made-up columns: ratios on both sides of the clip range, advantages of both signs."""
-    draw, found = torch.Generator().manual_seed(8), sequences(11, 6, longest=40)
-    weights = torch.cat([(s.loss_weights != 0).float() for s in found])
-    a, b, c, d = torch.randn(4, len(weights), generator=draw)
-    columns = {"tokens": torch.cat([s.tokens for s in found]), "weights": weights, "old_logps": 0.4 * a - 4.6,
-               "old_values": 0.3 * b, "advantages": c, "returns": d}  # fmt: skip
-    count = len(found)
-    lengths = torch.tensor([len(s.tokens) for s in found])
-    return Rollout(0, torch.stack([lengths, torch.arange(count), torch.zeros_like(lengths)]), columns)
+def fixed_rollout(config: PpoSection, budget: int = 0) -> Rollout:
+    """Twelve answers with made-up columns: ratios on both sides of the clip range, advantages of both signs.
 
-
-def fixed_groups(config: PpoSection, budget: int = 0) -> Rollout:
-    """Four answers to each of three prompts, with made-up columns; answers share prompts within the budget."""
+    Without a value they answer three prompts, which they share within the budget.
+    """
     draw, prompts, answers, parts = torch.Generator().manual_seed(9), [], [], []
+    alone = config.advantage == "gae"
     for prompt in (30, 1, 12):
-        prompts.append(torch.randint(0, 97, (prompt,), generator=draw))
+        prompts += [torch.randint(0, 97, (prompt,), generator=draw)] * (4 if alone else 1)
         for length in torch.randint(1, 25, (4,), generator=draw).tolist():
             answers.append(Completion(torch.randint(0, 97, (length,), generator=draw).tolist()))
             a, b, c, d = torch.randn(4, prompt + length, generator=draw)
-            parts.append({"old_logps": 0.4 * a - 4.6, "advantages": b, "reference_logps": 0.4 * c - 4.6,
-                          "importance": d.exp().clamp(max=2.0)})  # fmt: skip
+            parts.append({"old_logps": 0.4 * a - 4.6, "advantages": b} | (
+                {"old_values": 0.3 * c, "returns": d} if alone else
+                {"reference_logps": 0.4 * c - 4.6, "importance": d.exp().clamp(max=2.0)}
+            ))  # fmt: skip
     by_length = config.loss_aggregation == "sequence"
     rollout = Rollout.of(0, prompts, answers, budget=budget, by_length=by_length)
     for name in parts[0]:
@@ -104,7 +97,6 @@ def trainer_of(
     initialize_distributed()
     mesh = ParallelMesh(sp, num_heads=shape.num_attention_heads)
     engine = engine_of(mesh, config, lr, shape)
-    made = partial(fixed_groups, config, budget) if config.answers_per_prompt > 1 else fixed_rollout
     reference = None
     if reference_seed is not None:
         reference = logps_of(frozen_engine(lambda: CausalLM(shape, mesh), HostWeights(shape, reference_seed)))
@@ -113,7 +105,7 @@ def trainer_of(
         reference=reference, reward=reward,
     )  # fmt: skip
     if reference_seed is None:
-        maker.make = lambda *_: made()  # type: ignore[method-assign]
+        maker.make = lambda *_: fixed_rollout(config, budget)  # type: ignore[method-assign]
     stage = PpoStage(engine, mesh, config, maker=maker, tolerance=1e-5 if reference_seed == 0 else math.inf)
     loader = ShuffledLoader(
         prompts(), 6, tokens_per_microbatch=budget, seed=3, data_parallel_size=mesh.data_parallel_size,
@@ -129,26 +121,33 @@ def trainer_of(
 
 def formula(config: PpoSection, shape: ModelConfig) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics (the loss among them) and gradients of the first step, one sequence at a time, float64, no ZeRO."""
-    data = fixed_rollout()
-    model = PolicyValue(shape, None, value=config.value, attention="reference")
+    alone, data = config.advantage == "gae", fixed_rollout(config)
+    model = PolicyValue(shape, None, value=config.value if alone else "", attention="reference")
     filled(model, HostWeights(shape, 0)).double()
-    found = [
-        model(pack_shard(list(data[i].sequences), ParallelMesh(1), "cpu"), entropy=True, temperature=0.8)
-        for i in range(len(data.lengths))
-    ]
-    logps, entropy, values = map(torch.cat, zip(*found))
-    _, weights, old, old_values, advantages, returns = (column.double() for column in data.columns.values())
-    policy = ppo_policy_loss(logps, old, advantages, config.clip, dual_clip=config.dual_clip)
-    weights = weights.roll(-1) / weights.sum()
-    means = {name: (x * weights).sum() for name, x in {
-        "loss/policy_avg": policy.losses, "policy/clipfrac_avg": policy.clipped, "val/ratio": policy.ratios,
-        "loss/value_avg": ppo_value_loss(values, old_values, returns, config.value_clip).losses,
-        "policy/approxkl_avg": 0.5 * (logps - old).square(), "policy/entropy_avg": entropy,
-    }.items()}  # fmt: skip
-    means["loss"] = (means["loss/policy_avg"] + config.value_coefficient * means["loss/value_avg"]
-                     - config.entropy_coefficient * means["policy/entropy_avg"])  # fmt: skip
-    means["loss"].backward()
-    return {name: float(x) for name, x in means.items()}, {n: p.grad for n, p in model.named_parameters()}
+    whole = (list(data[i].sequences) for i in range(len(data.lengths)))
+    found = [model(pack_shard(s, ParallelMesh(1), "cpu"), entropy=True, temperature=0.8) for s in whole]
+    logps, entropy = (torch.cat([out[i] for out in found]) for i in (0, 1))
+    c = {name: column.double() for name, column in data.columns.items()}
+    policy = ppo_policy_loss(logps, c["old_logps"], c["advantages"], config.clip, dual_clip=config.dual_clip or None)
+    each = policy.losses * (c["importance"] if config.importance_cap else 1) - config.entropy_coefficient * entropy
+    if config.kl_in == "loss":
+        each = each + config.kl_coefficient * kl_estimate(logps, c["reference_logps"], config.kl_estimator)
+    trained, expected = (c["weights"].roll(-1) != 0).double(), {}
+    if alone:
+        values = ppo_value_loss(torch.cat([out[2] for out in found]), c["old_values"], c["returns"], config.value_clip)
+        each = each + config.value_coefficient * values.losses
+        expected = {name: float((x * trained).sum() / trained.sum()) for name, x in {
+            "loss/policy_avg": policy.losses, "policy/clipfrac_avg": policy.clipped, "val/ratio": policy.ratios,
+            "loss/value_avg": values.losses, "policy/approxkl_avg": 0.5 * (logps - c["old_logps"]).square(),
+            "policy/entropy_avg": entropy,
+        }.items()}  # fmt: skip
+    sums, counts = (torch.stack([x.sum() for x in y.split(data.lengths.tolist())]) for y in (each * trained, trained))
+    loss = {
+        "token": sums.sum() / counts.sum(), "sequence": (sums / counts).mean(),
+        "constant": sums.mean() / config.max_new_tokens,
+    }[config.loss_aggregation]  # fmt: skip
+    loss.backward()
+    return expected | {"loss": float(loss)}, {n: p.grad for n, p in model.named_parameters()}
 
 
 def fixed_steps(
@@ -164,64 +163,38 @@ def fixed_steps(
     return metrics, chain.steps[-1] if dist.get_rank() == 0 else {}
 
 
-@pytest.mark.parametrize(("world", "sp", "budget", "seed", "value", "shape"), [
-    (1, 1, 128, None, "shared", SHAPE), (4, 2, 64, 1, "shared", SHAPE), (4, 4, 128, 2, "separate", SHAPE),
-    (2, 1, 512, 1, "separate", SHAPE), (4, 2, 128, 1, "separate", ODD), (4, 4, 512, None, "shared", ODD),
+GROUPED = {"advantage": "group", "answers_per_prompt": 4, "kl_coefficient": 0.3, "entropy_coefficient": 0.01,
+           "temperature": 0.8}  # fmt: skip
+SHARED, SEPARATE = FIXED | {"value": "shared"}, FIXED | {"value": "separate"}
+
+
+@pytest.mark.parametrize(("world", "sp", "budget", "seed", "options", "shape"), [
+    (1, 1, 128, None, SHARED, SHAPE), (4, 2, 64, 1, SHARED, SHAPE), (4, 4, 128, 2, SEPARATE, SHAPE),
+    (2, 1, 512, 1, SEPARATE, SHAPE), (4, 2, 128, 1, SEPARATE, ODD), (4, 4, 512, None, SHARED, ODD),
+    (1, 1, 128, None, GROUPED | {"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "sequence"}, SHAPE),
+    (4, 2, 64, 1, GROUPED | {"kl_in": "loss", "kl_estimator": "k2", "importance_cap": 2.0}, SHAPE),
+    (4, 4, 512, 2, GROUPED | {"advantage": "leave_one_out", "loss_aggregation": "constant", "max_new_tokens": 25},
+     SHAPE),
 ])  # fmt: skip
 def test_loss_metrics_and_gradients(
-    world: int, sp: int, budget: int, seed: int | None, value: str, shape: ModelConfig
+    world: int, sp: int, budget: int, seed: int | None, options: dict[str, Any], shape: ModelConfig
 ) -> None:
-    """THE invariance test for PPO on a fixed rollout, policy and value parameters alike."""
-    config = PpoSection(value=value, **FIXED)  # type: ignore[arg-type]
+    """THE invariance test for PPO on a fixed rollout, policy and value parameters alike.
+
+    Without a value answers share prompts, and equal the formula on separate sequences.
+    """
+    config = PpoSection(**options)
     expected, exact = formula(config, shape)
     metrics, gradients = run_distributed(
         fixed_steps, world, sp, config, budget=budget, packing_seed=seed, shape=shape, with_zero=True
     )[0]
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert 0.05 < metrics["policy/clipfrac_avg"] < 0.95
     assert_same_gradients(gradients, exact)
-
-
-GROUPED = {"advantage": "group", "answers_per_prompt": 4, "kl_coefficient": 0.3, "entropy_coefficient": 0.01,
-           "temperature": 0.8}  # fmt: skip
-
-
-@pytest.mark.parametrize(("world", "sp", "budget", "seed", "options"), [
-    (1, 1, 128, None, {"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "sequence"}),
-    (4, 2, 64, 1, {"kl_in": "loss", "kl_estimator": "k2", "importance_cap": 2.0}),
-    (4, 4, 512, 2, {"loss_aggregation": "constant", "max_new_tokens": 25, "advantage": "leave_one_out"}),
-])  # fmt: skip
-def test_losses_without_a_value_on_shared_prompts(
-    world: int, sp: int, budget: int, seed: int | None, options: dict[str, Any]
-) -> None:
-    """Loss and gradients of answers that share prompts equal the formula on separate sequences, in float64."""
-    config = PpoSection(**{**GROUPED, **options})
-    data = fixed_groups(config)
-    model = PolicyValue(SHAPE, None, value="", attention="reference")
-    filled(model, HostWeights(SHAPE, 0)).double()
-    whole = (list(data[i].sequences) for i in range(12))
-    found = [model(pack_shard(s, ParallelMesh(1), "cpu"), entropy=True, temperature=0.8) for s in whole]
-    logps, entropy = (torch.cat([out[i] for out in found]) for i in (0, 1))
-    c = {name: column.double() for name, column in data.columns.items()}
-    policy = ppo_policy_loss(logps, c["old_logps"], c["advantages"]).losses
-    each = policy * (c["importance"] if config.importance_cap else 1) - 0.01 * entropy
-    if config.kl_in == "loss":
-        each = each + 0.3 * kl_estimate(logps, c["reference_logps"], config.kl_estimator)
-    answers = (each * (c["weights"].roll(-1) != 0)).split(data.lengths.tolist())
-    lengths = [int((w != 0).sum()) for w in c["weights"].split(data.lengths.tolist())]
-    expected = {
-        "token": sum(a.sum() for a in answers) / sum(lengths),
-        "sequence": sum(a.sum() / n for a, n in zip(answers, lengths)) / 12,
-        "constant": sum(a.sum() for a in answers) / (12 * 25),
-    }[config.loss_aggregation]
-    expected.backward()
-    metrics, gradients = run_distributed(
-        fixed_steps, world, sp, config, budget=budget, packing_seed=seed, with_zero=True
-    )[0]
-    assert metrics["loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert_same_gradients(gradients, {n: p.grad for n, p in model.named_parameters()})
-    assert metrics["tokens_shared"] >= 3 * 29 * (budget > 100)  # the long prompt, for three of four answers
+    if config.advantage == "gae":
+        assert 0.05 < metrics["policy/clipfrac_avg"] < 0.95
+    else:
+        assert metrics["tokens_shared"] >= 3 * 29 * (budget > 100)  # the long prompt, for three of four answers
 
 
 def run_steps(sp: int, config: PpoSection, steps: int, **options: Any) -> tuple[list[dict[str, float]], Rollout, Any]:
@@ -280,38 +253,6 @@ def test_what_a_run_reports() -> None:
     assert abs(metrics[1]["val/ratio"] - 1) > 1e-5
     assert 0 < first["val/num_eos_tokens"] < 6
     assert fifth["objective/kl_coefficient"] != first["objective/kl_coefficient"] == 0.2
-
-
-def part_of_a_run(
-    folder: Path, stop: int, advantage: str, resume: bool
-) -> tuple[list[dict[str, float]], list[str]]:
-    """The metrics of the steps from `stop` on, uninterrupted or resumed, and the files of the checkpoint."""
-    trainer, _ = trainer_of(2, real(advantage))
-    trainer.run = RunSection(steps=1, seed=0, output=str(folder))
-    checkpoint = folder / f"checkpoints/step-{stop}"
-    if resume:
-        trainer.resume(checkpoint)
-    else:
-        for _ in range(stop):
-            trainer.train_step()
-        trainer.save()
-    files = [p.name for p in checkpoint.iterdir()]
-    return [trainer.train_step() for _ in range(6 - stop)], files
-
-
-@pytest.mark.parametrize(
-    ("stop", "advantage"), [(3, "gae"), (4, "gae"), (3, "group")], ids=["mid-rollout", "between rollouts", "groups"]
-)
-def test_resume_is_bit_identical(tmp_path: Path, stop: int, advantage: str) -> None:
-    (whole, files), (again, _) = (
-        run_distributed(part_of_a_run, 2, tmp_path, stop, advantage, resume, with_zero=True, deterministic=True)[0]
-        for resume in (False, True)
-    )
-    assert ("rollout.safetensors" in files) == (stop == 3)
-    for before, after in zip(whole, again, strict=True):
-        for name in before:
-            if not name.startswith(("time/", "seconds", "tokens_per", "peak_memory")):
-                assert before[name] == after[name], name
 
 
 def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:

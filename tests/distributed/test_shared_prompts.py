@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.distributed.test_attention import own_kernel
 from tests.harness import device, gpus, run_distributed
 from tests.unit.test_layout import simulated_mesh
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard, share_prefix
@@ -113,19 +114,10 @@ def test_results_are_joined_in_parts(monkeypatch):
     compare(on_ranks(1, (4, 2))[0], formula((4, 2)), 1e-12)
 
 
-def plain_attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale):
-    outs = []
-    for a, b, c, d in zip(cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:]):
-        query, key, value = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
-        mask = torch.ones(int(b - a), int(d - c), dtype=torch.bool, device=q.device).tril(int(d - c - b + a))
-        outs.append(sdpa(query, key, value, attn_mask=mask, scale=softmax_scale, enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(outs)
-
-
 def with_callable(sp, heads):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        return on_ranks(sp, heads, kernel=plain_attention)[0], [str(warning.message) for warning in said]
+        return on_ranks(sp, heads, kernel=own_kernel)[0], [str(warning.message) for warning in said]
 
 
 @pytest.mark.parametrize("sp", [1, 2])

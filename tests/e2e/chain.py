@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 
 from examples.demo_data import write_demo  # noqa: E402
+from tests.e2e.launch import metrics, words  # noqa: E402
 from tests.harness import free_port  # noqa: E402
 from ulysses.data.chat import load_tokenizer  # noqa: E402
 
@@ -40,8 +41,6 @@ HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "rm": "accuracy", "dpo": "r
 ROLLOUTS = ("ppo", "grpo")
 AFTER = 4  # steps from the checkpoint to the kill
 TIMES = ("run", "seconds", "tokens_per_second", "mfu", "peak_memory_gib", "time/sampling", "time/rollout")
-
-Lines = list[dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -153,9 +152,7 @@ class Chain:
             values |= {"ppo.advantage": "group", "ppo.answers_per_prompt": 4, "ppo.kl_in": "loss",
                        "ppo.kl_estimator": "k3"}  # fmt: skip
         values |= self.changes.get(stage, {})
-        return [
-            word for name, v in values.items() for word in (f"--{name}", v if isinstance(v, str) else json.dumps(v))
-        ]
+        return words(values)
 
     def _write_model(self, folder: Path) -> None:
         """Write the config.json of an untrained Llama for this tokenizer."""
@@ -197,15 +194,10 @@ def launch(arguments: list[str], processes: int, logs: Path, metrics: Path, kill
         raise RuntimeError(f"{logs}: ended by itself\n{(logs / '0.out').read_text()[-3000:]}")
 
 
-def read_lines(path: Path) -> Lines:
-    """Return the logged objects of a metrics.jsonl."""
-    return [json.loads(text) for text in path.read_text().splitlines()]
-
-
 def repeated(folder: Path, saved: int) -> list[tuple[dict[str, float], ...]]:
     """Pair what the killed process logged after its checkpoint with what the resumed one logged, times left out."""
-    again = {m["step"]: m for m in read_lines(folder / "metrics.jsonl")}
-    pairs = [(m, again[m["step"]]) for m in read_lines(folder / "killed.jsonl") if m["step"] > saved]
+    again = {m["step"]: m for m in metrics(folder)}
+    pairs = [(m, again[m["step"]]) for m in metrics(folder, "killed.jsonl") if m["step"] > saved]
     return [tuple({k: v for k, v in m.items() if k not in TIMES} for m in pair) for pair in pairs]
 
 
@@ -216,7 +208,7 @@ def measure(stage: str, folder: Path, saved: int, examples: int) -> dict[str, An
         saved: the step of the checkpoint that it was resumed from; 0 if it was not killed.
         examples: per step; for PPO, answers per rollout.
     """
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = metrics(folder)
     last, name = lines[-1], "objective/scores" if stage in ROLLOUTS else "loss"
     rows = list({m["rollout"]: m for m in lines}.values()) if stage in ROLLOUTS else lines
     tenth = max(1, len(rows) // 10)

@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,30 +19,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from common import added  # noqa: E402
-
 from tests.e2e import test_kill_resume as saves  # noqa: E402
 from tests.e2e.launch import Ranks, command, environment, tiny  # noqa: E402
 from tests.harness import free_port  # noqa: E402
-from ulysses import disk  # noqa: E402
-from ulysses.training.command_line import parse_command_line  # noqa: E402
-from ulysses.training.run import TrainingRun  # noqa: E402
 from ulysses.zero.state import SavedSlices  # noqa: E402
 
 INSIDE = "ULYSSES_DRILLS_INSIDE_NAMESPACES"
 NODES = ("node-a", "node-b")  # addresses 10.9.0.1 and 10.9.0.2 on a bridge in this process's own network namespace
 LONG = 100_000  # steps: until the drill ends the run
 METRICS, ENDLESS = "run/metrics.jsonl", {"run__steps": LONG}
-SAVES = 41  # of each kind
 
 
 class Run:
@@ -103,16 +93,6 @@ class Run:
                     process.kill()
 
 
-class NoDigest:
-    """The face of a digest, and nothing behind it."""
-
-    def update(self, _: Any) -> None:
-        pass
-
-    def hexdigest(self) -> str:
-        return ""
-
-
 class Drills:
     """What the drills do; each method returns (seconds, what was told) of a promise that was kept."""
 
@@ -123,19 +103,16 @@ class Drills:
     def run(self, launcher: str, *, nodes: int = 1, restarts: int = 0, **settings: Any) -> Iterator[Run]:
         """Start two processes, on one node or on two, and end whatever is left of them."""
         self.count += 1
-        port, more = free_port(), {}
-        lines = [command(launcher, 2, port)]
-        if restarts or nodes > 1:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}",
-                        f"--nproc_per_node={2 // nodes}", f"--max-restarts={restarts}", "--rdzv_backend=c10d",
-                        "--rdzv_id=drill"]  # fmt: skip
-            lines = [[*torchrun, f"--rdzv_endpoint=127.0.0.1:{port}"]]
+        line, more = command(launcher, 2 // nodes, free_port(), nodes), {}
+        line += [f"--max-restarts={restarts}"] * (restarts > 0)
+        lines = [line]
         if nodes > 1:
             more = {"GLOO_SOCKET_IFNAME": "eth0"}
+            line = [word.replace("127.0.0.1", "10.9.0.1") for word in line]
             lines = [
-                [*on_node(i), *torchrun, f"--rdzv_endpoint=10.9.0.1:{port}", f"--local-addr=10.9.0.{i + 1}",
-                 f"--rdzv_conf=is_host={1 - i}"] for i in range(nodes)
-            ]  # fmt: skip
+                [*on_node(i), *line, f"--local-addr=10.9.0.{i + 1}", f"--rdzv_conf=is_host={1 - i}"]
+                for i in range(nodes)
+            ]
         run = Run(self.folder / str(self.count), lines, more, run__timeout=self.timeout, **settings)
         try:
             yield run
@@ -163,29 +140,6 @@ class Drills:
             [held] = set(tokenised.glob("*.tmp")) - known
             psutil.Process(int(held.name.rpartition("-")[2].removesuffix(".tmp"))).suspend()
             return run.told(r"error: rank \d on \S+ has not moved since tokenising", self.timeout + 5)
-
-    def digests(self) -> tuple[float, str]:
-        """What digests add to whole saves, in turns with saves without: a measurement, not a promise."""
-        size = {"model__config__hidden_size": 512, "model__config__intermediate_size": 2048, "run__keep": 1}
-        arguments = tiny("sft", self.folder / "digests", self.folder / "cache", **size)
-        times: dict[bool, list[float]] = {True: [], False: []}
-        with TrainingRun(parse_command_line(arguments).config) as run:
-            run.trainer.save()  # the first one makes the optimizer's states
-            for turn in range(2 * SAVES):
-                digests = turn % 4 in (1, 2)  # without, with, with, without
-                run.trainer.step = turn + 1
-                with mock.patch.object(disk, "xxh3_128", disk.xxh3_128 if digests else NoDigest):
-                    began = time.perf_counter()
-                    run.trainer.save()
-                    times[digests].append(time.perf_counter() - began)
-            files = run.config.output.rglob("rank-*")
-            written = sum(path.stat().st_size for path in files) / 2**20
-        without, middle = (statistics.median(times[digests]) for digests in (False, True))
-        return (
-            middle,
-            f"a save of {written:.0f} MiB took {middle:.3f} s with digests and {without:.3f} s without: "
-            f"{added(times[False], times[True])}",
-        )
 
     def full(
         self, stage: str, place: str, begun: str, left: int, told: str, more: dict[str, Any] | None = None
@@ -299,7 +253,6 @@ DRILLS: dict[str, tuple[Any, ...]] = {
     "restarts-on-one-node": (Drills.restarts, 1),
     "restarts-on-two-nodes": (Drills.restarts, 2),
     "thirty-kills-while-saving": (Drills.saves,),
-    "digests": (Drills.digests,),
     "full-disk-metrics": (Drills.full, "sft", "run", METRICS, 0, r"run/metrics.jsonl .* at step \d", ENDLESS),
     "full-disk-tensorboard": (Drills.full, "sft", "run/tensorboard", METRICS, 0, r"tensorboard.* at step \d", ENDLESS),
     "full-disk-checkpoint": (Drills.full, "sft", "run/checkpoints", "run", 1 << 16, r"checkpoints/.step-\d+.tmp",

@@ -164,8 +164,8 @@ def _become_rank(rank: int, world: int, port: int, line: list[str], logs: Path, 
     os._exit(code)
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def metrics(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -187,7 +187,10 @@ def tiny(stage: str, output: Path, cache: Path | str = CACHE.name, **settings: A
     }  # fmt: skip
     values |= {f"model.config.{name}": value for name, value in SIZE.items()}
     values |= {name.replace("__", "."): value for name, value in settings.items()}
-    out = ["--config", str(ROOT / f"configs/demo/{stage}.toml")]
-    for name, value in values.items():
-        out += [f"--{name}", str(value) if isinstance(value, str | Path) else json.dumps(value)]
-    return out
+    return ["--config", str(ROOT / f"configs/demo/{stage}.toml"), *words(values)]
+
+
+def words(settings: dict[str, Any]) -> list[str]:
+    """Write settings as train.py's arguments, a__b for [a] b."""
+    pairs = ((f"--{name.replace('__', '.')}", value) for name, value in settings.items())
+    return [w for name, v in pairs for w in (name, str(v) if isinstance(v, str | Path) else json.dumps(v))]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from examples.demo_data import write_demo
-from models.hf_format import read_config
+from models.hf_format import WeightFiles, read_config
 from tests.e2e.chain import (
     AFTER,
     HELD_OUT,
@@ -20,10 +20,12 @@ from tests.e2e.chain import (
     ROLLOUTS,
     Chain,
     launch,
-    read_lines,
     repeated,
 )
-from tests.e2e.launch import ROOT, Ranks, environment
+from tests.e2e.launch import ROOT, Ranks, environment, metrics
+from tests.e2e.test_export import assert_same_folder
+from ulysses.training.checkpoint import saved_checkpoints
+from ulysses.training.export_model import export_checkpoint
 from ulysses.training.prepare import check_weights
 
 # A model whose matrices are gathered ahead and given back, and whose small ones stay whole, as on GPUs
@@ -83,7 +85,7 @@ def test_a_killed_stage_repeats_what_it_did(chain: Any) -> None:
     """Four steps, in PPO across two rollouts, were taken before the kill and again after it: bit for bit the same."""
     folder, found = chain
     for stage in HELD_OUT:
-        lines = read_lines(folder / stage / "metrics.jsonl")
+        lines = metrics(folder / stage)
         assert [m["step"] for m in lines] == list(range(1, TINY.stages[stage][1] + 1))
         pairs = repeated(folder / stage, found[stage]["resumed_at"])
         assert len(pairs) == AFTER and all(a == b for a, b in pairs), stage
@@ -104,16 +106,16 @@ def test_every_stage_learns(chain: Any) -> None:
     assert found["kto"]["held_out"] > 0.1
     for stage in ROLLOUTS:
         assert found[stage]["last"] - found[stage]["first"] > 3 * found[stage]["rise_error"]
-    lines = {stage: read_lines(folder / stage / "metrics.jsonl") for stage in HELD_OUT}
+    lines = {stage: metrics(folder / stage) for stage in HELD_OUT}
     last = lines["pt"][-1]
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/nll"]), rel=1e-9)
     numbers = [m[name] for rows in lines.values() for m in rows for name in m.keys() - {"run"}]
     assert all(map(math.isfinite, numbers))
 
 
-def test_every_stage_begins_where_another_ended(chain: Any) -> None:
+def test_every_stage_begins_where_another_ended(chain: Any, tmp_path: Path) -> None:
     folder, _ = chain
-    first = {stage: read_lines(folder / stage / "metrics.jsonl")[0] for stage in HELD_OUT}
+    first = {stage: metrics(folder / stage)[0] for stage in HELD_OUT}
     assert first["sft"]["loss"] < first["pt"]["loss"] - 1, "an untrained model would begin at ln(vocabulary) again"
     assert first["dpo"]["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["kto"]["loss"] == pytest.approx(
         0.5, abs=1e-6
@@ -125,6 +127,10 @@ def test_every_stage_begins_where_another_ended(chain: Any) -> None:
     for stage in HELD_OUT:
         export = folder / stage / "export"
         check_weights(read_config(export), export, reward=stage == "rm")
+    names = WeightFiles(folder / "ppo/export").tensors
+    assert not [name for name in names if name.startswith(("policy.", "value.", "score"))], "it is the policy alone"
+    export_checkpoint(saved_checkpoints(folder / "ppo/checkpoints")[-1], tmp_path / "ppo")
+    assert_same_folder(tmp_path / "ppo", folder / "ppo/export")
 
 
 def test_the_script_kills_and_resumes_real_processes(

@@ -17,7 +17,7 @@ from models.arch import ModelConfig
 from models.hf_format import copy_side_files
 from tests import model_folder
 from tests.e2e import launch
-from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
+from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny, words
 from ulysses.training.checkpoint import FORMAT
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.prepare import prepare
@@ -110,7 +110,7 @@ def pretrained(place: Path, name: str) -> list[Any]:
     options = "--stage sft --model.dtype float32 --run.steps 3 --data.max_length 256".split()
     paths = {"model.path": place / name, "run.output": place / "run", "data.cache": place / "cache",
              "data.train": DATA / "sft_eval.jsonl"}  # fmt: skip
-    return options + [word for name, path in paths.items() for word in (f"--{name}", path)]
+    return options + words(paths)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -183,23 +183,6 @@ def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> N
     assert outcome.code == 2 and re.fullmatch(r"error \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr), (
         outcome.stderr
     )
-
-
-def test_processes_that_differ_are_refused(place: Path, tmp_path: Path) -> None:
-    """One of them has another DeepSpeed; told once, before any work."""
-
-    def before(rank: int) -> None:
-        import ulysses.training.agreement as agreement
-
-        version = agreement.version
-        agreement.version = lambda name: version(name) + ("x" if rank else "")
-
-    outcome = ranks(arguments(place, run__output=tmp_path / "run"), 2, tmp_path, before=before, timeout=40)
-    assert outcome.code == 2 and not (tmp_path / "run").exists()
-    assert outcome.stderr.count("error: ") == 1
-    node = re.escape(os.uname().nodename)
-    sentence = rf"error: torch is '(.*)x' on {node} \(rank 1\) but '\1' on {node} \(rank 0\); start all"
-    assert re.search(sentence, outcome.stderr), outcome.stderr
 
 
 def test_debug_adds_the_stack_trace(place: Path, tmp_path: Path) -> None:

@@ -44,12 +44,8 @@ def test_table_is_printed_once_and_changes_nothing(tmp_path: Path) -> None:
     assert sorted(tables) == [1, 3, 4, 5]  # the broken step besides the regular ones
     quiet, told = (without_times(metrics(tmp_path / name)) for name in ("quiet", "told"))
     for step, table in tables.items():
-        norms = [float(row) for row in re.findall(r"^ *(\S+) +\S+ +\S+ +(?:model\.|lm_head)\S*$", table, re.MULTILINE)]
-        assert len(norms) == 16 and norms == sorted(norms, reverse=True) and norms[-1] > 0
         broken = re.findall(r"not finite (.*)", table)
         assert broken == (["1 of 32 elements are inf or nan  model.norm.weight"] if step == 4 else [])
-        if step != 4:
-            assert norms[0] <= told[step - 1]["grad_norm"] * 1.001 <= norms[0] * math.sqrt(21) * 1.001
     for ours, theirs in zip(told, quiet, strict=True):
         added = {"grad/mean_abs", "grad/max_abs"} if ours["step"] in tables else set()
         assert set(ours) - set(theirs) == added and {**ours, **theirs} == ours

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,21 +28,11 @@ from ulysses.zero.gather import full_parameters
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SFT on 2 processes, degree 2."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SFT on 3 processes, which divide no parameter evenly, in bfloat16."""
     folder = tmp_path_factory.mktemp("export")
-    line = tiny("sft", folder / "sft", parallel__sequence_parallel_size=2)
-    ranks(line, 2, folder / "logs").check()
-    return folder
-
-
-@torch.no_grad()
-def logps(model: Any, sequence: Any) -> torch.Tensor:
-    """Sum of the trained tokens' log-probabilities, by transformers."""
-    tokens = torch.tensor(sequence.tokens[:].astype("int64"))
-    weights = torch.tensor(sequence.loss_weights[:].astype("float64"))[1:]
-    scores = model(tokens[None]).logits[0, :-1].double().log_softmax(-1)
-    return (scores.gather(-1, tokens[1:, None])[:, 0] * weights).sum()
+    ranks(tiny("sft", folder / "sft", model__dtype="bfloat16", run__steps=2), 3, folder / "logs").check()
+    return folder / "sft"
 
 
 def assert_same_folder(found: Path, expected: Path) -> None:
@@ -53,28 +42,19 @@ def assert_same_folder(found: Path, expected: Path) -> None:
         assert (found / name).read_bytes() == (expected / name).read_bytes(), name
 
 
-def test_export_of_a_checkpoint_equals_the_runs_own(runs: Path, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "ulysses.export", runs / "sft/checkpoints/step-5", tmp_path / "out"]
+def test_export_of_a_checkpoint_equals_the_runs_own(run: Path, tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "ulysses.export", run / "checkpoints/step-2", tmp_path / "out"]
     subprocess.run(line, env=environment(), check=True)
-    assert_same_folder(tmp_path / "out", runs / "sft/export")
-
-
-def test_export_in_bfloat16_from_three_processes(runs: Path, tmp_path: Path) -> None:
-    """An uneven partition: parameters do not divide by 3."""
-    line = tiny("sft", tmp_path / "run", model__dtype="bfloat16", run__steps=2)
-    ranks(line, 3, tmp_path / "logs").check()
-
-    export_checkpoint(tmp_path / "run/checkpoints/step-2", tmp_path / "out")
-    assert_same_folder(tmp_path / "out", tmp_path / "run/export")
+    assert_same_folder(tmp_path / "out", run / "export")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_export_complains_in_one_sentence(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = runs / "sft/checkpoints/step-5"
+def test_export_complains_in_one_sentence(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = run / "checkpoints/step-2"
     for source, out, complaint in (
-        (runs / "sft", tmp_path / "out", "is not a complete checkpoint"),
-        (checkpoint, runs / "sft/metrics.jsonl/out", "metrics.jsonl"),
-        (checkpoint, runs / "sft/export", "already holds a model"),
+        (run, tmp_path / "out", "is not a complete checkpoint"),
+        (checkpoint, run / "metrics.jsonl/out", "metrics.jsonl"),
+        (checkpoint, run / "export", "already holds a model"),
     ):
         assert main([str(source), str(out)]) == 2
         said = capsys.readouterr().err

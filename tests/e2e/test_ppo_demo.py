@@ -1,6 +1,5 @@
 """PPO as a user runs it: SFT first, then polite answers are rewarded, and the mean reward rises."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from examples.demo_data import write_demo
 from models.hf_format import WeightFiles
-from tests.e2e.launch import ROOT, metrics, ranks
+from tests.e2e.launch import ROOT, metrics, ranks, words
 from tests.sampling_server import SamplingServer
-from ulysses.training.checkpoint import saved_checkpoints
-from ulysses.training.export_model import export_checkpoint
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 704}
 
@@ -35,9 +32,7 @@ def launch(
     }  # fmt: skip
     if stage != "sft":
         values |= {"model.path": str(folder / "sft/export"), "model.init": "pretrained"}
-    line = ["--config", ROOT / f"configs/demo/{stage}.toml"]
-    for key, value in (values | (settings or {})).items():
-        line += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    line = ["--config", ROOT / f"configs/demo/{stage}.toml", *words(values | (settings or {}))]
     outcome = ranks(line, 2, folder / f"{name}-logs", timeout=400)
     if fails:
         assert outcome.code == 1
@@ -67,25 +62,6 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model.config": SMALL, "optimizer.lr": 6e-3, "parallel.sequence_parallel_size": 1, "batch.examples": 16,
     })  # fmt: skip
     return folder
-
-
-def test_the_reward_rises_and_the_export_is_the_policy_alone(spoken: Path) -> None:
-    """The export and the one made from the checkpoint load in transformers; the value stays in the checkpoint."""
-    lines = launch("ppo", spoken, "ppo", 40, {"optimizer.lr": 1e-3, "data.eval": str(spoken / "ppo_eval.jsonl")})
-    assert lines[-1]["rollout"] == 9 and rise(lines) > 4
-    assert_starts_at_the_reference(lines)
-    assert lines[-1]["eval/objective/scores"] > lines[0]["objective/scores"]
-
-    export = spoken / "ppo/export"
-    assert not [n for n in WeightFiles(export).tensors if n.startswith(("policy.", "value."))]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(export).eval(), AutoTokenizer.from_pretrained(export)
-    inputs = tokenizer.apply_chat_template([{"role": "user", "content": "Where is it?"}], add_generation_prompt=True,
-                                           return_tensors="pt", return_dict=True)  # fmt: skip
-    assert (inputs["input_ids"] == tokenizer.bos_token_id).sum() == 1
-    assert model.generate(**inputs, max_new_tokens=4, min_new_tokens=4).shape[1] == inputs["input_ids"].shape[1] + 4
-    export_checkpoint(saved_checkpoints(spoken / "ppo/checkpoints")[-1], spoken / "from_checkpoint")
-    again = AutoModelForCausalLM.from_pretrained(spoken / "from_checkpoint")
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 def test_answers_that_compete_learn_without_a_value(spoken: Path) -> None:
