@@ -42,6 +42,7 @@ from ulysses.training.memory import (
     adapter_parameters,
     choose_memory,
     plain_model,
+    planner_case,
     this_machine,
 )
 from ulysses.training.metrics import PEAK_FLOPS, device_peak_flops, model_flops
@@ -123,7 +124,7 @@ def planned(config: Config, shape: Shape, device: torch.device, tokens: int) -> 
     """
     config = changed(config, "data", max_length=tokens)
     machine = this_machine(device, config.memory.host_memory)
-    return choose_memory(config, shape, machine, tokens)
+    return choose_memory(planner_case(config, shape, machine, tokens))
 
 
 def remember(bench: Bench, tokens: int) -> MemoryChoice:

@@ -31,6 +31,7 @@ from ulysses.training.memory import (
 from ulysses.training.section import ConfigError
 
 LLAMA = architecture("llama3-8b")
+CPU = torch.device("cpu")
 
 
 def config(stage: str = "sft", lora: int = 0, sp: int | str = 1, dtype: str = "float32", **memory: Any) -> Config:
@@ -48,7 +49,7 @@ def config(stage: str = "sft", lora: int = 0, sp: int | str = 1, dtype: str = "f
 
 def chosen(tokens: int, gib: float = 139.8, host_gib: float = 0.0, *, gpus: int = 8, **settings: Any) -> MemoryChoice:
     machine = Machine(gpus, gib * GIB, host_gib * GIB)
-    return choose_memory(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens)
+    return choose_memory(planner_case(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens))
 
 
 @pytest.mark.parametrize(("gpus", "gib"), [(8, 139.8), (8, 80.0), (6, 139.8), (1, 80.0)])
@@ -65,9 +66,8 @@ def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
 
 
 def test_auto_on_cpu_keeps_everything():
-    assert this_machine(torch.device("cpu")) is None
     for offload in ("none", "auto"):
-        choice = choose_memory(config(offload=offload), LLAMA, None, 1 << 20)
+        choice = choose_memory(planner_case(config(sp="auto", offload=offload), LLAMA, this_machine(CPU), 1 << 20))
         assert choice == (("none",) * 32, 0, 0, "memory: recompute none (auto: CPU)")
 
 
@@ -206,7 +206,7 @@ def settings_of_layers(rank: int = 0) -> list[Any]:
         ({}, 0, True, mixed),
     ):
         settings = config(lora=lora, **memory)
-        choice = planned or choose_memory(settings, SHAPE, None, 64)
+        choice = planned or choose_memory(planner_case(settings, SHAPE, this_machine(CPU), 64))
         engine = build_engine(settings, weights, mesh, choice if trainable else None)
         found.append([(x.recompute, x.offloader is not None) for x in engine.module.model.layers])
         engine.destroy()

@@ -107,7 +107,7 @@ class Model(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """GPUs, their memory in bytes and their peak in FLOP/s."""
+    """GPUs, their memory in bytes, which is infinite for a CPU in their place, and their peak in FLOP/s."""
 
     gpus: int
     gpu_bytes: float
@@ -424,7 +424,7 @@ def one_level(case: Case, level: str) -> Case:
     if "none" in (case.offload, level):
         return case
     room = case.machine.host_budget - predict(case).host
-    most = max(0, min(model.layers, int(room // (model.decoders * pinned_bytes(case)))))
+    most = int(max(0, min(model.layers, room / (model.decoders * pinned_bytes(case)))))
     for away in range(most + 1) if case.offload == "auto" else [most]:
         found = case._replace(offloaded_layers=away)
         if predict(found).fits_gpu:

@@ -160,7 +160,7 @@ def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
     else:
         print("no settings of parallel and memory fit this length on these GPUs")
     try:
-        print(choose_memory(config, shape, machine, case.tokens).line)
+        print(choose_memory(case).line)
     except ConfigError as error:
         if known:
             raise

@@ -1,8 +1,8 @@
 """From the [memory] section to what the layers do: levels, offload and tiles, decided once and alike on all ranks."""
 
+import math
 import os
 from contextlib import suppress
-from math import gcd
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,7 +96,8 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
 
     The degree "auto" is the smallest whose plan fits, or all processes if none does.
     """
-    stage, facts = config.stage_class, config.facts
+    stage, facts, wanted = config.stage_class, config.facts, config.memory.recompute
+    levels = LEVELS[1:] if config.memory.offload == "checkpoints" else LEVELS
     others = [
         plain_model(_other(other.path, shape), reward=other.reward) for other in facts.others
     ]
@@ -113,8 +114,8 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
         forwards=facts.extra_forwards,
         rollout=rollout,
-        common_heads=gcd(shape.num_attention_heads, *(other.heads for other in others)),
-        allowed=allowed_levels(config),
+        common_heads=math.gcd(shape.num_attention_heads, *(other.heads for other in others)),
+        allowed=levels if wanted == "auto" else (wanted,),
         element_size=config.dtype.itemsize,
         others=tuple(others),
         saves=True,
@@ -134,43 +135,29 @@ def _other(path: str, shape: Shape) -> Shape:
     return shape
 
 
-def allowed_levels(config: Config) -> tuple[str, ...]:
-    """Return the levels that the settings leave open, the fastest first."""
-    wanted = config.memory.recompute
-    if wanted != "auto":
-        return (wanted,)
-    return LEVELS[1:] if config.memory.offload == "checkpoints" else LEVELS
+def choose_memory(case: Case) -> MemoryChoice:
+    """Decide every layer's level and the offload.
 
-
-def choose_memory(
-    config: Config, shape: Shape, machine: Machine | None, tokens: int
-) -> MemoryChoice:
-    """Decide every layer's level and the offload for micro-batches of `tokens`.
-
-    machine: None is the CPU, where "auto" keeps everything. Settings made by hand are honoured while the GPU's whole
-    memory might do; the line says if the reserve is gone, or if the host seems too small although nothing is moved
-    there.
+    Settings made by hand are honoured while the GPU's whole memory might do; the line says if the reserve is gone, or
+    if the host seems too small although nothing is moved there.
 
     Raises:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
     """
-    offload, layers = config.memory.offload, shape.num_hidden_layers
-    auto = config.memory.recompute == "auto"
-    if machine is None:
-        level, why = allowed_levels(config)[0], " (auto: CPU)" * auto
-        away = layers * (offload == "checkpoints")
-        return MemoryChoice((level,) * layers, away, 0, f"memory: recompute {level}{why}")
-    if offload == "checkpoints" and not machine.host_bytes:
+    machine, layers, auto = case.machine, case.model.layers, len(case.allowed) > 1
+    if case.offload == "checkpoints" and not machine.host_bytes:
         raise ConfigError(
             'memory.offload is "checkpoints" but the node\'s memory is unknown, so nothing can be moved there; set '
             "memory.host_memory"
         )
-    case = planner_case(config, shape, machine, tokens)
     choice = choose(case)
     if choice is None:
         uniform = [one_level(case, level) for level in case.allowed]
         choice = min(uniform, key=lambda c: (not predict(c).fits_host, predict(c).gpu))
     away, p = choice.offloaded_layers, predict(choice)
+    if machine.gpu_bytes == math.inf:
+        line = f"memory: recompute {choice.name}{' (auto: CPU)' * auto}"
+        return MemoryChoice(choice.levels, away, 0, line)
     if not p.fits_host:
         raise ConfigError(
             f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
@@ -223,16 +210,16 @@ def planned_machine(config: Config, options: Options, world: int) -> Machine:
     )
 
 
-def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine | None:
+def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
     """Return the smallest GPU and host memory of all ranks and the largest node, so that they decide alike.
 
-    None on CPU. `host_gib` is a node's host memory (memory.host_memory), 0 what its kernel reports. All ranks call it
-    together, before they allocate.
+    On CPU there is no limit. `host_gib` is a node's host memory (memory.host_memory), 0 what its kernel reports. All
+    ranks call it together, before they allocate.
     """
-    if device.type != "cuda":
-        return None
-    memory = torch.cuda.get_device_properties(device).total_memory
-    own = memory, host_gib * GIB or free_host_bytes(), int(os.environ["LOCAL_WORLD_SIZE"])
+    own: tuple[float, float, int] = math.inf, math.inf, 1
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        own = memory, host_gib * GIB or free_host_bytes(), int(os.environ["LOCAL_WORLD_SIZE"])
     gpus, hosts, nodes = zip(*gather(own))
     return Machine(len(nodes), min(gpus), min(hosts), max(nodes))
 

@@ -120,13 +120,12 @@ class TrainingRun:
         torch.backends.cuda.matmul.allow_tf32 = False
         tokens = prepared.budget(self.train_data, self.eval_data)
         machine = this_machine(self.device, config.memory.host_memory)
-        degree = config.parallel.sequence_parallel_size
-        if degree == "auto":
-            degree = planner_case(config, shape, machine, tokens).sp if machine else 1
-            self.say(f"parallel.sequence_parallel_size is auto: {degree}")
+        case = planner_case(config, shape, machine, tokens)
+        if config.parallel.sequence_parallel_size == "auto":
+            self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
         shapes = [shape, *(weights.shape for weights in prepared.others.values())]
         self.mesh = ParallelMesh(
-            degree,
+            case.sp,
             num_heads=tuple(each.num_attention_heads for each in shapes),
         )
         # what may not work on this machine is tried before anything is written
@@ -151,7 +150,7 @@ class TrainingRun:
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data:
                 self.say(f"{name} data: {data.report}")
-        memory = choose_memory(config, shape, machine, tokens)
+        memory = choose_memory(case)
         self.say(memory.line)
         self.watch.phase("building the model", long=True)
         self.engine = build_engine(config, prepared.weights, self.mesh, memory)
