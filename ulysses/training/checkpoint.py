@@ -46,18 +46,16 @@ def save_checkpoint(
     main = dist.get_rank() == 0
     final = folder / f"step-{state['step']}"
     temporary = final.with_name(f".{final.name}.tmp")
-    if main:
-        for leftover in folder.glob(".step-*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        with writing(temporary):
-            temporary.mkdir(parents=True)
-    dist.barrier()
     with writing(temporary):
+        if main:
+            for leftover in folder.glob(".step-*.tmp"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier()
         own = save_state(engine, temporary, {key: state.get(key) for key in ("run", "step")})
         flush_to_disk(temporary / name for name in own)
-    digests = gather(own)  # from here on no other process writes to the folder
-    if main:
-        with writing(temporary):
+        digests = gather(own)  # from here on no other process writes to the folder
+        if main:
             more(temporary)
             files = dict(ChainMap(*digests))
             rest = [path for path in temporary.iterdir() if path.name not in files]
@@ -67,10 +65,10 @@ def save_checkpoint(
             flush_to_disk([*rest, temporary / "run.json", temporary])
             os.rename(temporary, final)
             flush_to_disk([folder])
-        best, _ = state.get("best") or (None, None)
-        for path in saved_checkpoints(folder)[:-keep] if keep else []:
-            if path.name != f"step-{best}":
-                remove_folder(path)
+            best, _ = state.get("best") or (None, None)
+            for path in saved_checkpoints(folder)[:-keep] if keep else []:
+                if path.name != f"step-{best}":
+                    remove_folder(path)
     dist.barrier()
 
 
@@ -158,6 +156,5 @@ def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
 def remove_folder(path: Path) -> None:
     """Rename a folder and remove it, so that a kill in the middle leaves nothing that looks complete."""
     doomed = path.with_name(f".{path.name}.old.tmp")
-    shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

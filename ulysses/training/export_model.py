@@ -237,10 +237,11 @@ def merge_adapter(folder: Path, out: Path) -> None:
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)
-        card = (folder / CARD).read_text() if (folder / CARD).exists() else ""
-        (new / CARD).write_text(
-            card.replace("library_name: peft", "library_name: transformers")
-        )
+        if (folder / CARD).exists():
+            card = (folder / CARD).read_text()
+            (new / CARD).write_text(
+                card.replace("library_name: peft", "library_name: transformers")
+            )
 
 
 # ---------------------------------------------------------------- model card
@@ -257,10 +258,15 @@ def model_card(config: Config, step: int, whole: bool) -> str:
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
+    metrics: dict[str, Any] = {}
+    log = config.output / "metrics.jsonl"
+    for line in map(json.loads, log.read_text().splitlines() if log.exists() else ()):
+        if line["step"] <= step:
+            metrics |= line
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     tables = {
         "Settings": settings,
-        f"Metrics at step {step}": _metrics(config.output / "metrics.jsonl", step),
+        f"Metrics at step {step}": metrics,
         "Versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
     lines = [
@@ -275,17 +281,3 @@ def model_card(config: Config, step: int, whole: bool) -> str:
     for title, table in tables.items():
         lines += ["", f"## {title}", "", "```json", json.dumps(table, indent=2), "```"]
     return "\n".join(lines) + "\n"
-
-
-def _metrics(path: Path, step: int) -> dict[str, float]:
-    """Return the last logged loss and stage metrics up to a step; speed and memory say nothing about the model."""
-    found: dict[str, float] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        values = json.loads(line)
-        if values["step"] <= step:
-            found |= values
-    return {
-        k: v
-        for k, v in found.items()
-        if k == "loss" or ("/" in k and not k.startswith("time/"))
-    }

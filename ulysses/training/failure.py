@@ -46,14 +46,14 @@ def tell(error: Exception, *, debug: bool) -> None:
         if not foreseen:
             text = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, text])
         print(f"error: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
-    if store is not None:
-        # it fails if the process that holds the store is gone, or the first one could not print
-        if first:
-            within(PATIENCE, store.set, PRINTED, "")
-            # the others leave before their connections to this process break noisily
-            time.sleep(5 * POLL_SECONDS)
-        else:
-            within(PATIENCE, store.get, PRINTED)
+    # it fails if the process that holds the store is gone, or the first one could not print
+    if store is not None and first:
+        within(PATIENCE, store.set, PRINTED, "")
+        time.sleep(
+            5 * POLL_SECONDS
+        )  # the others leave before their connections to this process break noisily
+    elif store is not None:
+        within(PATIENCE, store.get, PRINTED)
 
 
 def complain(error: Exception, *, debug: bool) -> None:
@@ -79,11 +79,6 @@ def complain(error: Exception, *, debug: bool) -> None:
             if select.select([launcher], [], [], LAUNCHER_SECONDS)[0]:
                 os.write(2, f"\n{sentence}\n".encode())
             os._exit(0)
-
-
-def may_restart() -> bool:
-    """Say whether torchrun starts the processes again after a failure."""
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def grace_note(seconds: float) -> str:

@@ -146,11 +146,11 @@ class MetricsLog:
 
         self.run_id = run_id
         self.failure: DiskError | None = None
-        self.path, self.board_folder = folder / "metrics.jsonl", folder / "tensorboard"
+        self.path, board = folder / "metrics.jsonl", str(folder / "tensorboard")
         with writing(self.path):
             _keep_until(self.path, first_step)
             self.file = self.path.open("a")
-            self.board = SummaryWriter(str(self.board_folder), purge_step=first_step + 1)
+            self.board = SummaryWriter(board, purge_step=first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
         self.wandb = None
         if wandb is not None:
@@ -177,10 +177,10 @@ class MetricsLog:
         """Log one object; non-finite numbers become null. What cannot be written is kept as `failure`."""
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
         when = f" at step {step}"
-        with self._trying(self.path, when):
+        with self._trying("metrics.jsonl", when):
             self.file.write(json.dumps({"step": step, "run": self.run_id, **clean}) + "\n")
             self.file.flush()
-        with self._trying(self.board_folder, when):
+        with self._trying("tensorboard", when):
             for name, value in clean.items():
                 if value is not None:
                     self.board.add_scalar(name, value, step)
@@ -188,9 +188,9 @@ class MetricsLog:
             self.wandb.log(clean, step=step)
 
     @contextmanager
-    def _trying(self, path: Path, when: str) -> Iterator[None]:
+    def _trying(self, name: str, when: str) -> Iterator[None]:
         try:
-            with writing(path, when):
+            with writing(self.path.with_name(name), when):
                 yield
         except DiskError as error:
             self.failure = self.failure or error
@@ -203,8 +203,8 @@ class MetricsLog:
         """Close everything; DiskError if something cannot be written that nobody was told of."""
         told = self.failure
         self.bar.close()
-        for sink, path in ((self.file, self.path), (self.board, self.board_folder)):
-            with self._trying(path, " at the end of the run"):
+        for name, sink in (("metrics.jsonl", self.file), ("tensorboard", self.board)):
+            with self._trying(name, " at the end of the run"):
                 sink.close()
         if self.wandb is not None:
             self.wandb.finish()

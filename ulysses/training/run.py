@@ -25,7 +25,6 @@ from ulysses.training.checkpoint import clear_run_folder
 from ulysses.training.command_line import check, parse_command_line
 from ulysses.training.config import Config
 from ulysses.training.export_model import export_model, save_tokenizer
-from ulysses.training.failure import may_restart
 from ulysses.training.memory import (
     adapter_parameters,
     choose_memory,
@@ -60,7 +59,8 @@ class TrainingRun:
         verify_weights: bool = False,
     ) -> None:
         config = check(config) if isinstance(config, dict) else config
-        self.restarts = config.run.resume == "never" and may_restart()
+        may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        self.restarts = may_restart and config.run.resume == "never"
         if self.restarts:
             if config.run.overwrite:
                 raise ConfigError(
@@ -238,10 +238,10 @@ class TrainingRun:
 
         `for_servers` writes whole weights, with the adapters added, and says nothing.
         """
-        folder, shape, step = Path(folder), self.prepared.shape, self.trainer.step
+        folder, config, step = Path(folder), self.config, self.trainer.step
         self.watch.phase("export", long=True)
-        read = partial(full_parameters, self.engine, self.config.stage_class.exported)
-        export_model(read, folder, shape, self.config, step, merge=for_servers)
+        read = partial(full_parameters, self.engine, config.stage_class.exported)
+        export_model(read, folder, self.prepared.shape, config, step, merge=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}")
         dist.barrier()

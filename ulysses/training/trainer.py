@@ -10,7 +10,7 @@ One optimizer step on every rank:
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class Trainer:
         try:
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
-                with self._profiler():
+                with self._profile() if run.profile == current else nullcontext():
                     values = self.train_step()
                 if self.step == second and (note := grace_note(values["seconds"])):
                     self.say(note)
@@ -133,10 +133,7 @@ class Trainer:
         stale = self.best is not None and 0 < patience <= self.step - self.best[0]
         return stale or self.step >= self.total_steps
 
-    def _profiler(self) -> AbstractContextManager[Any]:
-        """Trace the coming step if it is the one that run.profile names."""
-        if self.run.profile != self.step + 1:
-            return nullcontext()
+    def _profile(self) -> Any:
         file = Path(self.run.output) / f"profile-rank{self.mesh.rank}.json.gz"
         return torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(str(file)))
 
@@ -181,10 +178,9 @@ class Trainer:
         late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
         metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
         values = metrics.reduce()
-        self.stop_requested = values.pop("stop") > 0
-        self.save_due = values.pop("save") > 0
-        work = [values.pop(name) for name in ("tokens", "squares", "projected")]
-        shared = values.pop("shared")
+        names = "stop", "save", "shared", "tokens", "squares", "projected"
+        stop, save, shared, *work = (values.pop(name) for name in names)
+        self.stop_requested, self.save_due = stop > 0, save > 0
         values = self.stage.derive(values)
         if step == 0:
             self.stage.check_first_step(values)

@@ -19,6 +19,7 @@ import deepspeed.ops
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ulysses.gradients.gradients import GradientSlice
 
@@ -162,14 +163,10 @@ class Partition:
 
     def tensors(self) -> list[Any]:
         """Return everything that takes memory for training."""
-        zero, states = self._zero, self._zero.optimizer.state.values()
-        host = getattr(zero, "param_groups_fp16_flat_cpu_memory", [])
-        moments = [tensor for state in states for tensor in state.values()]
-        gradients = [master.grad for master in self.masters]
-        # under offload the gradients lie elsewhere, and this buffer still takes its memory
-        gradients.append(getattr(zero, "grad_partitions_flat_buffer", None))
-        flat = zero.fp16_partitioned_groups_flat
-        return [*self.masters, *gradients, *flat, *host, *moments]
+        moments = self._zero.optimizer.state.values()
+        # weights, and the buffer of gradients, which takes its memory under offload too
+        own = tree_leaves([vars(self._zero), *moments])
+        return [*own, *(master.grad for master in self.masters)]
 
 
 def empty(engine: Any, module: nn.Module, partition: Partition | None) -> None:
