@@ -15,8 +15,8 @@ from ulysses.training.section import ConfigError
 
 BASE = "--stage dpo --model.path m --run.steps 3"
 
-# What is typed and what the sentence holds. DEMO is a run of DPO that could start, KTO and SFT are others; PLACE is a
-# folder of wrong files.
+# What is typed and what the sentence holds. DEMO is a run of DPO that could start, KTO, SFT and PPO are others; PLACE
+# is a folder of wrong files.
 MISTAKES = {
     "": "there is no configuration; give one with --config FILE.toml",
     "base.toml": "write --config base.toml",
@@ -79,6 +79,15 @@ MISTAKES = {
     f"{BASE} --data.train --run.overwrite": "--data.train needs a value",
     f"{BASE} --deepspeed PLACE/none.json": "--deepspeed: PLACE/none.json cannot be read",
     "DEMO --deepspeed PLACE/batch.json": "deepspeed.train_batch_size is owned by the engine",
+    "DEMO --deepspeed.zero_optimization.zero_hpz_partition_size 2":
+        "zero_optimization.zero_hpz_partition_size is owned by the engine and cannot be set there; use nothing: ",
+    "DEMO --deepspeed.zero_optimization.zero_quantized_gradients true": "quantized_gradients is owned by the engine",
+    "DEMO --deepspeed.comms_loger.enabled true":
+        "deepspeed.comms_loger is not passed on to DeepSpeed; leave it out, only these are: zero_opt",
+    "DEMO --deepspeed.gradient_predivide_factor 2": "deepspeed.gradient_predivide_factor is not passed on",
+    f"{BASE} --deepspeed PLACE/number.json": "deepspeed.zero_optimization is 3 but must be a table",
+    "DEMO --deepspeed.zero_optimization.overlap_com true": "overlap_com: Extra inputs are not permitted",
+    "DEMO --deepspeed.zero_optimization.sub_group_size -1": "sub_group_size: Input should be greater than or equal",
     "DEMO --parallel.sequence_parallel_size 3": "is 3 but must divide the 8 processes; set it to one of [1, 2, 4, 8]",
     "DEMO --dpo.loss_type cdpo": "here it is 'sigmoid' with label_smoothing > 0",
     "DEMO --dpo.loss_type exo_pair": "infinite at label_smoothing 0",
@@ -88,18 +97,94 @@ MISTAKES = {
     "KTO --kto.reference sometimes": 'kto.reference is \'sometimes\' but must be "cached", "live" or a model',
     "KTO --kto.desirable_weight 0 --kto.undesirable_weight 0": "nothing would be trained",
     "SFT --sft.loss_type dft --sft.label_smoothing 0.1": 'sft.loss_type "dft" has none',
+    "SFT --kto.beta 0.2": "kto.beta: stage 'sft' reads no settings of kto; remove them, or set stage = 'kto'",
+    "SFT --run.eval_every 5": "run.eval_every is 5 but there is nothing to evaluate; set data.eval",
+    "DEMO --data.turns separate": "data.turns is 'separate' but stage 'dpo' trains the last answer only",
+    "DEMO --data.train_on all": "data.train_on is 'all' but stage 'dpo' trains the last answer only",
+    "SFT --data.turns separate --data.train_on last": "as one sequence; set",
+    "SFT --model.config.model_type mixtral": "model_type 'mixtral'",
+    "SFT --model.config.mlp_bias true": "mlp_bias",
+    "SFT --model.config.model_type mistral --model.config.sliding_window null --model.config.attention_bias true":
+        "attention_bias",
+    "SFT --model.config.model_type mistral --model.config.sliding_window 4096": "sliding_window = 4096",
+    "SFT --model.config.model_type mistral": "sliding_window = 4096",  # which transformers assumes
+    "SFT --model.config.model_type qwen3 --model.config.use_sliding_window true": "use_sliding_window",
+    "SFT --model.config.hidden_act gelu": "hidden_act = 'gelu'",
+    "SFT --model.config.quantization_config {\"bits\":4}": "quantization_config",
+    "SFT --model.config.auto_map {\"AutoModel\":\"x.Y\"}": "auto_map",
+    "SFT --model.config.rope_parameters {\"rope_theta\":1e4,\"partial_rotary_factor\":0.5}":
+        "partial_rotary_factor = 0.5",
+    "SFT --model.config.rope_scaling {\"rope_type\":\"llama3\",\"factor\":4}":
+        "low_freq_factor = None but it must be",
+    "SFT --model.config.attention_dropout 0.1": "attention_dropout = 0.1",
+    "SFT --model.config.num_key_value_heads 3": "num_key_value_heads = 3",
+    "SFT --model.config.vocab_size null": "vocab_size = None but it must be a whole number",
+    "SFT --model.config.hidden_size wide": "hidden_size = 'wide'",
+    "SFT --model.config.num_attention_heads 0": "num_attention_heads = 0 but it must be a whole number above 0",
+    "SFT --model.config.max_position_embeddings Infinity":
+        "max_position_embeddings = inf but it must be a whole",
+    "SFT --model.config.max_position_embeddings 8k --model.config.rope_scaling {\"type\":\"yarn\",\"factor\":2}":
+        "embeddings = '8k'",
+    "SFT --model.config.rms_norm_eps []": "rms_norm_eps = [] but it must be a number above 0",
+    "SFT --model.rope.factor 2": "model.rope.factor is set but rope type 'default' does not use it; ",
+    "SFT --model.rope.type yarn": "factor = None but it must be a number above 0; ",
+    "SFT --model.rope.type linear --model.rope.factor 2 --model.rope.mscale 1":
+        "model.rope.mscale is set but rope type 'linear'",
+    "SFT --model.rope.type yarn --model.rope.factor 0.5": "needs a factor of at least 1",
+    "SFT --model.rope.type yarn --model.rope.factor 2 --model.rope.beta_fast 1": "beta_fast above beta_slow",
+    "SFT --model.config.rope_scaling {\"type\":\"llama3\",\"factor\":8,\"low_freq_factor\":1,\"high_freq_factor\":1}":
+        "high_freq_factor above low_freq_factor",
+    "SFT --model.config.rope_scaling {\"rope_type\":\"longrope\",\"long_factor\":[2]}":
+        "rope type 'longrope' but only default, linear, llama3, yarn are computed; set model.rope.type = \"yarn\"",
+    "SFT --model.config.rope_scaling {\"type\":\"dynamic\",\"factor\":2}":
+        "rope type 'dynamic' but only default, linear, llama3, yarn are computed; set model.rope.type = \"yarn\"",
+    "SFT --model.rope.type longrope": "is 'longrope': input should be 'default', 'linear', 'llama3' or 'yarn'",
+    "SFT --model.rope.type dynamic": "is 'dynamic': input should be 'default', 'linear', 'llama3' or 'yarn'",
     "SFT --model.lora.rank 4 --model.lora.targets []": "model.lora.targets is []: list should have at least 1 item",
     "SFT --model.lora.rank 4 --model.lora.targets lm_head": "model.lora.targets",
     "SFT --data.train {\"path\":\"x\",\"weight\":Infinity}": "data source x: weight: Input should be a finite number",
     "DEMO --dpo.loss_type [\"sigmoid\",\"sft\"]": "or set dpo.sft_weight",
     "DEMO --dpo.loss_type [\"sigmoid\",\"hinge\"] --dpo.loss_weights [1]": "names 2 losses and loss_weights has 1",
     "DEMO --gradients.policies {\"policy\":\"clip\"}": "gradients.policies",
+    "DEMO --gradients.policies [{\"max_norm\":1.0}]": "policies[0]: policy is None but must be one of stop_on_non_",
+    "DEMO --gradients.policies [{\"policy\":\"clip_global_norm\",\"max_nrom\":1}]":
+        "has no setting 'max_nrom'; it has max_norm, together",
+    "DEMO --gradients.policies [{\"policy\":\"zclip\"},{\"policy\":\"zclip\",\"first\":[]}]":
+        "gradients.policies[1]: zclip has no setting 'first'; it has threshold, decay, warmup",
+    "DEMO --gradients.policies [{\"policy\":\"clip_global_norm\",\"max_norm\":-1}]": "max_norm is -1 but must be",
+    "DEMO --gradients.policies [{\"policy\":\"boost_learning_rate\",\"factor\":0}]": "factor is 0",
+    "DEMO --gradients.policies [{\"policy\":\"skip_spike\",\"window\":4,\"warmup\":8}]": "2 <= warmup <= window",
+    "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":\"much\"}]": "not supported between",
+    "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":1.0}]": "decay must be below 1",
+    "DEMO --gradients.policies [{\"policy\":\"auto_clip\",\"percentile\":101}]": "percentile is 101",
+    "DEMO --gradients.policies [{\"policy\":\"gradient_noise\"}]": "exactly one of them must be set",
+    "DEMO --gradients.policies [{\"policy\":\"gradient_noise\",\"sigma\":1,\"eta\":1}]": "exactly one of them must be",
     "DEMO --data.train PLACE/none.jsonl": "none.jsonl does not exist",
     "DEMO --data.train {\"path\":\"PLACE/chats.jsonl\",\"col\":{}}": "its keys are path, format, weight, columns",
     "DEMO --data.train PLACE/chats.jsonl": "chats.jsonl row 1 has no chosen and rejected answers",
     "DEMO --data.train {\"path\":\"PLACE/chats.jsonl\",\"columns\":{\"chosen\":\"conv.best\"}}":
         "has no column 'conv.best', which columns names (it has conv, messages)",
+    "DEMO --data.train {\"format\":\"text\"}": "path: Field required",
+    "DEMO --data.train {\"path\":\"a\",\"format\":\"csvish\"}": "a: format: Input should be 'auto', 'messages'",
+    "DEMO --data.train {\"path\":\"a\",\"weight\":0}": "a: weight: Input should be greater than 0",
+    "DEMO --data.train {\"path\":\"a\",\"weight\":\"2\"}": "a: weight: Input should be a valid number",
     "DEMO --data.chat_template llama-3": "llama-3",
+    "PPO --ppo.reward=": "ppo.reward is missing",
+    "PPO --ppo.reward [\"math:sqrt\",\"\"]": "ppo.reward is missing",
+    "PPO --ppo.reward [\"math:sqrt\"] --ppo.reward_weights [1,2]": "has 2 numbers for the 1 of ppo.reward",
+    "PPO --ppo.reward [\"runs/a\",\"runs/b\"]": "names several reward models",
+    "PPO --ppo.reward math:nothing": "cannot be imported",
+    "PPO --ppo.sampler http://host:8000": "ppo.sampler is 'http://host:8000'",
+    "PPO --ppo.sampler [\"vllm+http://h:1\",\"tgi+http://h\"]": "ppo.sampler is 'tgi+http://h': ",
+    "PPO --ppo.sampler sglang+http://h/v1": "ppo.sampler is",
+    "PPO --ppo.advantage group": "ppo.answers_per_prompt is 1",
+    "PPO --ppo.kl_in loss --ppo.kl_target 6": "ppo.kl_in is \"loss\"",
+    "PPO --ppo.kl_target 6 --ppo.kl_coefficient 0": "ppo.kl_target is set but ppo.kl_coefficient is 0",
+    "PPO --ppo.minibatches 9": "ppo.minibatches is 9 but a rollout has 8 prompts",
+    "PPO --ppo.minibatches 4 --ppo.prompts_per_rollout 3": "ppo.minibatches is 4 but a rollout has 3 prompts",
+    "PPO --ppo.max_new_tokens 300": "is 512 but data.max_length (prompts) + ppo.max_new_tokens is 556",
+    "PPO --ppo.reference cached": "ppo.reference is 'cached' but must be \"live\" or a model",
+    "PPO --ppo.dual_clip 0.5": "ppo.dual_clip is 0.5",
     "DEMO --model.tokenizer PLACE/nowhere": "model.tokenizer is",
     "DEMO --run.resume PLACE": "is not a complete checkpoint; give a folder RUN/checkpoints/step-N",
     "DEMO --model.init pretrained --model.path PLACE/nowhere --model.config {}": "there is no folder PLACE/nowhere",
@@ -114,6 +199,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sections.toml").write_text(
         'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 3\n[optimiser]\nlr = 1e-5\n'
     )
+    (folder / "number.json").write_text('{"zero_optimization": 3}')
     (folder / "batch.json").write_text('{"train_batch_size": 8}')
     turns = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
     (folder / "chats.jsonl").write_text(json.dumps({"conv": {"messages": turns}, "messages": turns}) + "\n")
@@ -121,7 +207,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def typed(line: str, place: Path) -> list[str]:
-    stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft"}
+    stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft", "PPO": "ppo"}
     first, *rest = line.replace("PLACE", str(place)).split() or [""]
     return [*(tiny(stages[first], place / "run") if first in stages else [first] * bool(first)), *rest]
 

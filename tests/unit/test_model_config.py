@@ -1,4 +1,4 @@
-"""config.json in both styles; unsupported fields are refused by one sentence."""
+"""config.json in both styles, with transformers' defaults."""
 
 import pytest
 
@@ -43,37 +43,6 @@ def test_config_survives_a_round_trip_through_transformers(name):
     assert ModelConfig.from_hf(raw) == config
     loaded = AutoConfig.for_model(**raw)
     assert ModelConfig.from_hf(loaded.to_dict()) == config
-
-
-@pytest.mark.parametrize(
-    ("raw", "sentence"),
-    [
-        (LLAMA | {"model_type": "mixtral"}, "model_type 'mixtral'"),
-        (LLAMA | {"mlp_bias": True}, "mlp_bias"),
-        (MISTRAL | {"attention_bias": True}, "attention_bias"),
-        (MISTRAL | {"sliding_window": 4096}, "sliding_window = 4096"),
-        (LLAMA | {"model_type": "mistral"}, "sliding_window = 4096"),  # which transformers assumes
-        (QWEN3 | {"use_sliding_window": True}, "use_sliding_window"),
-        (LLAMA | {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config"),
-        (LLAMA | {"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
-        (LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor = None but it must be"),
-        (LLAMA | {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
-        (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads = 3"),
-        (LLAMA | {"vocab_size": None}, "vocab_size = None but it must be a whole number"),
-        (LLAMA | {"hidden_size": "wide"}, "hidden_size = 'wide'"),
-        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads = 0 but it must be a whole number above 0"),
-        (LLAMA | {"max_position_embeddings": float("inf")}, "max_position_embeddings = inf but it must be a whole"),
-        (LLAMA | {"max_position_embeddings": "8k", "rope_scaling": {"type": "yarn", "factor": 2}}, "embeddings = '8k'"),
-        (LLAMA | {"rms_norm_eps": []}, "rms_norm_eps = [] but it must be a number above 0"),
-    ],
-)
-def test_unsupported_fields_are_refused(raw, sentence):
-    with pytest.raises(ValueError) as error:
-        ModelConfig.from_hf(raw)
-    message = str(error.value)
-    assert sentence in message and "\n" not in message
 
 
 def test_biases_of_attention_are_those_of_transformers():

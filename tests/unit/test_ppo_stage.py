@@ -280,30 +280,6 @@ def config(tokenizer: str = "x", vocabulary: int = SHAPE.vocab_size, **ppo: Any)
     })  # fmt: skip
 
 
-@pytest.mark.parametrize(("ppo", "complaint"), [
-    ({"reward": ""}, "ppo.reward is missing"),
-    ({"reward": ["math:sqrt", ""]}, "ppo.reward is missing"),
-    ({"reward": ["math:sqrt"], "reward_weights": [1.0, 2.0]}, "has 2 numbers for the 1 of ppo.reward"),
-    ({"reward": ["runs/a", "runs/b"]}, "names several reward models"),
-    ({"sampler": "http://host:8000"}, "ppo.sampler is 'http://host:8000'.*vllm.http"),
-    ({"sampler": ["vllm+http://h:1", "tgi+http://h"]}, "ppo.sampler is 'tgi.http://h': "),
-    ({"sampler": "sglang+http://h/v1"}, "ppo.sampler is"),
-    ({"advantage": "group"}, "ppo.answers_per_prompt is 1"),
-    ({"kl_in": "loss", "kl_target": 6.0}, 'ppo.kl_in is "loss"'),
-    ({"reward": "math:nothing"}, "cannot be imported"),
-    ({"minibatches": 5}, "ppo.minibatches is 5 but a rollout has 4 prompts"),
-    ({"minibatches": 4, "prompts_per_rollout": 3}, "ppo.minibatches is 4 but a rollout has 3 prompts"),
-    ({"max_new_tokens": 100}, r"is 128 but data.max_length \(prompts\) \+ ppo.max_new_tokens is 164"),
-    ({"reference": "cached"}, 'ppo.reference is \'cached\' but must be "live" or a model'),
-    ({"dual_clip": 0.5}, "ppo.dual_clip is 0.5"),
-    ({"kl_target": 6.0, "kl_coefficient": 0.0}, "ppo.kl_target is set but ppo.kl_coefficient is 0"),
-])  # fmt: skip
-def test_refusals(ppo, complaint):
-    prepare(config(), 1, [])
-    with pytest.raises(ConfigError, match=complaint):
-        prepare(config(**ppo), 1)
-
-
 def test_answers_end_with_a_turn_or_a_stop_token(tmp_path: Path) -> None:
     folder = str(write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>"))
     plan = prepare(config(folder, 300, stop_tokens=["Q"]), 1, [])

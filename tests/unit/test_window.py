@@ -141,29 +141,6 @@ def test_the_configuration_lies_over_the_file(file, settings, scaling, window, m
     assert ModelConfig.from_hf(shape.to_hf()) == shape
 
 
-@pytest.mark.parametrize(
-    ("file", "settings", "sentence"),
-    [
-        (None, "factor=2", r"model.rope.factor is set but rope type 'default' does not use it; .*type"),
-        (None, "type=yarn", r"factor = None but it must be a number above 0; .* the setting"),
-        (None, "type=linear factor=2 mscale=1", r"model.rope.mscale is set but rope type 'linear'"),
-        (None, "type=yarn factor=0.5", r"needs a factor of at least 1"),
-        (None, "type=yarn factor=2 beta_fast=1", r"beta_fast above beta_slow"),
-        (LLAMA3 | {"high_freq_factor": 1.0}, "", "high_freq_factor above low_freq_factor"),
-        ({"rope_type": "longrope", "long_factor": [2.0]}, "",
-         r"rope type 'longrope' but only .* model.rope.type = \"yarn\""),
-        (DYNAMIC, "", r"rope type 'dynamic' but only .*\"yarn\""),
-        (None, "type=longrope", "model.rope.type is 'longrope': .*'yarn'"),
-        (None, "type=dynamic", "model.rope.type is 'dynamic': .*'yarn'"),
-    ],
-)  # fmt: skip
-def test_senseless_settings_are_refused_in_one_sentence(file, settings, sentence, model: Path) -> None:
-    edit(model, rope_scaling=file)
-    with pytest.raises(ConfigError, match=sentence) as error:
-        prepared(model, *rope(settings))
-    assert "\n" not in str(error.value)
-
-
 def test_the_dry_run_and_the_samples_show_window_and_factor(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stretched = ["--data.max_length", "200", *rope("type=yarn factor=2")]
     line = "window: 256 tokens (yarn rope, factor 2 over 128 tokens, theta 10,000)\n"
