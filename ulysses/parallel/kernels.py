@@ -258,14 +258,13 @@ def prove_kernel(
     """
     draw = torch.Generator().manual_seed(0)
     cu = torch.tensor([0, *PROOF]).cumsum(0).int()
-    on_device, on_host = cu.to(device), cu.tolist()
-    segments = Segments(on_device, on_device, max(PROOF), max(PROOF), (on_host, on_host))
+    segments = Segments(cu.to(device), cu.to(device), max(PROOF), max(PROOF))
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = KernelOptions(True, head_dim**-0.5, deterministic)
     widths = (heads, kv_heads, kv_heads)
     # q, k and v are strided views of one buffer, as the exchange leaves them
-    buffer = torch.randn(on_host[-1], sum(widths), head_dim, generator=draw).to(device, dtype)
-    dout = torch.randn(on_host[-1], heads, head_dim, generator=draw).to(device, dtype)
+    buffer = torch.randn(sum(PROOF), sum(widths), head_dim, generator=draw).to(device, dtype)
+    dout = torch.randn(sum(PROOF), heads, head_dim, generator=draw).to(device, dtype)
 
     def run(name: str, dout: Tensor, buffer: Tensor) -> tuple[Tensor, ...]:
         q, k, v = buffer.split(widths, 1)

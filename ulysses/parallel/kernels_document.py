@@ -27,21 +27,20 @@ from torch import Tensor
 from .layout import Segments
 
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
-SHORT = (
-    64  # cuDNN refuses some tiny shapes and builds a plan for each; the tail of a pack is one
-)
 
 
 class DocumentKernel(NamedTuple):
     """A kernel for one document: q, dout, out [1, H, nq, E], k and v [1, K, nk, E], lse [1, H, nq].
 
     forward(q, k, v, causal, scale) -> out, lse; backward(dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv.
-    `bottom_right` says how its causal mask is aligned where there are fewer queries than keys.
+    `bottom_right` says how its causal mask is aligned where there are fewer queries than keys. Plain products compute
+    what has fewer queries or keys than `shortest`.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     bottom_right: bool = False
+    shortest: int = 0
 
 
 def run_forward(
@@ -57,19 +56,13 @@ def run_forward(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
-    query, key, value, joint_out = (_heads_first(x) for x in (q, k, v, out))
-    for rows, pieces in _documents(kernel, segments, causal):
+    for rows, calls in _documents(kernel, segments, causal):
         parts = [
-            kernel.forward(
-                query[:, :, rows],
-                key[:, :, keys],
-                value[:, :, keys],
-                masked,
-                scale,
-            )
-            for keys, masked in pieces
+            called.forward(*_heads_first(q[rows], k[keys], v[keys]), masked, scale)
+            for called, keys, masked in calls
         ]
-        joint_out[:, :, rows], lse[None, :, rows] = functools.reduce(_join, parts)
+        joint, lse[None, :, rows] = functools.reduce(_join, parts)
+        out[rows] = joint[0].transpose(0, 1)
     return out, lse
 
 
@@ -99,32 +92,24 @@ def run_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run a kernel's backward on every document; returns dq [Tq, H, E], dk and dv [Tk, K, E]."""
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    dq, dk, dv = map(_heads_first, grads)
-    upstream, query, key, value, output = map(_heads_first, (dout, q, k, v, out))
-    for rows, pieces in _documents(kernel, segments, causal):
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for rows, calls in _documents(kernel, segments, causal):
+        upstream, query, output = _heads_first(dout[rows], q[rows], out[rows])
         total = lse[None, :, rows].contiguous()
         parts = []
-        for keys, masked in pieces:
-            part, dk[:, :, keys], dv[:, :, keys] = kernel.backward(
-                upstream[:, :, rows],
-                query[:, :, rows],
-                key[:, :, keys],
-                value[:, :, keys],
-                output[:, :, rows],
-                total,
-                masked,
-                scale,
-            )
+        for called, keys, masked in calls:
+            key, value = _heads_first(k[keys], v[keys])
+            found = called.backward(upstream, query, key, value, output, total, masked, scale)
+            part, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in found)
             parts.append(part)
-        dq[:, :, rows] = functools.reduce(torch.add, parts)
-    return grads[0], grads[1], grads[2]
+        dq[rows] = functools.reduce(torch.add, parts)
+    return dq, dk, dv
 
 
 def _documents(
     kernel: DocumentKernel, segments: Segments, causal: bool
-) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-    """Yield every document's query rows, and the keys that each call gives them, with a causal mask or without.
+) -> Iterator[tuple[slice, list[tuple[DocumentKernel, slice, bool]]]]:
+    """Yield every document's query rows, and each call's kernel, keys and whether it has a causal mask.
 
     It waits for the device if the bounds are not on the host.
     """
@@ -141,11 +126,15 @@ def _documents(
         pieces = [(slice(first, end), causal)]
         if causal and own > first and not kernel.bottom_right:
             pieces = [(slice(first, own), False), (slice(own, end), True)]
-        yield slice(row, row_end), pieces
+        calls = []
+        for keys, masked in pieces:
+            is_short = min(row_end - row, keys.stop - keys.start) < kernel.shortest
+            calls.append((REFERENCE if is_short else kernel, keys, masked))
+        yield slice(row, row_end), calls
 
 
-def _heads_first(values: Tensor) -> Tensor:
-    return values.transpose(0, 1)[None]
+def _heads_first(*values: Tensor) -> list[Tensor]:
+    return [x.transpose(0, 1)[None] for x in values]
 
 
 # --- plain matrix products ---------------------------------------------------------------------------------------
@@ -246,9 +235,7 @@ def _repeat(values: Tensor, q: Tensor) -> Tensor:
 def _cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run cuDNN's fused attention (GPU, float16 or bfloat16), or plain products where a document is short."""
-    if min(q.shape[2], k.shape[2]) < SHORT:
-        return _plain_forward(q, k, v, causal, scale)
+    """Run cuDNN's fused attention: GPU, float16 or bfloat16."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -265,8 +252,6 @@ def _cudnn_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if min(q.shape[2], k.shape[2]) < SHORT:
-        return _plain_backward(dout, q, k, v, out, lse, causal, scale)
     # the state of a dropout generator, which is not used without dropout
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -291,4 +276,5 @@ def _cudnn_backward(
 
 REFERENCE = DocumentKernel(_plain_forward, _plain_backward, bottom_right=True)
 CPU = DocumentKernel(_cpu_forward, _cpu_backward)
-CUDNN = DocumentKernel(_cudnn_forward, _cudnn_backward)
+# cuDNN refuses some tiny shapes and builds a plan for each; the tail of a pack is one
+CUDNN = DocumentKernel(_cudnn_forward, _cudnn_backward, shortest=64)
