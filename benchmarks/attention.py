@@ -25,7 +25,7 @@ from ulysses.parallel.exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from ulysses.parallel.kernels import available_kernels, resolve_kernel
+from ulysses.parallel.kernels import KERNELS, resolve_kernel
 from ulysses.zero.construct import initialize_distributed
 
 CHECKED_HEADS = [(14, 2), (12, 2), (28, 4), (24, 8), (40, 8), (32, 8), (16, 2)]
@@ -58,7 +58,7 @@ def main() -> None:
         "--lengths", type=int, nargs="+", default=CHECKED_LENGTHS, help="documents of --check"
     )
     options, device = p.parse_args(), initialize_distributed()
-    kernels = options.kernels or available_kernels(device)
+    kernels = options.kernels or KERNELS
     if options.check:
         for case in product(kernels, CHECKED_HEADS, (torch.float32, torch.bfloat16)):
             check(*case, options, device)

@@ -41,8 +41,8 @@ class LayerMemory(NamedTuple):
     """Say what the model keeps for backward and how it is cut.
 
     recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
-    time, except where level "none" keeps its whole graph. offloaded_layers: so many of the first layers, or all, keep
-    what they keep in host memory if there is an offloader; level "none" ignores it.
+    time (0 for all), except where level "none" keeps its whole graph. offloaded_layers: so many of the first layers, or
+    all, keep what they keep in host memory if there is an offloader; level "none" ignores it.
     """
 
     recompute: str | Sequence[str] = "none"
@@ -95,8 +95,7 @@ class Decoder(nn.Module):
 
     def set_memory(self, memory: LayerMemory) -> None:
         """Set what the layers keep for backward."""
-        count, mlp_tile = len(self.layers), memory.mlp_tile
-        levels = memory.recompute
+        count, levels = len(self.layers), memory.recompute
         if isinstance(levels, str):
             levels = [levels] * count
         if len(levels) != count or not set(levels) <= set(LEVELS):
@@ -104,13 +103,9 @@ class Decoder(nn.Module):
                 f"recompute is {memory.recompute} but must be one of {', '.join(LEVELS)}, or a list of one for each of "
                 f"the {count} layers"
             )
-        if mlp_tile != "auto" and mlp_tile < 0:
-            raise ValueError(
-                f'mlp_tile is {mlp_tile} but must be "auto", 0 (never tile) or a number of rows'
-            )
         layers: Any = self.layers
         for layer, level in zip(layers, levels):
-            layer.recompute, layer.mlp_tile, layer.offloader = level, mlp_tile, None
+            layer.recompute, layer.mlp_tile, layer.offloader = level, memory.mlp_tile, None
         for layer in layers[: memory.offloaded_layers]:
             layer.offloader = memory.offloader
 

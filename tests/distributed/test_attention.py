@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import device, gpus, run_distributed
-from tests.unit.test_kernels import naive
+from tests.unit.test_kernels import gpu_kernels, naive
 from tests.unit.test_layout import HEADS, RAGGED, simulated_mesh
 from ulysses import ParallelMesh, SeqAllToAll4D, Sequence, UlyssesAttention, pack_shard
 from ulysses.parallel import exchange, gather_tokens
-from ulysses.parallel.kernels import available_kernels
 from ulysses.parallel.layout import packed_plan
 
 LONG = [333, 1, 700, 1, 64, 517]
@@ -97,7 +96,7 @@ def test_plain_and_callable_kernels_separate_stages_and_no_causal_mask(sp, kerne
 
 def every_kernel(sp, heads, head_dim, stages):
     more = {"stages": stages, "head_dim": head_dim, "dtype": torch.bfloat16}
-    return {k: many_processes(sp, [heads], LONG, k, **more) for k in available_kernels("cuda")}
+    return {k: many_processes(sp, [heads], LONG, k, **more) for k in gpu_kernels()}
 
 
 @pytest.mark.gpu

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_attention import own_kernel
 from tests.harness import device, gpus, run_distributed
+from tests.unit.test_kernels import gpu_kernels
 from tests.unit.test_layout import simulated_mesh
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard, share_prefix
-from ulysses.parallel.kernels import available_kernels
 
 WORDS, E = 50, 8
 
@@ -178,7 +178,7 @@ def test_shared_prompts_need_a_causal_mask(rank):
 
 
 def every_kernel(sp, heads, head_dim):
-    kernels = available_kernels("cuda")
+    kernels = gpu_kernels()
     return {k: on_ranks(sp, heads, kernel=k, dtype=torch.bfloat16, head_dim=head_dim, scale=20)[0] for k in kernels}
 
 

@@ -62,8 +62,6 @@ def test_levels_may_differ_by_layer_and_are_checked():
         build(recompute=["block", "none"])
     with pytest.raises(ValueError, match="full but must be one of none, keep_attention, block, pair"):
         build(recompute="full")
-    with pytest.raises(ValueError, match="mlp_tile is -1 but must be"):
-        build(mlp_tile=-1)
 
 
 @pytest.fixture

@@ -52,11 +52,6 @@ class KernelOptions(NamedTuple):
     deterministic: bool = False
 
 
-def available_kernels(device: torch.device | str) -> list[str]:
-    """Return the names of the kernels that this machine can run on the device, fastest first."""
-    return [name for name in KERNELS if why_missing(name, torch.device(device)) is None]
-
-
 def resolve_kernel(
     name: str,
     device: torch.device | str,
