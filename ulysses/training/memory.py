@@ -101,7 +101,8 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
     others = [
         plain_model(_other(other.path, shape), reward=other.reward) for other in facts.others
     ]
-    others += [plain_model(shape)] * facts.keeps_initial
+    if facts.reference == "live" and not config.model.lora.rank:  # a copy of the initial policy
+        others.append(plain_model(shape))
     rollout = facts.rollout
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)

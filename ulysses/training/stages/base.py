@@ -56,7 +56,6 @@ class Facts(NamedTuple):
         optimizer steps that are taken on them.
     examples_per_step: examples of one optimizer step over all processes.
     extra_forwards: forward passes without gradient over each trained token.
-    keeps_initial: whether a frozen copy of the initial policy stays in memory.
     value: where the model's values come from: "" for none, "shared" or "separate" (models.policy_value).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
@@ -71,7 +70,6 @@ class Facts(NamedTuple):
     examples_per_step: int
     steps_per_load: int = 1
     extra_forwards: float = 0.0
-    keeps_initial: bool = False
     value: str = ""
     scopes: dict[str, float] | None = None
     others: tuple[OtherModel, ...] = ()

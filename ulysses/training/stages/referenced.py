@@ -99,7 +99,6 @@ class ReferencedStage(Stage):
                 reference=reference,
                 # a stage that looks ahead has policy and reference read as much once more, before the first backward
                 extra_forwards=1 + 2 * passes if looks_ahead else passes,
-                keeps_initial=reference == "live" and not config.model.lora.rank,
                 others=() if reference in ("", *cls.reference_words) else (other,),
             )
         )
@@ -135,9 +134,8 @@ class ReferencedStage(Stage):
         weights, kernel = run.prepared.weights.fingerprint(), run.prepared.kernel.name
         model = f"{weights} {config.model.dtype} {kernel}"
 
-        for data, evaluation in ((run.train_data, False), (run.eval_data, True)):
-            if data is None:
-                continue
+        for data in filter(None, (run.train_data, run.eval_data)):
+            evaluation = data is run.eval_data
             loader = run.loader(data, evaluation=evaluation)
             steps = loader.steps_per_epoch if evaluation else config.total_steps(loader)
             pairs = pairs_of_run(loader, steps * config.facts.mismatched)
