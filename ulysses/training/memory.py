@@ -123,9 +123,8 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
         **config.memory.model_dump(exclude={"recompute", "host_memory"}),
     )
     if config.parallel.sequence_parallel_size == "auto":
-        degrees = divisors(machine.gpus)[:-1]
-        fitting = (sp for sp in degrees if choose(case._replace(sp=sp)))
-        case = case._replace(sp=next(fitting, machine.gpus))
+        cases = [case._replace(sp=sp) for sp in divisors(machine.gpus)]
+        case = next(filter(choose, cases), cases[-1])
     return case
 
 
