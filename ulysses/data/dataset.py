@@ -224,10 +224,18 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> Example:
         """Return example `index`; its arrays are views into the memory maps. IndexError ends an iteration."""
         index = range(len(self))[index]
-        count = np.count_nonzero(self.sequence_lengths[index])
-        sequences = [self._sequence(index, j) for j in range(count)]
-        columns = {name: float(values[index]) for name, values in self.columns.items()}
-        return Example(index, tuple(sequences), columns)
+        sequences = []
+        for place, layout in enumerate(self._layout[:, index].T.tolist()):
+            length, prefix, rank, end, row_end = layout
+            if length:
+                span, rows = slice(end - length, end), slice(row_end - length, row_end)
+                arrays = self._tokens[span], self._weights[span]
+                columns = {name: values[rows] for name, values in self.token_columns.items()}
+                ranked = {"rank": rank} if self.kind == "ranked" else {}
+                owner = place if prefix else 0
+                sequences.append(Sequence(*arrays, columns, ranked, prefix, owner))
+        numbers = {name: float(values[index]) for name, values in self.columns.items()}
+        return Example(index, tuple(sequences), numbers)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the row that a prompt came from; only prompts keep theirs."""
@@ -237,19 +245,10 @@ class TokenizedDataset:
 
     def mismatch(self, index: int, other: int) -> Sequence:
         """Join the prompt of example `index` with the answer of `other` (KTO's baseline), cut at max_length."""
-        prompt, answer = self._sequence(index, 0), self._sequence(other, 0)
+        (prompt,), (answer,) = self[index].sequences, self[other].sequences
         head, start = (int(self.columns["prompt_length"][i]) for i in (index, other))
         tokens = [prompt.tokens[:head], answer.tokens[start:]]
         weights = [prompt.loss_weights[:head], answer.loss_weights[start:]]
         joined = (np.concatenate(parts)[: self.max_length] for parts in (tokens, weights))
         found = self.mismatch_columns[index, other] if self.mismatch_columns else {}
         return Sequence(*joined, found)
-
-    def _sequence(self, index: int, j: int) -> Sequence:
-        length, prefix, rank, end, row_end = self._layout[:, index, j].tolist()
-        span, rows = slice(end - length, end), slice(row_end - length, row_end)
-        columns = {name: values[rows] for name, values in self.token_columns.items()}
-        ranked = {"rank": rank} if self.kind == "ranked" else {}
-        return Sequence(
-            self._tokens[span], self._weights[span], columns, ranked, prefix, j * bool(prefix)
-        )
