@@ -62,15 +62,14 @@ def held(folder: Path, holder: str) -> Iterator[str]:
 
     Raises DiskError if another process holds the folder.
     """
-    name, before = folder / HOLDER, ""
+    name = folder / HOLDER
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_file(folder / ".lock")
         patience = 1.5 * LEASE_SECONDS if isinstance(lock, SoftFileLease) else NATIVE_SECONDS
         with suppress(Timeout):
             lock.acquire(timeout=patience)
-        with suppress(FileNotFoundError):
-            before = name.read_text()
+        before = name.read_text() if name.exists() else ""
         if not lock.is_locked:
             raise DiskError(
                 f"{folder.absolute()} is in use by {before}; stop that run or choose another folder"

@@ -273,9 +273,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this step into the run folder."""
         self.watch.phase("save", long=True)
-        state = {"step": self.step, "best": self.best, "policies": self.policies.state_dict()}
-        state |= self.description
-        folder = Path(self.run.output) / "checkpoints"
+        policies, folder = self.policies.state_dict(), Path(self.run.output) / "checkpoints"
+        state = {"step": self.step, "best": self.best, "policies": policies, **self.description}
         save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)
         self._saved = time.monotonic()
 

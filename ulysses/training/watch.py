@@ -1,10 +1,12 @@
 """Every process shows that it is alive and how far it has come; one that stops is named, and the run ends.
 
     main thread     phase("forward"), renew(): plain attributes, so that the loop pays for nothing
-    clerk thread    every second writes `alive/RANK`: beat, phases, collectives, seconds without progress, place; where
-                    this process makes no progress, the first ranks of a node read everybody's
+    clerk thread    every second writes `alive/RANK`: phases, collectives, seconds without progress, place; where this
+                    process makes no progress, the first ranks of a node read everybody's; ends the process when
+                    another one has told the reason
     watch thread    warns after run.stall_warning and ends the process after run.timeout; it never waits for the store,
                     because the store may be what is gone
+    signal thread   while the run trains: hears signals even if the main thread is stuck
 
 A run has stopped when nobody makes progress. The victim is the rank whose `alive` stops, or else the rank with the
 fewest phases and collectives. The first rank of each node that finds out tells it.
@@ -86,7 +88,6 @@ class Watch:
         self._peers: dict[bytes, Beat] = {}  # by what was written
         self._answered = monotonic()  # when the store last did
         self._broken = False  # the connection to the store is
-        self._printed: str | None = None  # by the rank that told the reason of the end
         self._hurried = 0.0  # seconds of silence that count at once
         self._stop = threading.Event()
 
@@ -185,7 +186,7 @@ class Watch:
             try:
                 self._own.set(f"{ALIVE}/{self._rank}", json.dumps(beat[:-1]))
                 if self._own.check([PRINTED]):
-                    self._printed = self._own.get(PRINTED).decode()
+                    self._end(self._own.get(PRINTED).decode())
                 waits = beat.idle > 2 * BEAT_SECONDS
                 reads = self._hurried or (waits and self._local_rank < READERS)
                 self._peers = self._read() if reads else {}
@@ -230,8 +231,6 @@ class Watch:
                 self.ask_to_stop()
             if self.store is None:
                 continue
-            if self._printed is not None:
-                self._end(self._printed)
             now, peers = monotonic(), self._peers.values()
             own = now - self._moved
             idle = min([own, *(now - beat.moved for beat in peers)])
