@@ -41,7 +41,7 @@ def adapter_by_peft(base: Path, folder: Path, task: str = "CAUSAL_LM", **options
     return dict(adapted.merge_and_unload().named_parameters())
 
 
-@pytest.mark.parametrize(("task", "rslora"), [("CAUSAL_LM", False), ("CAUSAL_LM", True), ("SEQ_CLS", False)])
+@pytest.mark.parametrize("task, rslora", [("CAUSAL_LM", False), ("CAUSAL_LM", True), ("SEQ_CLS", False)])
 def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
     whole = adapter_by_peft(base, tmp_path / "adapter", task, use_rslora=rslora)
     files, plain = WeightFiles(tmp_path / "adapter"), WeightFiles(base)

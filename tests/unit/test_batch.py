@@ -109,7 +109,7 @@ HUGE = type("Huge", (), {"__len__": lambda self: 2**30})()  # refused before any
 
 
 @pytest.mark.parametrize(
-    ("first", "message"),
+    "first, message",
     [
         (([], []), "a sequence has no tokens; drop it"),
         (([1, 2, 3], [0, 1]), "loss_weights has 2 entries for 3 tokens"),

@@ -21,7 +21,7 @@ def test_arguments_override_toml(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    "arguments, expected",
     [
         (["--data.train", "a", "--data.train=b"], ["a", "b"]),
         (["--data.train", '[{"path": "a"}, {"path": "b", "weight": 2}]'], [{"path": "a"}, {"path": "b", "weight": 2}]),

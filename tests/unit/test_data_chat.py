@@ -163,7 +163,7 @@ def test_exactly_one_bos(tokenizers, templated):
     assert TextEncoder(tokenizers["chatml"]).bos is None
 
 
-@pytest.mark.parametrize(("after", "ends"), [("<|im_end|>\n", ["a<|im_end|>", "b<|im_end|>"]),
+@pytest.mark.parametrize("after, ends", [("<|im_end|>\n", ["a<|im_end|>", "b<|im_end|>"]),
                                              ("\n", ["a", "b<|im_end|>"])])  # EOS once, at the end
 def test_marks_without_the_end_of_turn_and_templates_without_any(tokenizers, templated, after, ends):
     marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}" + after
@@ -298,9 +298,8 @@ def test_built_in_templates_keep_system_messages_where_they_are(tokenizers):
     for name in ("llama3", "chatml", "qwen2.5", "qwen3"):
         tokenizer = tokenizers["qwen2.5" if name == "qwen3" else name]
         text = tokenizer.decode(encode(ChatTemplate(tokenizer, name), late).tokens)
-        roles = ["system<", "user<", "system<", "assistant<"] if name == "llama3" else ["system\n<", "user\nq", "m\ns"]
-        places = [text.find(role) for role in roles[:2]] + [text.rfind(role) for role in roles[2:]]
-        assert places == sorted(places) and places[0] > 0, text
+        roles = re.findall(r"<\|(?:im_start|start_header_id)\|>(\w+)", text)
+        assert roles == [message.role for message in late], text
 
 
 def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_writes_it(tokenizers, templated):
@@ -334,8 +333,7 @@ def test_keys_and_marks_that_nobody_would_see_are_refused(tokenizers):
     template = ChatTemplate(tokenizers["chatml"], "chatml")
     named_user = Message("user", "q", more={"name": "n", "id": 3, "thinking": ""})
     encode(template, [named_user, Message("assistant", "a")])
-    for message, sentence in ((Message("assistant", "a", more={"reasoning_content": "t"}), "key 'reasoning_content'"),
-                              (Message("assistant", "a", more={"thinking": "t"}), "key 'thinking', which the chat"),
+    for message, sentence in ((Message("assistant", "a", more={"thinking": "t"}), "key 'thinking', which the chat"),
                               (Message("user", "see <image>"), "mark <image>")):  # fmt: skip
         with pytest.raises(BadRowError, match=sentence):
             encode(template, [message, Message("assistant", "a")])

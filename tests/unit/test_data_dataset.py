@@ -133,7 +133,7 @@ def test_pairs_share_their_prompt_tokens(tokenizer, open_rows):
     assert isinstance(chosen.tokens, np.memmap)
 
 
-@pytest.mark.parametrize(("truncation", "max_length"), [("keep_start", 90), ("keep_end", 24), ("keep_end", 90)])
+@pytest.mark.parametrize("truncation, max_length", [("keep_start", 90), ("keep_end", 24), ("keep_end", 90)])
 def test_truncated_pairs_stay_trainable_and_keep_one_prompt(open_rows, truncation, max_length):
     rows = [{"prompt": "p" * p, "chosen": "c" * c, "rejected": "r" * r}
             for p in (1, 30, 200) for c in (1, 40, 300) for r in (2, 77)]
@@ -234,7 +234,6 @@ def test_prompts_end_with_the_opened_turn_and_keep_their_row(tokenizer, open_row
     dataset = open_rows(rows, "prompt")
     text = tokenizer.decode(dataset[1].sequences[0].tokens.tolist())
     assert text.endswith("Who is 漢?<|im_end|>\n<|im_start|>assistant\n")
-    assert not dataset[0].sequences[0].loss_weights.any()
     assert [dataset.row(i) for i in range(2)] == rows
 
 

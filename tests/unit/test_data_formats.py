@@ -49,7 +49,7 @@ GOOD = {"instruction": "q", "input": "", "output": "a"}
 
 
 @pytest.mark.parametrize(
-    ("row", "prompt", "answer"),
+    "row, prompt, answer",
     [
         ({"messages": [USER, BOT]}, [], [Q, A]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]},
@@ -104,7 +104,7 @@ def test_preference_formats(tmp_path, row):
 
 
 @pytest.mark.parametrize(
-    ("row", "history"),
+    "row, history",
     [
         (PAIR_ROW, []),
         ({"chosen": [USER, BOT, USER, BOT], "rejected": [USER, BOT, USER, OTHER]}, [Q, A]),
@@ -191,7 +191,7 @@ def message(**keys):
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "sentence"),
+    "row, kind, sentence",
     [
         ({"instruction": "q"}, "sequence", "row 1 has no answer"),
         ({"instruction": 3, "output": "a"}, "sequence", "row 1 'instruction' is int, not a string"),
@@ -222,7 +222,7 @@ def test_bad_rows_are_errors_that_name_the_row(tmp_path, row, kind, sentence):
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "reason"),
+    "row, kind, reason",
     [
         ({"instruction": "q", "output": " "}, "sequence", "empty answer"),
         ({"instruction": "", "output": "a"}, "sequence", "empty prompt"),

@@ -45,7 +45,7 @@ def test_plan_by_architecture_alone(capsys):
     assert "finding: data.train is empty" in text and "finding: model.tokenizer is missing" in text
 
 
-@pytest.mark.parametrize(("length", "degree"), [(8192, 1), (524288, 2)])
+@pytest.mark.parametrize("length, degree", [(8192, 1), (524288, 2)])
 def test_an_automatic_degree_is_planned(length, degree, capsys):
     _, text = run(capsys, *arch(length=length, sp="auto"), *NODE)
     assert f"8 processes: data parallel {8 // degree} x sequence parallel {degree}" in text
@@ -86,7 +86,7 @@ def test_what_does_not_fit_an_assumed_gpu_is_said_and_not_refused(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "finding", "plan"),
+    "name, finding, plan",
     [
         ("model", "finding: model.path: there is no model.safetensors in", "memory: recompute"),
         ("Qwen2.5-7B", "the model is planned with the published shape of", "7,615,616,512 parameters"),

@@ -83,7 +83,7 @@ def test_norm_gradient(device, dtype, shape):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "width"), [((4, 2), 64), ((28, 4), 128), ((14, 2), 96)])
+@pytest.mark.parametrize("heads, width", [((4, 2), 64), ((28, 4), 128), ((14, 2), 96)])
 def test_rotation(device, dtype, heads, width):
     q, k = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
     k = k[:, : heads[1]]  # rows that are not dense, like a view of an exchange buffer
@@ -98,7 +98,7 @@ def test_rotation(device, dtype, heads, width):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms of heads"])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (32, 8, 128), (3, 1, 12)])
+@pytest.mark.parametrize("heads, kv_heads, width", [(4, 2, 16), (32, 8, 128), (3, 1, 12)])
 def test_projecting_half(device, dtype, normed, heads, kv_heads, width):
     rows, kv = heads * width, kv_heads * width
     shapes = (40, 32), (32,), (rows, 32), (kv, 32), (kv, 32), (rows,), (kv,), (kv,), (width,), (width,)

@@ -27,7 +27,7 @@ ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "sentence"),
+    "row, kind, sentence",
     [
         ('{"messages": ' + "[" * 100_000, "sequence", "row 2 is not valid JSON: maximum recursion depth"),
         ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", "row 2 is not valid JSON: maximum recursion depth"),
@@ -168,7 +168,7 @@ def test_links_out_of_a_model_folder_are_not_followed_and_the_hubs_are(tmp_path)
     assert (target / "tokenizer.json").read_text() == "[1]" and not (target / "tokenizer.json").is_symlink()
 
 
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o007, 0o660)])
 def test_weight_files_have_the_modes_of_any_new_file(tmp_path, mask, mode):
     before = os.umask(mask)
     try:

@@ -119,7 +119,7 @@ def test_what_auto_takes_for_any_head_dim_is_right(head_dim):
 
 
 @pytest.mark.parametrize(
-    ("name", "factors"), [("query", (1.03, 1, 1)), ("key", (1, torch.nan, 1)), ("value", (1, 1, 1.03))]
+    "name, factors", [("query", (1.03, 1, 1)), ("key", (1, torch.nan, 1)), ("value", (1, 1, 1.03))]
 )
 def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors):
     def wrong(kernel, *arguments):
@@ -182,7 +182,7 @@ def machine_without(monkeypatch, *absent):
     monkeypatch.setattr(kernels, "why_missing", lambda name, device: "absent" if name in absent else None)
 
 
-@pytest.mark.parametrize(("warn_only", "kernel"), [(False, "torch"), (True, "reference")])
+@pytest.mark.parametrize("warn_only, kernel", [(False, "torch"), (True, "reference")])
 @pytest.mark.usefixtures("torch_switch")
 def test_auto_is_deterministic_where_asked(monkeypatch, warn_only, kernel):
     """Without flash-attn; torch's own kernel looks at torch's switch, and ignores it where it only warns."""
@@ -206,7 +206,7 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    "asked, message",
     [
         ({"name": "flash3"}, "'flash3' is unknown; set auto, flash4, cudnn, torch, reference"),
         ({"name": "flash4", "dtype": torch.float32}, "flash4 needs float16 or bfloat16"),

@@ -84,7 +84,7 @@ def calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(("level", "attends", "passes"), [
+@pytest.mark.parametrize("level, attends, passes", [
     ("none", 3, 3), ("keep_attention", 3, 6), ("block", 6, 6), ("pair", 6 + 1, 6 + 1)
 ])  # fmt: skip
 def test_each_level_runs_what_it_says(level, attends, passes, calls):
@@ -185,7 +185,7 @@ def test_every_hook_on_any_part_of_a_layer_runs(level, kind, config):
 
 
 @FAMILIES
-@pytest.mark.parametrize(("dropout", "tile"), [(0.0, TILE), (0.4, 0)])
+@pytest.mark.parametrize("dropout, tile", [(0.0, TILE), (0.4, 0)])
 def test_frozen_weights_and_adapters(dropout, tile, config):
     """Dropout is drawn once more as it was drawn; tiles draw other numbers than a whole."""
 

@@ -52,7 +52,7 @@ def chosen(tokens: int, gib: float = 139.8, host_gib: float = 0.0, *, gpus: int 
     return choose_memory(planner_case(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens))
 
 
-@pytest.mark.parametrize(("gpus", "gib"), [(8, 139.8), (8, 80.0), (6, 139.8), (1, 80.0)])
+@pytest.mark.parametrize("gpus, gib", [(8, 139.8), (8, 80.0), (6, 139.8), (1, 80.0)])
 def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
     machine, found, divisors = Machine(gpus, gib * GIB, 0.0), [], [d for d in range(1, gpus + 1) if gpus % d == 0]
     for tokens in (1 << 13, 1 << 17, 1 << 19, 1 << 24):
@@ -103,7 +103,7 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():
 
 
 @pytest.mark.parametrize(
-    ("settings", "host_gib", "sentence"),
+    "settings, host_gib, sentence",
     [
         ({}, 0, r"needs \d+\.\d GiB on each GPU with memory.recompute = .*has 79.0 GiB; .* use more"),
         (

@@ -126,8 +126,8 @@ MISTAKES = {
     "SFT --model.config.max_position_embeddings 8k --model.config.rope_scaling {\"type\":\"yarn\",\"factor\":2}":
         "embeddings = '8k'",
     "SFT --model.config.rms_norm_eps []": "rms_norm_eps = [] but it must be a number above 0",
-    "SFT --model.rope.factor 2": "model.rope.factor is set but rope type 'default' does not use it; ",
-    "SFT --model.rope.type yarn": "factor = None but it must be a number above 0; ",
+    "SFT --model.rope.factor 2": "rope type 'default' does not use it; remove it, or set model.rope.type",
+    "SFT --model.rope.type yarn": "factor = None but it must be a number above 0; correct the file or the setting",
     "SFT --model.rope.type linear --model.rope.factor 2 --model.rope.mscale 1":
         "model.rope.mscale is set but rope type 'linear'",
     "SFT --model.rope.type yarn --model.rope.factor 0.5": "needs a factor of at least 1",
@@ -174,7 +174,7 @@ MISTAKES = {
     "PPO --ppo.reward [\"math:sqrt\"] --ppo.reward_weights [1,2]": "has 2 numbers for the 1 of ppo.reward",
     "PPO --ppo.reward [\"runs/a\",\"runs/b\"]": "names several reward models",
     "PPO --ppo.reward math:nothing": "cannot be imported",
-    "PPO --ppo.sampler http://host:8000": "ppo.sampler is 'http://host:8000'",
+    "PPO --ppo.sampler http://host:8000": "is 'http://host:8000': string should match pattern '^(vllm|sglang)",
     "PPO --ppo.sampler [\"vllm+http://h:1\",\"tgi+http://h\"]": "ppo.sampler is 'tgi+http://h': ",
     "PPO --ppo.sampler sglang+http://h/v1": "ppo.sampler is",
     "PPO --ppo.advantage group": "ppo.answers_per_prompt is 1",
@@ -184,6 +184,7 @@ MISTAKES = {
     "PPO --ppo.minibatches 4 --ppo.prompts_per_rollout 3": "ppo.minibatches is 4 but a rollout has 3 prompts",
     "PPO --ppo.max_new_tokens 300": "is 512 but data.max_length (prompts) + ppo.max_new_tokens is 556",
     "PPO --ppo.reference cached": "ppo.reference is 'cached' but must be \"live\" or a model",
+    "PPO --ppo.stop_tokens nonesuch": "ppo.stop_tokens has 'nonesuch' but the tokenizer has no such token",
     "PPO --ppo.dual_clip 0.5": "ppo.dual_clip is 0.5",
     "DEMO --model.tokenizer PLACE/nowhere": "model.tokenizer is",
     "DEMO --run.resume PLACE": "is not a complete checkpoint; give a folder RUN/checkpoints/step-N",
@@ -267,10 +268,10 @@ RATES = {"pt": 2e-5, "sft": 1e-5, "rm": 5e-6, "dpo": 5e-7, "kto": 5e-7, "ppo": 1
 
 @pytest.mark.parametrize("stage", RATES)
 def test_learning_rate_suits_the_stage(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lr = RATES[stage]
-    values: dict[str, Any] = {"stage": stage, "model": {"arch": "llama3-8b", "init": "random"}, "run": {"steps": 1}}
-    if stage == "ppo":
-        values["ppo"] = {"reward": "ulysses.training.rewards:gsm8k_reward"}
+    lr, model = RATES[stage], {"arch": "llama3-8b", "init": "random"}
+    values: dict[str, Any] = {"stage": stage, "model": model, "run": {"steps": 1}, "ppo": {"reward": "math:sqrt"}}
+    if stage != "ppo":
+        del values["ppo"]
     assert check(values).optimizer.lr == lr
     values["model"]["lora"] = {"rank": 8}
     config = check(values)

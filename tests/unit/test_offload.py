@@ -13,7 +13,7 @@ MIXTURES = [("pair", "pair", "block"), ("pair", "pair", "pair"), ("block", "bloc
 
 
 @pytest.mark.parametrize(
-    ("budget", "away"),
+    "budget, away",
     [(inf, 3), (inf, 1), (3 * 1024, 2), (3 * 1024, 3), (0, 3)],
 )
 @pytest.mark.parametrize("levels", MIXTURES, ids="+".join)
@@ -46,13 +46,11 @@ def test_memory_that_cannot_be_pinned_says_what_to_change(monkeypatch):
 
 def test_groups_leave_one_behind_and_come_back_one_ahead():
     offloader = Offloader("cpu", chunk_bytes=64)
-    groups, tensors, kept = [], [], []
-    for i in range(4):
-        groups.append(Group(offloader))
-        tensors.append(torch.randn(30) + i)
-        kept.append(groups[i].keep(tensors[i].clone()))
-        groups[i].close()
+    groups, tensors, kept = [Group(offloader) for _ in range(4)], torch.randn(4, 30), []
+    for group, tensor in zip(groups, tensors):
+        kept.append(group.keep(tensor.clone()))
+        group.close()
     assert [k.away for k in kept] == [True, True, True, False]
-    away = {3: [True, True, False, False], 1: [False] * 4, 2: [False] * 4, 0: [False] * 4}  # any order works
-    for i, expected in away.items():
-        assert torch.equal(groups[i].get(kept[i]), tensors[i]) and [k.away for k in kept] == expected
+    for i in (3, 1, 2, 0):  # any order works
+        assert torch.equal(groups[i].get(kept[i]), tensors[i])
+        assert [k.away for k in kept] == [i == 3, i == 3, False, False]

@@ -71,7 +71,7 @@ def test_weights_go_by_disk_to_every_server(tmp_path: Path, server: SamplingServ
         sampler(tmp_path, addresses[0]).synchronise()
 
 
-@pytest.mark.parametrize(("fault", "attempts", "complaint"), [
+@pytest.mark.parametrize("fault, attempts, complaint", [
     ("hang", 1, "failed .timed out.; look at its log"), ("refuse", 3, "HTTP Error 503"),
     ("garbage", 3, "Expecting value"), ("nan", 1, "answered prompt 0 with log-probabilities that are none"),
     ("no stop token", 1, "an end but without the token that ends it"), ("gone", 0, "refused"),

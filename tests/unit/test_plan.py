@@ -114,7 +114,7 @@ def test_executed_flops_of_full_training_and_adapters():
     assert pairs[0] == 2 * pairs[1] == pytest.approx(3.5 * forward)
 
 
-@pytest.mark.parametrize(("level", "groups", "here"), [("block", 32, 2), ("pair", 16, 2 + 1)])
+@pytest.mark.parametrize("level, groups, here", [("block", 32, 2), ("pair", 16, 2 + 1)])
 def test_offloaded_layers_move_what_they_keep(level, groups, here):
     """A pair keeps one input for two layers, and its second layer's too while it is at work."""
     unit = 8192 * (1 << 17)
@@ -235,7 +235,7 @@ def test_longest_sequence_is_the_longest():
 
 
 @pytest.mark.parametrize(
-    ("machine", "tokens", "batches", "settings"),
+    "machine, tokens, batches, settings",
     [
         (NODE, 4096, 8, (1, "none")),
         (NODE, 1 << 20, 1024, (8, "none")),

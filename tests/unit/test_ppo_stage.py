@@ -13,18 +13,18 @@ import ulysses.training.servers as servers
 from losses.ppo import gae, group_advantages
 from models.policy_value import PolicyValueOutput
 from models.sampler import Completion
-from tests.engine_case import SHAPE, ListDataset, sequences
+from tests.e2e.launch import tiny
+from tests.engine_case import ListDataset, sequences
 from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.command_line import check
+from ulysses.training.command_line import parse_command_line
 from ulysses.training.metrics import MetricSums
 from ulysses.training.prepare import prepare
 from ulysses.training.rewards import Answered, Rewards, gsm8k_reward, is_function, load_function
 from ulysses.training.rollout import Rollout, RolloutMaker
-from ulysses.training.section import ConfigError
 from ulysses.training.stages.ppo import PpoSection, PpoStage
 from ulysses.training.watch import Watch
 
@@ -102,7 +102,7 @@ def test_advantages_without_a_value(advantage, kl_in):
     torch.testing.assert_close(rollout.columns["importance"][predicts], old[predicts].exp().clamp(max=1.1))
 
 
-@pytest.mark.parametrize(("aggregation", "loss", "gradient_norm"), [  # by GRPOTrainer of TRL 1.16.0
+@pytest.mark.parametrize("aggregation, loss, gradient_norm", [  # by GRPOTrainer of TRL 1.16.0
     ("sequence", -0.015381882889378501, 0.1549521976040401),  # loss_type "grpo"
     ("token", 0.04083397427547562, 0.14012963455909375),  # "bnpo" and "dapo"
     ("constant", 0.01701415594811484, 0.05838734773295572),  # "dr_grpo" with completions of at most 6 tokens
@@ -263,7 +263,7 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -
     assert metrics[f"eval/objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
 
 
-@pytest.mark.parametrize(("completion", "answer", "score"), [
+@pytest.mark.parametrize("completion, answer, score", [
     ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0), ("The answer is 7.0", "7", 1.0),
     ("7 apples, 8 pears", "7", 0.0), ("It is -3,", -3, 1.0), ("no idea", "nor here", 0.0),
 ])  # fmt: skip
@@ -271,21 +271,11 @@ def test_verifiable_reward(completion, answer, score):
     assert gsm8k_reward("", completion, {"answer": answer}) == score
 
 
-def config(tokenizer: str = "x", vocabulary: int = SHAPE.vocab_size, **ppo: Any) -> Any:
-    return check({
-        "stage": "ppo", "run": {"steps": 1}, "batch": {"examples": 4, "tokens_per_microbatch": 128},
-        "model": {"init": "random", "config": SHAPE.to_hf() | {"vocab_size": vocabulary}, "tokenizer": tokenizer},
-        "data": {"train": "x", "max_length": 64, "chat_template": "chatml"},
-        "ppo": {"reward": "math:sqrt", "max_new_tokens": 32} | ppo,
-    })  # fmt: skip
-
-
 def test_answers_end_with_a_turn_or_a_stop_token(tmp_path: Path) -> None:
-    folder = str(write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>"))
-    plan = prepare(config(folder, 300, stop_tokens=["Q"]), 1, [])
+    folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
+    line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml", ppo__stop_tokens=["Q"])
+    plan = prepare(parse_command_line(line).config, 1)
     run: Any = SimpleNamespace(prepared=plan, config=plan.config, engine=None, mesh=None, frozen=lambda: None,
                                resources=ExitStack(), watch=Watch())  # fmt: skip
     names = plan.tokenizer.convert_ids_to_tokens(PpoStage.build(run).maker.options.stop_tokens)
     assert sorted(names) == ["<|endoftext|>", "<|im_end|>", "Q"]  # the template ends turns with <|im_end|>
-    with pytest.raises(ConfigError, match="no such token"):
-        prepare(config(folder, 300, stop_tokens=["two words"]), 1)

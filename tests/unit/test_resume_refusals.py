@@ -49,7 +49,7 @@ def test_its_own_checkpoint_is_found(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    "changes, sentence",
     [
         (
             {"stage": "sft"},

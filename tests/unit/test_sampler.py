@@ -48,7 +48,7 @@ YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
 
 
 @pytest.mark.parametrize(
-    ("shape", "temperature"), [(SHAPE, 1.0), (QWEN, 0.7), (YARN, 1.0), (QWEN3, 0.9)],
+    "shape, temperature", [(SHAPE, 1.0), (QWEN, 0.7), (YARN, 1.0), (QWEN3, 0.9)],
     ids=["llama", "qwen2 tied", "yarn", "qwen3"],
 )
 def test_logps_are_the_models_own(shape, temperature):
@@ -99,7 +99,7 @@ def test_draws_follow_the_distribution():
 DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize(("device", "graphs"), DEVICES, ids=["plain", "graphs"])
+@pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
 @pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"])
 def test_slots_shared_prompts_and_chunks_change_nothing(device: str, graphs: bool, shape: ModelConfig):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""

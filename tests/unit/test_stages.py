@@ -45,14 +45,14 @@ def test_score_is_read_at_the_last_token_whatever_it_is():
     assert sequence_last(torch.arange(10.0), batch).tolist() == [3.0, 4.0, 9.0]
 
 
-@pytest.mark.parametrize(("eos", "pad", "expected"), [([7], 8, 8), ([7], 7, None), ([5, 7], 5, None), ([], None, None)])
+@pytest.mark.parametrize("eos, pad, expected", [([7], 8, 8), ([7], 7, None), ([5, 7], 5, None), ([], None, None)])
 def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     tokenizer: Any = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if eos else None)
     shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=tuple(eos), pad_token_id=9)
     assert RmStage.final_shape(shape, tokenizer).pad_token_id == expected
 
 
-@pytest.mark.parametrize(("good", "bad", "weights", "says"), [
+@pytest.mark.parametrize("good, bad, weights, says", [
     (120, 100, (1.0, 1.0), ""), (100, 100, (4 / 3, 1.0), ""),
     (300, 100, (1.0, 1.0), "is 3 but 1 to 4/3 works best; for example kto.undesirable_weight = 3"),
     (100, 300, (1.0, 1.0), "is 0.333 but 1 to 4/3 works best; for example kto.desirable_weight = 3"),

@@ -111,7 +111,7 @@ def test_random_weights_have_no_window_and_their_export_has_the_trained_one(mode
 
 
 @pytest.mark.parametrize(
-    ("file", "settings", "scaling", "window"),
+    "file, settings, scaling, window",
     [
         # config.json alone: the files of Qwen2.5 keep max_position_embeddings as it was
         (YARN, "", RopeScaling("yarn", 4.0, 128), 512),
