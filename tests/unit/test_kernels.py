@@ -223,9 +223,3 @@ def test_kernels_that_cannot_run_are_refused_in_one_sentence(monkeypatch, asked,
     machine_without(monkeypatch)
     with pytest.raises(ValueError, match=message):
         choice(**asked)
-
-
-def test_causal_attention_needs_a_key_for_every_query():
-    q = torch.ones(2, 1, 8)
-    with pytest.raises(ValueError, match="has 2 queries and 1 keys; causal attention needs a key for every query"):
-        varlen_forward("torch", q, q[:1], q[:1], segments(([2], [1])), KernelOptions(True, 1.0))

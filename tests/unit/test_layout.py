@@ -58,7 +58,7 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
     num_heads, num_kv_heads = heads
     cu = with_tail(RAGGED, sp)
     total, ranks = int(cu[-1]), math.gcd(sp, num_heads)
-    sets = row_sets(cu, sp // ranks, ranks)
+    sets = row_sets(cu, sp // ranks)
     # every number names its row and its head
     query, key = ((torch.arange(total)[:, None] * 1000 + torch.arange(n)).double()[..., None] for n in heads)
     group = SimulatedGroup(sp)
@@ -112,7 +112,7 @@ def test_causal_cost_is_balanced(sp):
     packs += [[2000, *(int(10 ** draw.uniform(0, 4.5)) for _ in range(draw.randint(1, 80)))] for _ in range(20)]
     for lengths, heads in product(packs, {math.gcd(sp, heads) for heads, _ in HEADS}):
         cu = with_tail(lengths, sp)
-        sets = row_sets(cu, sp // heads, heads)
+        sets = row_sets(cu, sp // heads)
         shards = [shard_ranges(sets, rank, heads) for rank in range(sp)]
         held = sorted(piece for pieces in shards for piece in pieces)
         assert held[0][0] == 0 and held[-1][1] == cu[-1] and all(a[1] == b[0] for a, b in pairwise(held))

@@ -173,7 +173,7 @@ def pack_shard(
     cu = torch.tensor([0, *lengths, *tail]).cumsum(0)
     prefixes = _prefixes(sequences)
     before = F.pad(prefixes.lengths, (0, len(tail)))
-    sets = row_sets(cu, mesh.row_parallel_size, mesh.head_parallel_size, before)
+    sets = row_sets(cu, mesh.row_parallel_size, before)
     ranges = shard_ranges(sets, mesh.sp_rank, mesh.head_parallel_size)
     _check_columns(sequences)
     # an empty pack reads no token of any sequence either

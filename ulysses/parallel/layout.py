@@ -94,26 +94,19 @@ def head_layout(num_heads: int, num_kv_heads: int, head_parallel_size: int) -> H
 
 
 def row_sets(
-    cu_seqlens: Tensor,
-    row_parallel_size: int,
-    head_parallel_size: int = 1,
-    prefix_lengths: Tensor | None = None,
+    cu_seqlens: Tensor, row_parallel_size: int, prefix_lengths: Tensor | int = 0
 ) -> list[list[Range]]:
     """Deal the packed rows to R row sets of equal length and equal causal cost, each a list of sorted arcs.
 
-    `cu_seqlens` [N + 1] is on the host and covers the tail; its last entry must be a multiple of R * U. The rows of
+    `cu_seqlens` [N + 1] is on the host and covers the tail; its last entry is a multiple of R * U. The rows of
     sequence i see `prefix_lengths[i]` rows of another one too.
     """
-    total, ranks = int(cu_seqlens[-1]), row_parallel_size * head_parallel_size
-    if total % ranks:
-        raise ValueError(
-            f"the pack has {total} tokens, which {ranks} ranks do not divide; pad it with a tail"
-        )
+    total = int(cu_seqlens[-1])
     if row_parallel_size == 1:
         return [[(0, total)]]
     size = total // row_parallel_size
-    starts = cu_seqlens[:-1] - (0 if prefix_lengths is None else prefix_lengths)
-    starts = starts.long().repeat_interleave(cu_seqlens.diff().long())
+    starts = (cu_seqlens[:-1] - prefix_lengths).long()
+    starts = starts.repeat_interleave(cu_seqlens.diff().long())
     left = torch.arange(total)  # the rows that are not dealt yet, as a circle
     costs = left - starts + 1  # keys that each of them sees
     sets = []
@@ -331,16 +324,14 @@ def device_plan(
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} with {cu_seqlens.dim()} axes; it must be int32 and 1-dim"
         )
-    on_host = cu_seqlens.device.type == "cpu"
-    if (on_host or max_seqlen is None) and int(cu_seqlens[-1]) != total:
-        raise ValueError(
-            f"cu_seqlens ends at {int(cu_seqlens[-1])} but the {ranks} ranks hold {total} tokens; "
-            "it must describe the whole pack, with an entry for padding"
-        )
-    if rows > 1 or on_host or max_seqlen is None:
+    if rows > 1 or max_seqlen is None or cu_seqlens.device.type == "cpu":
         host = cu_seqlens.cpu()
-        sets = row_sets(host, rows, mesh.head_parallel_size)
-        return packed_plan(host, sets, mesh, cu_seqlens.device)
+        if int(host[-1]) != total:
+            raise ValueError(
+                f"cu_seqlens ends at {int(host[-1])} but the {ranks} ranks hold {total} tokens; "
+                "it must describe the whole pack, with an entry for padding"
+            )
+        return packed_plan(host, row_sets(host, rows), mesh, cu_seqlens.device)
     segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     calls = [VarlenCall(slice(0, total), slice(0, total), segments)]
     return AttentionPlan(
