@@ -1,6 +1,6 @@
 """What the measuring programs share: an engine built from train.py's own settings, a timed step, subprocesses, tables.
 
-    settings -> planned -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line
+    settings -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line
     per case
 
 A driver (max_length.py) starts throughput.py under torchrun once per case and collects its lines.
@@ -117,19 +117,14 @@ def build(config: Config, device: torch.device) -> Bench:
     return Bench(config, shape, mesh, engine)
 
 
-def planned(config: Config, shape: Shape, device: torch.device, tokens: int) -> MemoryChoice:
+def remember(bench: Bench, tokens: int) -> MemoryChoice:
     """Let the planner choose what the layers keep for packs of `tokens`, as a run does; all ranks call it together.
 
     Raises ConfigError where a run would refuse.
     """
-    config = changed(config, "data", max_length=tokens)
-    machine = this_machine(device, config.memory.host_memory)
-    return choose_memory(planner_case(config, shape, machine, tokens))
-
-
-def remember(bench: Bench, tokens: int) -> MemoryChoice:
-    """Set what `planned` chooses for packs of `tokens`."""
-    choice = planned(bench.config, bench.shape, bench.engine.device, tokens)
+    config = changed(bench.config, "data", max_length=tokens)
+    machine = this_machine(bench.engine.device, config.memory.host_memory)
+    choice = choose_memory(planner_case(config, bench.shape, machine, tokens))
     decoder: Any = bench.engine.module.model
     decoder.set_memory(layer_memory(choice))
     return choice

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -55,6 +56,12 @@ def gpus() -> int:
     if wanted not in ("cpu", "cuda"):
         raise ValueError(f"ULYSSES_TEST_DEVICE is {wanted!r} but must be cpu, or cuda (where there are enough GPUs)")
     return torch.cuda.device_count() if wanted == "cuda" else 0
+
+
+def need_gpus(count: int) -> None:
+    """Skip the test where ranks cannot have a GPU each."""
+    if gpus() < count:
+        pytest.skip(f"needs {count} GPUs, one for each rank")
 
 
 def run_distributed(

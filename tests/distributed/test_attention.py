@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import device, gpus, run_distributed
+from tests.harness import device, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels, naive
 from tests.unit.test_layout import HEADS, RAGGED, simulated_mesh
 from ulysses import ParallelMesh, SeqAllToAll4D, Sequence, UlyssesAttention, pack_shard
-from ulysses.parallel import exchange, gather_tokens
+from ulysses.parallel import gather_tokens
 from ulysses.parallel.layout import packed_plan
 
 LONG = [333, 1, 700, 1, 64, 517]
@@ -40,31 +40,23 @@ def packed(lengths, mesh):
     return batch, batch.cu_seqlens[batch.sequence_ids] + batch.positions
 
 
-def many_processes(sp, cases, lengths, kernel="auto", causal=True, stages=False, head_dim=E, dtype=torch.float32):
+def many_processes(sp, cases, lengths, kernel="auto", causal=True, head_dim=E, dtype=torch.float32):
     results = []
     for num_heads, num_kv_heads in cases:
         mesh = ParallelMesh(sp, num_heads=num_heads)
         batch, indices = packed(lengths, mesh)
-        plan = batch.attention_plan
         full = inputs(num_heads, num_kv_heads, sum(lengths), head_dim, dtype)
         q, k, v, upstream = (torch.cat([x, x.new_ones(sp, *x.shape[1:])])[indices] for x in full)
         attention = UlyssesAttention(mesh, num_heads, num_kv_heads, head_dim, kernel=kernel)
-        if stages:  # as recomputation runs them, from what the forward pass kept
-            shards = exchange.exchange_qkv_forward(q, k, v, plan)
-            kept, lse = attention.attend_forward(*shards, plan)
-            out = exchange.exchange_out_forward(kept, plan)
-            dout = exchange.exchange_out_backward(upstream, plan)
-            grads = attention.attend_backward(dout, *shards, kept, lse, plan)
-            grads = exchange.exchange_qkv_backward(*grads, plan, num_heads, num_kv_heads)
-        else:
-            leaves = [x.requires_grad_() for x in (q, k, v)]
-            out = attention(*leaves, plan=plan, causal=causal)
-            grads = torch.autograd.grad(out, leaves, upstream)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, plan=batch.attention_plan, causal=causal)
+        grads = torch.autograd.grad(out, leaves, upstream)
         results.append([gather_tokens(x.detach(), batch) for x in (out, *grads)])
     return results if mesh.sp_rank == 0 else None
 
 
 def compare(got, wanted, tolerance=1e-5):
+    """Out, or what was made of it, and the gradients."""
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, wanted):
         error = float((a.double() - b).norm() / b.norm())
         assert error < tolerance, f"{name} is off by {error:.2e}"
@@ -85,29 +77,27 @@ def own_kernel(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, **
 
 
 @pytest.mark.parametrize("sp", [4, 3])
-@pytest.mark.parametrize("options", [{"causal": False}, {"stages": False}, {"stages": True}])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", ["reference", own_kernel])
-def test_plain_and_callable_kernels_separate_stages_and_no_causal_mask(sp, kernel, options):
+def test_plain_and_callable_kernels_with_and_without_a_causal_mask(sp, kernel, causal):
     cases = [(14, 2), (28, 4), (4, 4)]
-    results = run_distributed(many_processes, sp, sp, cases, RAGGED, kernel=kernel, **options)[0]
+    results = run_distributed(many_processes, sp, sp, cases, RAGGED, kernel=kernel, causal=causal)[0]
     for heads, got in zip(cases, results):
-        compare(got, one_process(*heads, RAGGED, causal=options.get("causal", True)))
+        compare(got, one_process(*heads, RAGGED, causal=causal))
 
 
-def every_kernel(sp, heads, head_dim, stages):
-    more = {"stages": stages, "head_dim": head_dim, "dtype": torch.bfloat16}
+def every_kernel(sp, heads, head_dim):
+    more = {"head_dim": head_dim, "dtype": torch.bfloat16}
     return {k: many_processes(sp, [heads], LONG, k, **more) for k in gpu_kernels()}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stages", [False, True])
 @pytest.mark.parametrize(
     ("sp", "heads", "head_dim"), [(2, (14, 2), 64), (2, (32, 8), 128), (3, (14, 2), 128), (4, (28, 4), 64)]
 )
-def test_every_kernel_of_this_machine_in_bfloat16(sp, heads, head_dim, stages):
-    if gpus() < sp:
-        pytest.skip(f"needs {sp} GPUs, one for each rank")
-    found = run_distributed(every_kernel, sp, sp, heads, head_dim, stages)[0]
+def test_every_kernel_of_this_machine_in_bfloat16(sp, heads, head_dim):
+    need_gpus(sp)
+    found = run_distributed(every_kernel, sp, sp, heads, head_dim)[0]
     wanted = one_process(*heads, LONG, head_dim=head_dim, dtype=torch.bfloat16)
     for kernel, (got,) in found.items():
         print(kernel, end=" ")  # shown with a failure

@@ -44,6 +44,14 @@ def test_the_writers_error_reaches_every_rank(tmp_path):
     assert len(set(results)) == 1 and "x.jsonl row 2 has no answer" in results[0]
 
 
+@pytest.fixture(params=[False, True])
+def network(request, monkeypatch):
+    """Every file system counts as one of a network, or as what it is."""
+    if request.param:
+        monkeypatch.setattr("ulysses.disk.NETWORK", "")
+        monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 1.5)
+
+
 def fail_once(folder, calls):
     def build(temporary):
         with calls.open("a") as file:
@@ -55,10 +63,7 @@ def fail_once(folder, calls):
         build_once(folder, build)
 
 
-@pytest.mark.parametrize("network", [False, True])
-def test_those_who_wait_do_not_repeat_a_failure_but_the_next_start_does(tmp_path, monkeypatch, network):
-    if network:
-        monkeypatch.setattr("ulysses.disk.NETWORK", "")  # every file system counts as one of a network
+def test_those_who_wait_do_not_repeat_a_failure_but_the_next_start_does(tmp_path, network):
     run_distributed(fail_once, 3, tmp_path / "data", tmp_path / "calls")
     assert (tmp_path / "calls").read_text() == "x"
     assert build_once(tmp_path / "data", lambda folder: (folder / "whole").write_text("x"))
@@ -86,11 +91,7 @@ def build_after_a_death(folder):
     return built, os.listdir(folder)
 
 
-@pytest.mark.parametrize("network", [False, True])
-def test_a_dead_writer_hangs_nobody(tmp_path, monkeypatch, network):
-    if network:
-        monkeypatch.setattr("ulysses.disk.NETWORK", "")
-        monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 1.5)
+def test_a_dead_writer_hangs_nobody(tmp_path, network):
     begun = time.monotonic()
     results = run_distributed(build_after_a_death, 3, tmp_path / "data")
     assert results[0] == "gone" and sorted(results[1:]) == [(False, ["whole"]), (True, ["whole"])]

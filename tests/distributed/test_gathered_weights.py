@@ -15,13 +15,12 @@ from models.decoder import LayerMemory
 from models.layers import DecoderLayer
 from tests import engine_case
 from tests.harness import run_distributed
-from tests.zero_case import filled, trained_engine
+from tests.zero_case import trained_engine
 from ulysses.memory.levels import LEVELS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.gather import full_parameters, gathered_weights
 
 LAYERS = 6
 SHAPE = replace(engine_case.SHAPE, num_hidden_layers=LAYERS, vocab_size=300)
@@ -68,28 +67,6 @@ def alive_before_backward(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 4])
 def test_no_gathered_weight_outlives_its_layers_forward(rank: int) -> None:
     run_distributed(alive_before_backward, 2, rank, with_zero=True, cpu=True)
-
-
-def whole_after_an_evaluation() -> None:
-    case = engine_case.Case("sft", shape=SHAPE)
-    engine = engine_of(case)
-    start = dict(filled(case.model(None), case.weights()).named_parameters())
-    for _ in range(3):  # DeepSpeed gathers ahead from the third pass on
-        train(engine)
-    for _ in range(3):
-        evaluate(engine)
-    assert all(p.ds_status.name == "NOT_AVAILABLE" for p in engine.module.parameters())
-    found = dict(full_parameters(engine))
-    assert found.keys() == start.keys()
-    assert all(tensor is None or torch.equal(tensor, start[name]) for name, tensor in found.items())
-    evaluate(engine)
-    with gathered_weights(engine) as weights:
-        assert weights.keys() == start.keys() and all(torch.equal(weights[name], start[name]) for name in start)
-    train(engine)
-
-
-def test_whole_weights_after_an_evaluation() -> None:
-    run_distributed(whole_after_an_evaluation, 2, with_zero=True, cpu=True)
 
 
 def gathers(levels: tuple[str, ...]) -> dict[str, dict[str, int]]:

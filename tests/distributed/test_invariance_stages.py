@@ -9,7 +9,7 @@ import torch
 from models.arch import RopeScaling
 from tests.distributed.test_invariance import SAMPLED
 from tests.engine_case import SHAPE, Case, assert_same_gradients, evaluation, run_case
-from tests.harness import gpus, run_distributed
+from tests.harness import need_gpus, run_distributed
 from tests.stage_case import compared, formula
 
 FULL = [(w, sp, b, seed) for w in (1, 2, 4) for sp in (1, 2, 4) if sp <= w for b in (128, 512) for seed in (None, 1)]
@@ -134,8 +134,7 @@ TWICE = [
 @pytest.mark.parametrize("case", TWICE, ids=["kto", "rm", "sft adapters", "sft bfloat16", "dpo bfloat16"])
 def test_deterministic_runs_repeat_bit_for_bit(case) -> None:
     """Also: none of their operations lacks a deterministic kernel, or torch would have raised."""
-    if gpus() < 4:
-        pytest.skip("needs 4 GPUs, one for each rank")
+    need_gpus(4)
     first, second = (run_distributed(run_case, 4, case, with_zero=True, deterministic=True)[0] for _ in range(2))
     assert [m["loss"] for m in first[0]] == [m["loss"] for m in second[0]]
     for ours, theirs in zip(first[1], second[1], strict=True):

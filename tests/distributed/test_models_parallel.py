@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import CausalLM, LayerMemory, init_weights
 from models.decoder import Decoder
 from tests.engine_case import QWEN3, SHAPE, Case, assert_same_gradients, sequences
-from tests.harness import device, gpus, run_distributed
+from tests.harness import device, gpus, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels
 from tests.zero_case import filled, trained_engine, whole_gradients
 from ulysses.memory.levels import LEVELS
@@ -82,6 +82,5 @@ def test_zero3_gradients_at_every_level(case: Case, tolerance: float) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", gpu_kernels() if gpus() else ["auto"])
 def test_every_kernel_of_this_machine_under_zero3(kernel: str) -> None:
-    if gpus() < 2:
-        pytest.skip("needs 2 GPUs, one for each rank")
+    need_gpus(2)
     check(Case("sft", sp=2, shape=WIDE, dtype=torch.bfloat16, attention=kernel), 0.1)

@@ -163,23 +163,20 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, metrics, state
 
 
-# (processes, sequence-parallel degree)
-@pytest.mark.parametrize(("world", "sp"), [(1, 1), (4, 4), (2, 1), (4, 2)])
-def test_continues_on_another_topology(world: int, sp: int, saved) -> None:
-    folder, metrics, state = saved
-    case = replace(CASE, sp=sp)
-    found = run_distributed(resumed_run, world, folder, case, with_zero=True, deterministic=True)[0]
-    assert_continued(found, metrics, state, exact=(world, sp) == (4, 2))
-
-
 AWAY = {"offload_optimizer": True, "offload_parameters": True}
 
 
-@pytest.mark.parametrize("away", [{"offload_optimizer": True}, {"offload_parameters": True}, AWAY])
-def test_continues_in_host_memory(away: dict[str, bool], saved) -> None:
+@pytest.mark.parametrize(("world", "sp", "away"), [
+    (1, 1, {}), (4, 4, {}), (2, 1, {}), (4, 2, {}),
+    (2, 2, {"offload_optimizer": True}), (2, 2, {"offload_parameters": True}), (2, 2, AWAY),
+])  # fmt: skip
+def test_continues_on_another_topology_and_in_host_memory(
+    world: int, sp: int, away: dict[str, bool], saved
+) -> None:
     folder, metrics, state = saved
-    found = run_distributed(resumed_run, 2, folder, replace(CASE, engine=away), with_zero=True)[0]
-    assert_continued(found, metrics, state)
+    case = replace(CASE, sp=sp, engine=away)
+    found = run_distributed(resumed_run, world, folder, case, with_zero=True, deterministic=not away)[0]
+    assert_continued(found, metrics, state, exact=(world, sp) == (4, 2))
 
 
 def test_what_host_memory_saved_continues_without(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_attention import own_kernel
-from tests.harness import device, gpus, run_distributed
+from tests.distributed.test_attention import compare, own_kernel
+from tests.harness import device, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels
 from tests.unit.test_layout import simulated_mesh
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard, share_prefix
@@ -34,12 +34,8 @@ def trees(scale=1):
     one_token = [sequence(short[:1], n, draw) for n in (2, 5)]
     nothing = [Sequence(torch.tensor(start), torch.tensor([0.0, 1, 1])) for start in ([1, 2, 3], [4, 2, 3])]
     # the answers begin with the same tokens, which both train: only the prompt is shared
-    alike = [replace_tail(pair[0], tail) for tail in ([9, 9, 1], [9, 9, 2])]
+    alike = [Sequence(torch.cat([short, torch.tensor([9, 9, end])]), pair[0].loss_weights) for end in (1, 2)]
     return [ranked, pair, one_token, nothing, alike]
-
-
-def replace_tail(given, tail):
-    return Sequence(torch.cat([given.tokens[: -len(tail)], torch.tensor(tail)]), given.loss_weights)
 
 
 def tables(heads, head_dim, dtype):
@@ -63,7 +59,7 @@ def formula(heads, head_dim=E, scale=1):
         out = sdpa(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
         trained = given.loss_weights[1:] != 0
         loss = loss + (out[:-1].sin() * given.tokens[1:, None, None])[trained].sum()
-    return loss.detach(), torch.autograd.grad(loss, found)
+    return [loss.detach(), *torch.autograd.grad(loss, found)]
 
 
 def on_ranks(sp, heads, kernel="auto", shared=True, dtype=torch.float64, head_dim=E, scale=1):
@@ -83,13 +79,6 @@ def on_ranks(sp, heads, kernel="auto", shared=True, dtype=torch.float64, head_di
         for total in totals:
             torch.distributed.all_reduce(total, group=mesh.sp_group)
     return totals, int(batch.cu_seqlens[len(packed)])
-
-
-def compare(got, wanted, tolerance):
-    loss, grads = wanted
-    for name, a, b in zip(("loss", "dq", "dk", "dv"), got, (loss, *grads)):
-        error = float((a.cpu() - b).norm() / b.norm())
-        assert error < tolerance, f"{name} is off by {error:.2e}"
 
 
 def many(sp, cases, **how):
@@ -185,8 +174,7 @@ def every_kernel(sp, heads, head_dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("sp", "heads"), [(1, (4, 2)), (2, (4, 2)), (2, (3, 1))])
 def test_every_kernel_of_this_machine_in_bfloat16(sp, heads):
-    if gpus() < sp:
-        pytest.skip(f"needs {sp} GPUs, one for each rank")
+    need_gpus(sp)
     wanted = formula(heads, head_dim=64, scale=20)
     for kernel, got in run_distributed(every_kernel, sp, sp, heads, 64)[0].items():
         print(kernel, end=" ")  # shown with a failure

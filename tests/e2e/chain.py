@@ -159,10 +159,8 @@ class Chain:
         tokenizer = load_tokenizer(self.tokenizer, **self.bare)
         folder.mkdir(parents=True, exist_ok=True)
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama",
-                  "vocab_size": -(-len(tokenizer) // 64) * 64, "rms_norm_eps": 1e-5,
-                  "rope_theta": 10000.0, "max_position_embeddings": max(2048, self.max_length),
-                  "initializer_range": 0.02, "hidden_act": "silu", "tie_word_embeddings": bool(self.bare),
+        config = {"model_type": "llama", "vocab_size": -(-len(tokenizer) // 64) * 64, "rms_norm_eps": 1e-5,
+                  "max_position_embeddings": max(2048, self.max_length), "tie_word_embeddings": bool(self.bare),
                   "eos_token_id": tokenizer.eos_token_id, **dict(zip(names, self.recipe.shape))}  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config))
 

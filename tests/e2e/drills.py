@@ -192,16 +192,15 @@ class Drills:
         folder = self.folder / "saves"
         folder.mkdir()
         shutil.copy(ROOT / "configs/demo/data/sft_eval.jsonl", folder / "held_out.jsonl")
-        draw, began, kills, step = random.Random(0), time.monotonic(), 0, 0
+        draw, began = random.Random(0), time.monotonic()
         settings = {"run__steps": 1000, "run__export": False, "run__eval_every": 0}
         line = saves.arguments(folder / "run", folder / "cache", **settings)
         expected: dict[str, int] = {}
-        while kills < 30:
+        for _ in range(30):
             place = draw.choice(("files", "before rename", "after rename", "rotation"))
             step = max([0, *(int(p.name[5:]) for p in (folder / "run/checkpoints").glob("step-*"))])
             run = Ranks(line, 2, folder / "logs", before=saves.kill_at(place, step + 3))
             assert not saves.wait_until_dead(run, 120), "the run ended by itself"
-            kills += 1
             for path in (folder / "run/checkpoints").glob("step-*"):
                 slices = SavedSlices(path)
                 expected = expected or {name: slices.numel(name) for name in slices.places}

@@ -185,7 +185,8 @@ def tiny(stage: str, output: Path, cache: Path | str = CACHE.name, **settings: A
         **({"dpo.sft_weight": 0.0} if stage == "dpo" else {}),  # the preference loss alone, which starts at ln 2
         **{f"deepspeed.zero_optimization.{key}": value for key, value in AS_LARGE["zero_optimization"].items()},
     }  # fmt: skip
-    values |= {f"model.config.{name}": value for name, value in SIZE.items()}
+    if "model__path" not in settings:  # which brings its shape
+        values |= {f"model.config.{name}": value for name, value in SIZE.items()}
     values |= {name.replace("__", "."): value for name, value in settings.items()}
     return ["--config", str(ROOT / f"configs/demo/{stage}.toml"), *words(values)]
 

@@ -17,7 +17,7 @@ from models.arch import ModelConfig
 from models.hf_format import copy_side_files
 from tests import model_folder
 from tests.e2e import launch
-from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny, words
+from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
 from ulysses.training.checkpoint import FORMAT
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.prepare import prepare
@@ -107,10 +107,8 @@ def command_line(place: Path, start: str) -> list[Any]:
 
 def pretrained(place: Path, name: str) -> list[Any]:
     """A run that starts from a model folder, whose weights bring their shape."""
-    options = "--stage sft --model.dtype float32 --run.steps 3 --data.max_length 256".split()
-    paths = {"model.path": place / name, "run.output": place / "run", "data.cache": place / "cache",
-             "data.train": DATA / "sft_eval.jsonl"}  # fmt: skip
-    return options + words(paths)
+    start = {"model__path": place / name, "model__init": "pretrained", "data__train": DATA / "sft_eval.jsonl"}
+    return tiny("sft", place / "run", place / "cache", **start)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from models import CausalLM, ModelConfig
 from models.hf_format import WeightFiles, read_config
-from tests.e2e.launch import ROOT, environment, metrics, ranks, words
+from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.export import main
@@ -60,15 +60,13 @@ def train(stage: str, base: Path, output: Path, **changes: Any) -> list[dict[str
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
     row: dict[str, Any] = {"sft": {"messages": turns}}.get(stage) or {
         "prompt": "Why?", "chosen": "Because it is.", "rejected": "No."}  # fmt: skip
-    values = {
-        "model.path": base, "model.dtype": "float32", "data.chat_template": "chatml", "data.max_length": 64,
-        "data.train": write_rows(output.parent / f"{stage}.jsonl", [row] * 4), "data.cache": output.parent / "cache",
-        "batch.examples": 2, "run.steps": 2, "run.output": output, "optimizer.lr": 0.02, "optimizer.warmup": 0,
-        **{name.replace("__", "."): value for name, value in changes.items()},
+    settings = {
+        "model__path": base, "model__init": "pretrained", "model__tokenizer": base, "data__chat_template": "chatml",
+        "data__train": write_rows(output.parent / f"{stage}.jsonl", [row] * 4), "data__max_length": 64,
+        "batch__examples": 2, "run__steps": 2, "optimizer__lr": 0.02, "optimizer__warmup": 0,
     }  # fmt: skip
-    line = ["--config", str(ROOT / f"configs/demo/{stage}.toml"), "--model.init", "pretrained", "--data.eval", "[]",
-            "--parallel.sequence_parallel_size", "1", "--run.eval_every", "0", "--model.tokenizer", base]  # fmt: skip
-    ranks([*line, *words(values)], 1, output.parent / "logs").check()
+    line = tiny(stage, output, output.parent / "cache", **(settings | changes))
+    ranks(line, 1, output.parent / "logs").check()
     return metrics(output)
 
 
@@ -102,21 +100,6 @@ def test_the_oldest_transformers_that_is_stated(transformers4: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-SCALINGS: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default"},
-    "yarn": {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16},
-    "attention_factor": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5, "truncate": False},
-    "linear": {"rope_type": "linear", "factor": 3.0},
-    "llama3": {"rope_type": "llama3", "factor": 3.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 16},
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {name: {"rope_scaling": table} for name, table in SCALINGS.items()} | {
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True}, "qwen3": {"model_type": "qwen3", "head_dim": 12},
-    "qwen3 tied": {"model_type": "qwen3", "tie_word_embeddings": True},
-    "mistral": {"model_type": "mistral", "head_dim": 12, "sliding_window": None},
-}  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def stretched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The export of a run that stretches the window."""
@@ -127,12 +110,8 @@ def stretched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(adapters: Path, merged: Path, stretched: Path, transformers4: Path) -> dict[Path, list[dict[str, Any]]]:
-    """What transformers 4.57 and 5 read from exports, and from models of every scaling and family as we write them."""
-    folders = [adapters, merged, stretched]
-    for name, changes in SHAPES.items():
-        folders.append(shutil.copytree(stretched, stretched.parent / name))
-        write_model(folders[-1], ModelConfig.from_hf(SHAPE.to_hf() | {"rope_parameters": None, **changes}))
-    texts = []
+    """What transformers 4.57 and 5 read from exports; tests/parity has every scaling and family as we write them."""
+    folders, texts = [adapters, merged, stretched], []
     for path in ({"PYTHONPATH": str(transformers4)}, {}):
         line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
         texts.append(subprocess.run(line, env=environment() | path, stdout=subprocess.PIPE, check=True).stdout)
@@ -159,26 +138,20 @@ def test_transformers_4_and_5_and_peft_read_the_same(base: Path, adapters: Path,
         assert json.loads((export / "generation_config.json").read_text())["temperature"] == 0.6
 
 
-def test_all_shapes_are_the_same_in_transformers_4_and_5(adapters: Path, merged: Path, stretched: Path, found) -> None:
+def test_a_stretched_window_is_the_same_in_transformers_4_and_5(stretched: Path, found) -> None:
     """Our logits in both."""
     raw = json.loads((stretched / "config.json").read_text())
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     assert raw["rope_scaling"] == scaling and raw["rope_parameters"] == scaling | {"rope_theta": 1e4}
     assert raw["max_position_embeddings"] == 8192
-    plain = torch.tensor(found[stretched.parent / "default"][1]["logits"])
-    for folder in found.keys() - {adapters, merged}:
-        config, weights = read_config(folder), WeightFiles(folder)
-        model = CausalLM(config)
-        model.load_state_dict(
-            {name: weights.read(name).float() for name in weights.tensors}, strict=not config.tie_word_embeddings
-        )
-        ids = torch.tensor(found[folder][0]["ids"])
-        batch = pack_shard([Sequence(ids, torch.ones(len(ids)))], ParallelMesh())
-        logits = model.lm_head.weight @ model.model.norm(model.model(batch))[-1]
-        for theirs in found[folder]:
-            torch.testing.assert_close(torch.tensor(theirs["logits"]), logits[:8].detach(), atol=1e-5, rtol=1e-5)
-        if folder.name not in ("export", "default"):  # the same weights, but not the same positions
-            assert not torch.allclose(logits[:8], plain, atol=1e-3)
+    weights = WeightFiles(stretched)
+    model = CausalLM(read_config(stretched))
+    model.load_state_dict({name: weights.read(name) for name in weights.tensors})
+    ids = torch.tensor(found[stretched][0]["ids"])
+    batch = pack_shard([Sequence(ids, torch.ones(len(ids)))], ParallelMesh())
+    logits = model.lm_head.weight @ model.model.norm(model.model(batch))[-1]
+    for theirs in found[stretched]:
+        torch.testing.assert_close(torch.tensor(theirs["logits"]), logits[:8].detach(), atol=1e-5, rtol=1e-5)
 
 
 def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(base, adapters: Path, merged: Path) -> None:

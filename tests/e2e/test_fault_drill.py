@@ -1,6 +1,5 @@
 """Faults planted in real runs: nobody hangs, bad steps touch no weight, and a boosted phase resumes exactly."""
 
-import hashlib
 import math
 import re
 from pathlib import Path
@@ -49,10 +48,10 @@ def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) ->
     return Ranks(arguments, 2, tmp_path / f"{name} logs", before=before)
 
 
-def saved_digests(folder: Path, step: int) -> list[str]:
+def saved(folder: Path, step: int) -> list[list[float]]:
     """Each rank's master weights in a checkpoint."""
     files = [folder / f"checkpoints/step-{step}/rank-{rank:05d}.master.safetensors" for rank in range(2)]
-    return [hashlib.sha256(load_file(f)["data"].numpy().tobytes()).hexdigest() for f in files]
+    return [load_file(f)["data"].tolist() for f in files]
 
 
 def test_a_nan_on_one_rank_stops_all_with_one_sentence_before_the_update(tmp_path: Path) -> None:
@@ -74,10 +73,10 @@ def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path: P
     assert [m["grad/skipped"] for m in whole] == [0, 1, 0, 0, 0, 0, 0] and whole[1]["loss"] is None
     boosted = [m["lr"] / whole[0]["lr"] for m in whole]
     assert boosted == pytest.approx([1, 1, 1, 1.2, 1.2, 1.2, 1])
-    digests = [saved_digests(tmp_path / "whole", step) for step in range(1, 8)]
+    weights = [saved(tmp_path / "whole", step) for step in range(1, 8)]
     for rank in range(2):  # the skipped step changed no weight, every other one did
-        assert [k for k in range(1, 7) if digests[k][rank] == digests[k - 1][rank]] == [1]
+        assert [k for k in range(1, 7) if weights[k][rank] == weights[k - 1][rank]] == [1]
     # step 5 is boosted, so is step 6, with which the resumed run begins
     start(tmp_path, "resumed", faults, run__resume=tmp_path / "whole/checkpoints/step-5", **settings).wait(60).check()
     assert without_times(metrics(tmp_path / "resumed")) == without_times(whole[5:])
-    assert saved_digests(tmp_path / "resumed", 7) == digests[-1]
+    assert saved(tmp_path / "resumed", 7) == weights[-1]

@@ -4,8 +4,8 @@ import gzip
 import json
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,26 +17,11 @@ from ulysses.disk import digest_of
 
 
 def with_stand_in(config: dict[str, Any]) -> list[Any]:
-    """Run with a W&B that only remembers; returns what rank 0 told it."""
-    told: list[Any] = []
-    stand_in = ModuleType("wandb")
-    stand_in.__spec__ = ModuleSpec("wandb", None)
-
-    class Run:
-        def log(self, values: dict[str, Any], step: int) -> None:
-            told.append([step, values])
-
-        def finish(self) -> None:
-            told.append("finished")
-
-    def init(**options: Any) -> Run:
-        told.append([options["project"], options["name"], options["config"]["stage"]])
-        return Run()
-
-    stand_in.init = init  # type: ignore[attr-defined]
+    """Run with a W&B that only remembers; returns rank 0's calls: what was called, with what."""
+    stand_in = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
     sys.modules["wandb"] = stand_in
     train(config)
-    return told
+    return [tuple(call) for call in stand_in.mock_calls]
 
 
 def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
@@ -59,9 +44,11 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
         files = {path.name: digest_of(path) for path in saved.parent.glob(f"{saved.stem}.*.safetensors")}
         assert (record["run"], record["step"], record["digests"]) == (state["run"], 4, files) and len(files) == 3
 
-    assert told[0] == ["project", "run", "sft"] and told[-1] == "finished" and silent == []
+    (_, _, options), *logs, (last, _, _) = told
+    assert (options["project"], options["name"], options["config"]["stage"]) == ("project", "run", "sft")
+    assert last == "init().finish" and silent == []
     assert {line.pop("run") for line in lines} == {state["run"]}
-    assert [{"step": step, **values} for step, values in told[1:-1]] == lines
+    assert [{**more, **values} for _, (values,), more in logs] == lines
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -65,14 +65,6 @@ def test_a_foreign_package_is_named_by_its_file(name: str, installed: Path, tmp_
     assert done.returncode == 0, "as a library it needs no models: " + done.stderr
 
 
-def test_train_from_a_folder_with_its_own_models(tmp_path: Path) -> None:
-    """A script's own folder comes before the working directory: nothing is shadowed there."""
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models/__init__.py").write_text("")
-    done = python([str(ROOT / "train.py"), "--help"], tmp_path, ROOT)
-    assert done.returncode == 0 and "--config" in done.stdout
-
-
 def test_the_command_works_from_any_folder_and_answers_at_once(installed: Path, tmp_path: Path) -> None:
     [entry] = installed.glob("*.dist-info/entry_points.txt")
     assert "ulysses = ulysses.cli:main" in entry.read_text()

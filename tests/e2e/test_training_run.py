@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.demo_data import write_demo
+from tests.e2e.test_stage_runs import demo  # noqa: F401 (a fixture)
 from tests.harness import free_port, run_distributed
 from ulysses.training import run as run_module
 from ulysses.training.failure import POLL_SECONDS
@@ -53,13 +53,9 @@ overwrite = true
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    write_demo(folder)
-    for path in folder.glob("*.jsonl"):
-        path.write_text("\n".join(path.read_text().splitlines()[:9]) + "\n")
-    (folder / "dpo.toml").write_text(TOML.replace("FOLDER", str(folder)))
-    return folder
+def place(demo: Path) -> Path:  # noqa: F811
+    (demo / "dpo.toml").write_text(TOML.replace("FOLDER", str(demo)))
+    return demo
 
 
 def face(place: Path, port: int) -> dict[str, Any]:
