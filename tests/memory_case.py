@@ -47,9 +47,13 @@ def all_chunks_are_free(offloader: Offloader) -> bool:
     return len(offloader.free) * offloader.chunk_bytes == offloader.allocated
 
 
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    assert a.keys() == b.keys()
-    whole = sum(float(g.double().norm()) ** 2 for g in b.values()) ** 0.5
-    for name in a:
-        error, size = float((a[name] - b[name]).norm()), float(b[name].norm())
-        assert error <= tolerance * max(size, 1e-3 * whole), (name, error, size)
+def assert_same_gradients(
+    found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
+    """Per parameter: ||g - g_exact|| <= tolerance * max(||g_exact||, 1e-3 * global norm)."""
+    assert set(found) == set(exact)
+    norm = torch.stack([g.double().norm() for g in exact.values()]).norm()
+    for name, g in exact.items():
+        error = (found[name].double() - g.double()).norm()
+        bound = tolerance * max(float(g.double().norm()), 1e-3 * float(norm))
+        assert error <= bound, f"{name}: off by {error:.3e}, allowed {bound:.3e}"

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.dpo import dpo_loss
-from tests.engine_case import Case, assert_same_gradients, run_case
+from tests.engine_case import Case, run_case
 from tests.harness import run_distributed
+from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled
 from ulysses.data.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard

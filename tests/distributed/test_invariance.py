@@ -6,13 +6,9 @@ Every case is compared with the formula evaluated in float64 on one process, one
 import pytest
 import torch
 
-from tests.engine_case import (
-    Case,
-    assert_same_gradients,
-    evaluation,
-    run_case,
-)
+from tests.engine_case import Case, evaluation, run_case
 from tests.harness import run_distributed
+from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared, formula
 
 # (processes, sp, token budget, packing order): sampled so that every pair of values meets.

@@ -8,8 +8,9 @@ import torch
 
 from models.arch import RopeScaling
 from tests.distributed.test_invariance import SAMPLED
-from tests.engine_case import SHAPE, Case, assert_same_gradients, evaluation, run_case
+from tests.engine_case import SHAPE, Case, evaluation, run_case
 from tests.harness import need_gpus, run_distributed
+from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared, formula
 
 FULL = [(w, sp, b, seed) for w in (1, 2, 4) for sp in (1, 2, 4) if sp <= w for b in (128, 512) for seed in (None, 1)]

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from models import CausalLM, LayerMemory, init_weights
 from models.decoder import Decoder
-from tests.engine_case import QWEN3, SHAPE, Case, assert_same_gradients, sequences
+from tests.engine_case import QWEN3, SHAPE, Case, sequences
 from tests.harness import device, gpus, need_gpus, run_distributed
+from tests.memory_case import assert_same_gradients
 from tests.unit.test_kernels import gpu_kernels
 from tests.zero_case import filled, trained_engine, whole_gradients
 from ulysses.memory.levels import LEVELS

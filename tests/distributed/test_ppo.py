@@ -14,8 +14,9 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.policy_value import PolicyValue
 from models.sampler import Completion, SamplingOptions
-from tests.engine_case import SHAPE, CaptureChain, ListDataset, assert_same_gradients
+from tests.engine_case import SHAPE, CaptureChain, ListDataset
 from tests.harness import run_distributed
+from tests.memory_case import assert_same_gradients
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
 from ulysses.parallel.batch import Sequence, pack_shard

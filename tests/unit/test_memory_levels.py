@@ -15,7 +15,7 @@ from tests.memory_case import (
     QWEN3,
     TILE,
     all_chunks_are_free,
-    assert_same,
+    assert_same_gradients,
     batch,
     build,
     gradients,
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_ordinary_autograd(level, tile, config):
     expected_logps, expected = gradients(build(config=config))
     logps, found = gradients(build(config=config, recompute=level, mlp_tile=tile))
     torch.testing.assert_close(logps, expected_logps, rtol=1e-6, atol=1e-6)
-    assert_same(found, expected)
+    assert_same_gradients(found, expected)
 
 
 @FAMILIES
@@ -57,7 +57,7 @@ def test_bfloat16_tiles_sum_in_float32(level, config):
 def test_levels_may_differ_by_layer_and_are_checked():
     expected = gradients(build())[1]
     for levels in (["block", "none", "keep_attention"], ["pair", "block", "pair"], ["block", "pair", "pair"]):
-        assert_same(gradients(build(recompute=levels, mlp_tile=TILE))[1], expected)
+        assert_same_gradients(gradients(build(recompute=levels, mlp_tile=TILE))[1], expected)
     with pytest.raises(ValueError, match="or a list of one for each of the 3 layers"):
         build(recompute=["block", "none"])
     with pytest.raises(ValueError, match="full but must be one of none, keep_attention, block, pair"):
@@ -164,7 +164,7 @@ def test_a_backward_that_fails_leaves_nothing_behind(level):
         loss.backward()
     probe.remove()
     model.zero_grad()
-    assert_same(gradients(model)[1], gradients(build())[1])
+    assert_same_gradients(gradients(model)[1], gradients(build())[1])
 
 
 @FAMILIES
@@ -180,7 +180,7 @@ def test_every_hook_on_any_part_of_a_layer_runs(level, kind, config):
         for layer in model.model.layers:
             register = getattr(layer.get_submodule(name), f"register_{kind}_hook")
             register(lambda *_, seen=seen: seen.update(["calls"]))
-        assert_same(gradients(model)[1], expected)
+        assert_same_gradients(gradients(model)[1], expected)
         assert seen["calls"] >= 3, name
 
 
@@ -202,7 +202,7 @@ def test_frozen_weights_and_adapters(dropout, tile, config):
     expected = adapted()
     assert expected and all("lora_" in name for name in expected)
     for level in LEVELS:
-        assert_same(adapted(recompute=level, mlp_tile=tile), expected)
+        assert_same_gradients(adapted(recompute=level, mlp_tile=tile), expected)
 
 
 def test_tiles_are_automatic_for_many_rows():

@@ -5,7 +5,14 @@ from math import inf
 import pytest
 import torch
 
-from tests.memory_case import TILE, all_chunks_are_free, assert_same, batch, build, gradients
+from tests.memory_case import (
+    TILE,
+    all_chunks_are_free,
+    assert_same_gradients,
+    batch,
+    build,
+    gradients,
+)
 from ulysses.memory.offload import Group, Offloader
 
 MIXTURES = [("pair", "pair", "block"), ("pair", "pair", "pair"), ("block", "block", "keep_attention"),
@@ -23,7 +30,7 @@ def test_offload_returns_every_byte(levels, budget, away):
     model = build(recompute=levels, mlp_tile=TILE, offloader=offloader, offloaded_layers=away)
     for _ in range(2):
         model.zero_grad()
-        assert_same(gradients(model)[1], expected)
+        assert_same_gradients(gradients(model)[1], expected)
         assert offloader.allocated <= budget
     held = offloader.allocated
     assert (held > 0) == (budget != 0 and levels[0] != "none")
