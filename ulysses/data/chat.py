@@ -45,7 +45,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
 # keys of what the assistant wrote
 SAID = ("content", "reasoning_content", "reasoning", "thinking")
-CHARACTERS_AT_ONCE = 1 << 17  # of texts that are tokenised together
+CHARACTERS_AT_ONCE = 1 << 15  # of texts that are tokenised together: their results stay in the cache
 Piece = list[str | int]  # texts, and ids of special tokens
 Span = tuple[int, int]  # start and stop
 
@@ -147,25 +147,22 @@ class TextEncoder:
     def guard(self, value: Any) -> Any:
         """Break strings in data that look like special tokens with a mark that split_special takes out again."""
         if isinstance(value, str):
-            if any(mark in value for mark in MARKS):
+            if not value.isascii() and any(mark in value for mark in MARKS):
                 raise DropRowError("it holds one of the Unicode noncharacters U+FDD0 to U+FDD3")
             return self.special_pattern.sub(_broken, value)
         if isinstance(value, dict):
             return {self.guard(key): self.guard(entry) for key, entry in value.items()}
-        return (
-            [self.guard(entry) for entry in value] if isinstance(value, list | tuple) else value
-        )
+        if isinstance(value, list | tuple):
+            return [self.guard(entry) for entry in value]
+        return value
 
     def split_special(self, text: str) -> Piece:
         """Cut rendered text into plain texts and the ids of the special tokens between them."""
-        parts: Piece = []
-        start = 0
-        for match in self.special_pattern.finditer(text):
-            before = text[start : match.start()]
-            parts += [GUARDS.sub("", before), self.special[match[match.lastindex]]]
-            start = match.end()
-        parts.append(GUARDS.sub("", text[start:]))
-        return [part for part in parts if part != ""]
+        parts = self.special_pattern.split(text)
+        if GUARD in text or BEGUN in text:
+            parts = [part and GUARDS.sub("", part) for part in parts]
+        every = self.special_pattern.groups + 1  # of so many parts the first is plain
+        return [self.special[p] if i % every else p for i, p in enumerate(parts) if p]
 
 
 def _broken(match: re.Match[str]) -> str:
@@ -196,10 +193,8 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Any) -> str:
-        return OPEN + caller() + CLOSE
+        opens, closes = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
+        return nodes.Scope([opens, *body, closes]).set_lineno(line)
 
 
 class ChatTemplate:
@@ -313,7 +308,7 @@ class ChatTemplate:
         guarded_tools = self.encoder.guard(tools) or None
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
-            text = re.sub(f"[{OPEN}{CLOSE}]", "", self._render(plain, guarded_tools, not begun))
+            text = "".join(_at_marks(self._render(plain, guarded_tools, not begun)))
             return [self._cut(text.partition(BEGUN)[0], [], [])]
         last = answers[-1]
         text, spans = self._up_to(plain, guarded_tools, last)
@@ -367,7 +362,7 @@ class ChatTemplate:
         """Render the messages up to answer `last`; return the text, and where this answer and other marked ones are."""
         if self.marks_generation:
             text = self._render(messages[: last + 1], tools, False)
-            parts = re.split(f"[{OPEN}{CLOSE}]", text)
+            parts = _at_marks(text)
             places = [i for i in range(last + 1) if messages[i]["role"] == "assistant"]
             if (shown := len(parts) // 2) != len(places):
                 count = f"{shown} of {len(places)} assistant messages"
@@ -397,7 +392,7 @@ class ChatTemplate:
                 return {}
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
         start, first = self._up_to(messages, tools, places[0])
-        parts = re.split(f"[{OPEN}{CLOSE}]", self._render(marked, tools, False))
+        parts = _at_marks(self._render(marked, tools, False))
         ends, tail = list(accumulate(map(len, parts))), parts[-1]
         spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
         is_certain = (
@@ -487,6 +482,11 @@ def _is_lost(message: dict[str, Any], answer: str) -> bool:
     said = (str(message.get(key) or "") for key in SAID)
     changed = (text for text in said if text.strip() not in answer)
     return any(part.strip() not in answer for text in changed for part in THINK_TAG.split(text))
+
+
+def _at_marks(text: str) -> list[str]:
+    """Cut a rendered text where answers are marked; its odd parts are the answers."""
+    return text.replace(CLOSE, OPEN).split(OPEN)
 
 
 def _raise_exception(message: str) -> None:

@@ -165,15 +165,16 @@ def _weighed(
     sequences = []
     ranks = list(record.ranks or range(len(sides)))
     for side, rank in zip(sides, ranks):
-        weights = np.zeros(len(side.tokens), np.float32)
+        tokens = np.asarray(side.tokens, np.int32)
+        weights = np.zeros(len(tokens), np.float32)
         for (begin, end), message in zip(side.spans, side.written):
             weights[begin:end] = 1.0 if message.weight is None else message.weight
         if kind == "sequence" and settings.train_on == "all":
             weights[:] = 1.0
+        if longest > limit:
+            removed = slice(has_bos, has_bos + cut)
+            tokens, weights = (np.delete(kept, removed)[:limit] for kept in (tokens, weights))
         ranked = {"rank": rank} if kind == "ranked" else {}
-        rest = slice(cut + has_bos, cut + limit)
-        tokens = np.asarray(side.tokens[:has_bos] + side.tokens[rest], np.int32)
-        weights = np.append(weights[:has_bos], weights[rest])
         sequences.append(Sequence(tokens, weights, columns=ranked))
         if kind != "prompt" and not weights[1:].any():
             after = " after truncation" if longest > limit else ""
