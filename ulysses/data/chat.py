@@ -45,7 +45,8 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
 # keys of what the assistant wrote
 SAID = ("content", "reasoning_content", "reasoning", "thinking")
-CHARACTERS_AT_ONCE = 1 << 15  # of texts that are tokenised together: their results stay in the cache
+# of texts that are tokenised together; the results of more would not stay in the processor's cache
+CHARACTERS_AT_ONCE = 1 << 15
 Piece = list[str | int]  # texts, and ids of special tokens
 Span = tuple[int, int]  # start and stop
 

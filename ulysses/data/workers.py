@@ -9,6 +9,7 @@ forked, so the function needs no pickling and a script no guard. That is safe be
 parent may have started: neither torch's nor the tokenizer's. Pipes tell both sides when the other one has died.
 """
 
+import gc
 import os
 import signal
 from collections import deque
@@ -37,9 +38,12 @@ def in_order(
     batches = iter(batches)
     if workers == "auto":
         workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
-    yield from map(function, islice(batches, BATCHES_AT_FIRST if workers > 1 else None))
     busy: deque[Connection] = deque()
     with ExitStack() as processes:
+        # Or else every collection walks through all that is loaded, and processes copy its pages.
+        gc.freeze()
+        processes.callback(gc.unfreeze)
+        yield from map(function, islice(batches, BATCHES_AT_FIRST if workers > 1 else None))
         try:
             for batch in batches:
                 results = []
