@@ -54,11 +54,10 @@ def token_values(
     lengths = [sum(len(sequence.tokens) for sequence in item) for item in items]
     flat = torch.zeros(sum(lengths), *columns, device=device)
     rows = flat.split(lengths)
-
-    def sequences(numbers: list[int]) -> list[Sequence]:
-        return [sequence for i in numbers for sequence in items[i]]
-
-    for numbers, batch in packed_batches(lengths, sequences, mesh, device, budget):
+    batches = packed_batches(
+        lengths, lambda numbers: [s for i in numbers for s in items[i]], mesh, device, budget
+    )
+    for numbers, batch in batches:
         values = gather_tokens(compute(batch).float(), batch)
         if mesh.sp_rank == 0:  # all ranks of its group hold the same values, which count once
             for i, part in zip(

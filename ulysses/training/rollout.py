@@ -112,7 +112,7 @@ class Rollout:
             weights += [0.0] * held + [1 / count if by_length else 1.0] * count
             layout.append((held + count, owner, prefix))
         columns = {"tokens": torch.cat(parts).int(), "weights": torch.tensor(weights)}
-        return cls(number, torch.tensor(layout).T, columns, answers, K)
+        return cls(number, torch.tensor([*zip(*layout)]), columns, answers, K)
 
     def __post_init__(self) -> None:
         self.lengths, self.owners, self.prefixes = self.layout
@@ -130,21 +130,17 @@ class Rollout:
     def __getitem__(self, i: int) -> Example:
         sequences = []
         for n in (self.owners == i).nonzero().flatten().tolist():
-            rows = slice(int(self.ends[n] - self.lengths[n]), int(self.ends[n]))
-            own = {name: column[rows] for name, column in self.columns.items()}
-            tokens, weights, prefix = (
-                own.pop("tokens"),
-                own.pop("weights"),
-                int(self.prefixes[n]),
-            )
-            sequences.append(Sequence(tokens, weights, own, {}, prefix, n - i))
+            end, length, prefix = (int(x[n]) for x in (self.ends, self.lengths, self.prefixes))
+            own = {name: column[end - length : end] for name, column in self.columns.items()}
+            both = own.pop("tokens"), own.pop("weights")
+            sequences.append(Sequence(*both, own, {}, prefix, n - i))
         return Example(i, tuple(sequences))
 
     def save(self, path: Path) -> None:
         """Write a finished rollout as safetensors."""
         kept = ("number", "answers_per_prompt", "metrics", "stopped")
         numbers = {name: getattr(self, name) for name in kept}
-        tensors = {"layout": self.layout.contiguous(), **self.columns}
+        tensors = {"layout": self.layout, **self.columns}
         write_tensors(path, tensors, rollout=json.dumps(numbers))
 
     @classmethod
@@ -301,9 +297,12 @@ class RolloutMaker:
         everyone = ChainMap(*gather(found))
         self.watch.phase("rollout")
         answers = [everyone[n] for n in range(len(everyone))]
-        by_length = self.config.loss_aggregation == "sequence"
         rollout = Rollout.of(
-            number, prompts, answers, budget=self.shared_budget, by_length=by_length
+            number,
+            prompts,
+            answers,
+            budget=self.shared_budget,
+            by_length=self.config.loss_aggregation == "sequence",
         )
         if self.scorer is not None:
             with self.scorer.inference():

@@ -197,5 +197,5 @@ class DpoStage(ReferencedStage):
         (folder / STATE).write_text(json.dumps(self.rewards))
 
     def load(self, folder: Path) -> None:
-        if (folder / STATE).exists():
-            self.rewards = json.loads((folder / STATE).read_text())
+        if (file := folder / STATE).exists():
+            self.rewards = json.loads(file.read_text())
