@@ -229,6 +229,7 @@ def test_bad_rows_are_errors_that_name_the_row(tmp_path, row, kind, sentence):
         (GOOD | {"label": False}, "sequence", "its label is false"),
         ({"instruction": "q", "chosen": "a", "rejected": "a"}, "pair", "chosen and rejected are the same"),
         ({"instruction": "q", "chosen": "a", "rejected": ""}, "pair", "empty answer"),
+        (PAIR_ROW | {"chosen": [USER, BOT]}, "pair", "an answer does not begin and end with an assistant message"),
     ],
 )
 def test_rows_without_use_are_dropped_and_reported(tmp_path, row, kind, reason):
