@@ -31,10 +31,8 @@ def adapter_by_peft(base: Path, folder: Path, task: str = "CAUSAL_LM", **options
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(0)
-    if task == "CAUSAL_LM":
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    else:
-        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
+    kind = AutoModelForCausalLM if task == "CAUSAL_LM" else AutoModelForSequenceClassification
+    model = kind.from_pretrained(base, num_labels=1, dtype=torch.float32)
     options = {"target_modules": ["q_proj", "down_proj"], **options}
     adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, task_type=task, **options))
     adapted.save_pretrained(folder)

@@ -19,10 +19,6 @@ def demo(tmp_path_factory):
     return folder
 
 
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_same_seed_same_bytes(demo, monkeypatch):
     monkeypatch.setattr("sys.argv", ["demo", str(demo / "b"), "--seed", "0"])
     main()
@@ -44,7 +40,7 @@ def test_chosen_and_rejected_have_the_same_lengths(demo, split):
 
 def test_held_out_questions_are_new(demo):
     def questions(name):
-        return {r["messages"][0]["content"] for r in rows(demo / "a" / name)}
+        return {json.loads(line)["messages"][0]["content"] for line in open(demo / "a" / name)}
 
     train = questions("sft_train.jsonl") | questions("kto_train.jsonl") | questions("ppo_train.jsonl")
     held_out = questions("sft_eval.jsonl") | questions("kto_eval.jsonl") | questions("ppo_eval.jsonl")

@@ -10,12 +10,7 @@ import pytest
 from tests.tiny_tokenizer import write_rows
 from ulysses.data import DataError
 from ulysses.data.formats import Report, locate_rows, read_records
-from ulysses.data.sources import (
-    Source,
-    missing_sources,
-    parse_sources,
-    source_digest,
-)
+from ulysses.data.sources import Source, missing_sources, parse_sources, source_digest
 
 USER, BOT, OTHER = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
 HUMAN, GPT, GPT_OTHER = ({"from": f, "value": v} for f, v in (("human", "q"), ("gpt", "a"), ("gpt", "b")))

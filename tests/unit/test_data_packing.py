@@ -106,6 +106,4 @@ def test_source_weights_repeat_and_sample():
 def test_a_long_example_is_refused_before_any_step_with_the_number_to_raise():
     sentence = r"longest example has 30 tokens but .*tokens_per_microbatch is 20; raise it to at least 30"
     with pytest.raises(ValueError, match=sentence):
-        packed_lengths([3, 30], 20, 2)
-    with pytest.raises(ValueError, match=sentence):
         StepLoader(FakeDataset([[10, 20], [4, 5]]), 2, tokens_per_microbatch=20)

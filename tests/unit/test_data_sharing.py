@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from ulysses.data.preview import preview_examples
-from ulysses.data.steps import StepLoader
 
 PAIRS = [{"prompt": "a prompt of some length", "chosen": "good", "rejected": "not good"},
          {"prompt": "p", "chosen": "same start, one", "rejected": "same start, two"}]
@@ -38,14 +37,6 @@ def test_a_ranked_list_is_one_example_with_its_ranks(opened):
     found = [[s.columns["rank"] for s in example.sequences] for example in dataset]
     assert found == [[0, 1], [0, 1], [1, 0, 1]]
     assert dataset.sequence_lengths.shape == (3, 3) and np.count_nonzero(dataset.sequence_lengths) == 7
-
-
-def test_a_prompt_counts_once_in_a_microbatch(opened):
-    whole, shared = opened("pair", False), opened("pair", True)
-    budget = int(shared.lengths.max())
-    StepLoader(shared, 1, tokens_per_microbatch=budget)
-    with pytest.raises(ValueError, match="the longest example has"):
-        StepLoader(whole, 1, tokens_per_microbatch=budget)
 
 
 def test_inspection_shows_the_tree(opened, tokenizer, capsys):

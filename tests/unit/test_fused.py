@@ -8,13 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from models import fused_triton
-from models.fused import (
-    activate,
-    activate_backward,
-    rms_norm,
-    rms_norm_backward,
-    rotate_pair,
-)
+from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
 from models.half_blocks import (
     FeedForwardWeights,
     ProjectWeights,

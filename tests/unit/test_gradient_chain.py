@@ -61,5 +61,3 @@ def test_chain_without_a_guard_gets_one():
 
 def test_presets():
     assert [len(build_chain(name).policies) for name in get_args(Preset)] == [2, 4, 2]
-    with pytest.raises(ValueError, match="the preset is 'pro' but must be default, steady or ulysses-pro"):
-        build_chain("pro")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.arch import ARCHITECTURES, ModelConfig, RopeScaling, architecture
+from models.arch import ARCHITECTURES, ModelConfig, RopeScaling
 from tests.model_folder import tiny_config
 
 LLAMA = tiny_config()
@@ -58,8 +58,3 @@ def test_the_window_of_chunked_attention_is_the_one_that_was_trained():
     chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
     raw = QWEN | {"max_position_embeddings": 1010000, "dual_chunk_attention_config": chunks}
     assert ModelConfig.from_hf(raw).max_position_embeddings == 262144
-
-
-def test_unknown_architecture_names_the_nearest():
-    with pytest.raises(ValueError, match="nearest: llama3-8b"):
-        architecture("llama-3-8b")

@@ -1,6 +1,7 @@
 """Offload to host memory: every byte comes back, the budget holds, and layers leave one behind and return one ahead."""
 
 from math import inf
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,11 +42,7 @@ def test_offload_returns_every_byte(levels, budget, away):
 
 def test_memory_that_cannot_be_pinned_says_what_to_change(monkeypatch):
     offloader = Offloader("cpu", chunk_bytes=64)
-
-    def refuse(*_, **__):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(torch, "empty", Mock(side_effect=RuntimeError("out of memory")))
     with pytest.raises(RuntimeError) as error:
         offloader.take(64)
     assert "lower memory.host_memory or raise the memlock limit" in error.value.__notes__[0]
