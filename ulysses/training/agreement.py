@@ -46,12 +46,12 @@ def facts_of(plan: Prepared, data: list[str], *, verify: bool) -> dict[str, Any]
 def agree(facts: Mapping[str, Any]) -> None:
     """Raise ConfigError on every rank if a rank has other facts than rank 0, naming the first and both nodes."""
     known = gather((NODE, facts))
-    first = known[0][1]
+    home, first = known[0]
     for rank, (node, theirs) in enumerate(known):
         for what, value in theirs.items():
             if value != first.get(what):
                 raise ConfigError(
-                    f"{what} is {value!r} on {node} (rank {rank}) but {first.get(what)!r} on {known[0][0]} (rank 0); "
+                    f"{what} is {value!r} on {node} (rank {rank}) but {first.get(what)!r} on {home} (rank 0); "
                     "start all processes with the same settings, files and library versions"
                 )
 
@@ -69,15 +69,13 @@ def hold_output(output: Path, resources: ExitStack) -> tuple[str, str]:
             before = resources.enter_context(held(output, holder))
         except DiskError as error:
             complaint = str(error)
-    run_id, before, complaint, holder, first = gather(
-        (run_id, before, complaint, holder, str(output.absolute()))
-    )[0]
+    run_id, before, holder, first = gather((run_id, before, holder, output.absolute()))[0]
     place = output.absolute() / HOLDER
     if not complaint and not (place.exists() and place.read_text() == holder):
         complaint = (
             f"{place.parent} on {NODE} is not the folder {first} that rank 0 writes to; set it to a folder on a file "
             "system that all nodes share"
         )
-    for refusal in filter(None, gather(complaint)):
+    for refusal in filter(None, gather(complaint)):  # all raise the first one
         raise ConfigError(refusal, "run.output")
     return run_id, before

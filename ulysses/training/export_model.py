@@ -266,7 +266,12 @@ def model_card(config: Config, step: int, whole: bool) -> str:
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     tables = {
         "Settings": settings,
-        f"Metrics at step {step}": metrics,
+        # speed and memory say nothing about the model
+        f"Metrics at step {step}": {
+            k: v
+            for k, v in metrics.items()
+            if k == "loss" or ("/" in k and not k.startswith("time/"))
+        },
         "Versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
     lines = [
