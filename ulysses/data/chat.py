@@ -303,7 +303,7 @@ class ChatTemplate:
         """
         if tools and "tools" not in self.text:
             raise DropRowError("the chat template has no place for tools")
-        if "tool_calls" not in self.text and any(message.tool_calls for message in messages):
+        if any(message.tool_calls for message in messages) and "tool_calls" not in self.text:
             raise DropRowError("the chat template has no place for tool calls")
         plain = [self._plain(message) for message in messages]
         guarded_tools = self.encoder.guard(tools) or None
