@@ -105,7 +105,7 @@ def test_every_stage_learns(chain: Any) -> None:
         assert found[stage]["held_out"] - 2 * found[stage]["held_out_error"] > 0.5
     assert found["kto"]["held_out"] > 0.1
     for stage in ROLLOUTS:
-        assert found[stage]["last"] - found[stage]["first"] > 3 * found[stage]["rise_error"]
+        assert found[stage]["last"] - found[stage]["first"] > 4 * found[stage]["rise_error"]
     lines = {stage: metrics(folder / stage) for stage in HELD_OUT}
     last = lines["pt"][-1]
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/nll"]), rel=1e-9)
