@@ -40,7 +40,7 @@ def in_order(
         workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     busy: deque[Connection] = deque()
     with ExitStack() as processes:
-        # Or else every collection walks through all that is loaded, and processes copy its pages.
+        # Otherwise every garbage collection walks through all that is loaded, and forked processes copy its pages.
         gc.freeze()
         processes.callback(gc.unfreeze)
         yield from map(function, islice(batches, BATCHES_AT_FIRST if workers > 1 else None))

@@ -49,9 +49,8 @@ def tell(error: Exception, *, debug: bool) -> None:
     # it fails if the process that holds the store is gone, or the first one could not print
     if store is not None and first:
         within(PATIENCE, store.set, PRINTED, "")
-        time.sleep(
-            5 * POLL_SECONDS
-        )  # the others leave before their connections to this process break noisily
+        # the others leave before their connections to this process break noisily
+        time.sleep(5 * POLL_SECONDS)
     elif store is not None:
         within(PATIENCE, store.get, PRINTED)
 

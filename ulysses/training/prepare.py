@@ -94,9 +94,9 @@ class Prepared:
             self.loader(found)  # refuses an example that is longer than a micro-batch
             return found
 
-        train, fraction = opened(data.train), bool(data.eval_fraction)
-        eval = data.train if fraction else data.eval
-        return train, opened(eval, fraction) if eval else None
+        train, is_part = opened(data.train), bool(data.eval_fraction)
+        held_out = data.train if is_part else data.eval
+        return train, opened(held_out, is_part) if held_out else None
 
     def changes(self, data: list[str]) -> list[str]:
         """Return what has changed since the checkpoint that the run continues, in words.
@@ -196,7 +196,8 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     """
     _check_settings(config, world_size)
     strict, stage, model, data = findings is None, config.stage_class, config.model, config.data
-    plan, complaints = Prepared(config), list[Any]()
+    plan = Prepared(config)
+    complaints: list[Any] = []
     collect = partial(blame, complaints=complaints)
     with collect("data"):
         if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):

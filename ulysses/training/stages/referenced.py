@@ -92,15 +92,12 @@ class ReferencedStage(Stage):
         reference = cls.table(config).reference if needed else ""
         passes = float(reference not in ("", "cached"))
         other = OtherModel(f"{cls.name}.reference", reference)
-        return (
-            super()
-            .facts(config)
-            ._replace(
-                reference=reference,
-                # a stage that looks ahead has policy and reference read as much once more, before the first backward
-                extra_forwards=1 + 2 * passes if looks_ahead else passes,
-                others=() if reference in ("", *cls.reference_words) else (other,),
-            )
+        facts = super().facts(config)
+        return facts._replace(
+            reference=reference,
+            # a stage that looks ahead has policy and reference read as much once more, before the first backward
+            extra_forwards=1 + 2 * passes if looks_ahead else passes,
+            others=() if reference in ("", *cls.reference_words) else (other,),
         )
 
     # ---------------------------------------------------------------- construction
