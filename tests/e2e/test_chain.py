@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo_data import write_demo
 from models.hf_format import WeightFiles, read_config
@@ -106,6 +107,7 @@ def test_every_stage_learns(chain: Any) -> None:
     assert found["kto"]["held_out"] > 0.1
     for stage in ROLLOUTS:
         assert found[stage]["last"] - found[stage]["first"] > 4 * found[stage]["rise_error"]
+        assert found[stage]["held_out"] > found[stage]["first"]
     lines = {stage: metrics(folder / stage) for stage in HELD_OUT}
     last = lines["pt"][-1]
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/nll"]), rel=1e-9)
@@ -124,6 +126,8 @@ def test_every_stage_begins_where_another_ended(chain: Any, tmp_path: Path) -> N
         "an untrained model would be near -130"
     )
     assert first["ppo"]["val/num_eos_tokens"] > 32, "an untrained model would not end its answers"
+    for stage in ROLLOUTS:
+        assert first[stage]["val/ratio"] == pytest.approx(1, abs=1e-5) and abs(first[stage]["objective/kl"]) < 1e-4
     for stage in HELD_OUT:
         export = folder / stage / "export"
         check_weights(read_config(export), export, reward=stage == "rm")
@@ -131,6 +135,11 @@ def test_every_stage_begins_where_another_ended(chain: Any, tmp_path: Path) -> N
     assert not [name for name in names if name.startswith(("policy.", "value.", "score"))], "it is the policy alone"
     export_checkpoint(saved_checkpoints(folder / "ppo/checkpoints")[-1], tmp_path / "ppo")
     assert_same_folder(tmp_path / "ppo", folder / "ppo/export")
+    model, tokenizer = (kind.from_pretrained(folder / "ppo/export") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    inputs = tokenizer.apply_chat_template([{"role": "user", "content": "Where is it?"}], add_generation_prompt=True,
+                                           return_tensors="pt", return_dict=True)  # fmt: skip
+    assert (inputs["input_ids"] == tokenizer.bos_token_id).sum() == 1
+    assert model.generate(**inputs, max_new_tokens=4, min_new_tokens=4).shape[1] == inputs["input_ids"].shape[1] + 4
 
 
 def test_the_script_kills_and_resumes_real_processes(
