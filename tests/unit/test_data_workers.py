@@ -1,5 +1,6 @@
 """Tokenising in several processes: the same bytes, report and error as in one, and no process is left."""
 
+import gc
 import os
 import signal
 from multiprocessing import active_children
@@ -84,3 +85,13 @@ def test_rows_are_counted_for_the_bar(tmp_path):
     (tmp_path / "b.txt").write_text("one document")
     assert count_rows([Source(path), Source(path, max_examples=7)]) == 37
     assert count_rows([Source(path), Source(str(tmp_path / "b.txt"))]) is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_caller_has_frozen_stays_frozen(frozen, monkeypatch):
+    """Ours is only frozen while batches are worked on."""
+    calls: list[str] = []
+    for name, result in (("get_freeze_count", int(frozen)), ("freeze", None), ("unfreeze", None)):
+        monkeypatch.setattr(gc, name, lambda name=name, result=result: calls.append(name) or result)
+    assert list(in_order(str, [[1], [2]], 1)) == ["[1]", "[2]"]
+    assert calls == ["get_freeze_count", *([] if frozen else ["freeze", "unfreeze"])]

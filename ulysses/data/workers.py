@@ -41,8 +41,9 @@ def in_order(
     busy: deque[Connection] = deque()
     with ExitStack() as processes:
         # Otherwise every garbage collection walks through all that is loaded, and forked processes copy its pages.
-        gc.freeze()
-        processes.callback(gc.unfreeze)
+        if not gc.get_freeze_count():  # a caller's own freeze stays
+            gc.freeze()
+            processes.callback(gc.unfreeze)
         yield from map(function, islice(batches, BATCHES_AT_FIRST if workers > 1 else None))
         try:
             for batch in batches:
