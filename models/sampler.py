@@ -200,7 +200,7 @@ class Sampler:
             steps = min(self.look, options.max_new_tokens - min(drawn[slot] for slot in busy))
             reach = max(len(asked[key]) + drawn[slot] for slot, key in busy.items()) + steps
             # a graph serves all lengths of its bucket; keys are aligned for half-precision kernels
-            step = max(256, 1 << reach.bit_length() - 3) if self.graphs else 8
+            step = max(256, (1 << reach.bit_length()) // 8) if self.graphs else 8
             seen = min(_rounded(reach, step), slots.cache.shape[4])
             for _ in range(steps):
                 self._advance(slots, rows, seen)

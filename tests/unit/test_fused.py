@@ -174,7 +174,8 @@ def test_kernels_run_where_the_current_device_is_another():
         x, up, grad, weight = draw((40, 96), (40, 96), (40, 96), (96,), device=device)
         q, angles = x.view(40, 2, 48), up[:, :24]
         norm, _ = rms_norm_backward(grad, x, weight, 1e-5)
-        return [activate(x, up), *activate_backward(grad, x, up), norm, *rotate_pair(q, q, angles.cos(), angles.sin())]
+        found = [activate(x, up), *activate_backward(grad, x, up), norm, *rotate_pair(q, q, angles.cos(), angles.sin())]
+        return [tensor.cpu() for tensor in found]
 
     all_near(run("cuda:1"), run("cpu"), torch.float32)
 

@@ -106,7 +106,8 @@ def test_slots_shared_prompts_and_chunks_change_nothing(device: str, graphs: boo
     model, _ = made(shape)
     sampler = Sampler(shape, {n: p.detach().to(device) for n, p in model.named_parameters()}, graphs=graphs)
     asked = [p for p in prompts(9) for _ in range(3)]
-    options: dict[str, Any] = {"stop_tokens": (5, 6, 7), "temperature": 0.8, "top_p": 0.95}
+    # On GPUs, another number of slots moves log-probabilities by 2e-6. No draw of this seed is so near top_p's edge.
+    options: dict[str, Any] = {"stop_tokens": (5, 6, 7), "temperature": 0.8, "top_p": 0.95, "seed": 1}
     sampler.graphs = False
     alone = sampled(sampler, asked, 20, batch=1, **options)
     assert len({len(c.tokens) for c in alone}) > 5
@@ -118,6 +119,7 @@ def test_slots_shared_prompts_and_chunks_change_nothing(device: str, graphs: boo
             assert (one.tokens, one.ended) == (many.tokens, many.ended)
             np.testing.assert_allclose(one.logps, many.logps, rtol=1e-5, atol=1e-5)
         assert sum(counted) == sum(len(c.tokens) for c in alone)
+    assert len(sampled(sampler, [[3]], 1)[0].tokens) == 1  # two columns of the cache are the fewest
 
 
 @pytest.mark.parametrize("batch", [8, 3])
