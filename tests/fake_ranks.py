@@ -60,21 +60,21 @@ class FakeWorld:
     def view(self, named: dict[str, nn.Parameter], rank: int, groups: dict[str, str] | None = None) -> Gradients:
         """This rank's slices: the gradients themselves, not copies."""
 
-        def all_reduce(tensor: Tensor, op: str) -> Tensor:
+        def all_reduce(tensor: Tensor) -> Tensor:
             self.shared[rank] = tensor.clone()
             self.barrier.wait()
             stacked = torch.stack(self.shared)
             self.calls += rank == 0
             self.barrier.wait()
-            return stacked.sum(0) if op == "sum" else stacked.amax(0)
+            return stacked.sum(0)
 
         entries = []
         for name, p in named.items():
             share = -(-p.numel() // self.size)
             start = min(rank * share, p.numel())
-            grad, weight = (tensor.view(-1)[start : start + share] for tensor in (p.grad, p.detach()))
+            grad = p.grad.view(-1)[start : start + share]
             scope = (groups or {}).get(name, "default")
-            entries.append(GradientSlice(name, tuple(p.shape), p.numel(), grad, weight, start, scope))
+            entries.append(GradientSlice(name, tuple(p.shape), p.numel(), grad, start, scope))
         return Gradients(entries, all_reduce)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:

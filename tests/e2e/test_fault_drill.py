@@ -1,6 +1,7 @@
 """Faults planted in real runs: nobody hangs, bad steps touch no weight, and a boosted phase resumes exactly."""
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) ->
     arguments = tiny("sft", tmp_path / name, **settings)
 
     def before(rank: int) -> None:
+        os.environ["ULYSSES_DEBUG"] = str(rank) if name == "whole" else "0"
         from ulysses.training.stages.sft import SftStage
 
         losses = SftStage.losses
@@ -70,6 +72,8 @@ def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path: P
                 "optimizer__warmup": 0}  # fmt: skip
     start(tmp_path, "whole", faults, **settings).wait(60).check()
     whole = metrics(tmp_path / "whole")
+    said, other = ((tmp_path / f"whole logs/{rank}.out").read_text() for rank in range(2))
+    assert "skipped step 2: the loss is nan and" in said and "[rank 1] attention kernel" in other  # it has --debug
     assert [m["grad/skipped"] for m in whole] == [0, 1, 0, 0, 0, 0, 0] and whole[1]["loss"] is None
     boosted = [m["lr"] / whole[0]["lr"] for m in whole]
     assert boosted == pytest.approx([1, 1, 1, 1.2, 1.2, 1.2, 1])

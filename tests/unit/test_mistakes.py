@@ -159,7 +159,6 @@ MISTAKES = {
     "DEMO --gradients.policies [{\"policy\":\"skip_spike\",\"window\":4,\"warmup\":8}]": "2 <= warmup <= window",
     "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":\"much\"}]": "not supported between",
     "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":1.0}]": "decay must be below 1",
-    "DEMO --gradients.policies [{\"policy\":\"auto_clip\",\"percentile\":101}]": "percentile is 101",
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\"}]": "exactly one of them must be set",
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\",\"sigma\":1,\"eta\":1}]": "exactly one of them must be",
     "DEMO --data.train PLACE/none.jsonl": "none.jsonl does not exist",

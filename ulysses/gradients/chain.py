@@ -5,17 +5,11 @@
 The chain acts once per optimizer step on the accumulated, averaged gradient, just before the optimizer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from ulysses.gradients.clip import (
-    AdaptiveGradientClipping,
-    AutoClip,
-    ClipGlobalNorm,
-    ClipMeanAbs,
-    ZClip,
-)
+from ulysses.gradients.clip import ClipGlobalNorm, ClipMeanAbs, ZClip
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 from ulysses.gradients.shape import (
@@ -33,9 +27,7 @@ GRADIENT_POLICIES: tuple[type[GradientPolicy], ...] = (
     SkipSpike,
     ClipGlobalNorm,
     ClipMeanAbs,
-    AutoClip,
     ZClip,
-    AdaptiveGradientClipping,
     GradientCentralization,
     GradientNoise,
     ScaleSmallGradients,
@@ -48,19 +40,17 @@ Preset = Literal["default", "steady", "ulysses-pro"]
 class GradientPolicyChain:
     """Apply gradient policies in order; the first one that skips or stops ends the chain of this step.
 
-    All ranks call `apply` together. `watch` sees the untouched gradient first, on all ranks, and may report on it; it
-    must change nothing.
+    All ranks call `apply` together.
     """
 
     def __init__(self, policies: Sequence[GradientPolicy]) -> None:
         self.policies = list(policies)
-        self.watch: Callable[[Gradients, StepContext], Report] = lambda gradients, context: {}
         self.skipped_total = 0
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         """Run the chain once and return the merged reports; act on `context` afterwards."""
         gradients.measure("norm", *(name for policy in self.policies for name in policy.reads))
-        report = {"grad_norm": gradients.norm()} | self.watch(gradients, context)
+        report = {"grad_norm": gradients.norm()}
         for policy in self.policies:
             report |= policy.apply(gradients, context)
             if context.skip or context.stop:

@@ -1,11 +1,8 @@
-"""Gradient policies that bound the gradient: by its norm, its own history, or the size of the weights."""
+"""Gradient policies that bound the gradient: by its norm, its mean absolute value, or its own history."""
 
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
@@ -56,35 +53,6 @@ class ClipMeanAbs(GradientPolicy):
 
 
 @dataclass
-class AutoClip(GradientPolicy):
-    """Clip to the `percentile`-th percentile of all norms so far, this one included (2007.14469; 10 in the paper).
-
-    Only the last `history` norms are kept (the paper keeps all).
-    """
-
-    percentile: float = 10.0
-    history: int = 10_000
-    norms: list[float] = field(default_factory=list, init=False)
-    name = "auto_clip"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.percentile > 100:
-            raise ValueError(f"percentile is {self.percentile} but must be at most 100")
-
-    def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        norm = gradients.norm()
-        if not math.isfinite(norm):
-            return {}
-        self.norms = [*self.norms, norm][-self.history :]
-        norms = torch.tensor(self.norms, dtype=torch.float64)
-        limit = torch.quantile(norms, self.percentile / 100).item()
-        factor = limit / (norm + 1e-6) if norm > limit else 1.0
-        gradients.scale(factor)
-        return {"grad/auto_clip_limit": limit, "grad/auto_clip_factor": factor}
-
-
-@dataclass
 class ZClip(GradientPolicy):
     """If z = (||g|| - mu) / sd > threshold, scale the gradient to the norm mu + threshold^2 / z * sd (2504.02507).
 
@@ -126,29 +94,3 @@ class ZClip(GradientPolicy):
             self.mean += share * (clipped - self.mean)
             self.variance += share * ((clipped - self.mean) ** 2 - self.variance)
         return {"grad/zclip_z": z, "grad/zclip_factor": factor}
-
-
-@dataclass
-class AdaptiveGradientClipping(GradientPolicy):
-    """Scale each unit by min(1, clipping * max(||w||, eps) / ||g||) (AGC, 2102.06171, eq. 3).
-
-    A unit is a row of a matrix (one output) or a whole vector. Parameters whose name contains one of `exclude` are
-    left alone (the paper leaves out the last layer). Needs the weights' values.
-    """
-
-    clipping: float = 0.01
-    eps: float = 1e-3
-    exclude: Sequence[str] = ("lm_head", "score")
-    name = "adaptive_gradient_clipping"
-
-    def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        weights, norms = gradients.row_norms()
-        limits = self.clipping * weights.clamp(min=self.eps)
-        over = norms > limits  # a zero or non-finite gradient is left as it is
-        for entry, rows in zip(gradients, over.split([entry.rows for entry in gradients])):
-            if any(part in entry.name for part in self.exclude):
-                rows.fill_(False)
-        clipped = float(over.double().mean())
-        if clipped:
-            gradients.scale_rows(torch.where(over, limits / norms, 1.0))
-        return {"grad/agc_clipped": clipped}

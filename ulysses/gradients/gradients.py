@@ -4,7 +4,7 @@
     parameter b  [==|============]        on every rank; statistics are sums over slices, then ONE all-reduce
                   rank 0    rank 1
 
-Shapes: P parameters, R rows of all parameters together (a matrix's first axis; a vector is one row).
+Shapes: P parameters, R rows (first axis) of all matrices together.
 Every method is called on all ranks together. The floats it returns, and so the decisions taken from them, are equal
 on all ranks.
 """
@@ -12,8 +12,7 @@ on all ranks.
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -29,37 +28,30 @@ NOISE_BUFFER = 64 * NOISE_BLOCK  # 16 MiB
 class GradientSlice:
     """Hold this rank's piece of one parameter's gradient.
 
-    shape and numel describe the whole parameter. `grad` is the flat local slice (no padding) that edits write into,
-    and `weight` the parameter's own values in the same slice. `start` is the slice's offset in the flattened parameter,
-    `group` the scope that the parameter belongs to.
+    shape and numel describe the whole parameter. `grad` is the flat local slice (no padding) that edits write into.
+    `start` is the slice's offset in the flattened parameter, `group` the scope that the parameter belongs to.
     """
 
     name: str
     shape: tuple[int, ...]
     numel: int
     grad: Tensor
-    weight: Tensor
     start: int = 0
     group: str = "default"
-
-    @property
-    def rows(self) -> int:
-        """The first axis of a matrix; a vector is one row."""
-        return self.shape[0] if len(self.shape) > 1 else 1
 
 
 class Gradients:
     """Measure a partitioned gradient exactly over all ranks, and edit it in place.
 
-    `entries` lists every parameter in the same order on every rank. `all_reduce(tensor, "sum" | "max")` returns the
-    tensor reduced over the ranks that hold the slices; without it this process holds everything. Statistics are
+    `entries` lists every parameter in the same order on every rank. `all_reduce(tensor)` returns the
+    tensor summed over the ranks that hold the slices; without it this process holds everything. Statistics are
     remembered on the host until an edit, so asking again costs nothing.
     """
 
     def __init__(
         self,
         entries: Iterable[GradientSlice],
-        all_reduce: Callable[[Tensor, str], Tensor] = lambda tensor, op: tensor,
+        all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self.entries = list(entries)
         if not self.entries:
@@ -82,8 +74,7 @@ class Gradients:
         missing = sorted(set(names) - self._known.keys())  # in the same order on every rank
         if missing:
             own = torch.stack([self._local_sums(statistic) for statistic in missing])
-            sums = self._all_reduce(own, "sum").tolist()
-            self._known |= dict(zip(missing, sums))
+            self._known |= dict(zip(missing, self._all_reduce(own).tolist()))
         if "norm" in missing:
             self._known["norm"] = list(map(math.sqrt, self._known["norm"]))
         if "mean_abs" in missing:
@@ -112,12 +103,6 @@ class Gradients:
     def mean_abs(self) -> float:
         """Return the mean over parameters of each one's mean |g|, so that all count the same, whatever their size."""
         return statistics.fmean(*self.measure("mean_abs"))
-
-    def max_abs(self) -> float:
-        """Return the largest |g|; it is not remembered."""
-        largest = [torch.linalg.vector_norm(e.grad, math.inf) for e in self if e.grad.numel()]
-        own = torch.stack(largest or [torch.zeros(())]).max()
-        return self._all_reduce(own, "max").item()
 
     # edits: in place, without a host synchronisation
 
@@ -148,37 +133,17 @@ class Gradients:
         matrices = [e for e in self if len(e.shape) > 1]
         if not matrices:
             return 0.0
-        rows = [e.rows for e in matrices]
-        sums = self._all_reduce(self._row_sums(matrices, torch.sum), "sum")
+        rows = [e.shape[0] for e in matrices]
+        own = torch.zeros(sum(rows), dtype=self._wide, device=matrices[0].grad.device)
+        for part, total in _row_parts(matrices, own):  # a slice has at most one part of a row
+            torch.sum(part, dim=1, dtype=self._wide, out=total)
+        sums = self._all_reduce(own.double())
         means = sums.clone()
-        torch._foreach_div_(means.split(rows), [e.numel / e.rows for e in matrices])
+        torch._foreach_div_(means.split(rows), [e.numel / e.shape[0] for e in matrices])
         for part, mean in _row_parts(matrices, means.to(self._wide)):
             part.sub_(mean[:, None])
         self._known.clear()
         return float((sums * means).sum().sqrt())
-
-    def row_norms(self) -> Tensor:
-        """Return the L2 norms of all rows' weights and gradients, float64 [2, R], by one collective."""
-        norm = torch.linalg.vector_norm
-        weights = self._row_sums([replace(e, grad=e.weight) for e in self], norm)
-        gradients = self._row_sums(self.entries, norm)
-        squares = torch.stack([weights, gradients]).square()
-        return self._all_reduce(squares, "sum").sqrt()
-
-    def scale_rows(self, factors: Tensor) -> None:
-        """Multiply every row by its factor [R]."""
-        for part, factor in _row_parts(self.entries, factors.to(self._wide)):
-            part.mul_(factor[:, None])
-        self._known.clear()
-
-    def _row_sums(self, entries: Sequence[GradientSlice], reduce: Callable[..., Any]) -> Tensor:
-        """Return this rank's share of every row's sum, or norm, float64 [R]."""
-        rows = sum(e.rows for e in entries)
-        sums = torch.zeros(rows, dtype=self._wide, device=entries[0].grad.device)
-        # a slice has at most one part of a row
-        for part, own in _row_parts(entries, sums):
-            reduce(part, dim=1, dtype=self._wide, out=own)
-        return sums.double()
 
 
 class TorchGradients(Gradients):
@@ -193,8 +158,8 @@ class TorchGradients(Gradients):
         for name, parameter in named_parameters:
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad = parameter.grad.contiguous()
-                grad, weight = parameter.grad.detach().view(-1), parameter.detach().reshape(-1)
-                entries.append(GradientSlice(name, parameter.shape, len(grad), grad, weight))
+                grad = parameter.grad.detach().view(-1)
+                entries.append(GradientSlice(name, parameter.shape, len(grad), grad))
         super().__init__(entries)
 
 
@@ -211,16 +176,16 @@ def _accurate_norm(flat: Tensor, order: float) -> Tensor:
 def _row_parts(
     entries: Sequence[GradientSlice], values: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield every part of the slices that lies in whole rows or in one row, [rows, length], and its rows' values.
+    """Yield every part of matrices' slices that lies in whole rows or in one row, [rows, length], and its rows' values.
 
         row 3            row 4            row 5            row 6
         ......[ head ][ whole row ][ whole row ][ tail ]......       a slice may begin and end inside a row
 
     `values` [R] holds a number for each row, and views of it are returned.
     """
-    for entry, own in zip(entries, values.split([e.rows for e in entries])):
+    for entry, own in zip(entries, values.split([e.shape[0] for e in entries])):
         size = len(entry.grad)
-        length = entry.numel // entry.rows
+        length = entry.numel // entry.shape[0]
         row = entry.start // length
         head = min(size, -entry.start % length)
         tail = (size - head) % length

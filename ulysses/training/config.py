@@ -196,8 +196,6 @@ class GradientsSection(Section):
     """Global norm to which the preset clips the gradient; 0 does not clip."""
     policies: list[dict[str, Any]] = []
     """The chain written out, as tables {policy = name, ...settings}; it replaces preset and max_norm."""
-    table_every: PositiveInt = 50
-    """With --debug: number of steps between tables of the largest and smallest gradients by parameter."""
 
     def chain(self) -> GradientPolicyChain:
         """Build the gradient policies; ValueError names the table and the key that cannot be honoured."""

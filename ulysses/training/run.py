@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from models.decoder import count_parameters
 from ulysses.data.steps import StepLoader
-from ulysses.gradients.table import watch_gradients
 from ulysses.parallel.kernels import prove_kernel
 from ulysses.parallel.layout import head_layout
-from ulysses.parallel.mesh import ParallelMesh, gather
+from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.agreement import agree, facts_of, hold_output
 from ulysses.training.build import build_engine
 from ulysses.training.checkpoint import clear_run_folder
@@ -161,11 +160,7 @@ class TrainingRun:
         total = config.total_steps(loader)
         for line in prepared.remarks(loader):
             self.say(line)
-        adapters, policies = adapter_parameters(config, shape), config.gradients.chain()
-        if any(gather(self.debug)):  # what all do together follows from no rank's own flag
-            say = self.say if self.mesh.is_main else None
-            every = config.gradients.table_every
-            policies.watch = partial(watch_gradients, every=every, say=say)
+        adapters = adapter_parameters(config, shape)
         trainer = Trainer(
             mesh=self.mesh,
             engine=self.engine,
@@ -174,7 +169,7 @@ class TrainingRun:
             eval_loader=self.eval_data and self.loader(self.eval_data, evaluation=True),
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
-            policies=policies,
+            policies=config.gradients.chain(),
             flops=partial(model_flops, shape, count_parameters(shape), adapters),
             peak_flops=device_peak_flops(),
             run=config.run,

@@ -28,11 +28,11 @@ TESTED = "0.19.8"
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSlice(GradientSlice):
-    """This rank's part of one trained parameter; `grad` is what the optimizer reads, `weight` the master weights."""
+    """This rank's part of one trained parameter; `grad` is what the optimizer reads."""
 
     parameter: nn.Parameter
     size: int  # elements of every rank's slice, padding included
-    master: Tensor  # the sub-group's
+    master: Tensor  # the sub-group's master weights
     offset: int  # of the slice in the sub-group's flat tensors
 
 
@@ -107,13 +107,11 @@ class Partition:
             master, offset = self.masters[index], 0
             for p in parameters:
                 _, start, length = own_slice(p)
-                part = slice(offset, offset + length)
                 yield ParameterSlice(
                     names[p],
                     whole_shape(p),
                     p.ds_numel,
-                    master.grad[part],
-                    master.detach()[part],
+                    master.grad[offset : offset + length],
                     start,
                     group.get("scope", "default"),
                     parameter=p,

@@ -98,9 +98,9 @@ class ZeroEngine:
         self.reduction.wait()
         return Gradients(self.partition.slices, self._all_reduce)
 
-    def _all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.device)
-        dist.all_reduce(moved, getattr(dist.ReduceOp, op.upper()))
+        dist.all_reduce(moved)
         return moved.to(tensor.device)
 
     def step(self, learning_rates: list[float]) -> None:

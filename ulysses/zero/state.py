@@ -122,9 +122,8 @@ def load_state(engine: Any, folder: Path) -> None:
 
 def slice_state(engine: Any, s: Any, kind: str) -> Tensor:
     """Return the float32 master weights of one of the partition's slices, or one of its AdamW moments."""
-    if kind == "master":
-        return s.weight
-    return _optimizer_state(engine, s.master)[kind].narrow(0, s.offset, len(s.grad))
+    whole = s.master.detach() if kind == "master" else _optimizer_state(engine, s.master)[kind]
+    return whole.narrow(0, s.offset, len(s.grad))
 
 
 def _optimizer_state(engine: Any, master: Tensor) -> Any:
