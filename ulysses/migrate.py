@@ -8,6 +8,7 @@ the settings, with what to do.
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import tomllib
@@ -18,10 +19,14 @@ import yaml
 
 import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.training.command_line import check, known_keys, put
-from ulysses.training.foreign_names import BATCH_FACTORS, foreign_names, whole_step
+from ulysses.training.foreign_names import foreign_names
 from ulysses.training.section import ConfigError, flat
 from ulysses.training.stages import STAGES
 
+# Their product over all GPUs is batch.examples.
+BATCH_FACTORS = (
+    "per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "gradient_accumulation_steps",
+)  # fmt: skip
 NOTHING = (None, "", "auto", -1, [], {})
 
 
@@ -131,8 +136,11 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
     if not {"data.eval", "data.eval_fraction"} & settings.keys():
         settings.pop("run.eval_every", None)
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
-    settings["batch.examples"], product = whole_step(factors, groups)
-    comments["batch.examples"] = f"  # {product}; --gpus N for others"
+    settings["batch.examples"] = math.prod(map(int, factors.values())) * groups
+    product = " x ".join(f"{name} {value}" for name, value in factors.items())
+    comments["batch.examples"] = (
+        f"  # {product} x {groups} GPUs (those that share a sequence count once); --gpus N for others"
+    )
     lines = ["# what every setting means: train.py --help"]
     for key in sorted(settings, key=lambda key: ("." in key, key)):
         # an inline table of TOML is a JSON object but for its colons
@@ -140,7 +148,7 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
         lines.append(f"{key} = {text}{comments.get(key, '')}")
     try:
         config = check(tomllib.loads("\n".join(lines)))
-        wrong = [*config.stage_class.check(config)]
+        wrong = [*config.complaints()]
     except ConfigError as error:
         wrong = str(error).splitlines()
     for title, found in {

@@ -1,4 +1,4 @@
-"""run.deterministic: what is switched on, and what is refused."""
+"""run.deterministic: what is switched on."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ulysses.training.command_line import parse_command_line
-from ulysses.training.prepare import CUBLAS, prepare, require_determinism
-from ulysses.training.section import ConfigError
+from ulysses.training.prepare import CUBLAS, require_determinism
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,26 +28,10 @@ def test_operations_without_a_deterministic_kernel_will_raise():
     assert os.environ[CUBLAS] == ":4096:8"
 
 
-def test_a_users_own_workspace_is_kept_or_refuses_the_run(monkeypatch):
+def test_a_users_own_workspace_is_kept(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":16:8")
     require_determinism()
     assert os.environ[CUBLAS] == ":16:8"
-    monkeypatch.setenv(CUBLAS, ":0:0")
-    sentence = r"run\.deterministic: CUBLAS_WORKSPACE_CONFIG is ':0:0' but must be :4096:8 or :16:8; unset it"
-    config = parse_command_line(["--config", str(ROOT / "configs/demo/sft.toml"), "--run.deterministic"]).config
-    with pytest.raises(ConfigError, match=sentence):
-        prepare(config, 1)
-
-
-def test_too_late_is_said(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(
-        ConfigError, match="CUDA has already started in this process; set CUBLAS_WORKSPACE_CONFIG=:4096:8 before"
-    ):
-        require_determinism()
-    assert not torch.are_deterministic_algorithms_enabled()
-    monkeypatch.setenv(CUBLAS, ":4096:8")  # set before Python started: all is well
-    require_determinism()
 
 
 def test_our_triton_kernels_use_no_atomics():

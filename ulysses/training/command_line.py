@@ -3,9 +3,7 @@
 --config dpo.toml --optimizer.lr 1e-6   ->   {"optimizer": {"lr": "1e-6", ...}, ...}   ->   Config
 """
 
-import codecs
 import json
-import os
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from ulysses.training.config import Config, Options
-from ulysses.training.foreign_names import BATCH_FACTORS, explain_unknown, whole_step
+from ulysses.training.foreign_names import explain_unknown
 from ulysses.training.section import ConfigError, flat, refuse
 from ulysses.zero.settings import merge
 
@@ -39,6 +37,10 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     given = _read_arguments(arguments)
     asked = {name: given.pop(name) for name in Options.model_fields if name in given}
     options = check(asked, Options, "--")
+    if (options.gpus or options.gpu_memory or options.host_memory) and not options.dry_run:
+        raise ConfigError(
+            "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
+        )
     values = _read_file("--config", options.config, tomllib.loads)
     merge(values, {"deepspeed": _read_file("--deepspeed", options.deepspeed, json.loads)})
     for key, value in (given | overrides).items():
@@ -123,13 +125,10 @@ def _read_file(option: str, path: str | None, parse: Callable[[str], Any]) -> di
     _refuse_yaml(path)
     try:
         content = Path(path).read_bytes()
-        is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        return dict(parse(content.decode("utf-16" if is_utf16 else "utf-8-sig")))
-    except OSError as error:
-        sentence = f"{Path(path).absolute()} cannot be read ({error.strerror})"
-    except (TypeError, ValueError) as error:
-        sentence = f"{path} does not hold one valid table: {error}"
-    raise ConfigError(sentence, option)
+        return dict(parse(content.decode(json.detect_encoding(content))))
+    except (OSError, TypeError, ValueError) as error:
+        sentence = f"{Path(path).absolute()} cannot be read as one table of settings: {error}"
+        raise ConfigError(sentence, option) from None
 
 
 def _refuse_yaml(path: str) -> None:
@@ -168,19 +167,8 @@ def _sentences(
         else:
             start = f"{wrong[key]}, or " if key in wrong else f"{prefix}{key} is {given!r}: "
             wrong[key] = start + message[0].lower() + message[1:]
-    sentences: list[str] = []
-    factors = {key: unknown[key] for key in unknown if key.split(".")[-1] in BATCH_FACTORS}
-    if factors:
-        with suppress(AttributeError, ValueError, ZeroDivisionError):  # numbers that are none
-            degree = int(values.get("parallel", {}).get("sequence_parallel_size", 1))
-            groups = int(os.environ.get("WORLD_SIZE", "1")) // degree or 1
-            product, given = whole_step(factors, groups)
-            sentences.append(
-                f"{given}: unknown; here batch.examples is the whole step: set batch.examples = {product}"
-            )
-            unknown = {key: None for key in unknown if key not in factors}
     stage = str(values.get("stage"))
-    sentences += [explain_unknown(key, stage, list(keys)) for key in unknown]
+    sentences = [explain_unknown(key, stage, list(keys)) for key in unknown]
     hints = (f"{text} ({keys[key].description.rstrip('.')})" for key, text in wrong.items())
     return [*sentences, *others, *hints]
 

@@ -3,7 +3,7 @@
 The text below each field is what `--help` prints; it states units and the meaning of 0.
 """
 
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -109,23 +109,6 @@ class ModelSection(Section):
     rope: RopeSection = RopeSection()
     lora: LoraSection = LoraSection()
 
-    @model_validator(mode="after")
-    def _has_one_source(self) -> "ModelSection":
-        if self.path and self.arch:
-            raise ValueError("model.path and model.arch are both set; set only one of them")
-        described = self.path or (self.init == "random" and (self.arch or self.config))
-        if not described:
-            raise ValueError(
-                "the model is missing; set model.path to a folder or hub id, or model.arch with model.init = "
-                '"random"'
-            )
-        if self.init == "pretrained" and self.config:
-            raise ValueError(
-                "model.config changes the shape, which pretrained weights do not fit; remove it, or set model.init = "
-                '"random"'
-            )
-        return self
-
 
 class DataSection(Section):
     train: Sources = []
@@ -214,15 +197,6 @@ class MemorySection(Section):
     host_memory: NonNegativeFloat = 0.0
     """Host memory of each node in GiB, for machines that report too little of it; 0 takes what the system reports."""
 
-    @model_validator(mode="after")
-    def _can_be_honoured(self) -> "MemorySection":
-        if self.recompute == "none" and self.offload == "checkpoints":
-            raise ValueError(
-                'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
-                'memory.recompute to "auto", or memory.offload to "none"'
-            )
-        return self
-
 
 class RunSection(Section):
     output: str = "runs/run"
@@ -266,15 +240,6 @@ class RunSection(Section):
     wandb: str = ""
     """Name of a Weights & Biases project that receives the metrics; an empty name sends nothing."""
 
-    @model_validator(mode="after")
-    def _has_one_length(self) -> "RunSection":
-        if bool(self.steps) == bool(self.epochs):
-            raise ValueError(
-                f"run.steps is {self.steps} and run.epochs is {self.epochs:g}, but exactly one of them must be above "
-                "0; set the one that you mean"
-            )
-        return self
-
 
 class Options(Section):
     """What train.py is asked besides the settings of the run."""
@@ -300,20 +265,7 @@ class Options(Section):
     verify_weights: bool = False
     """Compare whole weight files between the nodes at the start, and not only 64 blocks of each file."""
     local_rank: int | None = None
-    """Appended by the deepspeed launcher; it must agree with the environment variable LOCAL_RANK."""
-
-    @model_validator(mode="after")
-    def _agree(self) -> "Options":
-        launched = os.environ.get("LOCAL_RANK", self.local_rank)
-        if self.local_rank is not None and int(launched) != self.local_rank:
-            raise ValueError(
-                f"--local_rank is {self.local_rank} but LOCAL_RANK is {launched}; use one launcher only"
-            )
-        if (self.gpus or self.gpu_memory or self.host_memory) and not self.dry_run:
-            raise ValueError(
-                "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
-            )
-        return self
+    """Appended by the deepspeed launcher; the environment variable LOCAL_RANK says the same, and that is read."""
 
 
 class Config(Section):
@@ -321,7 +273,7 @@ class Config(Section):
 
     stage: Literal[tuple(STAGES)]
     """How the model is trained: pre-training, fine-tuning, reward modelling, or one of DPO, KTO and PPO."""
-    model: ModelSection = Field({}, validate_default=True)
+    model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     parallel: ParallelSection = ParallelSection()
     batch: BatchSection = BatchSection()
@@ -334,7 +286,7 @@ class Config(Section):
     dpo: DpoSection = DpoSection()
     kto: KtoSection = KtoSection()
     ppo: PpoSection = PpoSection()
-    run: RunSection = Field({}, validate_default=True)
+    run: RunSection = RunSection()
     deepspeed: dict[str, Any] = {}
     """Keys of DeepSpeed's own configuration, merged into the derived one; keys that the engine owns are refused."""
 
@@ -368,45 +320,67 @@ class Config(Section):
     def dtype(self) -> torch.dtype:
         return getattr(torch, self.model.dtype)
 
-    @model_validator(mode="after")
-    def _has_effect(self) -> "Config":
-        """Refuse settings that nothing would read."""
-        stage, data = self.stage, self.data
-        for name in {*STAGES} - {stage}:
-            table = getattr(self, name)
-            # the defaults of a configuration that a run has written out are nobody's wish
-            given = {k: v for k, v in table if v != getattr(type(table)(), k)}
-            if given and table is not self.stage_class.table(self):
-                keys = ", ".join(f"{name}.{key}" for key in sorted(given))
-                raise ValueError(
-                    f"{keys}: stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
-                )
-        if data.eval and data.eval_fraction:
-            raise ValueError(
-                f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
+    def complaints(self) -> Iterator[str]:
+        """Yield what is wrong with settings of which each is right by itself; the stage's own checks come last."""
+        stage, model, data, run, memory = (
+            self.stage,
+            self.model,
+            self.data,
+            self.run,
+            self.memory,
+        )
+        if model.path and model.arch:
+            yield "model.path and model.arch are both set; set only one of them"
+        elif not model.path and (
+            model.init == "pretrained" or not (model.arch or model.config)
+        ):
+            yield (
+                "the model is missing; set model.path to a folder or hub id, or model.arch with model.init = "
+                '"random"'
             )
-        if self.run.patience and not self.run.eval_every:
-            raise ValueError(
-                f"run.patience is {self.run.patience} evaluations but only the end of the run is evaluated; set "
+        elif model.init == "pretrained" and model.config:
+            yield (
+                "model.config changes the shape, which pretrained weights do not fit; remove it, or set model.init = "
+                '"random"'
+            )
+        if memory.recompute == "none" and memory.offload == "checkpoints":
+            yield (
+                'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
+                'memory.recompute to "auto", or memory.offload to "none"'
+            )
+        if bool(run.steps) == bool(run.epochs):
+            yield (
+                f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "
+                "0; set the one that you mean"
+            )
+        for name in {*STAGES} - {stage}:
+            # the defaults of a configuration that a run has written out are nobody's wish
+            given = getattr(self, name).model_dump(exclude_defaults=True)
+            if given:
+                keys = ", ".join(f"{name}.{key}" for key in sorted(given))
+                yield f"{keys}: stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
+        if data.eval and data.eval_fraction:
+            yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
+        if run.patience and not run.eval_every:
+            yield (
+                f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
                 "run.eval_every"
             )
-        if self.run.eval_every and not (data.eval or data.eval_fraction):
-            raise ValueError(
-                f"run.eval_every is {self.run.eval_every} but there is nothing to evaluate; set data.eval or "
+        if run.eval_every and not (data.eval or data.eval_fraction):
+            yield (
+                f"run.eval_every is {run.eval_every} but there is nothing to evaluate; set data.eval or "
                 "data.eval_fraction, or run.eval_every = 0"
             )
         for key, default in (("turns", "auto"), ("train_on", "assistant")):
             value = getattr(data, key)
             if value != default and self.stage_class.kind != "sequence":
-                raise ValueError(
-                    f"data.{key} is {value!r} but stage {stage!r} trains the last answer only; remove it"
-                )
+                yield f"data.{key} is {value!r} but stage {stage!r} trains the last answer only; remove it"
         if data.turns == "separate" and data.train_on != "assistant":
-            raise ValueError(
+            yield (
                 f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '
                 'one sequence; set data.train_on = "assistant"'
             )
-        return self
+        yield from self.stage_class.check(self)
 
     @property
     def output(self) -> Path:

@@ -4,15 +4,9 @@ The table is foreign_names.toml, which the migration (ulysses/migrate.py) reads 
 """
 
 import difflib
-import math
 import tomllib
 from pathlib import Path
 from typing import Any
-
-# Their product over all GPUs is batch.examples.
-BATCH_FACTORS = (
-    "per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "gradient_accumulation_steps",
-)  # fmt: skip
 
 
 def foreign_names() -> dict[str, Any]:
@@ -45,20 +39,4 @@ def explain_unknown(key: str, stage: str, keys: list[str]) -> str:
     same_name = [known for known in keys if known.endswith(f".{last}")]
     if near := same_name or difflib.get_close_matches(key, keys, 1, 0.8):
         return f"{key}: unknown; did you mean {' or '.join(near)}?"
-    if near := difflib.get_close_matches(last, names["ours"], 1, 0.9):
-        return explain_unknown(near[0], stage, keys).replace(near[0], key, 1)
     return f"{key}: unknown; train.py --help lists the settings"
-
-
-def whole_step(factors: dict[str, Any], groups: int) -> tuple[int, str]:
-    """Return the product of the factors of other trainers' batch size, and how it comes about.
-
-    Args:
-        factors: some of BATCH_FACTORS with their values.
-        groups: data-parallel groups of GPUs.
-    """
-    given = " x ".join(f"{name} {value}" for name, value in factors.items())
-    return (
-        math.prod(map(int, factors.values())) * groups,
-        f"{given} x {groups} GPUs (those that share a sequence count once)",
-    )

@@ -38,7 +38,7 @@ from ulysses.zero.settings import check_raw
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
-CUBLAS, FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 # Of a model's config.json, what may differ between a checkpoint and the run that continues it.
 FREE_KEYS = (
     "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -273,7 +273,7 @@ def _check_settings(config: Config, world_size: int) -> None:
             f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
             f"one of {divisors(world_size)}"
         )
-    complaints += config.stage_class.check(config)
+    complaints += config.complaints()
     for key, wanted, package in (
         ("model.lora.rank", config.model.lora.rank, "peft"),
         ("run.wandb", config.run.wandb, "wandb"),
@@ -292,23 +292,10 @@ def require_determinism() -> None:
     """Make this process choose deterministic kernels only; it must be called before CUDA starts.
 
     torch's operations then raise where they have no deterministic kernel, resolve_kernel refuses attention kernels that
-    have none, and our own Triton kernels use no atomics. cuBLAS reads its workspace setting once, when CUDA starts.
-
-    Raises:
-        ConfigError: if cuBLAS can no longer be told, or was told otherwise.
+    have none, and our own Triton kernels use no atomics. cuBLAS reads its workspace setting once, when CUDA starts;
+    torch refuses one that is not deterministic.
     """
-    key, setting = "run.deterministic", os.environ.get(CUBLAS)
-    if setting is not None and setting not in FIXED_WORKSPACES:
-        raise ConfigError(
-            f"{CUBLAS} is {setting!r} but must be {' or '.join(FIXED_WORKSPACES)}; unset it",
-            key,
-        )
-    if setting is None and torch.cuda.is_initialized():
-        raise ConfigError(
-            f"CUDA has already started in this process; set {CUBLAS}={FIXED_WORKSPACES[0]} before Python starts",
-            key,
-        )
-    os.environ[CUBLAS] = setting or FIXED_WORKSPACES[0]
+    os.environ.setdefault(CUBLAS, ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
