@@ -1,7 +1,5 @@
 """Hugging Face model folders: find them, read slices of their weights (adapters added in), write new ones.
 
-    model.safetensors  =  8 bytes: header length | JSON header: name -> dtype, shape, offsets | raw tensor bytes
-
 Reading touches only the bytes asked for; writing never holds more than one shard.
 """
 
@@ -35,12 +33,6 @@ TOKENIZER_FILES = (
 DOWNLOADED = ("*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja")
 NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "consolidated*")
 
-_DTYPES: Mapping[str, torch.dtype] = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
 SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
 
 
@@ -62,12 +54,6 @@ def resolve_model(
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         return folder
-    looks_local = path_or_id.startswith((".", "/", "~")) or path_or_id.count("/") != 1
-    if looks_local or folder.parent.is_dir():
-        raise FileNotFoundError(
-            f"{key} is {path_or_id!r} but there is no folder {folder.absolute()} and the value is not a hub "
-            "id of the form owner/name; correct the path"
-        )
     from huggingface_hub import constants, snapshot_download
 
     try:
@@ -80,12 +66,12 @@ def resolve_model(
     # one of a dozen classes; they all mean that the model cannot be fetched
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
-        offline = constants.HF_HUB_OFFLINE
-        where = "offline (HF_HUB_OFFLINE is set)" if offline else f"at {constants.ENDPOINT}"
+        offline = " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
         raise FileNotFoundError(
             f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and revision "
-            f"{revision or 'main'} was not found {where} or in the cache {constants.HF_HUB_CACHE} "
-            f"({type(error).__name__}: {reason}); give a folder, correct the id, or log in for a gated model"
+            f"{revision or 'main'} was not found at {constants.ENDPOINT}{offline} or in the cache "
+            f"{constants.HF_HUB_CACHE} ({type(error).__name__}: {reason}); give a folder, correct the id, or log in "
+            "for a gated model"
         ) from error
     return Path(fetched)
 
@@ -144,10 +130,7 @@ def base_folder(folder: Path, *, need_weights: bool = True) -> Path:
     key = f"base_model_name_or_path in {(folder / ADAPTER_CONFIG).absolute()}"
     if not base:
         raise ValueError(f"{key} is missing; write the base model's folder or hub id there")
-    found = resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
-    if found.resolve() == folder.resolve():
-        raise ValueError(f"{key} names the adapter's own folder; write the base model's there")
-    return found
+    return resolve_model(base, raw.get("revision"), need_weights=need_weights, key=key)
 
 
 def folder_with(folder: Path, pattern: str) -> Path:
@@ -158,54 +141,42 @@ def folder_with(folder: Path, pattern: str) -> Path:
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor of a safetensors file lies."""
+    """One tensor of a safetensors file."""
 
     file: Path
-    offset: int  # of its first byte
+    name: str
     shape: torch.Size
     dtype: torch.dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return the flat elements [start, stop), row-major."""
-        out = torch.empty(stop - start, dtype=self.dtype)
-        raw: Any = out.view(torch.uint8).numpy()
-        # read, not mapped: pages of the file never count as this process's memory
-        with self.file.open("rb") as file:
-            file.seek(self.offset + start * self.dtype.itemsize)
-            if file.readinto(raw) < out.nbytes:
-                raise ValueError(
-                    f"{self.file.absolute()} ended while it was read; download it again"
-                )
+        """Return the flat elements [start, stop), row-major, as a view of the file's pages."""
+        with safe_open(self.file, "pt") as file:
+            part = file.get_tensor(self.name).view(-1)[start:stop]
         # the least and the greatest are not numbers if any element is not one
-        if out.numel() and not torch.isfinite(torch.stack(out.aminmax())).all():
+        if part.numel() and not torch.isfinite(torch.stack(part.aminmax())).all():
             raise ValueError(
                 f"{self.file.absolute()} holds infinite weights, or some that are not numbers; download it again"
             )
-        return out
+        return part
 
 
 def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Read a safetensors file's header."""
+    found = {}
     try:
-        with safe_open(path, "pt"):  # checks the header against the file's size
-            pass
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - a file is no dictionary
+                tensor = file.get_tensor(name)  # nothing is read yet
+                found[name] = StoredTensor(path, name, tensor.shape, tensor.dtype)
     except SafetensorError as error:
         raise ValueError(
             f"{path.absolute()} is not a whole safetensors file ({error}); download it again"
         ) from None
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
+    for name, stored in found.items():
+        if not stored.dtype.is_floating_point:
             raise ValueError(
-                f"{name} in {path.absolute()} has dtype {entry['dtype']}, which is not read; convert the weights"
+                f"{name} in {path.absolute()} has dtype {stored.dtype}, which is not read; convert the weights"
             )
-        offset = 8 + length + entry["data_offsets"][0]
-        shape, dtype = torch.Size(entry["shape"]), _DTYPES[entry["dtype"]]
-        found[name] = StoredTensor(path, offset, shape, dtype)
     return found
 
 
@@ -226,7 +197,7 @@ class _Update(NamedTuple):
 
 
 class WeightFiles:
-    """Read the weights of a model folder by name, whole or as flat slices, touching only the bytes asked for.
+    """Read the weights of a model folder by name, as flat slices, touching only the bytes asked for.
 
     The folder of a LoRA adapter is read together with its base model: a slice of an adapted matrix is the base's slice
     plus scale * B A, added in float32. A score head in the adapter's file replaces the base's.
@@ -290,15 +261,15 @@ class WeightFiles:
                 )
             self._updates.setdefault(name, []).append(_Update(pair["A"], pair["B"], scale))
 
-    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
-        """Return the tensor in its shape or, if either end is given, its flat elements [start, stop), row-major."""
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default."""
         stored = self.tensors[name]
-        first, last, _ = slice(start, stop).indices(stored.shape.numel())
-        last = max(first, last)
-        flat = stored.read(first, last)
+        if stop is None:
+            stop = stored.shape.numel()
+        flat = stored.read(start, stop)
         for update in self._updates.get(name, ()):
-            flat = flat.float() + update.read(first, last)
-        return flat.view(stored.shape) if start is None and stop is None else flat
+            flat = flat.float() + update.read(start, stop)
+        return flat
 
     def check(
         self, expected: Mapping[str, torch.Size], *, may_lack: tuple[str, ...] = ()

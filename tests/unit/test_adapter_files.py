@@ -47,10 +47,10 @@ def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
     files.check({name: p.shape for name, p in whole.items()})
     for name, expected in whole.items():
         found = files.read(name)
-        torch.testing.assert_close(found.float(), expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found.float(), expected.view(-1), rtol=1e-6, atol=1e-7)
         for start, stop in ((0, 3), (5, 40), (17, 18), (30, None), (4, 4)):
             part = files.read(name, start, stop)
-            torch.testing.assert_close(part, found.view(-1)[start:stop], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(part, found[start:stop], rtol=1e-6, atol=1e-7)
     moved = [n for n in plain.tensors if not torch.equal(plain.read(n), files.read(n).bfloat16())]
     assert len(moved) == 4 and all("q_proj" in n or "down_proj" in n for n in moved)
 
@@ -72,7 +72,7 @@ def test_adapters_scale_alike_in_training_export_and_peft(base, tmp_path, rslora
     (tmp_path / "out").mkdir()
     save_adapters(tmp_path / "out", adapters, ModelSection(path=str(base), lora=section), reward=False)
     read = WeightFiles(tmp_path / "out").read(f"{stem}.weight") - WeightFiles(base).read(f"{stem}.weight").float()
-    torch.testing.assert_close(read, change, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(read, change.view(-1), rtol=1e-3, atol=1e-4)
 
 
 def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, monkeypatch, capsys):
@@ -96,7 +96,6 @@ def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, monkeypatc
     assert export.main() == 2 and not (tmp_path / "out").exists()
     assert f"base_model_name_or_path in {folder / 'adapter_config.json'} is '{absent}'" in capsys.readouterr().err
     refused("is missing", base_model_name_or_path=None)
-    refused("own folder", base_model_name_or_path=str(folder))
     refused("does not fit", r=4)
     refused("neither a LoRA matrix", more={"base_model.model.model.norm.weight": torch.ones(16)})
     (folder / "model.safetensors").touch()

@@ -231,7 +231,11 @@ def merge_adapter(folder: Path, out: Path) -> None:
     files.check(sizes)
     with whole_folder(out) as new:
         write_weights(
-            new, ((name, files.read(name).to(files.tensors[name].dtype)) for name in sizes)
+            new,
+            (
+                (name, files.read(name).to(files.tensors[name].dtype).view(size))
+                for name, size in sizes.items()
+            ),
         )
         dtype = str(files.tensors["model.norm.weight"].dtype).removeprefix("torch.")
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
