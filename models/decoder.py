@@ -21,7 +21,7 @@ from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import rotary_table
 from ulysses.memory.levels import LEVELS, Pair
 from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import TileRows, tiles
+from ulysses.memory.tiling import TILE_ROWS, tiles
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
@@ -41,12 +41,13 @@ class LayerMemory(NamedTuple):
     """Say what the model keeps for backward and how it is cut.
 
     recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
-    time (0 for all), except where level "none" keeps its whole graph. offloaded_layers: so many of the first layers, or
-    all, keep what they keep in host memory if there is an offloader; level "none" ignores it.
+    time if there are more than twice as many, except where level "none" keeps its whole graph. offloaded_layers: so
+    many of the first layers, or all, keep what they keep in host memory if there is an offloader; level "none" ignores
+    it.
     """
 
     recompute: str | Sequence[str] = "none"
-    mlp_tile: TileRows = "auto"
+    mlp_tile: int = TILE_ROWS
     offloader: Offloader | None = None
     offloaded_layers: int | None = None
 

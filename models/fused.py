@@ -2,7 +2,7 @@
 
 On CUDA with Triton the passes are the kernels of fused_triton.py; elsewhere the same arithmetic in plain torch. Both
 compute in float32 (float64 for float64 inputs) and round once at the end. Nothing here records a graph except
-`rms_norm`, `rotate` and `swiglu`.
+`rms_norm`, `RotateNode.apply` and `SwiGLUNode.apply`, which take what their `forward` does, except ctx.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
@@ -14,28 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from losses.precision import at_least_float32
 from models import fused_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable."""
     return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def rotate(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *norms: Any
-) -> tuple[Tensor, Tensor]:
-    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2], halves paired; differentiable.
-
-    `norms` are eps and the weights [E] of RMSNorms that every head's query and key pass through first. Backward then
-    keeps query and key, and computes their norms again.
-    """
-    return _Rotate.apply(query, key, cos, sin, *norms)
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up; differentiable, backward keeps the two inputs only."""
-    return _SwiGLU.apply(gate, up)
 
 
 def rotate_pair(
@@ -50,8 +35,8 @@ def rotate_pair(
     back: bool = False,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Do `rotate` without a graph; `back` turns the other way, which is the gradient of turning."""
-    out = (query, key) if in_place else (_dense_like(query), _dense_like(key))
+    """Do `RotateNode` without a graph; `back` turns the other way, which is the gradient of turning."""
+    out = (query, key) if in_place else (query.new_empty(query.shape), key.new_empty(key.shape))
     if _on_gpu(query) and query.stride(-1) == key.stride(-1) == 1:
         fused_triton.rotate(
             query, key, cos, sin, -1.0 if back else 1.0, out, eps, query_norm, key_norm
@@ -60,8 +45,7 @@ def rotate_pair(
     cos, sin = cos[:, None], (-sin if back else sin)[:, None]
     for x, norm, target in zip((query, key), (query_norm, key_norm), out):
         if norm is not None:
-            work = _work_dtype(x)
-            x = rms_norm(x.to(work), norm.to(work), eps)
+            x = rms_norm(at_least_float32(x), at_least_float32(norm), eps)
         first, second = x.chunk(2, -1)
         turned = first * cos - second * sin, second * cos + first * sin
         target.copy_(torch.cat(turned, -1))
@@ -71,9 +55,9 @@ def rotate_pair(
 def rotate_backward(
     query: Tensor, key: Tensor, eps: float, cos: Tensor, sin: Tensor, *kept: Tensor
 ) -> tuple[Tensor, ...]:
-    """Turn the gradients of `rotate`'s results into those of its query, key and, if there are any, norms' weights.
+    """Turn the gradients of `RotateNode`'s results into those of its query, key and, if there are any, norms' weights.
 
-    The weights' are float32 or better. `kept` is query, key and weights as `rotate` received them, or nothing without
+    The weights' are float32 or better. `kept` is query, key and weights as the node received them, or nothing without
     norms.
     """
     turned = rotate_pair(query, key, cos, sin, back=True)
@@ -86,11 +70,10 @@ def rotate_backward(
 
 
 def activate(gate: Tensor, up: Tensor) -> Tensor:
-    """Do `swiglu` without a graph."""
+    """Return silu(gate) * up, without a graph."""
     if _on_gpu(gate):
         return fused_triton.swiglu(gate.contiguous(), up.contiguous())
-    work = _work_dtype(gate)
-    return (F.silu(gate.to(work)) * up).to(gate.dtype)
+    return (F.silu(at_least_float32(gate)) * up).to(gate.dtype)
 
 
 def activate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,9 +82,7 @@ def activate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
         return fused_triton.swiglu_backward(
             grad.contiguous(), gate.contiguous(), up.contiguous()
         )
-    work = _work_dtype(gate)
-    d = grad.to(work)
-    g = gate.to(work)
+    d, g = at_least_float32(grad), at_least_float32(gate)
     s = torch.sigmoid(g)
     silu = g * s
     grad_gate = d * up * (s + silu * (1 - s))
@@ -113,29 +94,19 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [..., D], `residual` (contiguous) added, and of weight [D], in float32 or better."""
-    if _on_gpu(x) and x.shape[-1] <= fused_triton.MAX_WIDTH:
+    if _on_gpu(x):
         return fused_triton.rms_norm_backward(
             grad.contiguous(), x.contiguous(), weight, eps, residual
         )
-    work = _work_dtype(x)
-    v = x.to(work)
-    d = grad.to(work)
+    v, d = at_least_float32(x), at_least_float32(grad)
     scale = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
     normal = v * scale
     grad_weight = (d * normal).flatten(0, -2).sum(0)
-    d = d * weight.to(work)
+    d = d * at_least_float32(weight)
     grad_x = (d - normal * (d * normal).mean(-1, keepdim=True)) * scale
     if residual is not None:
         grad_x = grad_x.add_(residual)
     return grad_x.to(x.dtype), grad_weight
-
-
-def _work_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _dense_like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -147,7 +118,13 @@ def _on_gpu(x: Tensor) -> bool:
     )
 
 
-class _Rotate(torch.autograd.Function):
+class RotateNode(torch.autograd.Function):
+    """Rotate query [S, H, E] and key [S, K, E] by (cos, sin) [S, E/2], halves paired.
+
+    `norms` are the weights [E] of RMSNorms that every head's query and key pass through first. Backward then keeps
+    query and key, and computes their norms again.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -169,7 +146,9 @@ class _Rotate(torch.autograd.Function):
         return query, key, None, None, None, *norms
 
 
-class _SwiGLU(torch.autograd.Function):
+class SwiGLUNode(torch.autograd.Function):
+    """Return silu(gate) * up; backward keeps the two inputs only."""
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)

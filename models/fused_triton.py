@@ -18,7 +18,6 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-MAX_WIDTH = 16384  # a whole row of the norm lies in one program's registers
 _BLOCK = 1024
 
 if triton is not None:

@@ -165,7 +165,7 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
     found = {}
     try:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 - a file is no dictionary
+            for name in file.keys():
                 tensor = file.get_tensor(name)  # nothing is read yet
                 found[name] = StoredTensor(path, name, tensor.shape, tensor.dtype)
     except SafetensorError as error:

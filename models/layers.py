@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from models import half_blocks
 from models.arch import ModelConfig
-from models.fused import rotate, swiglu
-from ulysses.memory.levels import Pair, run_layer
+from models.fused import RotateNode, SwiGLUNode
+from ulysses.memory.levels import LayerNode, Pair
 from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import TileRows, run_tiles, tile_gradients, tile_rows
+from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
 
 
@@ -33,7 +33,7 @@ class Linear(Unfilled, nn.Linear):
     """Multiply rows [S, D] by a matrix; unlike torch's, the graph keeps no view of it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return half_blocks.linear(x, self.weight, self.bias)
+        return half_blocks.LinearNode.apply(x, self.weight, self.bias)
 
 
 class Embedding(Unfilled, nn.Embedding):
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         if not half_blocks.is_plain(*norms):
             q, k = (norm(x) for norm, x in zip(norms, (q, k)))
             norms = []  # done
-        return *rotate(q, k, *rope, self.eps, *(norm.weight for norm in norms)), v
+        return *RotateNode.apply(q, k, *rope, self.eps, *(norm.weight for norm in norms)), v
 
     def norms(self) -> list[RMSNorm]:
         """Return the norms of queries and of keys, or an empty list."""
@@ -103,7 +103,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(F, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(SwiGLUNode.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
     """
 
     recompute: str
-    mlp_tile: TileRows
+    mlp_tile: int
     offloader: Offloader | None
 
     def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
@@ -134,24 +134,22 @@ class DecoderLayer(nn.Module):
         if half_blocks.is_watched(self.self_attn) or half_blocks.is_watched(attention):
             middle = hidden + self.self_attn(self.input_layernorm(hidden), rope, plan)
         elif learns and self.recompute != "none":
-            return run_layer(self, hidden, rope, plan, pair)
+            parameters = [p for stage in self.stage_parameters() for p in stage]
+            return LayerNode.apply(self, rope, plan, pair, hidden, *parameters)
         else:
             middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
     def project(self, hidden: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
-        norm = self.input_layernorm
-        a = self.self_attn
+        norm, a = self.input_layernorm, self.self_attn
         projections = a.q_proj, a.k_proj, a.v_proj
         norms = a.norms()
         if not half_blocks.is_plain(norm, *projections, *norms):
             return a.project(norm(hidden), rope)
-        matrices = [p.weight for p in projections]
-        biases = [p.bias for p in projections]
-        of_heads = [n.weight for n in norms]
-        parts: Any = norm.weight, *matrices, *biases, a.head_dim, norm.eps, *of_heads
-        return half_blocks.project(hidden, half_blocks.ProjectWeights(*parts), rope)
+        weights = [module.weight for module in (norm, *projections)]
+        weights += [*(p.bias for p in projections), *(n.weight for n in norms)]
+        return half_blocks.ProjectNode.apply(hidden, *rope, a.head_dim, norm.eps, *weights)
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """Add the projected attention output [S, H, E] to the layer's input."""
@@ -162,40 +160,39 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, hidden: Tensor) -> Tensor:
         """Add the MLP of the normalised rows; each row is independent, so it can run in tiles."""
-        weights = self._feed_forward_weights()
+        weights = self._mlp_weights()
         if weights is None:
-            return self._feed_forward_by_modules(hidden)
-        return half_blocks.feed_forward(hidden, weights)
+            return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return half_blocks.FeedForwardNode.apply(hidden, *weights)
 
     def feed_forward_tiles(self, rows: Tensor) -> Tensor:
         """Run `feed_forward` in tiles, without a graph."""
-        weights = self._feed_forward_weights()
-        tile = tile_rows(len(rows), self.mlp_tile)
-        if weights is None:
-            return run_tiles(self._feed_forward_by_modules, rows, tile)
-        return half_blocks.feed_forward_tiles(rows, weights, tile)
+        weights = self._mlp_weights()
+
+        def product(rows: Tensor) -> Tensor:
+            if weights is None:
+                return self.mlp(self.post_attention_layernorm(rows))
+            return half_blocks.mlp(rows, *weights)[-1]
+
+        return add_by_tiles(product, rows, tile_rows(len(rows), self.mlp_tile))
 
     def feed_forward_gradients(self, rows: Tensor, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Run forward and backward of each tile; return the gradients of `rows` and of `stage_parameters()[2]`."""
-        weights = self._feed_forward_weights()
+        weights = self._mlp_weights()
         tile = tile_rows(len(rows), self.mlp_tile)
         if weights is None:
             parameters = self.stage_parameters()[2]
-            return tile_gradients(self._feed_forward_by_modules, rows, grad, parameters, tile)
+            return tile_gradients(self.feed_forward, rows, grad, parameters, tile)
         grad_rows, *found = half_blocks.feed_forward_gradients(rows, grad, weights, tile)
         return grad_rows, [g for g in found if g is not None]
 
-    def _feed_forward_by_modules(self, hidden: Tensor) -> Tensor:
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-    def _feed_forward_weights(self) -> half_blocks.FeedForwardWeights | None:
-        norm = self.post_attention_layernorm
-        mlp = self.mlp
-        projections = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        if half_blocks.is_watched(mlp) or not half_blocks.is_plain(norm, *projections):
+    def _mlp_weights(self) -> tuple[Any, ...] | None:
+        """Return the arguments of half_blocks.mlp if it may stand in for the modules."""
+        norm: Any = self.post_attention_layernorm
+        modules = norm, *self.mlp.children()
+        if half_blocks.is_watched(self.mlp) or not half_blocks.is_plain(*modules):
             return None
-        matrices = [p.weight for p in projections]
-        return half_blocks.FeedForwardWeights._make((norm.weight, *matrices, norm.eps))
+        return *(module.weight for module in modules), norm.eps
 
     def stage_parameters(self) -> tuple[list[nn.Parameter], ...]:
         """Return the trainable parameters of project, of output and of feed_forward, adapters included."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from losses.logprobs import LogProbs, linear_logprobs
+from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from ulysses.memory.tiling import tiles
 
@@ -50,7 +51,7 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        vector = weight[0].to(torch.promote_types(weight.dtype, torch.float32))
+        vector = at_least_float32(weight[0])
         values = vector.new_empty(hidden.shape[0])
         for part in tiles(hidden.shape[0], SCORE_ROWS):
             values[part] = hidden[part].to(vector.dtype) @ vector

@@ -29,7 +29,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
-from models.fused import rms_norm, rotate_pair, swiglu
+from models.fused import activate, rms_norm, rotate_pair
 from models.rope import rotary_table
 from ulysses.memory.plan import PREFILL_TOKENS
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
@@ -381,7 +381,7 @@ class Sampler:
             hidden = hidden + linear(attended, f"{layer}.self_attn.o")
             x = norm(hidden, f"{layer}.post_attention_layernorm")
             gate, up = (linear(x, f"{layer}.mlp.{p}") for p in ("gate", "up"))
-            hidden = hidden + linear(swiglu(gate, up), f"{layer}.mlp.down")
+            hidden = hidden + linear(activate(gate, up), f"{layer}.mlp.down")
         return norm(hidden, "model.norm")
 
 

@@ -55,7 +55,7 @@ def test_an_automatic_degree_is_planned(length, degree, capsys):
 def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys):
     code, text = run(capsys, *arch("dpo", 65536), "--dpo.reference", "/no/such/model", *NODE)
     assert "the fullest: 131,072 tokens in 2 sequences" in text and "tokens on each side of a pair" in text
-    assert code == 3 and "finding: dpo.reference is '/no/such/model' but there is no folder /no/such/model" in text
+    assert code == 3 and "finding: dpo.reference is '/no/such/model': there is no folder /no/such/model" in text
 
 
 def test_seconds_know_that_answers_attend_to_their_shared_prompt(capsys, tmp_path):

@@ -9,14 +9,8 @@ import torch.nn.functional as F
 
 from models import fused_triton
 from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
-from models.half_blocks import (
-    FeedForwardWeights,
-    ProjectWeights,
-    feed_forward,
-    feed_forward_gradients,
-    feed_forward_tiles,
-    project,
-)
+from models.half_blocks import FeedForwardNode, ProjectNode, feed_forward_gradients, mlp
+from ulysses.memory.tiling import add_by_tiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
@@ -110,7 +104,7 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width):
 
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
-    found = project(x, ProjectWeights(*weights[:7], width, 1e-5, *weights[7:]), (cos, sin))
+    found = ProjectNode.apply(x, cos, sin, width, 1e-5, *weights)
     factor = {torch.float32: 2.0, torch.bfloat16: 4.0}[dtype]  # several roundings in a row
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
@@ -128,10 +122,10 @@ def test_feed_forward_half(device, dtype, tile):
 
     exact, *exact_grads = in_float64(half, inputs, grad)
     x, *weights = (t.requires_grad_() for t in inputs)
-    w = FeedForwardWeights(*weights, 1e-5)
-    out = feed_forward(x, w)
+    w = *weights, 1e-5
+    out = FeedForwardNode.apply(x, *w)
     factor = {torch.float32: 1.0, torch.bfloat16: 4.0}[dtype]  # several bfloat16 roundings in a row
-    all_near((out, feed_forward_tiles(x, w, tile)), (exact, exact), dtype, factor)
+    all_near((out, add_by_tiles(lambda rows: mlp(rows, *w)[-1], x, tile)), (exact, exact), dtype, factor)
     for found in (torch.autograd.grad(out, inputs, grad), feed_forward_gradients(x, grad, w, tile)):
         all_near(found, exact_grads, dtype, factor)
     for frozen in (weights[0], *weights[2:]):

@@ -23,7 +23,7 @@ from tests.memory_case import (
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES, Offloader
 from ulysses.memory.plan import GIB, Case, Machine, Model, kept_bytes, pinned_bytes
-from ulysses.memory.tiling import AUTO_ROWS, run_tiles, tile_gradients, tile_rows
+from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients, tile_rows
 from ulysses.training.config import LoraSection as Adapters
 from ulysses.training.lora import add_adapters
 
@@ -33,7 +33,7 @@ FAMILIES = pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["qwen2", "qwe
 
 
 @FAMILIES
-@pytest.mark.parametrize("tile", [0, TILE], ids=["whole", "tiled"])
+@pytest.mark.parametrize("tile", [TILE_ROWS, TILE], ids=["whole", "tiled"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_are_those_of_ordinary_autograd(level, tile, config):
     expected_logps, expected = gradients(build(config=config))
@@ -185,7 +185,7 @@ def test_every_hook_on_any_part_of_a_layer_runs(level, kind, config):
 
 
 @FAMILIES
-@pytest.mark.parametrize("dropout, tile", [(0.0, TILE), (0.4, 0)])
+@pytest.mark.parametrize("dropout, tile", [(0.0, TILE), (0.4, TILE_ROWS)])
 def test_frozen_weights_and_adapters(dropout, tile, config):
     """Dropout is drawn once more as it was drawn; tiles draw other numbers than a whole."""
 
@@ -206,7 +206,7 @@ def test_frozen_weights_and_adapters(dropout, tile, config):
 
 
 def test_tiles_are_automatic_for_many_rows():
-    assert tile_rows(2 * AUTO_ROWS) == 2 * AUTO_ROWS and tile_rows(16 * AUTO_ROWS) == AUTO_ROWS
+    assert tile_rows(2 * TILE_ROWS) == 2 * TILE_ROWS and tile_rows(16 * TILE_ROWS) == TILE_ROWS
 
 
 def test_tiles_run_a_module_without_rows_and_give_unused_parameters_zeros():
@@ -214,7 +214,7 @@ def test_tiles_run_a_module_without_rows_and_give_unused_parameters_zeros():
     parameters = [*linear.parameters(), unused]
     for rows in (0, 5):
         x = torch.randn(rows, 3)
-        out = run_tiles(linear, x, 2)
+        out = add_by_tiles(linear, x, 2)
         grad_x, (_, bias, zeros) = tile_gradients(linear, x, torch.ones_like(out), parameters, 2)
         assert grad_x.shape == x.shape and not zeros.any()
         torch.testing.assert_close(bias, torch.full((3,), float(rows)))

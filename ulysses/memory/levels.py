@@ -61,17 +61,14 @@ class Pair:
             return self.first(group.get(hidden).detach(), rope, plan)
 
 
-def run_layer(layer: Any, hidden: Tensor, rope: Rope, plan: Any, pair: Pair | None) -> Tensor:
+class LayerNode(torch.autograd.Function):
     """Run a layer, hidden [S, D] -> [S, D], so that its graph keeps what `layer.recompute` says, which is not "none".
 
     With `layer.offloader` that is kept on the host. The gradients are those of ordinary autograd. `pair` is what the
-    two layers of a pair share. All ranks use the same level for a layer.
+    two layers of a pair share; `parameters` are those of `layer.stage_parameters()`. All ranks use the same level for a
+    layer.
     """
-    parameters = [p for stage in layer.stage_parameters() for p in stage]
-    return _Layer.apply(layer, rope, plan, pair, hidden, *parameters)
 
-
-class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,6 +1,6 @@
 """Row-wise work in tiles of rows, so that only one tile's intermediate results are in memory.
 
-    forward:   rows [S, D] --tile by tile, no graph--> out [S, D]
+    forward:   rows [S, D] --tile by tile, no graph--> rows + out [S, D]
     backward:  for each tile: forward with a graph, then its gradients     (weight gradients are summed in float32)
 
 Ranks may have different numbers of tiles: nothing inside a tile communicates, and the module's parameters are gathered
@@ -10,25 +10,23 @@ Shapes: S local tokens, D width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-# short sequences lose nothing by running whole, so "auto" cuts from twice as many rows on
-AUTO_ROWS = 8192
+from losses.precision import at_least_float32
+
+TILE_ROWS = 8192
 
 RowFunction = Callable[[Tensor], Tensor]
-TileRows = int | Literal["auto"]
 
 
-def tile_rows(total: int, limit: TileRows = "auto") -> int:
-    """Return the rows of one tile if `total` rows are cut into equal tiles of at most `limit`; 0 means no limit."""
-    if limit == "auto":
-        limit = AUTO_ROWS if total > 2 * AUTO_ROWS else 0
-    if limit == 0 or total <= limit:
-        return total
-    return -(-total // -(-total // limit))
+def tile_rows(total: int, limit: int = TILE_ROWS) -> int:
+    """Return the rows of one of `total`'s equal tiles, at most `limit`.
+
+    Short sequences lose nothing by running whole, so up to twice as many rows are one tile.
+    """
+    return total if total <= 2 * limit else -(-total // -(-total // limit))
 
 
 def tiles(total: int, rows: int) -> Iterator[slice]:
@@ -38,13 +36,13 @@ def tiles(total: int, rows: int) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def run_tiles(function: RowFunction, rows: Tensor, tile: int) -> Tensor:
-    """Return function(rows), computed in tiles of `tile` rows, without a graph."""
-    if tile >= rows.shape[0]:
-        return function(rows)
+def add_by_tiles(function: RowFunction, rows: Tensor, tile: int) -> Tensor:
+    """Return rows + function(rows), computed in tiles of `tile` rows, without a graph."""
+    if tile >= len(rows):
+        return rows + function(rows)
     out = torch.empty_like(rows)
-    for part in tiles(rows.shape[0], tile):
-        out[part] = function(rows[part])
+    for part in tiles(len(rows), tile):
+        torch.add(rows[part], function(rows[part]), out=out[part])
     return out
 
 
@@ -66,7 +64,7 @@ def tile_gradients(
     for part in tiles(rows.shape[0], tile):
         grad_rows[part], grads = _tile_gradients(function, rows[part], grad[part], parameters)
         if not sums:
-            sums = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
+            sums = [at_least_float32(g) for g in grads]
         else:
             for total, g in zip(sums, grads):
                 total.add_(g)
