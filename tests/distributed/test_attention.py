@@ -129,7 +129,7 @@ def other_layouts(num_heads, num_kv_heads):
     alone = UlyssesAttention(None, num_heads, num_kv_heads, E)
     q, k, v, upstream = inputs(num_heads, num_kv_heads, 48)
     batch, indices = packed((30, 1, 17), mesh)
-    whole = alone(q, k, v, torch.tensor([0, 30, 31, 48], dtype=torch.int32, device=device()))
+    whole = alone(q, k, v, torch.tensor([0, 30, 31, 48], device=device()))
     for given in ({"max_seqlen": 30}, {}):
         out = attention(q[indices], k[indices], v[indices], batch.cu_seqlens, **given)
         torch.testing.assert_close(out, whole[indices], rtol=1e-5, atol=1e-5)
@@ -181,7 +181,6 @@ def test_wrong_inputs_are_refused():
         ((q, q, q, cu), r"\[6, 4, 8\]; they must have one dtype and \(4, 2, 2\) heads of 8"),
         ((q, k.double(), k.double(), cu), r"torch.float64 \[6, 2, 8\]; they must have one dtype"),
         ((q, k, k, cu - torch.tensor([0, 1], dtype=torch.int32)), "cu_seqlens ends at 5 but the 1 ranks hold 6 tokens"),
-        ((q, k, k, cu.long()), "must be int32"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given)

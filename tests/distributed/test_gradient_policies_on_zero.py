@@ -33,11 +33,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "zclip": {"warmup": 2},
     "gradient_noise": {"ratio": 0.5},
     "scale_small_gradients": {"threshold": 0.5},
-    "clip_mean_abs": {"limit": 0.3},
     "ulysses_pro": {"max_norm": 0.5},
 }
 CASES: dict[str, Any] = {k.name: [{"policy": k.name} | SETTINGS.get(k.name, {})] for k in GRADIENT_POLICIES}
-CASES |= {"steady": "steady", "default": "default", "annealed": [{"policy": "gradient_noise", "eta": 1e-6}]}
+CASES |= {"steady": "steady", "default": "default", "absolute": [{"policy": "gradient_noise", "sigma": 1e-6}]}
 FOR_GOOD = [  # what the optimizer sees
     {"policy": "skip_non_finite"},
     {"policy": "gradient_noise", "ratio": 0.1},

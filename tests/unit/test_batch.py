@@ -105,20 +105,14 @@ def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
     assert not torch.allclose(naive.double(), wanted[1:], rtol=1e-2)  # what the tree avoids
 
 
-HUGE = type("Huge", (), {"__len__": lambda self: 2**30})()  # refused before anything is read
-
-
 @pytest.mark.parametrize(
     "first, message",
     [
         (([], []), "a sequence has no tokens; drop it"),
         (([1, 2, 3], [0, 1]), "loss_weights has 2 entries for 3 tokens"),
         (([1, 2], [0.0, float("nan")]), "loss_weights has a value that is not finite"),
-        (([1, 2], [0, 1], {}, {"x": 1}), r"sequence 1 has columns \[\] and the first one \['x'\]"),
-        (([1, 2], [0, 1], {"c": [0, 0]}), r"sequence 1 has token_columns \[\] and the first one \['c'\]"),
-        ((HUGE, HUGE), "does not fit int32 cu_seqlens"),
     ],
 )
 def test_bad_sequences_and_packs_are_refused(first, message):
     with pytest.raises(ValueError, match=message):
-        pack_shard([Sequence(*first), Sequence(*(first if HUGE in first else ([1, 2], [0, 1])))], ParallelMesh())
+        pack_shard([Sequence(*first), Sequence([1, 2], [0, 1])], ParallelMesh())

@@ -48,7 +48,7 @@ def test_state_survives_json_and_continues_exactly():
     steps(first, 0, 13)
     saved = json.loads(json.dumps(first.state_dict()))
     second.load_state_dict(saved)
-    assert steps(second, 13, 30) == want[13:] and second.skipped_total == second.policies[0].total >= 2
+    assert steps(second, 13, 30) == want[13:] and second.skipped_total >= 2
     with pytest.raises(ValueError, match="the checkpoint's gradient policies are"):
         build_chain("default").load_state_dict(saved)
 

@@ -44,7 +44,7 @@ def test_idle_gradient_policies_need_one_collective_together():
     """Presets and scopes included: nothing is measured twice, and nothing one by one."""
     tables = [
         {"policy": "skip_non_finite"}, {"policy": "skip_spike"}, {"policy": "zclip"}, {"policy": "ulysses_pro"},
-        {"policy": "clip_mean_abs", "limit": 1e6}, {"policy": "clip_global_norm", "max_norm": 1e6},
+        {"policy": "clip_global_norm", "max_norm": 1e6},
         {"policy": "scale_small_gradients", "threshold": 1e-30},
     ]  # fmt: skip
     named, world = parameters(), FakeWorld(2)

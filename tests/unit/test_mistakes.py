@@ -158,7 +158,7 @@ MISTAKES = {
     "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":\"much\"}]": "not supported between",
     "DEMO --gradients.policies [{\"policy\":\"zclip\",\"decay\":1.0}]": "decay must be below 1",
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\"}]": "exactly one of them must be set",
-    "DEMO --gradients.policies [{\"policy\":\"gradient_noise\",\"sigma\":1,\"eta\":1}]": "exactly one of them must be",
+    "DEMO --gradients.policies [{\"policy\":\"gradient_noise\",\"sigma\":1,\"ratio\":1}]": "exactly one of them must",
     "DEMO --data.train PLACE/none.jsonl": "none.jsonl does not exist",
     "DEMO --data.train {\"path\":\"PLACE/chats.jsonl\",\"col\":{}}": "its keys are path, format, weight, columns",
     "DEMO --data.train PLACE/chats.jsonl": "chats.jsonl row 1 has no chosen and rejected answers",

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from ulysses.gradients.clip import ClipGlobalNorm, ClipMeanAbs, ZClip
+from ulysses.gradients.clip import ClipGlobalNorm, ZClip
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 from ulysses.gradients.shape import (
@@ -26,7 +26,6 @@ GRADIENT_POLICIES: tuple[type[GradientPolicy], ...] = (
     SkipNonFinite,
     SkipSpike,
     ClipGlobalNorm,
-    ClipMeanAbs,
     ZClip,
     GradientCentralization,
     GradientNoise,

@@ -1,4 +1,4 @@
-"""Gradient policies that bound the gradient: by its norm, its mean absolute value, or its own history."""
+"""Gradient policies that bound the gradient: by its norm or by its own history."""
 
 import math
 import statistics
@@ -35,21 +35,6 @@ class ClipGlobalNorm(GradientPolicy):
                 report[f"{label}/norm"] = norm
             report |= {f"{label}/clip_factor": factor, f"{label}/clipped": float(factor < 1)}
         return report
-
-
-@dataclass
-class ClipMeanAbs(GradientPolicy):
-    """g *= min(1, limit / mean|g|), where mean|g| is the mean over parameters of each one's mean |g|."""
-
-    limit: float = 5.0
-    name = "clip_mean_abs"
-    reads = ("mean_abs",)
-
-    def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        mean = gradients.mean_abs()
-        factor = self.limit / mean if mean > self.limit else 1.0
-        gradients.scale(factor)
-        return {"grad/mean_abs": mean, "grad/mean_abs_factor": factor}
 
 
 @dataclass

@@ -9,33 +9,29 @@ from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 @dataclass
 class GradientNoise(GradientPolicy):
-    """Add N(0, s^2) to every element; set exactly one of sigma, ratio and eta to choose s.
+    """Add N(0, s^2) to every element; set either sigma or ratio to choose s.
 
     sigma: s = sigma, absolute. Over N elements its norm is sigma * sqrt(N), more than a large model's gradient.
     ratio: s = ratio * ||g|| / sqrt(N), so that the noise has `ratio` times the gradient's norm.
-    eta:   s^2 = eta / (1 + step)^decay, annealed (1511.06807, eq. 1; eta 0.01, 0.3 or 1, decay 0.55).
     The noise is the same on any topology of one device type.
     """
 
     sigma: float = 0.0
     ratio: float = 0.0
-    eta: float = 0.0
-    decay: float = 0.55
     name = "gradient_noise"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [value for value in (self.sigma, self.ratio, self.eta) if value != 0]
-        if len(given) != 1 or given[0] < 0:
+        smaller, larger = sorted((self.sigma, self.ratio))
+        if smaller != 0 or larger == 0:
             raise ValueError(
-                f"sigma is {self.sigma}, ratio {self.ratio} and eta {self.eta} "
+                f"sigma is {self.sigma} and ratio {self.ratio} "
                 "but exactly one of them must be set, to a number above 0"
             )
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         norm, root = gradients.norm(), math.sqrt(gradients.numel)
-        annealed = math.sqrt(self.eta / (1 + context.step) ** self.decay)
-        sigma = self.sigma + self.ratio * norm / root + annealed  # two of them are 0
+        sigma = self.sigma + self.ratio * norm / root  # one of them is 0
         gradients.add_noise(sigma, seed=context.seed, step=context.step)
         relative = sigma * root / norm if norm else 0.0
         return {"grad/noise_sigma": sigma, "grad/noise_to_gradient": relative}

@@ -25,18 +25,16 @@ class SkipNonFinite(GradientPolicy):
 
     limit: int = 3
     consecutive: int = field(default=0, init=False)
-    total: int = field(default=0, init=False)
     name = "skip_non_finite"
 
     def apply(self, gradients: Gradients, context: StepContext) -> Report:
         reason = _what_is_not_finite(gradients, context)
         self.consecutive = self.consecutive + 1 if reason else 0
-        self.total += reason is not None
         if self.consecutive > self.limit:
             context.stop = f"{reason}; {self.consecutive} steps in a row were not finite (limit {self.limit})"
         else:
             context.skip = reason
-        return {"grad/non_finite_total": float(self.total)}
+        return {}
 
 
 def _what_is_not_finite(gradients: Gradients, context: StepContext) -> str | None:

@@ -74,7 +74,7 @@ class UlyssesAttention(nn.Module):
         """Attend; returns the shape of `query`. All ranks of the sequence-parallel group call it together.
 
         Packed: query [S, H, E], key and value [S, K, E], with `plan` (`ShardedBatch.attention_plan`) or with the global
-        `cu_seqlens` [N + 1] int32 over all T tokens. A plan never makes the host wait for the device; cu_seqlens on a
+        `cu_seqlens` [N + 1] over all T tokens. A plan never makes the host wait for the device; cu_seqlens on a
         GPU does, unless max_seqlen is given and R is 1.
         Dense: [B, S/P, heads, E] in contiguous shards, without plan and cu_seqlens.
         """

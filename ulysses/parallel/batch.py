@@ -29,7 +29,6 @@ from torch import Tensor
 
 from .layout import (
     AttentionPlan,
-    Prefixes,
     Range,
     packed_plan,
     row_sets,
@@ -154,8 +153,8 @@ def pack_shard(
     """Pack the sequences and return this rank's shard, reading only its own slices of their arrays.
 
     There is no communication: every rank of the group is given the same sequences. For a rank that has run out of data
-    `may_be_empty` turns an empty list into a batch of sp tokens with weight 0. Raises ValueError if there are no
-    sequences, if they have different columns, weights that are not finite, or too many tokens for int32.
+    `may_be_empty` turns an empty list into a batch of sp tokens with weight 0. All sequences have the same
+    columns. Raises ValueError if there are no sequences or if a weight is not finite.
     """
     if not sequences and not may_be_empty:
         raise ValueError(
@@ -165,17 +164,12 @@ def pack_shard(
     lengths = [len(sequence.tokens) for sequence in sequences]
     sp, num_sequences, num_tokens = mesh.sequence_parallel_size, len(lengths), sum(lengths)
     total = max(1, -(-num_tokens // sp)) * sp
-    if total >= 2**31:
-        raise ValueError(
-            f"a pack of {total} tokens does not fit int32 cu_seqlens; pack fewer tokens"
-        )
     tail = [total - num_tokens] if total > num_tokens else []
     cu = torch.tensor([0, *lengths, *tail]).cumsum(0)
-    prefixes = _prefixes(sequences)
-    before = F.pad(prefixes.lengths, (0, len(tail)))
+    prefixes = prefix_lengths, prefix_owner = _prefixes(sequences)
+    before = F.pad(prefix_lengths, (0, len(tail)))
     sets = row_sets(cu, mesh.row_parallel_size, before)
     ranges = shard_ranges(sets, mesh.sp_rank, mesh.head_parallel_size)
-    _check_columns(sequences)
     # an empty pack reads no token of any sequence either
     tokens, targets, loss_weights, token_columns = _read_rows(
         sequences or [Sequence([0], [0])], num_tokens, cu.tolist(), ranges
@@ -198,13 +192,13 @@ def pack_shard(
         sequence_ids=move(ids),
         is_last=move(is_last),
         cu_seqlens=move(cu.int()),
-        prefix_lengths=move(prefixes.lengths),
-        prefix_owner=move(prefixes.owners),
+        prefix_lengths=move(prefix_lengths),
+        prefix_owner=move(prefix_owner),
         token_columns={name: move(column) for name, column in token_columns.items()},
         sequence_columns={name: move(column) for name, column in columns.items()},
         num_sequences=num_sequences,
         num_tokens=num_tokens,
-        num_shared=int(prefixes.lengths.sum()),
+        num_shared=int(prefix_lengths.sum()),
         num_squares=sum(n * (n + 2 * s.prefix_length) for n, s in zip(lengths, sequences)),
         num_valid=valid.numel(),
         valid_index=move(valid),
@@ -214,7 +208,8 @@ def pack_shard(
     )
 
 
-def _prefixes(sequences: list[Sequence]) -> Prefixes:
+def _prefixes(sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
+    """Return how many rows of which sequence come before those of each sequence."""
     lengths = [sequence.prefix_length for sequence in sequences]
     owners = [place - sequence.prefix_owner for place, sequence in enumerate(sequences)]
     for place, (length, owner) in enumerate(zip(lengths, owners)):
@@ -224,7 +219,7 @@ def _prefixes(sequences: list[Sequence]) -> Prefixes:
                 f"sequence {place} leaves out {length} tokens that sequence {owner} of the pack does not hold; "
                 "prefix_owner must lead to a whole sequence before it"
             )
-    return Prefixes(*(torch.tensor(x, dtype=torch.int64) for x in (lengths, owners)))
+    return torch.tensor(lengths, dtype=torch.int64), torch.tensor(owners, dtype=torch.int64)
 
 
 def _read_rows(
@@ -275,14 +270,3 @@ def _read(values: Any, start: int, stop: int) -> Tensor:
     piece = values[start:stop]
     # memory-mapped arrays are read-only, so their values are copied
     return piece if isinstance(piece, Tensor) else torch.tensor(piece)
-
-
-def _check_columns(sequences: list[Sequence]) -> None:
-    for index, sequence in enumerate(sequences):
-        for kind in ("columns", "token_columns"):
-            found, first = (sorted(getattr(s, kind)) for s in (sequence, sequences[0]))
-            if found != first:
-                raise ValueError(
-                    f"sequence {index} has {kind} {found} and the first one {first}; "
-                    "give all sequences the same columns"
-                )

@@ -168,13 +168,6 @@ class VarlenCall(NamedTuple):
     segments: Segments
 
 
-class Prefixes(NamedTuple):
-    """How many rows of which sequence come before those of each sequence: lengths [N], owners [N], on the host."""
-
-    lengths: Tensor
-    owners: Tensor
-
-
 # A document of a kernel call: its query rows on this rank and its packed keys.
 Document = tuple[list[Range], list[Range]]
 
@@ -221,9 +214,12 @@ def packed_plan(
     mesh: ParallelMesh,
     device: torch.device | str,
     batch: int = 1,
-    prefixes: Prefixes | None = None,
+    prefixes: tuple[Tensor, Tensor] | None = None,
 ) -> AttentionPlan:
-    """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail."""
+    """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail.
+
+    `prefixes` says how many rows of which sequence come before those of each sequence: lengths [N] and owners [N].
+    """
     cu, row = cu_seqlens.tolist(), 0
     shared: dict[int, list[Range]] = {}  # the rows of every branch's prefix
     for i, (length, owner) in enumerate(zip(*(x.tolist() for x in prefixes or ()))):
@@ -320,10 +316,6 @@ def device_plan(
     """Plan from cu_seqlens on the device. With R = 1 and max_seqlen given, the host does not wait for the device."""
     ranks, rows = mesh.sequence_parallel_size, mesh.row_parallel_size
     total = local_tokens * ranks
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} with {cu_seqlens.dim()} axes; it must be int32 and 1-dim"
-        )
     if rows > 1 or max_seqlen is None or cu_seqlens.device.type == "cpu":
         host = cu_seqlens.cpu()
         if int(host[-1]) != total:
@@ -332,7 +324,8 @@ def device_plan(
                 "it must describe the whole pack, with an entry for padding"
             )
         return packed_plan(host, row_sets(host, rows), mesh, cu_seqlens.device)
-    segments = Segments(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    bounds = cu_seqlens.int()
+    segments = Segments(bounds, bounds, max_seqlen, max_seqlen)
     calls = [VarlenCall(slice(0, total), slice(0, total), segments)]
     return AttentionPlan(
         mesh, total, cu_seqlens.numel() - 1, {True: calls, False: calls}, (((0, total),),)

@@ -65,10 +65,6 @@ class ParallelMesh:
                 f"set it to one of {divisors}"
             )
         heads = (num_heads,) if isinstance(num_heads, int) else tuple(num_heads or ())
-        if any(count < 1 for count in heads):
-            raise ValueError(
-                f"num_heads is {num_heads} but must be positive; give the models' query head counts"
-            )
         self.sequence_parallel_size = sp
         self.data_parallel_size = self.world_size // sp
         self.sp_rank = self.rank % sp

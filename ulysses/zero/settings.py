@@ -51,12 +51,8 @@ def derive(
         dtype: dtype of the weights, torch.bfloat16 or torch.float32.
         layer_matrices: parameters in the matrices of one decoder layer; exactly one layer is gathered ahead.
         vocabulary_matrices: parameters of embedding and head together.
-        raw: the user's own DeepSpeed keys.
-
-    Raises:
-        ValueError: for a raw key that the engine owns, naming ours, or that means nothing here.
+        raw: the user's own DeepSpeed keys, which `check_raw` has seen.
     """
-    raw = check_raw(raw or {})
     zero: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": True,
@@ -89,18 +85,15 @@ def derive(
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
-    return merge(config, raw)
+    return merge(config, raw or {})
 
 
-def check_raw(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the raw DeepSpeed keys without those set to "auto".
-
-    Refuses what the engine derives itself, what it does not pass on and what DeepSpeed does not know.
+def check_raw(raw: dict[str, Any]) -> None:
+    """Refuse raw DeepSpeed keys that the engine derives itself, does not pass on, or DeepSpeed does not know.
 
     Raises:
         ValueError: naming the key and, where there is one, the setting to use instead.
     """
-    raw = _without_auto(raw)
     zero = raw.get("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ValueError(f"deepspeed.zero_optimization is {zero!r} but must be a table")
@@ -123,7 +116,6 @@ def check_raw(raw: dict[str, Any]) -> dict[str, Any]:
             first = error.errors()[0]
             place = ".".join(map(str, ("zero_optimization", *first["loc"])))
             raise ValueError(f"deepspeed.{place}: {first['msg']}") from None
-    return raw
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +126,3 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         else:
             base[key] = value
     return base
-
-
-def _without_auto(raw: Any) -> Any:
-    """Leave out the keys set to "auto", DeepSpeed's word for "as if it were not here", and then empty tables."""
-    if not isinstance(raw, dict):
-        return raw
-    kept = {key: _without_auto(value) for key, value in raw.items()}
-    return {key: value for key, value in kept.items() if value not in ("auto", {})}
