@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.bounded import join_bounded
+from ulysses.data.bounded import bounded_time, join_bounded
 from ulysses.data.messages import Message
 from ulysses.data.sources import in_batches, safe_parts
 from ulysses.data.templates import NAMED_TEMPLATES, template_text
@@ -450,8 +450,11 @@ class ChatTemplate:
         question = [{"role": "user", "content": "a"}]
         answer = {"role": "assistant", "content": "a"}
         try:
-            opened, closed = (self._render(question, None, opens) for opens in (True, False))
-            answered = self._render([*question, answer], None, False)
+            with bounded_time():
+                opened, closed = (
+                    self._render(question, None, opens) for opens in (True, False)
+                )
+                answered = self._render([*question, answer], None, False)
         except (DropRowError, BadRowError) as error:
             raise DataError(
                 f"chat template {name} cannot render one question: {error}"
@@ -463,7 +466,8 @@ class ChatTemplate:
                 "the assistant's tokens cannot be told apart; add one of them"
             )
         written = set(TEXT_TOKEN.findall(opened + answered))
-        absent = sorted(written - tokenizer.get_vocab().keys())
+        known = tokenizer.backend_tokenizer.token_to_id
+        absent = sorted(text for text in written if known(text) is None)
         if absent:
             raise DataError(
                 f"chat template {name} writes {', '.join(absent)}, which the tokenizer does not have; "

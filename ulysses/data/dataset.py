@@ -13,10 +13,10 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -84,22 +84,24 @@ def open_dataset(
             records = read_records(batch, sources, kind, events, bad_rows=settings.bad_rows)
             if template is None:
                 return encode_documents(records, encoder), events
-            return list(encode_records(records, kind, template, settings, events)), events
+            examples = encode_records(records, kind, template, settings, events)
+            return pack_examples(kind, examples), events
 
         def encoded() -> Iterator[Any]:
             located = locate_rows(sources, report)
             bar = {"desc": "tokenising", "unit": " rows", "delay": BAR_AFTER_SECONDS}
             rows = part_of(tqdm(located, total=count_rows(sources), **bar), settings, report)
             batches = in_batches(rows, CHARACTERS_AT_ONCE)
-            for examples, events in in_order(encode, batches, workers):
+            for found, events in in_order(encode, batches, workers):
                 for event in events:
                     report.count(*event)
-                yield from examples
+                yield found
 
-        examples = encoded()
+        chunks = encoded()
         if template is None:
-            examples = cut_documents(examples, encoder, settings.max_length)
-        write_dataset(temporary, kind, examples, report, [source.path for source in sources])
+            examples = cut_documents(chain.from_iterable(chunks), encoder, settings.max_length)
+            chunks = (pack_examples(kind, [example]) for example in examples)
+        write_dataset(temporary, kind, chunks, report, [source.path for source in sources])
 
     build_once(folder, build)
     check_once(folder / DIGESTS, cache)
@@ -122,11 +124,54 @@ def part_of(
             report.count("notes", "in the other part of data.eval_fraction", where)
 
 
+class Chunk(NamedTuple):
+    """Examples as the files hold them, end to end, so that a process hands few objects to another.
+
+    Attributes:
+        counts: sequences of each example.
+        sizes: tokens, shared tokens and rank of each sequence.
+        tokens, weights: of all sequences, as the bytes of int32 and float32.
+        columns: {name: one number per example}.
+        prompts: a digest of each example's prompt, of unpaired answers and prompts.
+        rows: each prompt's row as a line of JSON.
+    """
+
+    counts: list[int]
+    sizes: list[int]
+    tokens: bytearray
+    weights: bytearray
+    columns: dict[str, list[float]]
+    prompts: list[bytes]
+    rows: list[bytes]
+
+
+def pack_examples(kind: str, examples: Iterable[Example]) -> Chunk:
+    """Join what examples of one kind hold."""
+    chunk = Chunk([], [], bytearray(), bytearray(), defaultdict(list), [], [])
+    for example in examples:
+        first = example.sequences[0]
+        chunk.counts.append(len(example.sequences))
+        for sequence in example.sequences:
+            shared = 0 if sequence is first else common_prefix(first, sequence)
+            chunk.sizes.extend((len(sequence.tokens), shared, sequence.columns.get("rank", 0)))
+            chunk.tokens.extend(sequence.tokens.tobytes())
+            if kind != "text":
+                chunk.weights.extend(sequence.loss_weights.tobytes())
+        for name, number in {**example.columns, "_source": example.source}.items():
+            chunk.columns[name].append(number)
+        if kind in ("unpaired", "prompt"):
+            prompt = first.tokens[: int(example.columns["prompt_length"])]
+            chunk.prompts.append(hashlib.sha256(prompt.tobytes()).digest())
+        if kind == "prompt":
+            row = json.dumps(example.row, ensure_ascii=False, default=str)
+            chunk.rows.append(row.encode() + b"\n")
+    return chunk
+
+
 def write_dataset(
-    folder: Path, kind: str, examples: Iterable[Example], report: Report, sources: list[str]
+    folder: Path, kind: str, chunks: Iterable[Chunk], report: Report, sources: list[str]
 ) -> None:
-    """Write examples into `folder` as they come; DataError if there are none."""
-    # sequences of every example; tokens, shared tokens and rank of every sequence
+    """Write chunks of examples into `folder` as they come; DataError if there are no examples."""
     counts, sizes = array("q"), array("q")
     columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
     prompts: dict[bytes, int] = {}
@@ -135,36 +180,26 @@ def write_dataset(
         (folder / "weights.bin").open("wb") as weights_file,
         (folder / "rows.jsonl").open("wb") as rows_file,
     ):
-        for example in examples:
-            report.kept += 1
-            numbers = {**example.columns, "_source": example.source}
-            first = example.sequences[0]
-            counts.append(len(example.sequences))
-            for sequence in example.sequences:
-                size = len(sequence.tokens)
-                shared = 0 if sequence is first else common_prefix(first, sequence)
-                sizes.extend((size, shared, sequence.columns.get("rank", 0)))
-                report.tokens += size
-                report.shared += shared
-                tokens_file.write(sequence.tokens.tobytes())
-                if kind != "text":
-                    weights_file.write(sequence.loss_weights.tobytes())
-            if kind in ("unpaired", "prompt"):
-                prompt = first.tokens[: int(numbers["prompt_length"])]
-                digest = hashlib.sha256(prompt.tobytes()).digest()
-                numbers["prompt_id"] = prompts.setdefault(digest, len(prompts))
-            if kind == "prompt":
-                numbers["_row"] = rows_file.tell()
-                row = json.dumps(example.row, ensure_ascii=False, default=str)
-                rows_file.write(row.encode() + b"\n")
-            for name, number in numbers.items():
-                columns[name].append(number)
-    if not report.kept:
+        for chunk in chunks:
+            counts.extend(chunk.counts)
+            sizes.extend(chunk.sizes)
+            tokens_file.write(chunk.tokens)
+            weights_file.write(chunk.weights)
+            for name, numbers in chunk.columns.items():
+                columns[name].extend(numbers)
+            for digest in chunk.prompts:
+                columns["prompt_id"].append(prompts.setdefault(digest, len(prompts)))
+            for row in chunk.rows:
+                columns["_row"].append(rows_file.tell())
+                rows_file.write(row)
+    if not counts:
         raise DataError(f"no example is left of {', '.join(sources)}: {report}")
+    table = np.asarray(sizes).reshape(-1, 3).T
+    report.kept, (report.tokens, report.shared, _) = len(counts), table.sum(1).tolist()
     exists = np.arange(max(counts)) < np.asarray(counts)[:, None]
-    table = np.zeros((3, *exists.shape), np.int64)
-    table[:, exists] = np.asarray(sizes).reshape(-1, 3).T
-    np.savez(folder / "columns.npz", _sequences=table, **columns)
+    sequences = np.zeros((3, *exists.shape), np.int64)
+    sequences[:, exists] = table
+    np.savez(folder / "columns.npz", _sequences=sequences, **columns)
     index = json.dumps({"kind": kind, "report": vars(report)}, indent=1)
     (folder / "index.json").write_text(index)
     digests = {path.name: digest_of(path) for path in folder.iterdir()}

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ulysses.data import DataError, DropRowError
+from ulysses.data.bounded import bounded_time
 from ulysses.data.chat import ChatTemplate, Encoded, Rendered, TextEncoder
 from ulysses.data.formats import Event, Record, dropping
 from ulysses.parallel.batch import Sequence
@@ -74,9 +75,10 @@ def encode_records(
 ) -> Iterator[Example]:
     """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
     rendered = []
-    for record in records:
-        with dropping(events, record.where, settings.bad_rows):
-            rendered.append((record, _render(record, kind, template, settings)))
+    with bounded_time():
+        for record in records:
+            with dropping(events, record.where, settings.bad_rows):
+                rendered.append((record, _render(record, kind, template, settings)))
     texts = [text for _, sides in rendered for text in sides]
     encoded = iter(template.encode_batch(texts, as_whole=kind == "sequence"))
     for record, sides in rendered:
@@ -179,8 +181,8 @@ def _weighed(
         if kind != "prompt" and not weights[1:].any():
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
-    texts = [sequence.tokens.tobytes() for sequence in sequences]
-    if len(set(texts)) < len(set(zip(texts, ranks))):
+    answers = {(sequence.tokens.tobytes(), rank) for sequence, rank in zip(sequences, ranks)}
+    if len({tokens for tokens, _ in answers}) < len(answers):
         raise DropRowError("chosen and rejected are the same tokens")
     return sequences, start - cut
 

@@ -5,6 +5,7 @@ their own keys.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,17 +28,18 @@ from ulysses.data.messages import (
 from ulysses.data.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source, read_rows
 
 Row = Mapping[str, Any]
-# the index of its source, its file and number, and the row as it was read
+# the index of its source, its file and number, and the row as it was read: a line of bytes, or the row itself
 LocatedRow = tuple[int, str, Any]
 Event = tuple[str, str, str]  # the arguments of Report.count
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 LABEL_KEYS = ("label", "kto_tag")
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 EXAMPLES_PER_REASON = 5
 
 
-@dataclass(frozen=True)
+@dataclass
 class Record:
     """One training example before tokenisation.
 
@@ -145,27 +147,47 @@ def read_records(
 
     Raises DataError: a missing or broken file, or a row that breaks its format.
     """
-    for index, where, row in rows:
+    for index, where, found in rows:
         source = sources[index]
         with dropping(events, where, bad_rows):
-            records = parse_row(_checked(row, source.columns), source.format, kind)
+            row = _checked(found)
+            records = parse_row(_renamed(row, source.columns), source.format, kind)
             if len(records) > 1:
                 events.append(("notes", "rows that gave several examples", where))
-            kept = row if kind == "prompt" else None
             for record in records:
-                yield replace(record, where=where, source=index, row=kept)
+                record.where, record.source = where, index
+                if kind == "prompt":
+                    record.row = row
+                yield record
 
 
-def _checked(row: Any, columns: Mapping[str, str]) -> Row:
-    """Return the row under our keys; BadRowError if it is none, or lacks a key that `columns` names."""
-    if isinstance(row, ValueError):
-        raise row
+def _checked(found: Any) -> Row:
+    """Return the row that was found, which may be a line of JSON; BadRowError if it is none, or not all Unicode."""
+    if isinstance(found, ValueError):
+        raise found
+    row = found
+    try:
+        if is_line := isinstance(found, bytes):
+            row = _from_line(found)
+        if not is_line or ESCAPED_SURROGATE.search(found):
+            json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeError:
+        raise BadRowError("is not valid UTF-8, or holds an unpaired surrogate") from None
     if not isinstance(row, Mapping):
         raise BadRowError(f"is {type_name(row)}, not an object with keys")
+    return row
+
+
+def _from_line(line: bytes) -> Any:
+    text = line.decode("utf-8-sig")
     try:
-        json.dumps(row, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        raise BadRowError("is not valid UTF-8, or holds an unpaired surrogate") from None
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"is not valid JSON: {error}") from None
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return the row under our keys; BadRowError if it lacks a key that `columns` names."""
     renamed = {key: value for key, value in row.items() if key not in columns.values()}
     renamed |= {ours: _column(row, theirs) for ours, theirs in columns.items()}
     if media := next((key for key in MEDIA_KEYS if renamed.get(key)), None):
@@ -217,7 +239,8 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             prompt = prompt[:-1]
         if _role(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
-        return [replace(record, prompt=prompt, answers=[[]])]
+        record.prompt, record.answers = prompt, [[]]
+        return [record]
     if len(answers) > 1:
         return _comparisons(row, kind, record)
     if kind in ("pair", "ranked"):
@@ -242,8 +265,10 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     if kind == "sequence" and label == 0:
         raise DropRowError("its label is false")
     _check_answer(answer, kind)
-    columns = {"label": float(label)} if kind == "unpaired" else {}
-    return [replace(record, prompt=prompt, answers=[answer], columns=columns)]
+    record.prompt, record.answers = prompt, [answer]
+    if kind == "unpaired":
+        record.columns = {"label": float(label)}
+    return [record]
 
 
 def _comparisons(row: Row, kind: str, record: Record) -> list[Record]:

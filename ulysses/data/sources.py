@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field, fields
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ulysses.data import BadRowError, DataError
+from ulysses.data import DataError
 from ulysses.data.cache import build_once, digest_of_value, known_files
 from ulysses.disk import digest_of
 
@@ -175,12 +176,12 @@ def safe_parts(text: str, stop: int = sys.maxsize) -> Iterator[str]:
 
 
 def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
-    """Group items, at most ITEMS_AT_ONCE and fewer where they are long as text, to bound memory."""
+    """Group tuples, at most ITEMS_AT_ONCE and fewer where their last entries are long as text, to bound memory."""
     batch: list[Any] = []
     size = 0
     for item in items:
         batch.append(item)
-        size += len(str(item))
+        size += len(item[-1] if isinstance(item[-1], str | bytes) else str(item[-1]))
         if len(batch) == ITEMS_AT_ONCE or size >= characters:
             yield batch
             batch, size = [], 0
@@ -189,9 +190,7 @@ def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
 
 
 def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
-    """Yield (file and row number from 1, row); in a jsonl file the number is that of the line.
-
-    A line that is not valid JSON comes as a BadRowError in the row's place.
+    """Yield (file and row number from 1, row); in a jsonl file the number is that of the line, and the row its bytes.
 
     Raises DataError: a file that does not exist or cannot be read.
     """
@@ -225,30 +224,26 @@ def count_rows(sources: Iterable[Source]) -> int | None:
 def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
     suffix = _suffix(path)
     delimiter = {".csv": ",", ".tsv": "\t"}.get(suffix)
-    # Bytes that are not UTF-8 become surrogates, so that the reader of the rows can name the row.
-    errors, newline = "surrogateescape", "" if delimiter else None
     opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8-sig", errors=errors, newline=newline) as file:
+    with opened(path, "rb") as file:
+        # Bytes that are not UTF-8 become surrogates, so that the reader of the rows can name the row.
+        newline = "" if delimiter else None
+        text = TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
         if suffix == ".txt":
-            blocks = iter(partial(file.read, CHUNK_CHARACTERS), "")
+            blocks = iter(partial(text.read, CHUNK_CHARACTERS), "")
             for number, part in text_parts(blocks, source.separator):
                 yield number, {"text": part}
         elif delimiter:
             csv.field_size_limit(sys.maxsize)
-            yield from enumerate(csv.DictReader(file, delimiter=delimiter), 1)
-        elif suffix == ".json" and file.read(1024).lstrip().startswith("["):
-            file.seek(0)
-            yield from enumerate(json.load(file), 1)
+            yield from enumerate(csv.DictReader(text, delimiter=delimiter), 1)
+        elif suffix == ".json" and text.read(1024).lstrip().startswith("["):
+            text.seek(0)
+            yield from enumerate(json.load(text), 1)
         else:
             file.seek(0)
             for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    row = BadRowError(f"is not valid JSON: {error}")
-                yield number, row
+                if not line.isspace():
+                    yield number, line
 
 
 def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:

@@ -25,7 +25,7 @@ import torch
 from ulysses.data import DataError
 
 MOST_WORKERS = 16  # one process deals and writes for all of them
-BATCHES_AT_FIRST = 8  # so little work is done before processes would be up
+BATCHES_AT_FIRST = 2  # so little work is done before processes would be up
 
 
 def in_order(
