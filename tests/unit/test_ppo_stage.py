@@ -47,7 +47,7 @@ def maker(**options: Any) -> RolloutMaker:
 
 @pytest.mark.parametrize(
     "options",
-    [{"whiten_advantages": False}, {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "score_clip": 1.5, "gamma": 0.9},
+    [{}, {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "score_clip": 1.5, "gamma": 0.9},
      {"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5}],
 )  # fmt: skip
 def test_rewards_advantages_and_returns_against_the_formula(options):
@@ -64,8 +64,7 @@ def test_rewards_advantages_and_returns_against_the_formula(options):
         rewards[i, n - 1] += min(score, c.score_clip or 9.0) - (not ended) * c.missing_eos_penalty
     kept = mask.bool()
     advantages, returns = (x[kept] for x in gae(rewards, values, mask, c.gamma, c.lam))
-    if c.whiten_advantages:
-        advantages = (advantages - advantages.mean()) / (advantages.var(correction=0) + 1e-8).sqrt()
+    advantages = (advantages - advantages.mean()) / (advantages.var(correction=0) + 1e-8).sqrt()
     for name, expected in (("advantages", advantages), ("returns", returns)):
         column = rollout.columns[name]
         torch.testing.assert_close(column[PREDICTED_AT].double(), expected, rtol=1e-5, atol=1e-5)
@@ -152,14 +151,14 @@ def test_the_score_is_earned_by_the_eos_token_itself():
 
     def first_answer(lam):
         rollout = answered()
-        maker(kl_coefficient=0.0, lam=lam, whiten_advantages=False).finish(rollout, *torch.zeros(3, 14))
+        maker(kl_coefficient=0.0, lam=lam).finish(rollout, *torch.zeros(3, 14))
         return rollout[0].sequences[0]
 
     first = first_answer(1.0)
     trained = torch.nonzero(first.loss_weights).flatten()
     assert first.tokens[trained].tolist() == [8, 9, EOS]  # the EOS of the prompt is not trained, the answer's is
     assert first.token_columns["returns"].tolist() == [0, 0, 1, 1, 1, 0]  # rows 2, 3, 4 predict 8, 9, EOS
-    assert first_answer(0.0).token_columns["advantages"].tolist() == [0, 0, 0, 0, 1, 0]
+    assert first_answer(0.0).token_columns["returns"].tolist() == [0, 0, 0, 0, 1, 0]
 
 
 def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
@@ -247,8 +246,8 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -> None:
-    section = PpoSection(reward=["models/rm", HALF], reward_weights=[0.5, 2.0])
-    assert section.rewards == {HALF: 2.0, "models/rm": 0.5} and section.reward_model == "models/rm"
+    section = PpoSection(reward={"models/rm": 0.5, HALF: 2.0})
+    assert section.reward_model == "models/rm" and PpoSection(reward=[HALF, ALL]).reward == {HALF: 1.0, ALL: 1.0}
     rounds = [answered(), answered(ROWS[:1])]
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}

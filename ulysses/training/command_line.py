@@ -169,7 +169,10 @@ def _sentences(
             wrong[key] = start + message[0].lower() + message[1:]
     stage = str(values.get("stage"))
     sentences = [explain_unknown(key, stage, list(keys)) for key in unknown]
-    hints = (f"{text} ({keys[key].description.rstrip('.')})" for key, text in wrong.items())
+    hints = (
+        f"{text} ({keys[key].description.rstrip('.')})".replace("\n", " ")
+        for key, text in wrong.items()
+    )
     return [*sentences, *others, *hints]
 
 

@@ -4,7 +4,7 @@
                                                function(prompts, completions, rows) -> one float for each answer
                  "http://host:8000/score"      POST {"rows": [{"prompt", "completion", "row"}, ...]} -> {"scores": []}
                  "runs/rm/export"              a model trained by stage rm, scored at the answer's last token
-                 a list of these               their sum, weighted by ppo.reward_weights
+                 a list of these               their sum; {reward = weight} weighs them
 
 Functions and servers get the texts without special tokens (the prompt as the chat template wrote it) and the whole data
 row. They are called by the process that decoded the answers, while the others call theirs.

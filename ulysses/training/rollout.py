@@ -68,7 +68,6 @@ class Rollout:
     prompt with this one (an example has its owner's number); prefixes, the tokens of the prompt that only the owner
     holds, 0 for owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout
     is finished, float32 columns for the loss. answers: [N], which a checkpoint leaves out. answers_per_prompt: K.
-    stopped: the rest of its steps are empty.
 
     sequence_lengths, prefix_lengths: of each sequence of an example, [N, K]; 0 where there is none.
     """
@@ -79,7 +78,6 @@ class Rollout:
     answers: list[Completion] = field(default_factory=list)
     answers_per_prompt: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
-    stopped: bool = False
 
     @classmethod
     def of(
@@ -138,7 +136,7 @@ class Rollout:
 
     def save(self, path: Path) -> None:
         """Write a finished rollout as safetensors."""
-        kept = ("number", "answers_per_prompt", "metrics", "stopped")
+        kept = ("number", "answers_per_prompt", "metrics")
         numbers = {name: getattr(self, name) for name in kept}
         tensors = {"layout": self.layout, **self.columns}
         write_tensors(path, tensors, rollout=json.dumps(numbers))
@@ -216,10 +214,6 @@ class RolloutMaker:
     rollout: Rollout | None = None
 
     def __post_init__(self) -> None:
-        c = self.config
-        self.controller = AdaptiveKLController(
-            c.kl_coefficient, c.kl_target or None, c.kl_horizon
-        )
         self.synchronised = False  # the sampling servers have had weights of this run
         self.told = False  # that there are no CUDA graphs
 
@@ -240,8 +234,6 @@ class RolloutMaker:
         if self.rollout is None or self.rollout.number != number:
             prompts = self.prompts.indices(epoch, load)
             self.rollout = self.make(number, self.prompts.dataset, prompts)
-        if self.rollout.stopped:
-            return []
         minibatches = self.config.minibatches
         one_pass, part = divmod(within, minibatches)
         count = len(self.rollout.lengths) // self.rollout.answers_per_prompt
@@ -256,7 +248,7 @@ class RolloutMaker:
     # ---------------------------------------------------------------- answers
 
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
-        """Answer the prompts `indices` and turn scores into advantages; updates the KL controller."""
+        """Answer the prompts `indices` and turn scores into advantages."""
         began = time.perf_counter()
         if number % self.config.sampler_sync_every == 0 or not self.synchronised:
             self.synchronise()
@@ -309,7 +301,7 @@ class RolloutMaker:
                 values = self._values(rollout, self.scorer)
             for answer, score in zip(answers, values[rollout.ends - 1].tolist(), strict=True):
                 answer.scores[self.config.reward_model] = score
-        weights = self.config.rewards.items()
+        weights = self.config.reward.items()
         for answer in answers:
             answer.score = sum(weight * answer.scores[name] for name, weight in weights)
         return rollout
@@ -397,13 +389,21 @@ class RolloutMaker:
     # ---------------------------------------------------------------- rewards and advantages
 
     def finish(self, rollout: Rollout, old: Tensor, values: Tensor, reference: Tensor) -> None:
-        """Give the rollout its columns and metrics; pure but for the KL controller, and the same on every rank.
+        """Give the rollout its columns and metrics, the same on every rank.
+
+        The KL coefficient is the last rollout's, moved towards the target by that rollout's KL.
 
         Args:
             old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
                 reference's log-probabilities at all tokens, [T].
         """
-        config, coefficient, N = self.config, self.controller.coefficient, len(rollout.lengths)
+        config, coefficient, N = self.config, self.config.kl_coefficient, len(rollout.lengths)
+        if config.kl_target and self.rollout is not None:
+            kl, before = (
+                self.rollout.metrics[f"objective/{n}"] for n in ("kl", "kl_coefficient")
+            )
+            controller = AdaptiveKLController(before, config.kl_target, config.kl_horizon)
+            coefficient = controller.update(kl, len(self.rollout.lengths))
         # a prompt comes first, so the weight of what follows a sequence's last token is 0
         predicts = rollout.columns["weights"].roll(-1).bool()
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
@@ -435,35 +435,23 @@ class RolloutMaker:
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
         }
-        ones, columns = torch.ones_like(old), {"old_logps": old}
-        rewards = whiten(earned, ones, shift_mean=False) if config.whiten_rewards else earned
-        grouped = config.advantage in ("group", "leave_one_out")
-        if grouped:
+        columns = {"old_logps": old}
+        if config.advantage in ("group", "leave_one_out"):
             size, kind = rollout.answers_per_prompt, config.advantage
-            totals = torch.stack([part.sum() for part in rewards.split(counts.tolist())])
+            totals = torch.stack([part.sum() for part in earned.split(counts.tolist())])
             own = group_advantages(totals, size, kind, scale=config.scale_by_std)
-            advantages = own.repeat_interleave(counts)
+            columns["advantages"] = own.repeat_interleave(counts)
             groups = totals.view(-1, size)
             metrics["advantages/zero_groups"] = (groups == groups[:, :1]).all(1).double().mean()
         else:  # with reinforce++ what an answer earns from a token on
             lam = config.lam if config.advantage == "gae" else 1.0
-            advantages, returns = packed_gae(rewards, values, bounds, config.gamma, lam)
+            advantages, returns = packed_gae(earned, values, bounds, config.gamma, lam)
+            columns["advantages"] = whiten(advantages, torch.ones_like(advantages))
         if config.advantage == "gae":
             columns |= {"old_values": values, "returns": returns}
-            metrics |= {
-                "returns/mean": returns.mean(),
-                "returns/std": returns.std(correction=0),
-            }
             if variance := returns.var(correction=0):
                 left = (returns - values).var(correction=0)
                 metrics["val/explained_variance"] = 1 - left / variance
-        metrics |= {
-            "advantages/mean": advantages.mean(),
-            "advantages/std": advantages.std(correction=0),
-        }
-        auto = config.whiten_advantages == "auto"
-        whitens = not grouped if auto else config.whiten_advantages
-        columns["advantages"] = whiten(advantages, ones) if whitens else advantages
         if config.kl_in == "loss":
             columns["reference_logps"] = reference
         if cap := config.importance_cap:
@@ -474,4 +462,3 @@ class RolloutMaker:
         for name, part in columns.items():
             empty = torch.zeros(len(predicts))
             rollout.columns[name] = empty.masked_scatter_(predicts, part.float())
-        self.controller.update(rollout.metrics["objective/kl"], N)

@@ -6,7 +6,7 @@ construction; the rest of the house asks `config.stage_class` and never compares
 before the run     check, check_model, facts, ... (class methods on the configuration)
 construction       build(run)
 every step         side_batches, prepare_step, counts, losses, derive
-PPO only           loader, may_prepare, accepts, evaluate, save, load: a stage that makes its own data
+PPO only           loader, may_prepare, evaluate, save, load: a stage that makes its own data
 """
 
 from collections.abc import Iterator
@@ -209,10 +209,6 @@ class Stage:
 
     def may_prepare(self, step: int) -> bool:
         """Return whether the batches of `step` may be prepared while the step before it still computes."""
-        return True
-
-    def accepts(self, metrics: dict[str, float]) -> bool:
-        """Decide from reduced metrics alone whether the step's update is applied (alike on every rank)."""
         return True
 
     def evaluate(self, loader: Any) -> dict[str, float] | None:

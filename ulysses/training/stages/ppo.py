@@ -13,7 +13,6 @@ The means run over the answers' tokens of one optimizer step, with the weights t
 Rollouts (ulysses.training.rollout) come through the loader; the stage sees their columns.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,17 +48,18 @@ if TYPE_CHECKING:
     from ulysses.training.prepare import Prepared
     from ulysses.training.run import TrainingRun
 
-STATE, ROLLOUT = "ppo.json", "rollout.safetensors"
+ROLLOUT = "rollout.safetensors"
 HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+WEIGHED = BeforeValidator(
+    lambda value: {str(name): 1.0 for name in value} if isinstance(value, list) else value
+)
 
 
 class PpoSection(Section):
-    reward: Annotated[list[str], ONE_OR_MORE] = []
+    reward: Annotated[dict[str, float], WEIGHED, ONE_OR_MORE] = {}
     """What scores an answer: module:function of (prompt, completion, row) or (prompts, completions, rows), a server's
-    http://address, a reward model's folder or hub id, or a list of these, whose scores are added."""
-    reward_weights: list[float] = []
-    """The weight of each reward of a list; empty weighs all by 1."""
+    http://address, a reward model's folder or hub id, a list of these, whose scores are added, or {reward = weight}."""
     reward_workers: NonNegativeInt = 0
     """Processes beside each training process that call reward functions of one answer; 0 calls them in line."""
     reward_timeout: PositiveFloat = 60.0
@@ -67,7 +67,8 @@ class PpoSection(Section):
     reference: str = "live"
     """What the KL penalty is measured against: "live", a frozen copy of the initial policy, or another model's path."""
     advantage: Literal["gae", "group", "leave_one_out", "reinforce++"] = "gae"
-    """Where advantages come from: gae trains a value model; the others need none, and compare answers instead."""
+    """Where advantages come from: gae trains a value model; the others need none, and compare answers instead. Those of
+    gae and reinforce++ are shifted and scaled to mean 0 and variance 1 over the whole rollout."""
     answers_per_prompt: PositiveInt = 1
     """Answers sampled for each prompt; group and leave_one_out need at least 2."""
     scale_by_std: bool = True
@@ -76,10 +77,8 @@ class PpoSection(Section):
     """Where gae's values come from: the policy's hidden states, or a second decoder that starts with its weights."""
     value_lr_factor: NonNegativeFloat = 1.0
     """Learning rate of the value's parameters as a multiple of optimizer.lr."""
-    prompts_per_rollout: NonNegativeInt = 0
-    """Prompts answered before each round of training; 0 means batch.examples."""
     epochs: PositiveInt = 4
-    """Passes over each rollout."""
+    """Passes over each rollout, the answers to batch.examples prompts."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass, each on its own share of the rollout's prompts."""
     max_new_tokens: PositiveInt = 256
@@ -124,10 +123,6 @@ class PpoSection(Section):
     """Discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
     """GAE's lambda: 1 is the plain return minus the value, 0 one step ahead only."""
-    whiten_rewards: bool = False
-    """Scale rewards to unit variance over the whole rollout."""
-    whiten_advantages: bool | Literal["auto"] = "auto"
-    """Shift and scale advantages to mean 0 and variance 1 over the whole rollout; auto does for gae and reinforce++."""
     loss_aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens (DAPO); mean over answers of their tokens' means (GRPO); or the tokens' sum divided by
     answers times max_new_tokens (Dr. GRPO)."""
@@ -138,21 +133,12 @@ class PpoSection(Section):
     """Clip range of the probability ratio."""
     clip_high: NonNegativeFloat = 0.0
     """Upper side of the clip range if it differs (0.28 in DAPO, arXiv 2503.14476); 0 means clip."""
-    dual_clip: NonNegativeFloat = 0.0
-    """Bounds the loss of tokens with negative advantage by this multiple of it (3 in arXiv 1912.09729); 0 is off."""
     value_clip: NonNegativeFloat = 0.2
     """Clip range of the value around the rollout's; 0 is off."""
     value_coefficient: NonNegativeFloat = 0.1
     """Weight of the value loss."""
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
-    target_kl: NonNegativeFloat = 0.0
-    """Leave the rest of a rollout once a step's KL to the policy that made it exceeds this; 0 never does."""
-
-    @property
-    def rewards(self) -> dict[str, float]:
-        """Every reward's weight."""
-        return dict(zip(self.reward, self.reward_weights or [1.0] * len(self.reward)))
 
     @property
     def reward_model(self) -> str:
@@ -187,23 +173,16 @@ class PpoStage(ReferencedStage):
     @classmethod
     def check(cls, config: "Config") -> Iterator[str]:
         ppo, budget = config.ppo, config.batch.tokens_per_microbatch
-        names, weights = ppo.reward, ppo.reward_weights
-        if not (names and all(names)):
+        functions = [*filter(is_function, ppo.reward)]
+        if not ppo.reward or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
-        for name in filter(is_function, names):
+        for name in functions:
             load_function(name)
-        if len(weights or names) != len(names) or len({*names}) < len(names):
+        if len(ppo.reward) - len(functions) > 1:
             yield (
-                f"ppo.reward_weights has {len(weights)} numbers for the {len(names)} of ppo.reward; give one for each, "
-                "and name each reward once"
-            )
-        if len(names) - sum(map(is_function, names)) > 1:
-            yield (
-                f"ppo.reward names several reward models ({', '.join(names)}) but only one is computed; serve the "
+                f"ppo.reward names several reward models ({', '.join(ppo.reward)}) but only one is computed; serve the "
                 "others by http"
             )
-        if 0 < ppo.dual_clip <= 1:
-            yield f"ppo.dual_clip is {ppo.dual_clip:g} but must be above 1 (commonly 3), or 0 for none"
         if ppo.kl_target and (ppo.kl_in == "loss" or not ppo.kl_coefficient):
             yield (
                 f'ppo.kl_target is set but ppo.kl_coefficient is {ppo.kl_coefficient:g} and ppo.kl_in is "{ppo.kl_in}"'
@@ -245,7 +224,6 @@ class PpoStage(ReferencedStage):
     @classmethod
     def facts(cls, config: "Config") -> Facts:
         ppo, facts = config.ppo, super().facts(config, needed=config.ppo.kl_coefficient > 0)
-        prompts = ppo.prompts_per_rollout or config.batch.examples
         # the passes over a rollout, which is trained on `epochs` times
         value, K = ppo.value if ppo.advantage == "gae" else "", ppo.answers_per_prompt
         values, scorers = 1 + (value == "separate"), bool(ppo.reward_model)
@@ -254,8 +232,7 @@ class PpoStage(ReferencedStage):
         sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens, steps
         return facts._replace(
             longest_example=longest + ppo.max_new_tokens,
-            examples_per_load=prompts,
-            examples_per_step=-(-prompts // ppo.minibatches) * K,
+            examples_per_step=-(-config.batch.examples // ppo.minibatches) * K,
             steps_per_load=steps,
             extra_forwards=(values + facts.extra_forwards + scorers) / ppo.epochs,
             value=value,
@@ -317,14 +294,8 @@ class PpoStage(ReferencedStage):
         return self.maker
 
     def may_prepare(self, step: int) -> bool:
-        """A rollout needs the weights of its moment, and an early stop empties the steps that follow."""
-        return step % self.maker.steps_per_rollout != 0 and not self.config.target_kl
-
-    def accepts(self, metrics: dict[str, float]) -> bool:
-        """Drop the update of a step whose KL to the rollout's policy is too large, and the rest of its rollout."""
-        stopped = self.maker.rollout.stopped = metrics["policy/stopped"] > 0
-        # not an empty step
-        return not stopped and "loss/policy_avg" in metrics
+        """A rollout needs the weights of its moment."""
+        return step % self.maker.steps_per_rollout != 0
 
     # ---------------------------------------------------------------- the loss
 
@@ -345,7 +316,6 @@ class PpoStage(ReferencedStage):
             advantages,
             config.clip,
             clip_high=config.clip_high or None,
-            dual_clip=config.dual_clip or None,
         )
         policy_losses, gap = policy.losses, out.logps.detach() - old
         if config.importance_cap:
@@ -355,7 +325,6 @@ class PpoStage(ReferencedStage):
             "policy/clipfrac_avg": policy.clipped,
             "policy/logp_change": gap.abs(),
             "val/ratio": policy.ratios,
-            "val/ratio_square": policy.ratios.square(),
             "policy/entropy_avg": out.entropy,
             "loss/policy_avg": policy_losses,
         }
@@ -378,12 +347,7 @@ class PpoStage(ReferencedStage):
         return [Term((losses * weights).sum(), "tokens", factor) for losses, factor in trained]
 
     def derive(self, metrics: dict[str, float]) -> dict[str, float]:
-        if "val/ratio" in metrics:
-            square = metrics.pop("val/ratio_square")
-            metrics["val/ratio_var"] = max(0.0, square - metrics["val/ratio"] ** 2)
-        rollout, kl = self.maker.rollout, metrics.get("policy/approxkl_avg", 0.0)
-        stopped = rollout.stopped or 0 < self.config.target_kl < kl
-        return {**metrics, **rollout.metrics, "policy/stopped": float(stopped)}
+        return {**metrics, **self.maker.rollout.metrics}
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         super().check_first_step(metrics)
@@ -411,13 +375,9 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- state
 
     def save(self, folder: Path) -> None:
-        """Write the KL controller and, in the middle of a rollout, the rollout itself."""
-        if (self.step + 1) % self.maker.steps_per_rollout:
-            self.maker.rollout.save(folder / ROLLOUT)
-        (folder / STATE).write_text(json.dumps(self.maker.controller.state_dict()))
+        """Write the rollout, which may not be finished; the next one goes on with its KL coefficient."""
+        self.maker.rollout.save(folder / ROLLOUT)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; between two rollouts the next one is made with the restored weights."""
-        self.maker.controller.load_state_dict(json.loads((folder / STATE).read_text()))
-        if (folder / ROLLOUT).exists():
-            self.maker.rollout = Rollout.load(folder / ROLLOUT)
+        """Restore what `save` wrote."""
+        self.maker.rollout = Rollout.load(folder / ROLLOUT)
