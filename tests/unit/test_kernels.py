@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ulysses.parallel import kernels, kernels_document
+from ulysses.parallel import attention, kernels, kernels_document
+from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels import (
     KERNELS,
-    KernelOptions,
     resolve_kernel,
     varlen_backward,
     varlen_forward,
@@ -55,18 +55,18 @@ def segments(lengths, device="cpu"):
 
 def check(kernel, device, dtype, lengths, heads, head_dim, causal=True):
     draw = torch.Generator().manual_seed(0)
-    options, packed = KernelOptions(causal, 0.3), segments(lengths, device)
+    options, packed = (causal, 0.3), segments(lengths, device)
     shapes = [(sum(lengths[0]), heads[0]), (sum(lengths[1]), heads[1]), (sum(lengths[1]), heads[1])]
     exact = [torch.randn(*s, head_dim, generator=draw).to(dtype).double().requires_grad_() for s in shapes]
     upstream = torch.randn(sum(lengths[0]), heads[0], head_dim, generator=draw).to(dtype)
-    wanted = naive(*exact, lengths, causal, options.scale)
+    wanted = naive(*exact, lengths, *options)
     (wanted * upstream.double()).sum().backward()
     given = [x.detach().to(device, dtype) for x in exact]
     if lengths[0] == lengths[1]:  # strided views of one buffer, as the exchange hands them over
         given = torch.cat(given, 1).split([heads[0], heads[1], heads[1]], 1)
-    out, lse = varlen_forward(kernel, *given, packed, options)
+    out, lse = varlen_forward(kernel, *given, packed, *options)
     assert lse.shape == (heads[0], sum(lengths[0]))
-    grads = varlen_backward(kernel, upstream.to(device), *given, out, lse, packed, options)
+    grads = varlen_backward(kernel, upstream.to(device), *given, out, lse, packed, *options)
     for name, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), (wanted, *(x.grad for x in exact))):
         error = (got.cpu().double() - want).norm() / want.norm()
         assert error < TOLERANCE[dtype], f"{kernel} {name}: {error:.2e}"
@@ -115,7 +115,7 @@ def test_kernel_equals_plain_attention_on_gpu(kernel, heads, head_dim, pack, cau
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 64, 80, 96, 128, 256])
 def test_what_auto_takes_for_any_head_dim_is_right(head_dim):
-    kernels.prove_kernel("auto", torch.device("cuda"), torch.bfloat16, 7, 1, head_dim)
+    prove_kernel("auto", torch.device("cuda"), torch.bfloat16, 7, 1, head_dim)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors):
         grads = varlen_backward(kernel, *arguments)
         return [grad * factor for grad, factor in zip(grads, factors)] if kernel == "torch" else grads
 
-    monkeypatch.setattr(kernels, "varlen_backward", wrong)
+    monkeypatch.setattr(attention, "varlen_backward", wrong)
     message = f"kernel torch gives a wrong {name} gradient on cpu .*; set model.attention to another"
     with pytest.raises(FloatingPointError, match=message):
-        kernels.prove_kernel("torch", torch.device("cpu"), torch.bfloat16, 4, 2, 16)
+        prove_kernel("torch", torch.device("cpu"), torch.bfloat16, 4, 2, 16)
 
 
 @pytest.mark.gpu
@@ -138,11 +138,11 @@ def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors):
 def test_deterministic_kernels_repeat_bit_for_bit(kernel):
     need(kernel)
     torch.use_deterministic_algorithms(True)
-    resolve_kernel(kernel, "cuda", torch.bfloat16, 64, deterministic=True)
-    packed, options = segments(([700, 1, 323],) * 2, "cuda"), KernelOptions(True, 0.125, deterministic=True)
+    resolve_kernel(kernel, "cuda", torch.bfloat16, 64)
+    packed, options = segments(([700, 1, 323],) * 2, "cuda"), (True, 0.125)
     q, dout, k, v = (torch.randn(1024, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 8, 2, 2))
-    out, lse = varlen_forward(kernel, q, k, v, packed, options)
-    first, *again = (varlen_backward(kernel, dout, q, k, v, out, lse, packed, options) for _ in range(6))
+    out, lse = varlen_forward(kernel, q, k, v, packed, *options)
+    first, *again = (varlen_backward(kernel, dout, q, k, v, out, lse, packed, *options) for _ in range(6))
     assert all(torch.equal(a, b) for grads in again for a, b in zip(first, grads))
 
 
@@ -155,12 +155,12 @@ def test_more_than_two_to_the_31_elements(kernel):
         pytest.skip("needs a GPU of 80 GB")
     length, heads, head_dim = 1000, 32, 128
     across = 2**31 // (length * heads * head_dim)  # this document holds element 2^31 of q
-    count, options, draw = across + 20, KernelOptions(True, head_dim**-0.5), torch.Generator("cuda").manual_seed(0)
+    count, options, draw = across + 20, (True, head_dim**-0.5), torch.Generator("cuda").manual_seed(0)
 
     def run(count, q, k, v, dout):
         packed = segments(([length] * count,) * 2, "cuda")
-        out, lse = varlen_forward(kernel, q, k, v, packed, options)
-        return lse, out, *varlen_backward(kernel, dout, q, k, v, out, lse, packed, options)
+        out, lse = varlen_forward(kernel, q, k, v, packed, *options)
+        return lse, out, *varlen_backward(kernel, dout, q, k, v, out, lse, packed, *options)
 
     shapes = [(count * length, h, head_dim) for h in (heads, 8, 8, heads)]
     given = [torch.randn(s, generator=draw, device="cuda", dtype=torch.bfloat16) for s in shapes]
@@ -188,7 +188,7 @@ def test_auto_is_deterministic_where_asked(monkeypatch, warn_only, kernel):
     """Without flash-attn; torch's own kernel looks at torch's switch, and ignores it where it only warns."""
     machine_without(monkeypatch, "flash4")
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    name, reason = choice(deterministic=True, documents=1)
+    name, reason = choice(documents=1)
     assert name == kernel and "cudnn's backward is not deterministic" in reason
 
 
@@ -212,14 +212,17 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
         ({"name": "flash4", "dtype": torch.float32}, "flash4 needs float16 or bfloat16"),
         ({"name": "cudnn", "head_dim": 256}, "a multiple of 8 and at most 128"),
         *(({"name": "flash4", "head_dim": e}, "for head dims 32, 64, 128") for e in (8, 16, 96, 256)),
-        ({"name": "torch", "deterministic": True}, "deterministic only under"),
-        ({"name": "cudnn", "deterministic": True}, "cannot run here .*: cudnn's backward is not deterministic; set"),
+        ({"name": "torch", "switch": {"warn_only": True}}, "deterministic only under"),
+        ({"name": "cudnn", "switch": {}}, "cannot run here .*: cudnn's backward is not deterministic; set"),
     ],
 )
+@pytest.mark.usefixtures("torch_switch")
 def test_kernels_that_cannot_run_are_refused_in_one_sentence(monkeypatch, asked, message):
     for name in ("flash4", "cudnn"):
         with pytest.raises(ValueError, match=f"{name} needs a GPU, the device is cpu; set another kernel or auto"):
             choice(name, "cpu")
     machine_without(monkeypatch)
+    if "switch" in asked:
+        torch.use_deterministic_algorithms(True, **asked["switch"])
     with pytest.raises(ValueError, match=message):
-        choice(**asked)
+        choice(**{key: value for key, value in asked.items() if key != "switch"})

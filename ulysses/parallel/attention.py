@@ -25,12 +25,15 @@ from .exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from .kernels import KernelOptions, resolve_kernel, varlen_backward, varlen_forward
+from .kernels import resolve_kernel, varlen_backward, varlen_forward
 from .kernels_document import join_lse
 from .layout import AttentionPlan, VarlenCall, dense_plan, device_plan, head_layout
 from .mesh import ParallelMesh
 
 JOINED_ROWS = 8192  # whose float32 sums _join holds at once
+# Lengths of prove_kernel's documents: several tiles, none of them full, and a single token
+PROOF = (300, 1, 129)
+PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels reach 2e-3 to 4e-3
 
 
 class UlyssesAttention(nn.Module):
@@ -113,7 +116,7 @@ class UlyssesAttention(nn.Module):
         query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R] (empty for a callable kernel).
         Only a callable kernel's results may be differentiated by autograd.
         """
-        kernel, options = self._resolve(query, plan, causal, softmax_scale)
+        kernel, scale = self._resolve(query, plan, softmax_scale)
         calls, prefix_calls = plan.calls[causal], plan.prefix_calls
         if plan.unshared and not causal:
             raise ValueError(
@@ -127,18 +130,18 @@ class UlyssesAttention(nn.Module):
             )
             calls, prefix_calls = plan.unshared_calls(), ()
 
-        def run(call: VarlenCall, options: KernelOptions) -> tuple[Tensor, Tensor]:
+        def run(call: VarlenCall, causal: bool) -> tuple[Tensor, Tensor]:
             rows, keys, segments = call
             return varlen_forward(
-                kernel, query[rows], key[keys], value[keys], segments, options
+                kernel, query[rows], key[keys], value[keys], segments, causal, scale
             )
 
-        outs, lses = zip(*(run(call, options) for call in calls))
+        outs, lses = zip(*(run(call, causal) for call in calls))
         out, lse = (
             (outs[0], lses[0]) if len(calls) == 1 else (torch.cat(outs), torch.cat(lses, 1))
         )
         for call in prefix_calls:
-            _join(out, lse, call.rows, *run(call, options._replace(causal=False)))
+            _join(out, lse, call.rows, *run(call, False))
         return out, lse
 
     def attend_backward(
@@ -157,7 +160,7 @@ class UlyssesAttention(nn.Module):
 
         A callable kernel has no backward of its own: it runs again, unless `out` has a graph, and is differentiated.
         """
-        kernel, options = self._resolve(query, plan, causal, softmax_scale)
+        kernel, scale = self._resolve(query, plan, softmax_scale)
         if not isinstance(kernel, str):
             if not out.requires_grad:
                 query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
@@ -168,54 +171,43 @@ class UlyssesAttention(nn.Module):
             )
             return dq, dk, dv
 
-        def gradients(
-            call: VarlenCall, options: KernelOptions
-        ) -> tuple[Tensor, Tensor, Tensor]:
+        def gradients(call: VarlenCall, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
             """Return one call's share of the gradients, which the joint out and lse make exact."""
             rows, keys, segments = call
             inputs = dout[rows], query[rows], key[keys], value[keys], out[rows]
             return varlen_backward(
-                kernel, *inputs, lse[:, rows].contiguous(), segments, options
+                kernel, *inputs, lse[:, rows].contiguous(), segments, causal, scale
             )
 
         calls = plan.calls[causal]
         if len(calls) == 1 and calls[0].keys == slice(0, key.shape[0]):
-            dquery, dkey, dvalue = gradients(calls[0], options)
+            dquery, dkey, dvalue = gradients(calls[0], causal)
         else:
             dquery = torch.empty_like(query, memory_format=torch.contiguous_format)
             # Arcs of one row set may share keys; their gradients are summed in float32 or better.
             wide = torch.promote_types(key.dtype, torch.float32)
             dkey, dvalue = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
             for call in calls:
-                dquery[call.rows], dk, dv = gradients(call, options)
+                dquery[call.rows], dk, dv = gradients(call, causal)
                 dkey[call.keys] += dk
                 dvalue[call.keys] += dv
         # No call has a row or a key twice, and no two prefix calls have the same key.
         for call in plan.prefix_calls:
-            dq, dk, dv = gradients(call, options._replace(causal=False))
+            dq, dk, dv = gradients(call, False)
             dquery[call.rows] += dq
             dkey[call.keys] += dk
             dvalue[call.keys] += dv
         return dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
 
     def _resolve(
-        self, query: Tensor, plan: AttentionPlan, causal: bool, softmax_scale: float | None
-    ) -> tuple[str | Callable[..., Tensor], KernelOptions]:
-        """Choose the kernel of this call; deterministic follows torch.use_deterministic_algorithms."""
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        self, query: Tensor, plan: AttentionPlan, softmax_scale: float | None
+    ) -> tuple[str | Callable[..., Tensor], float]:
+        """Choose the kernel and the scale of this call."""
         scale = 1 / math.sqrt(self.head_dim) if softmax_scale is None else softmax_scale
-        options = KernelOptions(causal, scale, deterministic)
         if callable(self.kernel):
-            return self.kernel, options
-        choice = resolve_kernel(
-            self.kernel,
-            query.device,
-            query.dtype,
-            self.head_dim,
-            deterministic=deterministic,
-            documents=plan.documents,
-        )
-        return choice.name, options
+            return self.kernel, scale
+        case = query.device, query.dtype, self.head_dim
+        return resolve_kernel(self.kernel, *case, documents=plan.documents).name, scale
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         given = query, key, value
@@ -278,3 +270,46 @@ class _Attend(torch.autograd.Function):
         )
         heads = attention.num_heads, attention.num_kv_heads
         return *exchange_qkv_backward(dq, dk, dv, plan, *heads), None, None, None, None
+
+
+def prove_kernel(
+    requested: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Compare the values and gradients of a requested kernel on small packs with plain attention in float64.
+
+    Kernels are other projects' code, compiled for this GPU by this driver, and a wrong gradient gives no error message.
+    "auto" may choose another kernel for a single document, so both of its choices are compared. Raises
+    FloatingPointError, which names the wrong tensor and the size of its error.
+    """
+    draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
+
+    def run(kernel: str, packed: Tensor, dout: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+        packed.requires_grad_()
+        attention = UlyssesAttention(None, heads, kv_heads, head_dim, kernel)
+        # q, k and v are strided views of one buffer, as the exchange leaves them
+        out = attention(*packed.split(widths, 1), cu_seqlens)
+        (grad,) = torch.autograd.grad(out, packed, dout)
+        return [out, *grad.split(widths, 1)]
+
+    for lengths in (PROOF, PROOF[:1]):
+        cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
+        packed, dout = (
+            torch.randn(sum(lengths), width, head_dim, generator=draw).to(device, dtype)
+            for width in (sum(widths), heads)
+        )
+        name = resolve_kernel(requested, device, dtype, head_dim, documents=len(lengths)).name
+        exact = run("reference", packed.double(), dout.double(), cu_seqlens)
+        what = ("output", "query gradient", "key gradient", "value gradient")
+        for tensor, got, wanted in zip(what, run(name, packed, dout, cu_seqlens), exact):
+            error = float((got.double() - wanted).norm() / wanted.norm())
+            if not error < PROOF_ERROR:
+                case = f"{heads}/{kv_heads} heads of {head_dim}, {str(dtype).removeprefix('torch.')}"
+                raise FloatingPointError(
+                    f"attention kernel {name} gives a wrong {tensor} on {device} ({case}): off by {error:.1%} of its "
+                    "norm; set model.attention to another kernel, or install another version of this one"
+                )

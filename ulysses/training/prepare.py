@@ -236,7 +236,6 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
                 device,
                 config.dtype,
                 plan.shape.head_dim,
-                deterministic=config.run.deterministic,
             )
     # a dry run only says that the folder is taken
     if strict or config.run.resume != "never":

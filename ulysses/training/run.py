@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from models.decoder import count_parameters
 from ulysses.data.steps import StepLoader
-from ulysses.parallel.kernels import prove_kernel
+from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.agreement import agree, facts_of, hold_output
