@@ -287,25 +287,23 @@ def prove_kernel(
     FloatingPointError, which names the wrong tensor and the size of its error.
     """
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
-
-    def run(kernel: str, packed: Tensor, dout: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-        packed.requires_grad_()
-        attention = UlyssesAttention(None, heads, kv_heads, head_dim, kernel)
-        # q, k and v are strided views of one buffer, as the exchange leaves them
-        out = attention(*packed.split(widths, 1), cu_seqlens)
-        (grad,) = torch.autograd.grad(out, packed, dout)
-        return [out, *grad.split(widths, 1)]
-
+    what = ("output", "query gradient", "key gradient", "value gradient")
     for lengths in (PROOF, PROOF[:1]):
+        name = resolve_kernel(requested, device, dtype, head_dim, documents=len(lengths)).name
         cu_seqlens = torch.tensor([0, *lengths], device=device).cumsum(0)
-        packed, dout = (
+        # q, k and v are strided views of one buffer, as the exchange leaves them
+        packed, upstream = (
             torch.randn(sum(lengths), width, head_dim, generator=draw).to(device, dtype)
             for width in (sum(widths), heads)
         )
-        name = resolve_kernel(requested, device, dtype, head_dim, documents=len(lengths)).name
-        exact = run("reference", packed.double(), dout.double(), cu_seqlens)
-        what = ("output", "query gradient", "key gradient", "value gradient")
-        for tensor, got, wanted in zip(what, run(name, packed, dout, cu_seqlens), exact):
+        results = []
+        for kernel, precision in ((name, dtype), ("reference", torch.float64)):
+            inputs = packed.to(precision).requires_grad_()
+            attention = UlyssesAttention(None, heads, kv_heads, head_dim, kernel)
+            out = attention(*inputs.split(widths, 1), cu_seqlens)
+            (grad,) = torch.autograd.grad(out, inputs, upstream.to(precision))
+            results.append((out, *grad.split(widths, 1)))
+        for tensor, got, wanted in zip(what, *results):
             error = float((got.double() - wanted).norm() / wanted.norm())
             if not error < PROOF_ERROR:
                 case = f"{heads}/{kv_heads} heads of {head_dim}, {str(dtype).removeprefix('torch.')}"

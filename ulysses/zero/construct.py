@@ -92,16 +92,13 @@ def _complete_environment() -> None:
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
+        # torchrun sets it; deepspeed's launcher says LOCAL_SIZE
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE", os.environ.get("WORLD_SIZE", "1")),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    # torchrun sets it; deepspeed's launcher says LOCAL_SIZE
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        world = int(os.environ["WORLD_SIZE"])
-        guess = min(world, torch.cuda.device_count() or world)
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_SIZE", str(guess))
 
 
 # torch has no public function that finds the store, all groups, a group's timeout or how many collectives it has begun.
