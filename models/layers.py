@@ -206,7 +206,3 @@ class DecoderLayer(nn.Module):
             [p for module in stage for p in module.parameters() if p.requires_grad]
             for stage in stages
         )
-
-    def draws(self) -> bool:
-        """Return whether an adapter around a projection has active dropout, to be drawn again in backward."""
-        return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in self.modules())

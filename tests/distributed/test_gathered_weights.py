@@ -17,6 +17,7 @@ from tests import engine_case
 from tests.harness import run_distributed
 from tests.zero_case import trained_engine
 from ulysses.memory.levels import LEVELS
+from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.construct import initialize_distributed
@@ -88,7 +89,7 @@ def gathers(levels: tuple[str, ...]) -> dict[str, dict[str, int]]:
         p.all_gather_coalesced = counted
     found = {}
     for level in levels:
-        for rows in (0, 4 + 3 * dist.get_rank()):
+        for rows in (TILE_ROWS, 2 + 2 * dist.get_rank()):
             decoder.set_memory(LayerMemory(level, rows))
             evaluate(engine)
             calls.clear()

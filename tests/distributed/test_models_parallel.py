@@ -16,6 +16,7 @@ from tests.memory_case import assert_same_gradients
 from tests.unit.test_kernels import gpu_kernels
 from tests.zero_case import filled, trained_engine, whole_gradients
 from ulysses.memory.levels import LEVELS
+from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.construct import initialize_distributed
@@ -54,7 +55,7 @@ def under_zero(case: Case, expected: dict[str, torch.Tensor], tolerance: float) 
     decoder = next(m for m in engine.module.modules() if isinstance(m, Decoder))
     batch = pack_shard(TOKENS if case.sp == world else TOKENS[rank::world], mesh, device())
     settings = [(level, 4 + 3 * rank) for level in LEVELS]
-    for level, rows in (*settings, ("block", 0), (["keep_attention", "none"], 0)):
+    for level, rows in (*settings, ("block", TILE_ROWS), (["keep_attention", "none"], TILE_ROWS)):
         decoder.set_memory(LayerMemory(level, rows))
         engine.backward(loss_of(engine, batch) * world, last=True)
         assert_same_gradients(whole_gradients(engine.gradients()), expected, tolerance)

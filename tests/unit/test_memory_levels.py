@@ -150,8 +150,6 @@ def test_a_backward_frees_what_its_layers_kept():
         offloader = Offloader("cpu", chunk_bytes=1 << 16)
         loss = build(recompute=level, offloader=offloader)(batch()).logps.sum()
         loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="run forward again"):
-            loss.backward()
         assert all_chunks_are_free(offloader)
 
 

@@ -86,7 +86,7 @@ def test_copies_wait_for_the_computation_and_it_for_them():
         del value, product
         group.close()
         torch.full((size // 4,), -1.0, device="cuda")  # takes freed memory
-    assert [k.away for k in kept] == [True] * 5 + [False]
+    assert [k.tensor is None for k in kept] == [True] * 5 + [False]
     for i in reversed(range(6)):
         back = groups[i].get(kept[i])
         assert bool((back == i).all())

@@ -14,7 +14,7 @@ parameters once per direction and reduces each gradient once. Its backward runs 
 
 A layer offers its three parts, `project(hidden, rope)`, `output(hidden, attended)` and `feed_forward`, the last as
 `feed_forward_tiles(rows)` and `feed_forward_gradients(rows, grad)`; `stage_parameters()`, the trainable parameters of
-the three; `draws()`, whether it draws random numbers (dropout in an adapter); and the kernel, `self_attn.attention`.
+the three; and the kernel, `self_attn.attention`. Random numbers (dropout in an adapter) are drawn again as they were.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', v', out' are head shards.
 """
@@ -38,7 +38,7 @@ from ulysses.parallel.exchange import (
 
 LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
-Random = tuple[Tensor, Tensor | None] | None
+Random = tuple[Tensor, Tensor | None]
 
 
 class Pair:
@@ -83,8 +83,7 @@ class LayerNode(torch.autograd.Function):
         group = Group(None if is_second else layer.offloader)
         kept = [] if is_second else [group.keep(hidden)]
         attention = layer.self_attn.attention
-        state = random_state if layer.draws() else lambda: None
-        random = [state()]
+        random = [random_state()]
         query, key, value = layer.project(hidden, rope)
         shards = exchange_qkv_forward(query, key, value, plan)
         del query, key, value
@@ -94,10 +93,10 @@ class LayerNode(torch.autograd.Function):
             kept += [group.keep(out), group.keep(lse)]
         attended = exchange_out_forward(out, plan)
         del out, lse
-        random.append(state())
+        random.append(random_state())
         middle = layer.output(hidden, attended)
         del attended
-        random.append(state())
+        random.append(random_state())
         result = layer.feed_forward_tiles(middle)
         group.close()
         if pair is not None and not is_second:
@@ -110,10 +109,6 @@ class LayerNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, rope, plan, pair = ctx.call
-        if ctx.kept is None:
-            raise RuntimeError(
-                "a layer's backward ran twice on one forward; what it kept is gone, so run forward again"
-            )
         group, kept, random = ctx.kept
         ctx.kept = None
         hidden, *kept = map(group.get, kept) if kept else [pair.second_input(rope, plan)]
@@ -155,9 +150,8 @@ class LayerNode(torch.autograd.Function):
         )
         del query, key, value
         (grad_input,), grads_project = through_project(*grads)
-        grad_input = grad_hidden.add_(grad_input) if ctx.needs_input_grad[4] else None
         grads_of_parameters = *grads_project, *grads_output, *grads_feed_forward
-        return None, None, None, None, grad_input, *grads_of_parameters
+        return None, None, None, None, grad_hidden.add_(grad_input), *grads_of_parameters
 
 
 def _again(
@@ -190,7 +184,7 @@ def _again(
     return tuple(x.detach() for x in outputs), gradients
 
 
-def random_state() -> tuple[Tensor, Tensor | None]:
+def random_state() -> Random:
     """Return the state of the CPU generator and of the current GPU's, for `replay`."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), cuda
@@ -198,12 +192,10 @@ def random_state() -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def replay(state: Random) -> Iterator[None]:
-    """Run the block with the generators in that state, if any; afterwards they continue as if it had not run."""
-    cpu, cuda = state or (None, None)
-    devices = [] if cuda is None else [torch.cuda.current_device()]
-    with torch.random.fork_rng(devices, enabled=cpu is not None):
-        if cpu is not None:
-            torch.set_rng_state(cpu)
+    """Run the block with the generators in that state; afterwards they continue as if it had not run."""
+    cpu, cuda = state
+    with torch.random.fork_rng([] if cuda is None else [torch.cuda.current_device()]):
+        torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
         yield

@@ -90,42 +90,29 @@ class Kept:
     def __init__(self, tensor: Tensor, offloader: Offloader | None) -> None:
         self.tensor: Any = tensor  # None while only the host has it
         self._offloader: Any = offloader  # None keeps everything on the device
-        self._chunks: list[Tensor] = []
+        self.chunks: list[Tensor] = []
         if offloader is not None:
-            self._chunks = offloader.take(tensor.nbytes)
-            if self._chunks:
+            self.chunks = offloader.take(tensor.nbytes)
+            if self.chunks:
                 with offloader.copying():
-                    self._copy(tensor.contiguous(), to_host=True)
+                    self.copy(tensor.contiguous(), to_host=True)
         self.room = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
-    @property
-    def away(self) -> bool:
-        """Return whether only the host holds the tensor."""
-        return self.tensor is None
-
-    def leave(self) -> None:
-        """Forget the device tensor if the host has it."""
-        if self._chunks:
-            self.tensor = None
-
-    def load(self) -> None:
-        """Queue the copy back on the current stream and give the host memory back."""
-        self._copy(self.tensor, to_host=False)
-        self._release()
-
-    def _copy(self, tensor: Any, *, to_host: bool) -> None:
-        size = self._offloader.chunk_bytes
-        for chunk, part in zip(self._chunks, tensor.view(-1).view(torch.uint8).split(size)):
-            host = chunk[: part.numel()]
-            target, source = (host, part) if to_host else (part, host)
+    def copy(self, tensor: Tensor, *, to_host: bool) -> None:
+        """Queue a copy between the device's tensor and the chunks on the current stream."""
+        parts = tensor.view(-1).view(torch.uint8).split(self._offloader.chunk_bytes)
+        for part, chunk in zip(parts, self.chunks):
+            pair = part, chunk[: part.numel()]
+            source, target = pair if to_host else pair[::-1]
             target.copy_(source, non_blocking=True)
 
-    def _release(self) -> None:
-        if self._chunks:
-            self._offloader.free += self._chunks
-            self._chunks = []
+    def release(self) -> None:
+        """Give the host memory back."""
+        if self.chunks:
+            self._offloader.free += self.chunks
+            self.chunks = []
 
-    __del__ = _release  # a graph may be dropped without a backward pass
+    __del__ = release  # a graph may be dropped without a backward pass
 
 
 class Group:
@@ -153,18 +140,20 @@ class Group:
             # later work of the computing stream comes after the copies
             leaving._offloader.wait(leaving._event)
             for kept in leaving._kept:
-                kept.leave()
+                if kept.chunks:
+                    kept.tensor = None
 
     def fetch(self) -> None:
         """Start bringing back the tensors that are away."""
-        away = [kept for kept in self._kept if kept.away]
+        away = [kept for kept in self._kept if kept.tensor is None]
         if not away:
             return
         for kept in away:
             kept.tensor = kept.room()  # allocated on the stream that will use it
         with self._offloader.copying():
             for kept in away:
-                kept.load()
+                kept.copy(kept.tensor, to_host=False)
+                kept.release()
         self._event = self._offloader.record()
 
     def get(self, kept: Kept) -> Tensor:

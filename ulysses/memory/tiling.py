@@ -57,27 +57,21 @@ def tile_gradients(
 
     Parameter gradients of several tiles are summed in float32 or better; parameters that are not used get zeros.
     """
-    if tile >= rows.shape[0]:
-        return _tile_gradients(function, rows, grad, parameters)
-    grad_rows = torch.empty_like(rows)
     sums: list[Tensor] = []
-    for part in tiles(rows.shape[0], tile):
-        grad_rows[part], grads = _tile_gradients(function, rows[part], grad[part], parameters)
-        if not sums:
-            sums = [at_least_float32(g) for g in grads]
+    for part in tiles(len(rows), tile):
+        leaf = rows[part].detach().requires_grad_()
+        with torch.enable_grad():
+            out = function(leaf)
+        grad_leaf, *grads = torch.autograd.grad(
+            out, (leaf, *parameters), grad[part], allow_unused=True, materialize_grads=True
+        )
+        del leaf, out
+        if tile >= len(rows):
+            return grad_leaf, grads
+        if part.start == 0:
+            grad_rows, sums = torch.empty_like(rows), [at_least_float32(g) for g in grads]
         else:
             for total, g in zip(sums, grads):
                 total.add_(g)
+        grad_rows[part] = grad_leaf
     return grad_rows, [total.to(p.dtype) for total, p in zip(sums, parameters)]
-
-
-def _tile_gradients(
-    function: RowFunction, rows: Tensor, grad: Tensor, parameters: Sequence[nn.Parameter]
-) -> tuple[Tensor, list[Tensor]]:
-    leaf = rows.detach().requires_grad_()
-    with torch.enable_grad():
-        out = function(leaf)
-    grad_rows, *grads = torch.autograd.grad(
-        out, (leaf, *parameters), grad, allow_unused=True, materialize_grads=True
-    )
-    return grad_rows, grads

@@ -177,7 +177,7 @@ def export_model(
             save_adapters(new, adapters, config.model, reward=stage.reward)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
-        (new / CARD).write_text(model_card(config, step, whole), encoding="utf-8")
+        (new / CARD).write_text(model_card(config, step), encoding="utf-8")
 
 
 def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
@@ -241,19 +241,14 @@ def merge_adapter(folder: Path, out: Path) -> None:
         write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)
-        if (folder / CARD).exists():
-            card = (folder / CARD).read_text()
-            (new / CARD).write_text(
-                card.replace("library_name: peft", "library_name: transformers")
-            )
+        copy_side_files(folder, new, (CARD,))
 
 
 # ---------------------------------------------------------------- model card
 
 
-def model_card(config: Config, step: int, whole: bool) -> str:
+def model_card(config: Config, step: int) -> str:
     """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions."""
-    lora, reward = config.model.lora, config.stage_class.reward
     base = config.model.path if config.model.init == "pretrained" else None
     settings = config.model_dump(
         mode="json", exclude_defaults=True, exclude={"run", "data", "deepspeed"}
@@ -270,20 +265,13 @@ def model_card(config: Config, step: int, whole: bool) -> str:
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     tables = {
         "Settings": settings,
-        # speed and memory say nothing about the model
-        f"Metrics at step {step}": {
-            k: v
-            for k, v in metrics.items()
-            if k == "loss" or ("/" in k and not k.startswith("time/"))
-        },
+        f"Metrics at step {step}": metrics,
         "Versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
     lines = [
         "---",
         *([f"base_model: {json.dumps(base)}"] if base else []),
-        f"library_name: {'transformers' if whole else 'peft'}",
-        f"pipeline_tag: {'text-classification' if reward else 'text-generation'}",
-        f"tags: [ulysses-engine, {config.stage}{', lora' if lora.rank else ''}]",
+        f"tags: [ulysses-engine, {config.stage}]",
         "---",
         f"# Trained by {config.stage} from {base or 'a random start'}",
     ]

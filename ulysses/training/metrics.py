@@ -126,7 +126,7 @@ class MetricsLog:
     Args:
         first_step: what metrics.jsonl holds of later steps is dropped, because a resumed run writes it again.
         run_id: stands in every line.
-        wandb: the options of `wandb.init`, or None.
+        wandb: a run of Weights & Biases that receives the metrics, or None.
 
     Attributes:
         failure: the first failure to write, which the loop raises once it has tried to save a checkpoint.
@@ -138,13 +138,13 @@ class MetricsLog:
         total_steps: int,
         first_step: int,
         run_id: str = "",
-        wandb: dict[str, Any] | None = None,
+        wandb: Any = None,
     ) -> None:
         # both take long to import, and only rank 0 needs them
         from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
 
-        self.run_id = run_id
+        self.run_id, self.wandb = run_id, wandb
         self.failure: DiskError | None = None
         self.path, board = folder / "metrics.jsonl", str(folder / "tensorboard")
         with writing(self.path):
@@ -152,11 +152,6 @@ class MetricsLog:
             self.file = self.path.open("a")
             self.board = SummaryWriter(board, purge_step=first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
-        self.wandb = None
-        if wandb is not None:
-            from wandb import init
-
-            self.wandb = init(name=folder.name, resume="allow", dir=folder, **wandb)
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
         """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation."""
@@ -206,8 +201,6 @@ class MetricsLog:
         for name, sink in (("metrics.jsonl", self.file), ("tensorboard", self.board)):
             with self._trying(name, " at the end of the run"):
                 sink.close()
-        if self.wandb is not None:
-            self.wandb.finish()
         if self.failure is not told:
             raise self.failure
 

@@ -216,17 +216,27 @@ class TrainingRun:
 
     def train(self) -> None:
         """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
-        trainer, run = self.trainer, self.config.run
+        trainer, run, folder, wandb = self.trainer, self.config.run, self.config.output, None
         if self.mesh.is_main:
-            wandb = {"project": run.wandb, "config": self.resolved} if run.wandb else None
+            if run.wandb:
+                from wandb import init
+
+                wandb = init(
+                    project=run.wandb,
+                    config=self.resolved,
+                    name=folder.name,
+                    dir=folder,
+                    resume="allow",
+                )
+                self.resources.callback(wandb.finish)
             trainer.log = MetricsLog(
-                self.config.output, trainer.total_steps, trainer.step, self.run_id, wandb
+                folder, trainer.total_steps, trainer.step, self.run_id, wandb
             )
             self.resources.callback(trainer.log.close)
         self.resources.enter_context(self.watch.signals())
         trainer.train()
         if run.export and not trainer.stop_requested:
-            self.export(self.config.output / "export")
+            self.export(folder / "export")
 
     def export(self, folder: str | Path, *, for_servers: bool = False) -> Path:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together.
