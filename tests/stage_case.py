@@ -95,8 +95,8 @@ class Formula:
                     gaps.append(float(good - bad))
         flat, difference = np.array(scores), np.array(gaps)
         return total / len(gaps), {
-            "accuracy": (difference > 0).mean(), "margin": difference.mean(), "min_reward": flat.min(),
-            "mean_reward": flat.mean(), "max_reward": flat.max(), "std_reward": flat.std(),
+            "accuracy": (difference > 0).mean(), "margin": difference.mean(),
+            "mean_reward": flat.mean(), "std_reward": flat.std(),
         }  # fmt: skip
 
     def dpo(self) -> tuple[Tensor, dict[str, float]]:

@@ -16,13 +16,12 @@ from html import escape
 from pathlib import Path
 
 import matplotlib
-import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 SMOOTHED = 60  # curves of at least this many points get a running mean on top
-LOG_RATIO = 50  # positive values that span more than this get a logarithmic axis
 COLUMNS = 3
 # the first panels
 TITLES = {
@@ -40,12 +39,9 @@ TABLE = (
     "tokens_per_second",
 )
 
-# metric -> step -> value; nan stands for one that was not finite
-Run = dict[str, dict[int, float]]
 
-
-def read_run(folder: Path) -> Run:
-    """Read a run folder's metrics; ValueError if it holds none.
+def read_run(folder: Path) -> pd.DataFrame:
+    """Return a run folder's metrics, a column each, by step; ValueError if it holds none.
 
     Incomplete lines, such as the last one of a killed run, are left out. No step is repeated: a run that continues from
     an earlier checkpoint first drops the lines of later steps.
@@ -55,67 +51,47 @@ def read_run(folder: Path) -> Run:
         raise ValueError(
             f"{folder} holds no metrics.jsonl; give the folder of a run (run.output)"
         )
-    run: Run = {}
-    for line in path.read_text().splitlines():
-        try:
-            content = json.loads(line, parse_int=float)
-            step = int(content.pop("step"))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
-        for metric, value in content.items():
-            if isinstance(value, float | None):
-                run.setdefault(metric, {})[step] = math.nan if value is None else value
-    if not run:
+    lines = re.findall(r'^\{"step": .*\}$', path.read_text(), re.MULTILINE)
+    if not lines:
         raise ValueError(f"{path} holds no complete line; wait until the run has logged a step")
-    return run
+    return pd.DataFrame(map(json.loads, lines)).set_index("step").select_dtypes("number")
 
 
-def series(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps that logged a metric, and its values."""
-    steps, values = np.array(list(run.get(metric, {}).items())).reshape(-1, 2).T
-    return steps, values
+def series(run: pd.DataFrame, metric: str) -> pd.Series:
+    """Return a metric's finite values by the steps that logged it."""
+    return run.get(metric, pd.Series(dtype=float)).dropna()
 
 
-def draw_curves(axis: Axes, runs: dict[str, Run], metric: str) -> None:
-    """Draw a metric over steps: training as a line, held-out values as dots, a dotted line where it was not finite."""
+def draw_curves(axis: Axes, runs: dict[str, pd.DataFrame], metric: str) -> None:
+    """Draw a metric over steps: training as a line, held-out values as dots."""
     for i, run in enumerate(runs.values()):
-        color = f"C{i}"
-        steps, values = series(run, metric)
-        finite = np.isfinite(values)
-        noisy = finite.sum() >= SMOOTHED and metric != "lr"
-        axis.plot(steps, values, color=color, alpha=0.3 if noisy else 1)
+        color, curve = f"C{i}", series(run, metric)
+        noisy = len(curve) >= SMOOTHED and metric != "lr"
+        axis.plot(curve, color=color, alpha=0.3 if noisy else 1)
         if noisy:
-            width = finite.sum() // 30
-            means = np.convolve(values[finite], np.full(width, 1 / width), "valid")
-            axis.plot(steps[finite][width - 1 :], means, color=color)
-        for step in steps[~finite]:
-            axis.axvline(step, color=color, linestyle=":")
-        axis.plot(*series(run, f"eval/{metric}"), "o:", color=color, markersize=4)
-    lowest, highest = axis.dataLim.intervaly
-    if metric != "lr" and 0 < LOG_RATIO * lowest < highest:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter("{x:g}")
+            axis.plot(curve.rolling(len(curve) // 30).mean(), color=color)
+        axis.plot(series(run, f"eval/{metric}"), "o:", color=color, markersize=4)
 
 
-def draw_octaves(axis: Axes, runs: dict[str, Run], octaves: Sequence[str]) -> None:
+def draw_octaves(axis: Axes, runs: dict[str, pd.DataFrame], octaves: Sequence[str]) -> None:
     """Draw the first (dotted) and the last evaluation's nll by position, with standard errors."""
     axis.set_xticks(range(len(octaves)), octaves)
     for i, run in enumerate(runs.values()):
         reached = [x for x, name in enumerate(octaves) if f"eval/nll/{name}" in run]
         for style, place in (("o:", 0), ("o-", -1)):
             values, errors = (
-                [series(run, f"eval/{metric}/{octaves[x]}")[1][place] for x in reached]
+                [series(run, f"eval/{metric}/{octaves[x]}").iloc[place] for x in reached]
                 for metric in ("nll", "nll_se")
             )
             axis.errorbar(reached, values, errors, fmt=style, color=f"C{i}", markersize=4)
 
 
-def draw_figure(runs: dict[str, Run]) -> Figure:
+def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
     """Draw the metrics in TITLES, every other metric that changes, and octaves."""
     seen: dict[str, set[float]] = {}
     for run in runs.values():
-        for metric, curve in run.items():
-            seen.setdefault(metric.removeprefix("eval/"), set()).update(curve.values())
+        for metric in run:
+            seen.setdefault(metric.removeprefix("eval/"), set()).update(series(run, metric))
     of_octaves = list(filter(OCTAVE.match, seen))
     # as they were logged, from the first to the last
     octaves = list(dict.fromkeys(metric.partition("/")[2] for metric in of_octaves))
@@ -140,24 +116,18 @@ def draw_figure(runs: dict[str, Run]) -> Figure:
     return figure
 
 
-def html_page(runs: dict[str, Run], figure: Figure) -> str:
+def html_page(runs: dict[str, pd.DataFrame], figure: Figure) -> str:
     """Return a page with the figure as SVG and a table of where each run stands; all text is escaped."""
-    lines = [["run", "last step", *TABLE]]
-    for name, run in runs.items():
-        line = [name, str(max(map(max, run.values())))]
-        for metric in TABLE:
-            _, values = series(run, metric)
-            line += [f"{value:.6g}" for value in values[np.isfinite(values)][-1:]] or [""]
-        lines.append(line)
-    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
-    table = "<tr>".join(["", *cells])
+    last = {name: {"step": run.index[-1], **run.ffill().iloc[-1]} for name, run in runs.items()}
+    table = pd.DataFrame(last).T.reindex(columns=["step", *TABLE])
+    rows = table.to_html(float_format="{:.7g}".format, na_rep="", border=0)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(runs))}</title>
 <style>body {{ font: 14px sans-serif }} svg {{ max-width: 100%; height: auto }} td {{ padding: 2px 12px }}</style>
-</head><body><table>{table}</table>{svg[svg.index("<svg") :]}</body></html>
+</head><body>{rows}{svg[svg.index("<svg") :]}</body></html>
 """
 
 

@@ -1,4 +1,4 @@
-"""TrainingRun from Python: a TOML file and overrides in, status and exports out, nothing left behind by an error."""
+"""TrainingRun from Python: settings in, metrics and exports out, nothing left behind by an error."""
 
 import gc
 import json
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.e2e.test_stage_runs import demo  # noqa: F401 (a fixture)
 from tests.harness import free_port, run_distributed
 from ulysses.training import run as run_module
+from ulysses.training.command_line import parse_command_line
 from ulysses.training.failure import POLL_SECONDS
 from ulysses.training.run import TrainingRun
 from ulysses.zero.construct import initialize_distributed
@@ -58,16 +59,19 @@ def place(demo: Path) -> Path:  # noqa: F811
     return demo
 
 
+def changed(place: Path, **changes: Any) -> TrainingRun:
+    """A run by the settings of dpo.toml and these changes, by dotted keys."""
+    return TrainingRun(parse_command_line(["--config", str(place / "dpo.toml")], **changes).config)
+
+
 def face(place: Path, port: int) -> dict[str, Any]:
-    overrides = {"optimizer.lr": 1e-3, "data.train": [place / "dpo_eval.jsonl"], "parallel.sequence_parallel_size": 2}
+    changes = {"optimizer.lr": 1e-3, "data.train": str(place / "dpo_eval.jsonl"), "parallel.sequence_parallel_size": 2}
     with suppress(ArithmeticError), TrainingRun(tomllib.loads((place / "dpo.toml").read_text())):
         raise ArithmeticError  # on every rank, and all go on
-    with TrainingRun.from_toml(place / "dpo.toml", overrides) as run:
-        before = run.status()
+    with changed(place, **changes) as run:
         run.train()
-        found = {"before": before, "status": run.status(), "config": run.config.optimizer.lr}
+        found = {"step": run.trainer.step, "metrics": run.trainer.metrics, "config": run.config.optimizer.lr}
         run.export(str(place / "elsewhere"))
-    found["after"] = run.status()
     time.sleep(3 * POLL_SECONDS)
     found["watching"] = [t.name for t in threading.enumerate()].count("failure watch")
     os.environ["MASTER_PORT"] = str(port)
@@ -75,17 +79,13 @@ def face(place: Path, port: int) -> dict[str, Any]:
     return found
 
 
-def test_overrides_status_and_export(place: Path) -> None:
+def test_settings_metrics_and_export(place: Path) -> None:
     found = run_distributed(face, 2, place, free_port(), with_zero=True)[0]
     line = json.loads((place / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert found["config"] == 1e-3 and line["lr"] <= 1e-3
-    status = found["status"]
-    assert status == found["after"]
     assert found["watching"] == 0  # who still watched for failures would take a later run's end for one
-    assert status["stage"] == "dpo" and (status["step"], status["total_steps"]) == (2, 2) and status["world"] == 2
-    assert status["mesh"] == {"sequence_parallel_size": 2, "data_parallel_size": 1} and status["eta"] == 0
-    assert all(status[name] == line[name] for name in ("loss", "tokens", "tokens_per_second"))
-    assert [found["before"][name] for name in ("step", "loss", "eta")] == [0, None, None]
+    assert found["step"] == 2
+    assert all(found["metrics"][name] == line[name] for name in ("loss", "tokens", "tokens_per_second"))
     elsewhere, exported = (place / folder / "model.safetensors" for folder in ("elsewhere", "run/export"))
     assert elsewhere.read_bytes() == exported.read_bytes()
 
@@ -103,18 +103,18 @@ def live_bytes() -> int:
 
 def one(place: Path, fault: str = "", **overrides: Any) -> tuple[int, int, float | None]:
     """Train (or fail) and return the tensors' bytes inside and after, and the last loss."""
-    run = TrainingRun.from_toml(str(place / "dpo.toml"), {"optimizer.lr": 1e-3, **overrides})
-    inside = 0
+    run = changed(place, **{"optimizer.lr": 1e-3, **overrides})
+    inside, loss = 0, None
     try:
         with run:
             run.train()
-            inside = live_bytes()
+            inside, loss = live_bytes(), run.trainer.metrics["loss"]
             if fault:
                 raise ArithmeticError(fault)
     except ArithmeticError as error:
         assert str(error) == fault
     assert not dist.is_initialized() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    return inside, live_bytes(), run.status().get("loss")
+    return inside, live_bytes(), loss
 
 
 def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
@@ -146,7 +146,7 @@ def wrong_kernel(place: Path) -> None:
     dist.destroy_process_group()
     wrong = mock.patch.object(run_module, "prove_kernel", side_effect=FloatingPointError)
     with wrong, suppress(FloatingPointError):
-        TrainingRun.from_toml(place / "dpo.toml", {"run.output": place / "earlier"}).__enter__()
+        changed(place, **{"run.output": str(place / "earlier")}).__enter__()
         raise AssertionError("the run has begun")
     initialize_distributed()  # for the harness
 

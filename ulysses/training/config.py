@@ -235,8 +235,6 @@ class RunSection(Section):
     """Seconds without progress after which the run ends and names the process that it waits for."""
     stall_warning: NonNegativeFloat = 60.0
     """Seconds without progress after which a line names that process; 0 prints none."""
-    profile: NonNegativeInt = 0
-    """Number of the step of which a torch profiler trace is written; 0 writes none."""
     wandb: str = ""
     """Name of a Weights & Biases project that receives the metrics; an empty name sends nothing."""
 

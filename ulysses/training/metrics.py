@@ -37,7 +37,6 @@ class MetricSums:
         self.device = device
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
 
     def add(
         self, name: str, total: Tensor | float, count: Tensor | float | None = None
@@ -48,26 +47,19 @@ class MetricSums:
                 new = number(value, self.device)
                 sums[name] = sums[name] + new if name in sums else new
 
-    def add_max(self, name: str, values: Tensor) -> None:
-        """Add to a maximum over all micro-batches and ranks; no values leave it as it is."""
-        old = self._maxima.get(name, number(-math.inf, self.device))
-        self._maxima[name] = torch.cat([old.view(1), values.detach().double().flatten()]).max()
-
     def reduce(self) -> dict[str, float]:
-        """Return the global sums, means and maxima; a mean over nothing and a maximum of nothing are left out.
-
-        One collective (two with maxima) and one host read each.
-        """
-        numbers = iter(_reduced([*self._sums.values(), *self._counts.values()]))
+        """Return the global sums and means; a mean over nothing is left out. One collective and one host read."""
+        flat = torch.stack([*self._sums.values(), *self._counts.values()])
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        numbers = iter(flat.tolist())
         found = dict(zip(self._sums, numbers))
         for name, count in zip(self._counts, numbers):
             if count:
                 found[name] /= count
             else:
                 del found[name]
-        maxima = _reduced([*self._maxima.values()], dist.ReduceOp.MAX)
-        largest = zip(self._maxima, maxima, strict=True)
-        return found | {name: value for name, value in largest if value != -math.inf}
+        return found
 
 
 def number(value: Tensor | float, device: torch.device) -> Tensor:
@@ -75,15 +67,6 @@ def number(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().double()
     return torch.full((), value, dtype=torch.float64, device=device)
-
-
-def _reduced(numbers: list[Tensor], op: Any = dist.ReduceOp.SUM) -> list[float]:
-    if not numbers:
-        return []
-    flat = torch.stack(numbers)
-    if dist.is_initialized():
-        dist.all_reduce(flat, op=op)
-    return flat.tolist()
 
 
 def model_flops(

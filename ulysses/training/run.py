@@ -3,7 +3,6 @@
 configuration -> checks (no allocation) -> data -> processes and mesh -> engine -> stage -> Trainer -> export
 """
 
-import json
 import os
 from contextlib import ExitStack
 from functools import partial
@@ -21,7 +20,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.agreement import agree, facts_of, hold_output
 from ulysses.training.build import build_engine
 from ulysses.training.checkpoint import clear_run_folder
-from ulysses.training.command_line import check, parse_command_line
+from ulysses.training.command_line import check
 from ulysses.training.config import Config
 from ulysses.training.export_model import export_model, save_tokenizer
 from ulysses.training.memory import (
@@ -85,15 +84,6 @@ class TrainingRun:
             raise
         self.trainer: Trainer | None = None
         self.resources = ExitStack()  # what must be released, whatever happens
-        self.last_status: dict[str, Any] = {}
-
-    @classmethod
-    def from_toml(
-        cls, path: str | Path, overrides: dict[str, Any] | None = None
-    ) -> "TrainingRun":
-        """Read a TOML file; `overrides` maps dotted keys to values, paths included."""
-        values = json.loads(json.dumps(overrides or {}, default=str))
-        return cls(parse_command_line(["--config", str(path)], **values).config)
 
     def __enter__(self) -> "TrainingRun":
         self.device = initialize_distributed(self.watch.store)
@@ -252,25 +242,6 @@ class TrainingRun:
         dist.barrier()
         return folder
 
-    def status(self) -> dict[str, Any]:
-        """Return where the run stands: stage, step, mesh, the last step's loss and speed, and eta in seconds."""
-        t = self.trainer
-        if t is None:
-            return self.last_status
-        mesh, metrics = self.mesh, t.metrics
-        return {
-            "stage": self.config.stage,
-            "step": t.step,
-            "total_steps": t.total_steps,
-            "world": mesh.world_size,
-            "mesh": {
-                "sequence_parallel_size": mesh.sequence_parallel_size,
-                "data_parallel_size": mesh.data_parallel_size,
-            },
-            **{name: metrics.get(name) for name in ("loss", "tokens", "tokens_per_second")},
-            "eta": (t.total_steps - t.step) * metrics["seconds"] if metrics else None,
-        }
-
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one; other ranks than the first say it with --debug only."""
         rank = int(os.environ.get("RANK", "0"))
@@ -284,7 +255,6 @@ class TrainingRun:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
         self.watch.blame(error)  # while the signals of a launcher are still caught
-        self.last_status = self.status()
         self.resources.close()
         self.trainer = self.engine = None
         if dist.get_world_size() > 1 and error is not None:

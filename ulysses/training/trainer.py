@@ -10,7 +10,6 @@ One optimizer step on every rank:
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,7 @@ class Trainer:
         try:
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
-                with self._profile() if run.profile == current else nullcontext():
-                    values = self.train_step()
+                values = self.train_step()
                 if self.step == second and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if self.finished or (run.eval_every and self.step % run.eval_every == 0):
@@ -132,10 +130,6 @@ class Trainer:
         patience = self.run.patience * self.run.eval_every
         stale = self.best is not None and 0 < patience <= self.step - self.best[0]
         return stale or self.step >= self.total_steps
-
-    def _profile(self) -> Any:
-        file = Path(self.run.output) / f"profile-rank{self.mesh.rank}.json.gz"
-        return torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(str(file)))
 
     # ---------------------------------------------------------------- one step
 

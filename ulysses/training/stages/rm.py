@@ -70,15 +70,12 @@ class RmStage(Stage):
         self.add_means(metrics, means, pairs.sum())
         means = {"mean_reward": scores, "mean_square_reward": scores.detach().double().square()}
         self.add_means(metrics, means, len(scores))
-        metrics.add_max("max_reward", scores)
-        metrics.add_max("-min_reward", -scores)
         return [Term(losses.sum(), "pairs", per_sequence=True)]
 
     def derive(self, metrics: dict[str, float]) -> dict[str, float]:
         if "mean_reward" in metrics:
             variance = metrics.pop("mean_square_reward") - metrics["mean_reward"] ** 2
             metrics["std_reward"] = max(0.0, variance) ** 0.5
-            metrics["min_reward"] = -metrics.pop("-min_reward")
         return metrics
 
 
