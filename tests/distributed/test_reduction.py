@@ -38,7 +38,7 @@ def slices_of(model: nn.Module, where: torch.device, on_host: bool = False) -> d
         memory = {"device": "cpu" if on_host else where, "pin_memory": on_host and where.type == "cuda"}
         grad = torch.full((min(size, p.numel() - start),), float("nan"), **memory)
         slices[name] = ParameterSlice(
-            name, p.shape, p.numel(), grad, grad, start, parameter=p, size=size, master=grad, offset=0
+            name, p.shape, p.numel(), grad, start, parameter=p, size=size, master=grad, offset=0
         )
     return slices
 
