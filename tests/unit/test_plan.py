@@ -22,7 +22,6 @@ from ulysses.memory.plan import (
     longest_sequence,
     one_level,
     predict,
-    recommend,
     step_flops,
     step_seconds,
 )
@@ -232,18 +231,3 @@ def test_longest_sequence_is_the_longest():
     assert length % 1024 == 0 and chosen(length) and longest(node(1, 24)) == 0
     assert choose(case(length + 1024)) is None and longest(documents=2) <= length // 2
     assert longest(node(8, 141, 550), "auto") >= 4 << 20
-
-
-@pytest.mark.parametrize(
-    "machine, tokens, batches, settings",
-    [
-        (NODE, 4096, 8, (1, "none")),
-        (NODE, 1 << 20, 1024, (8, "none")),
-        (NODE, 1 << 17, 1, (8, "none")),
-        (node(8, 24), 1 << 20, 1024, None),
-        (node(host_gib=550), 9 << 19, 1024, (8, "auto")),
-    ],
-)
-def test_recommended_settings(machine, tokens, batches, settings):
-    found = recommend(case(tokens, machine=machine), batches)
-    assert (found and (found.sp, found.offload)) == settings

@@ -16,7 +16,6 @@ Shapes: S local tokens, D width, F feed-forward width, V vocabulary, N a layer's
 
 from bisect import bisect_left
 from collections import Counter
-from itertools import product
 from math import gcd
 from typing import NamedTuple
 
@@ -464,25 +463,3 @@ def longest_sequence(case: Case) -> int:
     # MLP tiles set in at some length, and a longer sequence can need less than a shorter one: try all powers of two
     low = max((1 << i for i in range(18) if fits(1 << i)), default=0)
     return 1024 * (low + bisect_left(range(low + 1, 2 * low), True, key=lambda n: not fits(n)))
-
-
-def recommend(case: Case, batches: int) -> Case | None:
-    """Return the case, with degree, levels and what is offloaded, of the fastest step of `batches` micro-batches.
-
-    All settings are open, and groups without a micro-batch of their own wait. None if nothing fits.
-    """
-    gpus, both = case.machine.gpus, (False, True)
-    cases = [
-        case._replace(
-            allowed=LEVELS,
-            sp=sp,
-            micro_batches=-(-batches * sp // gpus),
-            offload=offload,
-            offload_optimizer=optimizer,
-            offload_parameters=parameters,
-        )
-        for sp, offload, optimizer, parameters in product(
-            divisors(gpus), ("none", "auto"), both, both
-        )
-    ]
-    return min(filter(None, map(choose, cases)), key=step_seconds, default=None)

@@ -19,7 +19,6 @@ from ulysses.memory.plan import (
     longest_sequence,
     one_level,
     predict,
-    recommend,
     step_seconds,
 )
 from ulysses.training.checkpoint import resume_point
@@ -74,9 +73,8 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
     print(
         f"{world} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
     )
-    longest = stage.sequences_per_example * facts.longest_example
-    full = groups * max(case.tokens, longest)
-    micro_batches, squares = math.ceil(facts.examples_per_step * longest / full), 0.0
+    tokens = facts.examples_per_step * stage.sequences_per_example * facts.longest_example
+    micro_batches, squares = math.ceil(tokens / (groups * case.tokens)), 0.0
     if run.steps:
         length = f"{run.steps} steps"
     if not findings:
@@ -93,8 +91,6 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
             case = planner_case(config, prepared.shape, machine, tokens)
         refuse(complaints, findings)
     print(length)
-    policies = config.gradients.chain().policies
-    print(f"gradient policies: {', '.join(policy.name for policy in policies)}")
     lr = config.optimizer.lr
     if lr == config.default_lr:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
@@ -103,13 +99,12 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
 
 
 def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
-    """Print what every level takes, the longest sequence, the settings to use and what the run itself would choose.
+    """Print what every level takes, the longest sequence and what the run itself would choose.
 
     Return whether the run fits; ConfigError refuses one that does not fit a GPU whose memory is `known`.
     """
     config, shape, machine = prepared.config, prepared.shape, case.machine
     stage, world, batches = config.stage_class, machine.gpus, case.micro_batches
-    facts = config.facts
     if config.model.path and prepared.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
     assumed = "" if known else " (assumed; --gpu-memory says otherwise)"
@@ -123,9 +118,6 @@ def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
         f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
         f"{case.documents} sequence{'s' * (case.documents > 1)}"
     )
-    if case.others:
-        frozen = sum(other.parameters for other in case.others)
-        print(f"the run's other models have {frozen:,} parameters, all frozen")
     print(
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
     )
@@ -136,36 +128,19 @@ def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
             f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
             f"{choice.offloaded_layers:18}{step_seconds(choice):10.2f}{'' if p.fits else '   does not fit'}"
         )
-    if case.rollout:
-        print(
-            f"  (each step's share of a rollout to {facts.examples_per_load} prompts included)"
-        )
-    answer = facts.longest_example - config.data.max_length
-    note = f", {answer:,} of them the answer" if answer else ""
-    if stage.sequences_per_example == 2:
-        note = " on each side of a pair"
+    note = " on each side of a pair" * (stage.sequences_per_example == 2)
     for sp in sorted({case.sp, world}):
         longest = longest_sequence(case._replace(sp=sp, documents=stage.sequences_per_example))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
-    batches = min(facts.examples_per_step, batches * world // case.sp)
-    if best := recommend(case, batches):
-        p, names = predict(best), ("offload_optimizer", "offload_parameters")
-        more = "".join(f", memory.{name} = true" for name in names if getattr(best, name))
-        print(
-            f"recommended for this length: parallel.sequence_parallel_size = {best.sp}, "
-            f'memory.recompute = "auto" ({best.name}), memory.offload = "{best.offload}"{more}: '
-            f"{p.gpu / GIB:.1f} GiB, {p.host * machine.local_processes / GIB:.0f} GiB of a node, "
-            f"{step_seconds(best):.2f} s / step"
-        )
-    else:
-        print("no settings of parallel and memory fit this length on these GPUs")
     try:
-        print(choose_memory(case).line)
+        choice = choose_memory(case)
     except ConfigError as error:
         if known:
             raise
         print(f"does not fit: {error}")
         return False
+    case = case._replace(levels=choice.recompute, offloaded_layers=choice.offloaded_layers)
+    print(f"{choice.line}; {step_seconds(case):.2f} s / step")
     return True
 
 
