@@ -133,8 +133,6 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
             remarks.append(f"{name} = {value}: {problem}")
     if "stage" not in settings:
         raise ConfigError(f"no stage is named; add --stage with one of {', '.join(STAGES)}")
-    if not {"data.eval", "data.eval_fraction"} & settings.keys():
-        settings.pop("run.eval_every", None)
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
     settings["batch.examples"] = math.prod(map(int, factors.values())) * groups
     product = " x ".join(f"{name} {value}" for name, value in factors.items())

@@ -79,7 +79,7 @@ CASES = {
     "too long": ("sft batch.tokens_per_microbatch=16", r"tokens_per_microbatch.* 16"),
     "no template": ("sft model.tokenizer=PLACE/no_template", r"chat template"),
     "kernel on CPU": ("sft model.attention=flash4", r"model.attention: .*flash4"),
-    "full disk": ("sft", r"GiB free but 3 checkpoints and the export need"),
+    "full disk": ("sft", r"GiB free but 4 checkpoints and the export need"),
     "held folder": ("sft run.output=PLACE/held", r'held already holds checkpoints; set run.resume = "auto"'),
     "lacking weights": (
         "pretrained lacking",

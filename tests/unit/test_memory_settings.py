@@ -96,8 +96,6 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():
     elsewhere = PROCESS_BYTES + 4 * count_parameters(LLAMA) / 8  # the process, and a checkpoint on its way to the disk
     assert choice.host_bytes == int(0.9 * 550 * GIB / 8 - elsewhere)
     everything = {"offload": "checkpoints", "recompute": "block"}
-    with pytest.raises(ConfigError, match="the node's memory is unknown, .*; set memory.host_memory"):
-        chosen(1 << 17, **everything)
     assert chosen(1 << 17, host_gib=550, **everything)[:2] == (("block",) * 32, 32)
     assert 0 < chosen(2 << 20, host_gib=300, **everything).offloaded_layers < 32  # what the host cannot hold stays
 

@@ -145,15 +145,8 @@ def choose_memory(case: Case) -> MemoryChoice:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
     """
     machine, layers, auto = case.machine, case.model.layers, len(case.allowed) > 1
-    if case.offload == "checkpoints" and not machine.host_bytes:
-        raise ConfigError(
-            'memory.offload is "checkpoints" but the node\'s memory is unknown, so nothing can be moved there; set '
-            "memory.host_memory"
-        )
-    choice = choose(case)
-    if choice is None:
-        uniform = [one_level(case, level) for level in case.allowed]
-        choice = min(uniform, key=lambda c: (not predict(c).fits_host, predict(c).gpu))
+    # where nothing fits, the level that keeps least comes nearest
+    choice = choose(case) or one_level(case, case.allowed[-1])
     away, p = choice.offloaded_layers, predict(choice)
     if machine.gpu_bytes == math.inf:
         line = f"memory: recompute {choice.name}{' (auto: CPU)' * auto}"
@@ -195,17 +188,17 @@ def choose_memory(case: Case) -> MemoryChoice:
 
 def planned_machine(config: Config, options: Options, world: int) -> Machine:
     """Return the machine to plan for: the one that --gpus and the like describe, else this one, else GPUs of 80 GiB."""
-    device = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    gpu = device.total_memory if device else ASSUMED_GIB * GIB
+    gpu = (options.gpu_memory or ASSUMED_GIB) * GIB
+    if torch.cuda.is_available() and not options.gpu_memory:
+        gpu = torch.cuda.get_device_properties(0).total_memory
     host = options.host_memory or config.memory.host_memory
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", min(world, 8)))
     # an H200's float32 is 15 times slower than its bfloat16
     slower = 15 if config.model.dtype == "float32" else 1
     return Machine(
         world,
-        options.gpu_memory * GIB if options.gpu_memory else gpu,
+        gpu,
         host * GIB or (0.0 if options.gpus else free_host_bytes()),
-        local,
+        int(os.environ.get("LOCAL_WORLD_SIZE", 8)),
         (device_peak_flops() or H200_FLOPS) / slower,
     )
 
