@@ -118,16 +118,10 @@ def test_too_large_is_refused_with_sizes(settings, host_gib, sentence):
     assert set(chosen(4096, 79, gpus=1, lora=16).recompute) == {"none"}
 
 
-def test_without_offload_the_host_is_only_mentioned():
+def test_without_offload_the_host_does_not_matter():
     for offload in ("none", "auto"):
         choice = chosen(1 << 17, host_gib=20, offload=offload)
         assert set(choice.recompute) == {"none"} and choice.offloaded_layers == 0
-        said = (
-            r"; host \d+\.\d GiB per process of 2.2 GiB that seem free "
-            r"\(if the node has more, memory.host_memory says so\)$"
-        )
-        assert re.search(said, choice.line) and "\n" not in choice.line
-    assert "seem" not in chosen(1 << 17, host_gib=200).line
 
 
 def test_a_node_s_host_memory_can_be_told():
@@ -175,7 +169,7 @@ def test_every_stage_counts_its_own_models_and_passes():
     ppo = {"reward": "ulysses.training.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
     case = stage_case("ppo", **ppo, value="separate")
     assert (case.model.parameters, case.model.decoders, case.others, case.forwards) == (N + head, 2, (whole,), 3 / 2)
-    assert case.rollout == (1, 64, 4096, 256, 6, False)
+    assert case.rollout == (1, 64, 4096, 256, False)
     case = stage_case("ppo", **ppo | {"reward": "some/reward"}, lora=4, kl_coefficient=0.0)
     assert (case.model.decoders, case.others, case.forwards) == (1, (scores,), 1) and case.rollout.merged
 

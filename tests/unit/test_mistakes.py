@@ -41,11 +41,12 @@ MISTAKES = {
     f"{BASE} --per_device_train_batch_size 2":
         "unknown; here it is batch.examples (the whole step: examples per GPU x accumulation steps x GPUs / GPUs that",
     f"{BASE} --batch.micro_batch_size auto": "here it is batch.examples (the whole step",
-    f"{BASE} --optimizer adamw": "optimizer is 'adamw' but must be a table of settings such as optimizer.lr",
+    f"{BASE} --optimizer adamw":
+        "optimizer is 'adamw': input should be a valid dictionary or instance of OptimizerSection (a table",
     f"{BASE} --run.seed -1": "run.seed is '-1': input should be greater than or equal to 0",
     f"{BASE} --run.epochs 3": "exactly one of them must be above 0",
     "--stage dpo --model.path m": "run.steps is 0 and run.epochs is 0",
-    "--model.path m --run.steps 3": "stage is missing; How the model is trained",
+    "--model.path m --run.steps 3": "stage is missing: field required (How the model is trained",
     "--stage dpo --run.steps 3": "the model is missing; set model.path",
     "--stage grpo --model.path m --run.steps 3": "stage is 'grpo': input should be 'pt', 'sft'",
     f"{BASE} --model.dtype float16": "model.dtype is 'float16': input should be 'bfloat16' or 'float32'",

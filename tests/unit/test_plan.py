@@ -87,8 +87,8 @@ def test_states_are_eighteen_bytes_per_parameter():
     assert N == count_parameters(ARCHITECTURES["llama3-8b"]) and LLAMA.layer_parameters + 2 * 4096 == 218_112_000
     assert several.states == 18 * N / 8 and predicted(8192, model=ADAPTERS).states == (2 * N + 16e7) / 8
     away = predicted(8192, offload_optimizer=True, offload_parameters=True)
-    assert away.states == 0 and away.host == PROCESS_BYTES + 18 * N / 8
-    beside = predicted(8192, others=(LLAMA,), saves=True)
+    assert away.states == 0 and away.host == PROCESS_BYTES + 22 * N / 8
+    beside = predicted(8192, others=(LLAMA,))
     assert beside.states == 20 * N / 8 and beside.host == PROCESS_BYTES + N / 2
     outside = [p.gpu - 1.03 * p.allocated for p in (predicted(8192, machine=node(1)), several)]  # CUDA, NCCL
     assert outside == pytest.approx([1.3e9, 3.4e9])
@@ -119,7 +119,8 @@ def test_offloaded_layers_move_what_they_keep(level, groups, here):
     unit = 8192 * (1 << 17)
     stay, away = (predicted(1 << 20, level, offloaded_layers=n) for n in (0, 32))
     assert (stay.kept, away.kept) == ((groups + here - 2) * unit, here * unit)
-    assert away.offloaded == groups * unit + 32 * CHUNK_BYTES and away.host == away.offloaded + PROCESS_BYTES
+    assert away.offloaded == groups * unit + 32 * CHUNK_BYTES
+    assert away.host == away.offloaded + PROCESS_BYTES + LLAMA.parameters / 2
 
 
 def test_a_second_decoder_keeps_and_computes_as_much_again():
@@ -128,7 +129,7 @@ def test_a_second_decoder_keeps_and_computes_as_much_again():
 
 
 def test_rollouts_hold_the_whole_policy_and_its_cache():
-    rollout = PlannedRollout(128, 64, 1024, 1024, steps=4)
+    rollout = PlannedRollout(128, 64, 1024, 1024)
     cases = [
         case(2048, "block", rollout=r)
         for r in (None, rollout._replace(answers=64), rollout, rollout._replace(merged=True))
@@ -137,8 +138,6 @@ def test_rollouts_hold_the_whole_policy_and_its_cache():
     states, cache = predict(cases[0]).states, 2 * 2 * 32 * 64 * 2048 * 1024
     assert more > states + 2 * LLAMA.parameters + cache > plain
     assert merged - more == pytest.approx(2 * LLAMA.parameters, rel=1e-3)
-    times = list(map(step_seconds, cases[:3]))
-    assert times == sorted(set(times))
 
 
 def test_passes_without_gradient_are_planned_for():
@@ -225,7 +224,7 @@ def test_pairs_reach_further():
 
 def test_longest_sequence_is_the_longest():
     def longest(machine = NODE, offload = "none", documents = 1):
-        return longest_sequence(case(0, machine=machine, documents=documents, saves=True, offload=offload))
+        return longest_sequence(case(0, machine=machine, documents=documents, offload=offload))
 
     length = longest()
     assert length % 1024 == 0 and chosen(length) and longest(node(1, 24)) == 0

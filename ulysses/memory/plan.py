@@ -43,12 +43,9 @@ EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
 GATHER = 0.37  # all-gathers and reduce-scatters
 LINK = 450e9  # bytes/s between two GPUs of one node, one direction
 NODE_LINK = 50e9  # of two nodes
-MEMORY_RATE = 0.6 * 4.8e12  # bytes/s of GPU memory in the optimizer's update and in decoding
+MEMORY_RATE = 0.6 * 4.8e12  # bytes/s of GPU memory in the optimizer's update
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
 STEP_SECONDS = 0.015  # per micro-batch: metadata, the first gather, the last reduction, metrics
-TOKEN_LAYER_SECONDS = (
-    1e-4  # the small kernels of one layer of one decoded token; within 8% on H200
-)
 PREFILL_TOKENS = 8192  # of prompts that the sampler computes together
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
 
@@ -129,13 +126,12 @@ class Machine(NamedTuple):
 
 
 class PlannedRollout(NamedTuple):
-    """What one process decodes before `steps` optimizer steps: PPO's answers, `batch` of them at a time."""
+    """What one process decodes before it trains: PPO's answers, `batch` of them at a time."""
 
     answers: int
     batch: int
     prompt_tokens: int
     new_tokens: int
-    steps: int
     merged: bool = False  # adapters are added into a copy of the matrices first
 
 
@@ -172,7 +168,6 @@ class Case(NamedTuple):
     offload_optimizer: bool = False
     offload_parameters: bool = False
     others: tuple[Model, ...] = ()  # frozen models that the run holds as well
-    saves: bool = False  # checkpoints are written: their copy passes through host memory
 
     @property
     def local(self) -> int:
@@ -240,11 +235,13 @@ def predict(case: Case) -> Prediction:
         _head_moment(case), _layer_moment(case, upper), _layer_moment(case, level) - above
     )
     passes = [_forward_moment(case._replace(model=m)) for m in (model, *case.others)]
-    allocated = states + max(kept + working, _rollout(case)[0], *passes)
+    allocated = states + max(kept + working, _rollout_bytes(case), *passes)
     gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
     offloaded = model.decoders * pinned_bytes(case) * away
     moved = weights + trained - states + offloaded
-    saving = 4 * model.trained / world * case.saves  # one kind of the state at a time
+    saving = (
+        4 * model.trained / world
+    )  # a checkpoint passes through, one kind of the state at a time
     host = moved + saving + PROCESS_BYTES
     fits_gpu = gpu <= FILL * machine.gpu_bytes
     fits_host = not moved or not machine.host_bytes or host <= machine.host_budget
@@ -342,14 +339,11 @@ def _forward_moment(case: Case) -> float:
     return _base(case) + 2 * size * model.width * S + work
 
 
-def _rollout(case: Case) -> tuple[float, float]:
-    """Return the bytes of decoding, and one step's share of its seconds.
-
-    All answers of a batch gain one token at a time, which reads the weights and, on average, half of the cache.
-    """
+def _rollout_bytes(case: Case) -> float:
+    """Return the bytes of decoding: all answers of a batch gain one token at a time."""
     model, size, rollout = case.model, case.element_size, case.rollout
     if rollout is None:
-        return 0.0, 0.0
+        return 0.0
     layers, words = model.layers * model.layer_parameters, model.vocabulary_parameters
     count = min(rollout.answers, rollout.batch)
     length = rollout.prompt_tokens + rollout.new_tokens
@@ -359,15 +353,7 @@ def _rollout(case: Case) -> tuple[float, float]:
     # float64 logits, log-probabilities, what top_p keeps, their sums: in the CUDA graphs' memory and outside
     drawing = 2 * 4 * 8 * count * model.vocabulary
     weights = size * (layers + 2 * words) * (1 + rollout.merged)
-    allocated = weights + cache * count * length + prefill + drawing
-
-    batches = -(-rollout.answers // rollout.batch)
-    cached = rollout.answers / batches * (rollout.prompt_tokens + rollout.new_tokens / 2)
-    read = size * (layers + words) + cache * cached
-    token = read / MEMORY_RATE + model.layers * TOKEN_LAYER_SECONDS
-    first = 2.0 * (layers + words) * rollout.answers * rollout.prompt_tokens
-    first /= MATRICES * case.machine.peak_flops
-    return allocated, (batches * rollout.new_tokens * token + first) / rollout.steps
+    return weights + cache * count * length + prefill + drawing
 
 
 def step_flops(case: Case) -> tuple[float, float]:
@@ -394,7 +380,7 @@ def step_flops(case: Case) -> tuple[float, float]:
 
 
 def step_seconds(case: Case) -> float:
-    """Estimate the seconds of one optimizer step: FLOPs and bytes over the rates measured on H200."""
+    """Estimate the seconds of one optimizer step, sampling aside: FLOPs and bytes over the rates measured on H200."""
     model, machine, W = case.model, case.machine, case.machine.gpus
     matrices, attention = step_flops(case)
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
@@ -413,7 +399,7 @@ def step_seconds(case: Case) -> float:
     micro_batch = max(seconds, traffic, moved / HOST_LINK) + STEP_SECONDS
     update = UPDATE_BYTES * model.trained / W
     update /= HOST_LINK if case.offload_optimizer else MEMORY_RATE
-    return case.micro_batches * micro_batch + update + _rollout(case)[1]
+    return case.micro_batches * micro_batch + update
 
 
 def one_level(case: Case, level: str) -> Case:

@@ -61,7 +61,7 @@ class InitialWeights:
         out.copy_(whole.view(-1)[start:stop])
 
     def fingerprint(self) -> str:
-        """Return what tells these weights from others: the shape, and digests of 64 blocks of every file, or the seed."""
+        """Return what tells these weights from others: the shape, and sampled digests of the files or the seed."""
         return f"{self.shape} {list(map(sampled_digest, self.paths)) or self.seed}"
 
 

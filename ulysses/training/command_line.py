@@ -62,7 +62,8 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config, prefix: str =
     try:
         return table.model_validate(values)
     except ValidationError as error:
-        complaints = _sentences(error, values, known_keys(table), prefix)
+        stage = str(values.get("stage"))
+        complaints = _sentences(error, stage, known_keys(table), prefix)
     refuse(complaints)
 
 
@@ -140,40 +141,29 @@ def _refuse_yaml(path: str) -> None:
 
 
 def _sentences(
-    error: ValidationError, values: dict[str, Any], keys: dict[str, Any], prefix: str
+    error: ValidationError, stage: str, keys: dict[str, Any], prefix: str
 ) -> list[str]:
     """Put each of pydantic's complaints into one sentence, unknown keys before all others."""
-    unknown: dict[str, Any] = {}
-    others: list[str] = []
+    unknown: list[str] = []
     # what all types of a setting refuse is one complaint
     wrong: dict[str, str] = {}
     for problem in error.errors():
-        message, given = problem["msg"], problem["input"]
+        message, given = problem["msg"], repr(problem["input"])
         key = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            unknown |= flat({key: given})
+            names = flat({key: problem["input"]})
+            unknown += [explain_unknown(name, stage, list(keys)) for name in names]
             continue
-        if problem["type"] == "value_error":  # from our own validators, which name their keys
-            others.append(message.removeprefix("Value error, "))
-            continue
+        if problem["type"] == "missing":
+            given = "missing"
         while key not in keys and "." in key:
             # without the position in a list, or the member of a union
             key = key.rpartition(".")[0]
-        if key not in keys:
-            first = next((known for known in keys if known.startswith(f"{key}.")), key)
-            others.append(f"{key} is {given!r} but must be a table of settings such as {first}")
-        elif problem["type"] == "missing":
-            others.append(f"{key} is missing; {keys[key].description.rstrip('.')}")
-        else:
-            start = f"{wrong[key]}, or " if key in wrong else f"{prefix}{key} is {given!r}: "
-            wrong[key] = start + message[0].lower() + message[1:]
-    stage = str(values.get("stage"))
-    sentences = [explain_unknown(key, stage, list(keys)) for key in unknown]
-    hints = (
-        f"{text} ({keys[key].description.rstrip('.')})".replace("\n", " ")
-        for key, text in wrong.items()
-    )
-    return [*sentences, *others, *hints]
+        start = f"{wrong[key]}, or " if key in wrong else f"{prefix}{key} is {given}: "
+        wrong[key] = start + message[0].lower() + message[1:]
+    about = {key: info.description.rstrip(".").replace("\n", " ") for key, info in keys.items()}
+    hints = (f"{text} ({about.get(key, 'a table of settings')})" for key, text in wrong.items())
+    return [*unknown, *hints]
 
 
 def _help_text() -> str:

@@ -128,6 +128,8 @@ def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
             f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
             f"{choice.offloaded_layers:18}{step_seconds(choice):10.2f}{'' if p.fits else '   does not fit'}"
         )
+    if case.rollout:
+        print("  (the time of sampling comes on top)")
     note = " on each side of a pair" * (stage.sequences_per_example == 2)
     for sp in sorted({case.sp, world}):
         longest = longest_sequence(case._replace(sp=sp, documents=stage.sequences_per_example))

@@ -119,7 +119,6 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
         allowed=levels if wanted == "auto" else (wanted,),
         element_size=config.dtype.itemsize,
         others=tuple(others),
-        saves=True,
         **config.memory.model_dump(exclude={"recompute", "host_memory"}),
     )
     if config.parallel.sequence_parallel_size == "auto":
@@ -138,8 +137,8 @@ def _other(path: str, shape: Shape) -> Shape:
 def choose_memory(case: Case) -> MemoryChoice:
     """Decide every layer's level and the offload.
 
-    Settings made by hand are honoured while the GPU's whole memory might do; the line says if the reserve is gone, or
-    if the host seems too small although nothing is moved there.
+    Settings made by hand are honoured while the GPU's whole memory might do; the line says if the
+    reserve is gone.
 
     Raises:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
@@ -174,12 +173,6 @@ def choose_memory(case: Case) -> MemoryChoice:
     )
     if away:
         line += f"; {away} of {layers} layers' activations in host memory"
-    if machine.host_bytes:
-        line += (
-            f"; host {p.host / GIB:.1f} GiB per process of {machine.host_budget / GIB:.1f} GiB"
-        )
-        if p.host > machine.host_budget:
-            line += " that seem free (if the node has more, memory.host_memory says so)"
     if not p.fits:
         line += "; this leaves less than the usual reserve and may run out"
     room = int(machine.host_budget - p.host + p.offloaded) if away else 0

@@ -229,7 +229,7 @@ class PpoStage(ReferencedStage):
         values, scorers = 1 + (value == "separate"), bool(ppo.reward_model)
         scorer = OtherModel("ppo.reward", ppo.reward_model, reward=True)
         steps, longest = ppo.epochs * ppo.minibatches, facts.longest_example
-        sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens, steps
+        sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens
         return facts._replace(
             longest_example=longest + ppo.max_new_tokens,
             examples_per_step=-(-config.batch.examples // ppo.minibatches) * K,

@@ -9,11 +9,12 @@ their sequences, [1024, 2048), [2048, 4096) and so on, which shows how much a mo
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, model_validator
+from pydantic import Field, NonNegativeFloat
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 from ulysses.parallel.batch import Sequence, ShardedBatch
@@ -36,15 +37,6 @@ class SftSection(Section):
     neftune_alpha: NonNegativeFloat = 0.0
     """NEFTune: in training, uniform noise of alpha / sqrt(length * width) on the embeddings (paper: 5); 0 is off."""
 
-    @model_validator(mode="after")
-    def _combination(self) -> "SftSection":
-        if self.loss_type == "dft" and self.label_smoothing:
-            raise ValueError(
-                f'sft.label_smoothing is {self.label_smoothing:g} but sft.loss_type "dft" has none; set it to 0 '
-                f'or use "nll"'
-            )
-        return self
-
 
 class SftStage(Stage):
     """Supervised fine-tuning on the tokens with nonzero weight; reports perplexity = exp(nll).
@@ -56,6 +48,14 @@ class SftStage(Stage):
     lr = 1e-5
     lr_reason = "fine-tuning all weights of a pre-trained model commonly takes 1e-5 to 2e-5"
     config: SftSection
+
+    @classmethod
+    def check(cls, config: Any) -> Iterator[str]:
+        if config.sft.loss_type == "dft" and config.sft.label_smoothing:
+            yield (
+                f'sft.label_smoothing is {config.sft.label_smoothing:g} but sft.loss_type "dft" has none; set it to 0 '
+                'or use "nll"'
+            )
 
     def sequences(self, example: Any) -> list[Sequence]:
         if not self.config.neftune_alpha:
