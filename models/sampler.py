@@ -14,7 +14,6 @@ Shapes: B slots, n rows of them at work, L tokens of each, M longest sequence, D
 E head dim, V vocabulary.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,45 +89,13 @@ def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: f
 
 
 @dataclass(eq=False)
-class Slots:
-    """What the answers at work hold, in tensors whose addresses stay, as CUDA graphs need.
-
-    Attributes:
-        cache: keys and values, [layers, 2, B, K, M, E].
-        state: [5, B] int64: the newest token, the position of the first step, tokens drawn before the newest draw, the
-            hash of the answer's key, and whether the newest draw ended the answer. Such an answer repeats its last
-            step, with the same result.
-        answers: tokens and log-probabilities that were drawn, [2, B, max_new_tokens] float64.
-        held: a prompt that is in the cache, and its slot.
-        graphs: the captured steps by rows and columns of the cache; they share the memory `pool`.
-    """
-
-    options: SamplingOptions
-    stops: Tensor
-    cache: Tensor
-    state: Tensor
-    answers: Tensor
-    held: dict[Prompt, int] = field(default_factory=dict)
-    graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = field(default_factory=dict)
-    pool: Any = None
-
-    def copy(self, source: int, target: int, columns: int) -> None:
-        """Copy the first columns of a slot's cache."""
-        if source != target:
-            self.cache[:, :, target, :, :columns] = self.cache[:, :, source, :, :columns]
-
-    def move(self, source: int, target: int) -> None:
-        """Copy all of a slot."""
-        self.copy(source, target, self.cache.shape[4])
-        for rows in (self.state, self.answers):
-            rows[:, target] = rows[:, source]
-
-
 class Sampler:
     """Decode from whole weights under transformers' names.
 
     Args:
         weights: {name: tensor}; aliases of gathered parameters are fine, nothing is written to them.
+        prompts: tokens, at least one per prompt, by the answer's number in the rollout. This key decides with seed,
+            rollout and token number what is drawn.
         progress: is called with the number of new tokens at every look.
         graphs: capture the steps as CUDA graphs, on a GPU.
 
@@ -136,118 +103,118 @@ class Sampler:
         look: steps between two looks at which answers have ended. A look waits for a GPU but not for a CPU; it
             changes the speed only.
         prefill: tokens of prompts that are computed together; it bounds the memory.
+
+    What the answers at work hold, in tensors whose addresses stay, as CUDA graphs need:
+        cache: keys and values, [layers, 2, B, K, M, E].
+        state: [5, B] int64: the newest token, the position of the first step, tokens drawn before the newest draw, the
+            hash of the answer's key, and whether the newest draw ended the answer. Such an answer repeats its last
+            step, with the same result.
+        answers: tokens and log-probabilities that were drawn, [2, B, max_new_tokens] float64.
+        held: a prompt that is in the cache, and its slot.
+        captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Mapping[str, Tensor],
-        progress: Callable[[int], object] = lambda tokens: None,
-        *,
-        graphs: bool = True,
-    ) -> None:
-        self.config = config
-        self.weights = weights
-        self.progress = progress
-        embedding = weights["model.embed_tokens.weight"]
-        self.head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+    config: ModelConfig
+    weights: Mapping[str, Tensor]
+    prompts: Mapping[int, Sequence[int] | Tensor]
+    options: SamplingOptions
+    rollout: int = 0
+    progress: Callable[[int], object] = lambda tokens: None
+    graphs: bool = True
+
+    def __post_init__(self) -> None:
+        c, options = self.config, self.options
+        embedding = self.weights["model.embed_tokens.weight"]
+        self.head = embedding if c.tie_word_embeddings else self.weights["lm_head.weight"]
         self.device = embedding.device
         on_gpu = self.device.type == "cuda"
-        self.graphs = graphs and on_gpu
+        self.graphs = self.graphs and on_gpu
         self.look = LOOK if on_gpu else 1
         self.prefill = PREFILL_TOKENS
+        self.asked = {
+            key: tuple(torch.as_tensor(p).tolist()) for key, p in self.prompts.items()
+        }
+        count = min(options.batch, len(self.asked))
+        longest = max(map(len, self.asked.values()), default=0) + options.max_new_tokens
+        columns = longest + -longest % 8  # aligned for half-precision kernels
+        shape = (c.num_hidden_layers, 2, count, c.num_key_value_heads, columns, c.head_dim)
+        zeros = partial(torch.zeros, device=self.device)  # nothing that is masked may be NaN
+        self.cache = zeros(shape, dtype=self.head.dtype)
+        self.state = zeros(5, count, dtype=torch.int64)
+        self.answers = zeros(2, count, options.max_new_tokens, dtype=torch.float64)
+        self.stops = torch.tensor(options.stop_tokens, dtype=torch.int64, device=self.device)
+        self.held: dict[Prompt, int] = {}
+        self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.pool: Any = None
 
     @torch.no_grad()
     @sdpa_kernel(KERNELS)
-    def sample(
-        self,
-        prompts: Mapping[int, Sequence[int] | Tensor],
-        options: SamplingOptions,
-        rollout: int = 0,
-    ) -> dict[int, Completion]:
-        """Return the completion of every prompt under the prompt's key.
-
-        Args:
-            prompts: tokens, at least one per prompt, by the answer's number in the rollout. This key decides with
-                seed, rollout and token number what is drawn.
-        """
-        asked = {key: tuple(torch.as_tensor(p).tolist()) for key, p in prompts.items()}
+    def sample(self) -> dict[int, Completion]:
+        """Return the completion of every prompt under the prompt's key."""
+        asked, options, rows = self.asked, self.options, self.state.shape[1]
         # equal prompts one after the other, and those of like length: they share the work, or its padding
         waiting = sorted(asked, key=lambda key: (len(asked[key]), asked[key], key))[::-1]
         found: dict[int, Completion] = {}
-        if not waiting:
-            return found
-        rows = min(options.batch, len(waiting))
-        slots = self._slots(options, rows, len(asked[waiting[0]]) + options.max_new_tokens)
         busy: dict[int, int] = {}  # the answers at work, by slot
-        drawn = [0] * rows
+        drawn = dict.fromkeys(asked, 0)  # tokens of every answer
         while busy or waiting:
             free = [slot for slot in range(rows) if slot not in busy]
             taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
             if taken:
-                keys = torch.tensor([*taken.values()])
-                for part in (options.seed, rollout):
-                    keys = _mixed(keys, torch.tensor(wrapped(part)))
-                self._fill(slots, {slot: asked[key] for slot, key in taken.items()}, keys)
+                self._fill(taken)
                 busy |= taken
-                drawn = [0 if slot in taken else n for slot, n in enumerate(drawn)]
             elif not self.graphs or 4 * len(busy) <= rows:  # a graph is worth a few steps
-                for slot in [slot for slot in busy if slot >= len(busy)]:
-                    hole = next(h for h in itertools.count() if h not in busy)
-                    slots.move(slot, hole)
-                    busy[hole], drawn[hole] = busy.pop(slot), drawn[slot]
                 rows = len(busy)
-            steps = min(self.look, options.max_new_tokens - min(drawn[slot] for slot in busy))
-            reach = max(len(asked[key]) + drawn[slot] for slot, key in busy.items()) + steps
-            # a graph serves all lengths of its bucket; keys are aligned for half-precision kernels
+                for slot, hole in zip([slot for slot in busy if slot >= rows], free):
+                    self.cache[:, :, hole] = self.cache[:, :, slot]
+                    for kept in (self.state, self.answers):
+                        kept[:, hole] = kept[:, slot]
+                    busy[hole] = busy.pop(slot)
+            steps = min(
+                self.look, options.max_new_tokens - min(drawn[k] for k in busy.values())
+            )
+            reach = max(len(asked[key]) + drawn[key] for key in busy.values()) + steps
+            # a graph serves all lengths of its bucket
             step = max(256, (1 << reach.bit_length()) // 8) if self.graphs else 8
-            seen = min(_rounded(reach, step), slots.cache.shape[4])
+            seen = min(reach + -reach % step, self.cache.shape[4])
             for _ in range(steps):
-                self._advance(slots, rows, seen)
-            before = sum(drawn[slot] for slot in busy)
-            _, _, drawn, _, ended = slots.state.tolist()
-            self.progress(sum(drawn[slot] + ended[slot] for slot in busy) - before)
+                self._advance(rows, seen)
+            before = sum(drawn.values())
+            _, _, counts, _, ended = self.state.tolist()
+            drawn |= {key: counts[slot] + ended[slot] for slot, key in busy.items()}
+            self.progress(sum(drawn.values()) - before)
             if done := [slot for slot in busy if ended[slot]]:
-                for slot, *answer in zip(done, *slots.answers[:, done].tolist()):
-                    tokens, logps = (part[: drawn[slot] + 1] for part in answer)
-                    new = [*map(int, tokens)]
-                    stopped = new[-1] in options.stop_tokens
-                    found[busy.pop(slot)] = Completion(new, logps, stopped)
+                for slot, *answer in zip(done, *self.answers[:, done].tolist()):
+                    key = busy.pop(slot)
+                    tokens, logps = (part[: drawn[key]] for part in answer)
+                    stopped = tokens[-1] in options.stop_tokens
+                    found[key] = Completion([*map(int, tokens)], logps, stopped)
         return found
-
-    def _slots(self, options: SamplingOptions, count: int, longest: int) -> Slots:
-        c = self.config
-        shape = (c.num_hidden_layers, 2, count, c.num_key_value_heads, _rounded(longest, 8))
-        zeros = partial(torch.zeros, device=self.device)  # nothing that is masked may be NaN
-        return Slots(
-            options,
-            torch.tensor(options.stop_tokens, dtype=torch.int64, device=self.device),
-            zeros(*shape, c.head_dim, dtype=self.head.dtype),
-            zeros(5, count, dtype=torch.int64),
-            zeros(2, count, options.max_new_tokens, dtype=torch.float64),
-        )
 
     # ---------------------------------------------------------------- new answers
 
-    def _fill(self, slots: Slots, prompts: dict[int, Prompt], keys: Tensor) -> None:
-        """Begin an answer in every slot of `prompts`, drawn by the hashes `keys`."""
-        fresh = {p: slot for slot, p in prompts.items() if p not in slots.held}
+    def _fill(self, taken: dict[int, int]) -> None:
+        """Begin the answers `taken` in their slots."""
+        prompts = {slot: self.asked[key] for slot, key in taken.items()}
+        fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
         def share(known: dict[Prompt, int]) -> None:
             for slot, prompt in prompts.items():
-                if prompt in known:
-                    slots.copy(known[prompt], slot, len(prompt))
+                if (source := known.get(prompt, slot)) != slot:
+                    columns = self.cache[..., : len(prompt), :]
+                    columns[:, :, slot] = columns[:, :, source]
 
-        share(slots.held)
-        self._prefill(slots.cache, fresh)
+        share(self.held)
+        self._prefill(fresh)
         share(fresh)
-        slots.held = {prompts[slot]: slot for slot in list(prompts)[-1:]}
-        rows = [(p[-1], len(p) - 1, 0, 0, 0) for p in prompts.values()]
-        state = torch.tensor(rows).T
-        state[3] = keys
-        slots.state[:, list(prompts)] = state.to(self.device)
+        self.held = {prompts[slot]: slot for slot in list(prompts)[-1:]}
+        state = torch.tensor([(p[-1], len(p) - 1, 0, 0, 0) for p in prompts.values()]).T
+        state[3] = torch.tensor([*taken.values()])
+        for part in (self.options.seed, self.rollout):
+            state[3] = _mixed(state[3], torch.tensor(wrapped(part)))
+        self.state[:, list(prompts)] = state.to(self.device)
 
-    def _prefill(self, cache: Tensor, prompts: dict[Prompt, int]) -> None:
+    def _prefill(self, prompts: dict[Prompt, int]) -> None:
         """Write the keys and values of prompts but for their last tokens into the cache of their slots."""
         left = sorted((p for p in prompts if len(p) > 1), key=len)
         while left:
@@ -257,9 +224,9 @@ class Sampler:
             padded = pad_sequence([torch.tensor(p[:-1]) for p in group], batch_first=True)
             tokens = padded.to(self.device)
             for first in range(0, tokens.shape[1], self.prefill):
-                self._chunk(cache, slots, tokens[:, first : first + self.prefill], first)
+                self._chunk(slots, tokens[:, first : first + self.prefill], first)
 
-    def _chunk(self, cache: Tensor, slots: Tensor, tokens: Tensor, first: int) -> None:
+    def _chunk(self, slots: Tensor, tokens: Tensor, first: int) -> None:
         """Write the keys and values of prompts' tokens [n, L], which begin at position `first`."""
         last = first + tokens.shape[1]
 
@@ -270,30 +237,30 @@ class Sampler:
             return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
         positions = torch.arange(first, last, device=self.device).expand_as(tokens)
-        self._forward(tokens, positions, cache, attend)
+        self._forward(tokens, positions, self.cache, attend)
 
     # ---------------------------------------------------------------- a step
 
-    def _advance(self, slots: Slots, rows: int, seen: int) -> None:
+    def _advance(self, rows: int, seen: int) -> None:
         """Take a step; the first one of every size warms up what its graph, which takes the others, must find ready."""
-        if graph := slots.graphs.get((rows, seen)):
+        if graph := self.captured.get((rows, seen)):
             graph.replay()
             return
-        self._step(slots, rows, seen)
+        self._step(rows, seen)
         if self.graphs:
             graph = torch.cuda.CUDAGraph()
-            slots.pool = slots.pool or torch.cuda.graph_pool_handle()
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
             # other threads, such as NCCL's, may go on using the GPU
-            with torch.cuda.graph(graph, pool=slots.pool, capture_error_mode="thread_local"):
-                self._step(slots, rows, seen)
-            slots.graphs[rows, seen] = graph
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                self._step(rows, seen)
+            self.captured[rows, seen] = graph
 
-    def _step(self, slots: Slots, rows: int, seen: int) -> None:
+    def _step(self, rows: int, seen: int) -> None:
         """Draw a token in each of the first `rows` slots, which look at `seen` columns of their cache.
 
         The host neither waits for the device here nor copies anything to it.
         """
-        token, start, drawn, key, ended = slots.state[:, :rows]
+        token, start, drawn, key, ended = self.state[:, :rows]
         place, each = start + drawn, torch.arange(rows, device=self.device)
         future = torch.arange(seen, device=self.device) > place[:, None]
         mask = self.head.new_zeros(rows, 1, 1, seen).masked_fill(
@@ -309,25 +276,22 @@ class Sampler:
             attended = F.scaled_dot_product_attention(grouped, keys, values, mask)
             return attended.reshape(query.shape)
 
-        hidden = self._forward(token[:, None], place[:, None], slots.cache[:, :, :rows], attend)
+        hidden = self._forward(token[:, None], place[:, None], self.cache[:, :, :rows], attend)
         u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
-        new, logps = self._draw(hidden, slots.options, u)
-        slots.answers[:, each, drawn] = torch.stack([new.double(), logps])
-        stop = (new[:, None] == slots.stops).any(1) | (
-            drawn + 1 == slots.options.max_new_tokens
-        )
+        new, logps = self._draw(hidden, u)
+        self.answers[:, each, drawn] = torch.stack([new.double(), logps])
+        stop = (new[:, None] == self.stops).any(1) | (drawn + 1 == self.options.max_new_tokens)
         ended.copy_(stop)
         token.copy_(torch.where(stop, token, new))
         drawn += ~stop
 
-    def _draw(
-        self, hidden: Tensor, options: SamplingOptions, u: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _draw(self, hidden: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one token per row of hidden [n, D] by u [n]; returns tokens [n] and their log-probabilities [n].
 
         Probabilities are in units of 2^-52. Sums of integers are exact, so that the draw is the same on every run; CUDA
         has no such running sum of floats. Of what top_k and top_p leave out, ties at the edge stay.
         """
+        options = self.options
         logits = F.linear(hidden, self.head).double().div_(options.temperature)
         logps = logits.log_softmax(-1)
         kept = logps.exp().mul_(2.0**52).long()
@@ -388,7 +352,3 @@ class Sampler:
 def _mixed(state: Tensor, part: Tensor) -> Tensor:
     """Hash a further part of a key into the hash of those before it."""
     return scatter_bits(state + (part + 1) * STEP + 1)
-
-
-def _rounded(count: int, step: int) -> int:
-    return -(-count // step) * step

@@ -20,9 +20,8 @@ QWEN = replace(SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, att
                tie_word_embeddings=True)  # fmt: skip
 
 
-def made(shape: ModelConfig = SHAPE) -> tuple[CausalLM, Sampler]:
-    model = build(config=shape)
-    return model, Sampler(shape, {n: p.detach() for n, p in model.named_parameters()})
+def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in model.named_parameters()}
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -30,9 +29,15 @@ def prompts(count: int) -> list[list[int]]:
     return [draw.integers(0, 97, int(n)).tolist() for n in draw.integers(1, 30, count)]
 
 
-def sampled(sampler: Sampler, asked: Many[Many[int]], new_tokens: int, **options: Any) -> list[Completion]:
+def sampled(
+    model: CausalLM, asked: Many[Many[int]], new_tokens: int, *, weights: Any = None, graphs: bool = True,
+    look: int = 0, prefill: int = 0, progress: Any = lambda tokens: None, **options: Any,
+) -> list[Completion]:  # fmt: skip
     """One completion per prompt, whose key is its place."""
-    found = sampler.sample(dict(enumerate(asked)), SamplingOptions(new_tokens, **options))
+    chosen = SamplingOptions(new_tokens, **options)
+    sampler = Sampler(model.config, weights or weights_of(model), dict(enumerate(asked)), chosen, 0, progress, graphs)
+    sampler.look, sampler.prefill = look or sampler.look, prefill or sampler.prefill
+    found = sampler.sample()
     return [found[i] for i in range(len(asked))]
 
 
@@ -56,9 +61,9 @@ def test_logps_are_the_models_own(shape, temperature):
 
     A stop token ends an answer and belongs to it.
     """
-    model, sampler = made(shape)
+    model = build(config=shape)
     asked = prompts(9)
-    found = sampled(sampler, asked, 12, temperature=temperature, top_k=20, stop_tokens=(5, 6), batch=4)
+    found = sampled(model, asked, 12, temperature=temperature, top_k=20, stop_tokens=(5, 6), batch=4)
     assert {c.ended for c in found} == {True, False}
     for c in found:
         assert [t in (5, 6) for t in c.tokens] == [False] * (len(c.tokens) - 1) + [c.ended]
@@ -69,12 +74,11 @@ def test_logps_are_the_models_own(shape, temperature):
 
 def test_samples_depend_on_no_batch_and_no_process():
     """Any batch size, any order and any subset of the prompts gives every prompt the same tokens."""
-    _, sampler = made()
-    asked = prompts(13)
+    model, asked = build(config=SHAPE), prompts(13)
 
     def tokens(keys=range(13), seed=3, rollout=2, batch=4):
         options = SamplingOptions(10, top_p=0.9, stop_tokens=(5,), seed=seed, batch=batch)
-        found = sampler.sample({i: asked[i] for i in keys}, options, rollout)
+        found = Sampler(SHAPE, weights_of(model), {i: asked[i] for i in keys}, options, rollout).sample()
         return {i: found[i].tokens for i in keys}
 
     whole = tokens()
@@ -87,9 +91,9 @@ def test_samples_depend_on_no_batch_and_no_process():
 
 def test_draws_follow_the_distribution():
     """4,000 draws of one prompt: every token's share lies within five standard errors of its probability."""
-    model, sampler = made()
+    model = build(config=SHAPE)
     count, prompt = 4000, [3, 14, 15, 92]
-    found = sampled(sampler, [prompt] * count, 1, temperature=1.3, batch=1000)
+    found = sampled(model, [prompt] * count, 1, temperature=1.3, batch=1000)
     share = np.bincount([c.tokens[0] for c in found], minlength=97) / count
     p = exact(model, [prompt] * 97, [[v] for v in range(97)], 1.3).exp().numpy()
     assert abs(p.sum() - 1) < 1e-5
@@ -103,29 +107,28 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"])
 def test_slots_shared_prompts_and_chunks_change_nothing(device: str, graphs: bool, shape: ModelConfig):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""
-    model, _ = made(shape)
-    sampler = Sampler(shape, {n: p.detach().to(device) for n, p in model.named_parameters()}, graphs=graphs)
+    model = build(config=shape).to(device)
     asked = [p for p in prompts(9) for _ in range(3)]
     # On GPUs, another number of slots moves log-probabilities by 2e-6. No draw of this seed is so near top_p's edge.
     options: dict[str, Any] = {"stop_tokens": (5, 6, 7), "temperature": 0.8, "top_p": 0.95, "seed": 1}
-    sampler.graphs = False
-    alone = sampled(sampler, asked, 20, batch=1, **options)
+    alone = sampled(model, asked, 20, batch=1, graphs=False, **options)
     assert len({len(c.tokens) for c in alone}) > 5
     counted: list[int] = []
-    sampler.graphs, sampler.progress = graphs, counted.append
-    for batch, sampler.prefill, sampler.look in ((5, 8192, 16), (8, 7, 1), (64, 50, 64)):
+    for batch, prefill, look in ((5, 8192, 16), (8, 7, 1), (64, 50, 64)):
         counted.clear()
-        for one, many in zip(alone, sampled(sampler, asked, 20, batch=batch, **options), strict=True):
+        found = sampled(model, asked, 20, batch=batch, prefill=prefill, look=look, graphs=graphs,
+                        progress=counted.append, **options)  # fmt: skip
+        for one, many in zip(alone, found, strict=True):
             assert (one.tokens, one.ended) == (many.tokens, many.ended)
             np.testing.assert_allclose(one.logps, many.logps, rtol=1e-5, atol=1e-5)
         assert sum(counted) == sum(len(c.tokens) for c in alone)
-    assert len(sampled(sampler, [[3]], 1)[0].tokens) == 1  # two columns of the cache are the fewest
+    assert len(sampled(model, [[3]], 1, graphs=graphs)[0].tokens) == 1  # two columns of the cache are the fewest
 
 
 @pytest.mark.parametrize("batch", [8, 3])
 def test_answers_to_one_prompt_compute_it_once(batch: int):
     """Also those that begin when others have ended."""
-    model, _ = made()
+    model = build(config=SHAPE)
 
     class Counted(dict):
         passes = 0
@@ -135,10 +138,8 @@ def test_answers_to_one_prompt_compute_it_once(batch: int):
             return super().__getitem__(name)
 
     def passes(asked: Many[Many[int]]) -> int:
-        weights = Counted({n: p.detach() for n, p in model.named_parameters()})
-        sampler = Sampler(SHAPE, weights)
-        sampler.prefill = 90
-        sampled(sampler, asked, 2, batch=batch)
+        weights = Counted(weights_of(model))
+        sampled(model, asked, 2, weights=weights, prefill=90, batch=batch)
         return weights.passes
 
     prompt = list(range(90))
@@ -153,10 +154,10 @@ def test_slots_that_fit():
 
 
 def test_truncation_of_the_distribution():
-    model, sampler = made()
+    model = build(config=SHAPE)
     asked = prompts(20)
     likeliest = [int(exact(model, [p] * 97, [[v] for v in range(97)], 1.0).argmax()) for p in asked]
     for options in ({"top_k": 1}, {"top_p": 1e-9}, {}):
-        assert ([c.tokens[0] for c in sampled(sampler, asked, 1, **options)] == likeliest) == bool(options)
-    few = sampled(sampler, [asked[0]] * 300, 1, temperature=3.0, top_k=3)
+        assert ([c.tokens[0] for c in sampled(model, asked, 1, **options)] == likeliest) == bool(options)
+    few = sampled(model, [asked[0]] * 300, 1, temperature=3.0, top_k=3)
     assert len({c.tokens[0] for c in few}) == 3

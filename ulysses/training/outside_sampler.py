@@ -34,7 +34,7 @@ RELOAD: Mapping[str, dict[str, Any]] = {
 
 @dataclass
 class OutsideSampler:
-    """Ask servers for completions, with the face of models.sampler.Sampler.
+    """Ask servers for completions.
 
     Args:
         config: the [ppo] table; prompts go to the servers of `config.sampler` in turn.

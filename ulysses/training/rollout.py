@@ -353,9 +353,7 @@ class RolloutMaker:
                 self.watch.renew()
                 bar.update(tokens)
 
-            found = Sampler(shape, weights, progress, graphs=graphs).sample(
-                own, options, number
-            )
+            found = Sampler(shape, weights, own, options, number, progress, graphs).sample()
         if on_gpu:  # graphs and cache make room for training
             torch.cuda.empty_cache()
         return found
