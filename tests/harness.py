@@ -31,7 +31,7 @@ RANK_DEVICE = "ULYSSES_TEST_RANK_DEVICE"  # set in a rank's own process
 # DeepSpeed keys that make a tiny model work like a large one. Small parameters are never taken apart, and of a tiny
 # model all are small: none would be gathered ahead, in flight or given back, and all gradients would be reduced
 # together. With these keys every parameter is partitioned, and matrices are reduced by themselves.
-AS_LARGE = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500}}
+AS_LARGE = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500}
 
 
 def free_port() -> int:

@@ -16,7 +16,7 @@ from ulysses.training.config import OptimizerSection
 from ulysses.training.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.settings import derive, merge
+from ulysses.zero.settings import derive
 
 
 class HostWeights(InitialWeights):
@@ -54,8 +54,8 @@ def trained_engine(
     node_size: int | None = None,
     **settings: Any,
 ) -> ZeroEngine:
-    """Build a model and its AdamW, partitioned like a large one; `raw`: DeepSpeed keys, `settings`: for `derive`."""
-    config = merge(derive(dtype=dtype, raw=AS_LARGE, **settings), raw or {})
+    """Build a model and its AdamW, partitioned like a large one; `raw`: keys of ZeRO, `settings`: for `derive`."""
+    config = derive(dtype=dtype, raw=AS_LARGE | (raw or {}), **settings)
     model = build_partitioned(create, config, source.fill)
     if optimizer is None:
         fused = device().type == "cuda" and not settings.get("offload_optimizer")

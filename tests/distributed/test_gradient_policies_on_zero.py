@@ -140,7 +140,7 @@ def drive(sizes: tuple[int, ...]) -> list[set[str]]:
     """Take three steps on this rank for each degree, with and without offload; return which policies acted."""
     acted = []
     for sp, offload in product(sizes, (False, True)):
-        raw = {"zero_optimization": {"sub_group_size": 30_000 if offload == (sp == 2) else 10**9}}
+        raw = {"sub_group_size": 30_000 if offload == (sp == 2) else 10**9}
         engine = {"offload_optimizer": offload, "raw": raw, "optimizer": optimizer}
         trainer, _ = build_trainer(Case("sft", sp=sp, shape=ODD, steps=3, lr=LR, engine=engine))
         trainer.policies = chain = AgainstWholeGradient(trainer.engine)

@@ -183,7 +183,7 @@ def tiny(stage: str, output: Path, cache: Path | str = CACHE.name, **settings: A
         "data.eval": "[]", "parallel.sequence_parallel_size": 1, "batch.tokens_per_microbatch": 512,
         "data.max_length": 256,
         **({"dpo.sft_weight": 0.0} if stage == "dpo" else {}),  # the preference loss alone, which starts at ln 2
-        **{f"deepspeed.zero_optimization.{key}": value for key, value in AS_LARGE["zero_optimization"].items()},
+        **{f"deepspeed.zero_optimization.{key}": value for key, value in AS_LARGE.items()},
     }  # fmt: skip
     if "model__path" not in settings:  # which brings its shape
         values |= {f"model.config.{name}": value for name, value in SIZE.items()}

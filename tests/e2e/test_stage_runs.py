@@ -48,7 +48,7 @@ def settings(demo: Path, stage: str, output: Path, **changes: Any) -> dict[str, 
         "batch": {"examples": 7, "tokens_per_microbatch": 256},
         "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
         "run": {"output": str(output), "steps": 3},
-        "deepspeed": AS_LARGE,
+        "deepspeed": {"zero_optimization": AS_LARGE},
     }  # fmt: skip
     for key, value in changes.items():
         section = config

@@ -50,7 +50,7 @@ def test_free_tables_take_dotted_keys():
         --model.special_tokens.pad_token x --deepspeed.zero_optimization.overlap_comm false"""
     config = parse_command_line(line.split()).config
     assert config.model.config == {"hidden_size": 64} and config.model.special_tokens == {"pad_token": "x"}
-    assert config.deepspeed == {"zero_optimization": {"overlap_comm": False}} and config.run.wandb == ""
+    assert config.deepspeed.zero_optimization == {"overlap_comm": False} and config.run.wandb == ""
 
 
 def test_foreign_names_lead_to_keys_that_exist():

@@ -76,15 +76,13 @@ MISTAKES = {
     f"{BASE} --parallel.sequence_parallel_size all": "as an integer, or input should be 'auto' (Number of processes",
     f"{BASE} --gpus 8": "describe a machine to plan for; add --dry-run or leave them out",
     f"{BASE} --data.train --run.overwrite": "--data.train needs a value",
-    f"{BASE} --deepspeed PLACE/none.json": "--deepspeed: PLACE/none.json cannot be read",
-    "DEMO --deepspeed PLACE/batch.json": "deepspeed.train_batch_size is owned by the engine",
+    f"{BASE} --deepspeed zero3.json": "deepspeed is 'zero3.json': input should be a valid dictionary",
+    f"{BASE} --deepspeed.train_batch_size 8": "deepspeed.train_batch_size: unknown; here it is batch.examples",
     "DEMO --deepspeed.zero_optimization.zero_hpz_partition_size 2":
         "zero_optimization.zero_hpz_partition_size is owned by the engine and cannot be set there; use nothing: ",
     "DEMO --deepspeed.zero_optimization.zero_quantized_gradients true": "quantized_gradients is owned by the engine",
-    "DEMO --deepspeed.comms_loger.enabled true":
-        "deepspeed.comms_loger is not passed on to DeepSpeed; leave it out, only these are: zero_opt",
-    "DEMO --deepspeed.gradient_predivide_factor 2": "deepspeed.gradient_predivide_factor is not passed on",
-    f"{BASE} --deepspeed PLACE/number.json": "deepspeed.zero_optimization is 3 but must be a table",
+    f"{BASE} --deepspeed.comms_loger.enabled true": "deepspeed.comms_loger.enabled: unknown; train.py --help lists",
+    f"{BASE} --deepspeed.zero_optimization 3": "deepspeed.zero_optimization is '3': input should be a valid dictionary",
     "DEMO --deepspeed.zero_optimization.overlap_com true": "overlap_com: Extra inputs are not permitted",
     "DEMO --deepspeed.zero_optimization.sub_group_size -1": "sub_group_size: Input should be greater than or equal",
     "DEMO --parallel.sequence_parallel_size 3": "is 3 but must divide the 8 processes; set it to one of [1, 2, 4, 8]",
@@ -202,8 +200,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "sections.toml").write_text(
         'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 3\n[optimiser]\nlr = 1e-5\n'
     )
-    (folder / "number.json").write_text('{"zero_optimization": 3}')
-    (folder / "batch.json").write_text('{"train_batch_size": 8}')
     turns = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
     (folder / "chats.jsonl").write_text(json.dumps({"conv": {"messages": turns}, "messages": turns}) + "\n")
     return folder
@@ -237,8 +233,8 @@ def test_all_mistakes_at_once() -> None:
 
 
 @pytest.mark.parametrize("line, starts", [
-    ("--parallel.sequence_parallel_size 3 --deepspeed PLACE/batch.json --dpo.loss_type cdpo",
-     ["parallel.sequence_parallel_size is 3", "dpo: loss_type is", "deepspeed.train_batch_size"]),
+    ("--parallel.sequence_parallel_size 3 --deepspeed.zero_optimization.stage 2 --dpo.loss_type cdpo",
+     ["parallel.sequence_parallel_size is 3", "dpo: loss_type is", "deepspeed.zero_optimization.stage is owned"]),
     ("--data.train PLACE/none.jsonl --model.tokenizer PLACE/nowhere --run.resume PLACE --model.attention flash4",
      ["data: ", "model.tokenizer is", "model.attention: ", "run.resume: "]),
 ])  # fmt: skip

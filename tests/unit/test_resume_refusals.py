@@ -8,11 +8,10 @@ import pytest
 
 from models.arch import ARCHITECTURES
 from ulysses.training.checkpoint import FORMAT
-from ulysses.training.command_line import check
+from ulysses.training.command_line import check, put
 from ulysses.training.config import Config
 from ulysses.training.prepare import prepare
-from ulysses.training.section import ConfigError
-from ulysses.zero.settings import merge
+from ulysses.training.section import ConfigError, flat
 
 
 def config(output: Path, **changes: Any) -> Config:
@@ -22,7 +21,9 @@ def config(output: Path, **changes: Any) -> Config:
         "model": {"arch": "llama3-8b", "init": "random"},
         "run": {"steps": 4, "output": str(output), "resume": "auto"},
     }
-    return check(merge(values, changes))
+    for key, value in flat(changes).items():
+        put(values, key, value)
+    return check(values)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def build_engine(
         offload_parameters=config.memory.offload_parameters,
         layer_matrices=sizes.layer_parameters,
         vocabulary_matrices=2 * sizes.vocabulary_parameters,
-        raw=config.deepspeed,
+        raw=config.deepspeed.zero_optimization,
     )
     kept = layer_memory(memory)
     kind: Any = RewardModel if reward else CausalLM

@@ -5,7 +5,6 @@
 
 import json
 import tomllib
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
@@ -16,7 +15,6 @@ from pydantic import BaseModel, ValidationError
 from ulysses.training.config import Config, Options
 from ulysses.training.foreign_names import explain_unknown
 from ulysses.training.section import ConfigError, flat, refuse
-from ulysses.zero.settings import merge
 
 
 class CommandLine(NamedTuple):
@@ -41,11 +39,10 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
         raise ConfigError(
             "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
         )
-    values = _read_file("--config", options.config, tomllib.loads)
-    merge(values, {"deepspeed": _read_file("--deepspeed", options.deepspeed, json.loads)})
+    values = _read_file(options.config) if options.config else {}
     for key, value in (given | overrides).items():
         put(values, key, value)
-    if values == {"deepspeed": {}}:
+    if not values:
         raise ConfigError(
             "there is no configuration; give one with --config FILE.toml (configs/ has one for every stage), or read "
             "train.py --help"
@@ -120,16 +117,14 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
     values[name] = value
 
 
-def _read_file(option: str, path: str | None, parse: Callable[[str], Any]) -> dict[str, Any]:
-    if not path:
-        return {}
+def _read_file(path: str) -> dict[str, Any]:
     _refuse_yaml(path)
     try:
         content = Path(path).read_bytes()
-        return dict(parse(content.decode(json.detect_encoding(content))))
-    except (OSError, TypeError, ValueError) as error:
+        return tomllib.loads(content.decode(json.detect_encoding(content)))
+    except (OSError, ValueError) as error:
         sentence = f"{Path(path).absolute()} cannot be read as one table of settings: {error}"
-        raise ConfigError(sentence, option) from None
+        raise ConfigError(sentence, "--config") from None
 
 
 def _refuse_yaml(path: str) -> None:

@@ -239,13 +239,16 @@ class RunSection(Section):
     """Name of a Weights & Biases project that receives the metrics; an empty name sends nothing."""
 
 
+class DeepSpeedSection(Section):
+    zero_optimization: dict[str, Any] = {}
+    """DeepSpeed's own keys of ZeRO, laid over those that the engine derives; keys that the engine owns are refused."""
+
+
 class Options(Section):
     """What train.py is asked besides the settings of the run."""
 
     config: str | None = None
     """TOML file with the settings of the run."""
-    deepspeed: str | None = None
-    """JSON file with raw DeepSpeed keys, merged into the table [deepspeed]."""
     adjust_lr: NonNegativeFloat = 1.0
     """Multiply the learning rate by this factor; without a value, by 1."""
     dry_run: bool = False
@@ -285,8 +288,7 @@ class Config(Section):
     kto: KtoSection = KtoSection()
     ppo: PpoSection = PpoSection()
     run: RunSection = RunSection()
-    deepspeed: dict[str, Any] = {}
-    """Keys of DeepSpeed's own configuration, merged into the derived one; keys that the engine owns are refused."""
+    deepspeed: DeepSpeedSection = DeepSpeedSection()
 
     @model_validator(mode="after")
     def _with_learning_rate(self) -> "Config":

@@ -282,7 +282,7 @@ def _check_settings(config: Config, world_size: int) -> None:
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
     with blame("", complaints):
-        check_raw(config.deepspeed)
+        check_raw(config.deepspeed.zero_optimization)
         config.gradients.chain()
     refuse(complaints)
 

@@ -72,7 +72,7 @@ def _trains_correctly(device: torch.device) -> bool:
         out.copy_(_waves(*shape).flatten()[start : start + len(out)])
 
     small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH}
-    settings = derive(dtype=torch.float32, raw={"zero_optimization": small})
+    settings = derive(dtype=torch.float32, raw=small)
     model = build_partitioned(_tiny, settings, fill)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine = ZeroEngine(model.train(), settings, optimizer, (_Unit,))

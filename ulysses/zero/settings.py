@@ -4,36 +4,16 @@ from typing import Any
 
 import torch
 
-# Keys that decide what the engine computes. Setting them from outside would break the gradient rule or the
-# state layout.
+# Keys of ZeRO that decide what the engine computes, and what to set instead. From outside they would break the gradient
+# rule or the state layout.
 OWNED = {
-    "train_batch_size": "batch.examples",
-    "train_micro_batch_size_per_gpu": "batch.tokens_per_microbatch",
-    "gradient_accumulation_steps": "batch.examples",
-    "gradient_clipping": "gradients.max_norm",
-    "optimizer": "optimizer.lr and its section",
-    "scheduler": "optimizer.schedule",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype (float16 is not supported)",
-    "communication_data_type": "optimizer.reduce_dtype",
-    "sequence_parallel_size": "parallel.sequence_parallel_size",
-    "activation_checkpointing": "memory.recompute",
-    "zero_optimization.stage": "nothing: the engine runs ZeRO stage 3",
-    "zero_optimization.reduce_scatter": "nothing: the engine reduces gradients itself",
-    "zero_optimization.zero_quantized_gradients": "nothing: the engine reduces gradients itself",
-    "zero_optimization.zero_hpz_partition_size": "nothing: its copies would be made before the weights are filled in",
-    "zero_optimization.offload_optimizer": "memory.offload_optimizer",
-    "zero_optimization.offload_param": "memory.offload_parameters",
-    "checkpoint": "run.save_every and run.resume",
+    "stage": "nothing: the engine runs ZeRO stage 3",
+    "reduce_scatter": "nothing: the engine reduces gradients itself",
+    "zero_quantized_gradients": "nothing: the engine reduces gradients itself",
+    "zero_hpz_partition_size": "nothing: its copies would be made before the weights are filled in",
+    "offload_optimizer": "memory.offload_optimizer",
+    "offload_param": "memory.offload_parameters",
 }
-PASSED_ON = (
-    "zero_optimization",
-    "comms_logger",
-    "dump_state",
-    "memory_breakdown",
-    "steps_per_print",
-    "wall_clock_breakdown",
-)
 
 
 def derive(
@@ -51,7 +31,7 @@ def derive(
         dtype: dtype of the weights, torch.bfloat16 or torch.float32.
         layer_matrices: parameters in the matrices of one decoder layer; exactly one layer is gathered ahead.
         vocabulary_matrices: parameters of embedding and head together.
-        raw: the user's own DeepSpeed keys, which `check_raw` has seen.
+        raw: the user's own keys of ZeRO, which `check_raw` has seen.
     """
     zero: dict[str, Any] = {
         "stage": 3,
@@ -75,7 +55,7 @@ def derive(
         zero["offload_optimizer"] = host
     if offload_parameters:
         zero["offload_param"] = host
-    config: dict[str, Any] = {
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": 1 << 40,
@@ -83,46 +63,29 @@ def derive(
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero,
+        "zero_optimization": zero | (raw or {}),
     }
-    return merge(config, raw or {})
 
 
 def check_raw(raw: dict[str, Any]) -> None:
-    """Refuse raw DeepSpeed keys that the engine derives itself, does not pass on, or DeepSpeed does not know.
+    """Refuse keys of ZeRO that the engine sets itself, and those that DeepSpeed does not know.
 
     Raises:
         ValueError: naming the key and, where there is one, the setting to use instead.
     """
-    zero = raw.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ValueError(f"deepspeed.zero_optimization is {zero!r} but must be a table")
-    for key in (*raw, *(f"zero_optimization.{key}" for key in zero)):
-        if key in OWNED:
+    for key in OWNED:
+        if key in raw:
             raise ValueError(
-                f"deepspeed.{key} is owned by the engine and cannot be set there; use {OWNED[key]}"
+                f"deepspeed.zero_optimization.{key} is owned by the engine and cannot be set there; use {OWNED[key]}"
             )
-        if key.partition(".")[0] not in PASSED_ON:
-            raise ValueError(
-                f"deepspeed.{key} is not passed on to DeepSpeed; leave it out, only these are: {', '.join(PASSED_ON)}"
-            )
-    if zero:
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds to import
-        from pydantic import ValidationError
+    if not raw:
+        return
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # takes seconds to import
+    from pydantic import ValidationError
 
-        try:
-            DeepSpeedZeroConfig(**zero)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, ("zero_optimization", *first["loc"])))
-            raise ValueError(f"deepspeed.{place}: {first['msg']}") from None
-
-
-def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Lay the nested table `over` on `base`, in place; return `base`."""
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            merge(base[key], value)
-        else:
-            base[key] = value
-    return base
+    try:
+        DeepSpeedZeroConfig(**raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"deepspeed.zero_optimization.{key}: {first['msg']}") from None
