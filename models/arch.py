@@ -185,9 +185,9 @@ class ModelConfig:
         stated = {**family.defaults, **raw, **table}
         for name, value in {**_NEUTRAL, **family.fixed}.items():
             if stated.get(name) not in (None, value):
-                shown = "..." if isinstance(stated[name], dict) else repr(stated[name])
                 raise ValueError(
-                    f"config.json has {name} = {shown}, which these models do not compute; use a model without it"
+                    f"config.json has {name} = {stated[name]!r:.60}, which these models do not compute; use a model "
+                    "without it"
                 )
         known = family.defaults | {k: v for k, v in stated.items() if v is not None}
         # Qwen2.5-1M was trained on this many tokens; only a server computes the chunks that reach further
@@ -311,27 +311,25 @@ _LLAMA3 = {
     "rope_theta": 500000.0,
     "max_position_embeddings": 8192,
     "bos_token_id": 128000,
-    "eos_token_id": (128001,),
+    "eos_token_id": 128001,
 }
 _LLAMA31 = {
     **_LLAMA3,
     "max_position_embeddings": 131072,
-    "rope_scaling": RopeScaling("llama3", 8.0, 8192, 1.0, 4.0),
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
 }
-_LLAMA32 = {
-    **_LLAMA31,
-    "rope_scaling": RopeScaling("llama3", 32.0, 8192, 1.0, 4.0),
-    "tie_word_embeddings": True,
-}
+_LLAMA32 = {**_LLAMA31, "factor": 32.0, "tie_word_embeddings": True}
 _QWEN25 = {
     "model_type": "qwen2",
     "vocab_size": 152064,
-    "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "max_position_embeddings": 131072,
-    "attention_bias": True,
     "bos_token_id": 151643,
-    "eos_token_id": (151643,),
+    "eos_token_id": 151643,
 }
 _QWEN25_TIED = {**_QWEN25, "vocab_size": 151936, "tie_word_embeddings": True}
 _QWEN25_SHORT = {**_QWEN25_TIED, "max_position_embeddings": 32768}
@@ -339,15 +337,19 @@ _QWEN25_LARGE = {**_QWEN25, "rms_norm_eps": 1e-5}
 _QWEN3_TIED = {
     **_QWEN25_TIED,
     "model_type": "qwen3",
-    "head_dim": 128,
     "max_position_embeddings": 40960,
-    "attention_bias": False,
-    "qk_norm": True,
-    "eos_token_id": (151645,),
+    "eos_token_id": 151645,
 }
 _QWEN3 = {**_QWEN3_TIED, "tie_word_embeddings": False}
 
-# name: other fields, width, width of the MLP, layers, query heads, kv heads
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+# name: other fields of config.json, then the sizes
 _PUBLISHED: Mapping[str, tuple[Any, ...]] = {
     "llama3-8b": (_LLAMA3, 4096, 14336, 32, 32, 8),
     "llama3-70b": (_LLAMA3, 8192, 28672, 80, 64, 8),
@@ -370,15 +372,8 @@ _PUBLISHED: Mapping[str, tuple[Any, ...]] = {
     "qwen3-32b": (_QWEN3, 5120, 25600, 64, 64, 8),
 }
 ARCHITECTURES: Mapping[str, ModelConfig] = {
-    name: ModelConfig(
-        hidden_size=width,
-        intermediate_size=mlp_width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        **{"head_dim": width // heads, **fields},
-    )
-    for name, (fields, width, mlp_width, layers, heads, kv_heads) in _PUBLISHED.items()
+    name: ModelConfig.from_hf(fields | dict(zip(_SIZES, sizes)))
+    for name, (fields, *sizes) in _PUBLISHED.items()
 }
 
 

@@ -63,10 +63,11 @@ def rotate_backward(
     turned = rotate_pair(query, key, cos, sin, back=True)
     if not kept:
         return turned
-    (query, query_norm), (key, key_norm) = (
+    each = (
         rms_norm_backward(grad, x, norm, eps) for grad, x, norm in zip(turned, kept, kept[2:])
     )
-    return query, key, query_norm, key_norm
+    grads, of_norms = zip(*each)
+    return *grads, *of_norms
 
 
 def activate(gate: Tensor, up: Tensor) -> Tensor:

@@ -33,8 +33,6 @@ from models.fused import (
 )
 from ulysses.memory.tiling import tiles
 
-Rope = tuple[Tensor, Tensor]
-
 
 def is_watched(module: nn.Module) -> bool:
     """Return whether the module has a hook of any kind, which only a call of the module itself would run."""

@@ -172,28 +172,7 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{path.absolute()} is not a whole safetensors file ({error}); download it again"
         ) from None
-    for name, stored in found.items():
-        if not stored.dtype.is_floating_point:
-            raise ValueError(
-                f"{name} in {path.absolute()} has dtype {stored.dtype}, which is not read; convert the weights"
-            )
     return found
-
-
-class _Update(NamedTuple):
-    """What an adapter adds to a matrix: scale * B A."""
-
-    a: StoredTensor
-    b: StoredTensor
-    scale: float
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return the flat elements [start, stop) in float32, from the rows of B that they lie in."""
-        rank, width = self.a.shape
-        first, last = start // width, -(-stop // width)
-        down = self.a.read(0, rank * width).float().view(rank, width)
-        up = self.b.read(first * rank, last * rank).float().view(-1, rank)
-        return (self.scale * (up @ down)).view(-1)[start - first * width : stop - first * width]
 
 
 class WeightFiles:
@@ -211,7 +190,8 @@ class WeightFiles:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self.adapter: dict[str, Any] | None = None
-        self._updates: dict[str, list[_Update]] = {}
+        # what adapters add to a matrix: scale * B A
+        self._updates: dict[str, list[tuple[StoredTensor, StoredTensor, float]]] = {}
         if (self.folder / ADAPTER_CONFIG).is_file():
             self._read_adapter()
         else:
@@ -259,7 +239,7 @@ class WeightFiles:
                     f"{path.absolute()} adapts {name} by matrices of shapes {shapes}, which the base model "
                     f"{base.folder.absolute()} does not fit; correct base_model_name_or_path"
                 )
-            self._updates.setdefault(name, []).append(_Update(pair["A"], pair["B"], scale))
+            self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the flat elements [start, stop), row-major, of a tensor; all of them by default."""
@@ -267,8 +247,16 @@ class WeightFiles:
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop)
-        for update in self._updates.get(name, ()):
-            flat = flat.float() + update.read(start, stop)
+        for a, b, scale in self._updates.get(name, ()):
+            rank, width = a.shape
+            first, last = (
+                start // width,
+                -(-stop // width),
+            )  # the rows of B that these elements lie in
+            down = a.read(0, rank * width).float().view(rank, width)
+            up = b.read(first * rank, last * rank).float().view(-1, rank)
+            update = (scale * (up @ down)).view(-1)
+            flat = flat.float() + update[start - first * width : stop - first * width]
         return flat
 
     def check(
@@ -279,27 +267,25 @@ class WeightFiles:
         Raises ValueError on a missing parameter that is not in `may_lack` or a different shape. Stored tensors that the
         model does not have are ignored if they are a head, a tied copy or a cached table, and refused otherwise.
         """
-        missing = [
-            name for name in expected if name not in self.tensors and name not in may_lack
-        ]
-        if missing:
-            raise ValueError(
-                f"{self.folder.absolute()} lacks {len(missing)} of {len(expected)} parameters, first {missing[0]}; "
-                "check that config.json belongs to these weights"
-            )
         unused = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
-        extra = [n for n in self.tensors if n not in expected and not n.endswith(unused)]
-        if extra:
+        found = {
+            name: stored.shape
+            for name, stored in self.tensors.items()
+            if name in expected or not name.endswith(unused)
+        }
+        wrong = [
+            name
+            for name in {**expected, **found}
+            if found.get(name) != expected.get(name) and (name in found or name not in may_lack)
+        ]
+        if wrong:
+            name = wrong[0]
+            has, wanted = (table.get(name, "no shape") for table in (found, expected))
             raise ValueError(
-                f"{self.folder.absolute()} holds {len(extra)} tensors that the model does not have, first {extra[0]}; "
-                "merge adapters, or check that config.json belongs to these weights"
+                f"{self.folder.absolute()} does not fit its config.json: {name} has {has} instead of {wanted}, "
+                f"the first of {len(wrong)} differences; merge adapters, or check that config.json belongs to these "
+                "weights"
             )
-        for name, stored in self.tensors.items():
-            if stored.shape != expected.get(name, stored.shape):
-                raise ValueError(
-                    f"{name} is {list(stored.shape)} in {self.folder.absolute()} but config.json asks for "
-                    f"{list(expected[name])}; check that config.json belongs to these weights"
-                )
 
 
 def _weight_paths(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models import half_blocks
 from models.arch import ModelConfig
 from models.fused import RotateNode, SwiGLUNode
-from ulysses.memory.levels import LayerNode, Pair
+from ulysses.memory.levels import LayerNode, Pair, Rope
 from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import add_by_tiles, tile_gradients, tile_rows
 from ulysses.parallel.attention import UlyssesAttention
@@ -57,24 +57,23 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
         super().__init__()
         D = config.hidden_size
-        heads = config.num_attention_heads * config.head_dim
-        kv_heads = config.num_key_value_heads * config.head_dim
-        self.head_dim = config.head_dim
+        self.head_dim = E = config.head_dim
+        heads, kv_heads = config.num_attention_heads * E, config.num_key_value_heads * E
         self.q_proj = Linear(D, heads, bias=config.attention_bias)
         self.k_proj = Linear(D, kv_heads, bias=config.attention_bias)
         self.v_proj = Linear(D, kv_heads, bias=config.attention_bias)
         self.o_proj = Linear(heads, D, bias=config.output_bias)
         self.eps = config.rms_norm_eps
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, self.eps)
-            self.k_norm = RMSNorm(config.head_dim, self.eps)
+            self.q_norm = RMSNorm(E, self.eps)
+            self.k_norm = RMSNorm(E, self.eps)
         self.attention = attention
 
-    def forward(self, x: Tensor, rope: half_blocks.Rope, plan: Any) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
         """Return the projected attention output of normalised x [S, D]; the layer calls this only if a hook watches."""
         return self.o_proj(self.attention(*self.project(x, rope), plan=plan).flatten(1))
 
-    def project(self, x: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of normalised x [S, D]; positions rotated in."""
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (
@@ -127,7 +126,7 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, hidden: Tensor, rope: half_blocks.Rope, plan: Any, pair: Pair | None = None
+        self, hidden: Tensor, rope: Rope, plan: Any, pair: Pair | None = None
     ) -> Tensor:
         attention = self.self_attn.attention
         learns = torch.is_grad_enabled()
@@ -140,7 +139,7 @@ class DecoderLayer(nn.Module):
             middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
-    def project(self, hidden: Tensor, rope: half_blocks.Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
         norm, a = self.input_layernorm, self.self_attn
         projections = a.q_proj, a.k_proj, a.v_proj

@@ -41,7 +41,7 @@ class Offloader:
     ) -> None:
         device = torch.device(device)
         self._backend = torch.get_device_module(device)
-        self._stream = self._backend.Stream(device)
+        self.stream = self._backend.Stream(device)
         self._pin = device.type == "cuda"
         self.host_bytes, self.chunk_bytes = host_bytes, chunk_bytes
         self.allocated = 0  # bytes of host memory in all chunks
@@ -72,12 +72,8 @@ class Offloader:
 
     def copying(self) -> AbstractContextManager[Any]:
         """Return the context in which copies are queued, after the computation queued so far."""
-        self._stream.wait_stream(self._backend.current_stream())
-        return self._backend.stream(self._stream)
-
-    def record(self) -> Any:
-        """Mark the end of the copies queued so far."""
-        return self._stream.record_event()
+        self.stream.wait_stream(self._backend.current_stream())
+        return self._backend.stream(self.stream)
 
     def wait(self, event: Any) -> None:
         """Order the computation after a mark."""
@@ -133,7 +129,7 @@ class Group:
         """End the layer's forward: its tensors leave the device when the next layer has closed its own."""
         if self._offloader is None:
             return
-        self._event = self._offloader.record()
+        self._event = self._offloader.stream.record_event()
         self._previous, self._offloader.last = self._offloader.last, weakref.ref(self)
         leaving = self._previous()
         if leaving is not None:
@@ -154,7 +150,7 @@ class Group:
             for kept in away:
                 kept.copy(kept.tensor, to_host=False)
                 kept.release()
-        self._event = self._offloader.record()
+        self._event = self._offloader.stream.record_event()
 
     def get(self, kept: Kept) -> Tensor:
         """Return a kept tensor for use now; the first call starts bringing back the group that backward needs next."""
