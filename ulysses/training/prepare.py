@@ -437,8 +437,9 @@ def _check_disk(config: Config, shape: Shape) -> None:
     What the run folder holds already counts as free: those are checkpoints that are kept or go.
     """
     run, output = config.run, config.output.absolute()
-    saves = run.save_every or run.save_minutes or run.save_last
-    count = 2 + run.keep if saves else 0  # the newest, the best, and one more while saving
+    count = max(2 * run.save_last, bool(run.save_minutes) * (1 + run.keep))
+    if run.save_every:  # the newest, the best, and one more while saving
+        count = 2 + (run.keep or run.steps // run.save_every)
     need = 12 * planner_model(config, shape).trained * count
     if run.export:
         need += count_parameters(shape) * config.dtype.itemsize
