@@ -264,20 +264,6 @@ def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
     assert all(torch.equal(plain[name], gathered[name]) for name in plain)
 
 
-def refused() -> str:
-    initialize_distributed()
-    engine = engine_of(ParallelMesh(1), PpoSection())
-    more_bytes = 1 << 50 if dist.get_rank() == 1 else 0
-    with pytest.raises(ValueError) as error, gathered_weights(engine, "policy.", more_bytes=more_bytes):
-        pass
-    return str(error.value)
-
-
-def test_sampler_that_does_not_fit_is_refused_on_every_rank() -> None:
-    for text in run_distributed(refused, 2, with_zero=True):
-        assert "the whole model takes" in text and "lower ppo.generation_batch" in text
-
-
 def short_rollout(config: PpoSection) -> list[torch.Tensor]:
     """The weights after each step of the epoch's last rollout, which has two prompts for four minibatches."""
     trainer, _ = trainer_of(2, config, lr=3e-3)

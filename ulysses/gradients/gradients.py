@@ -119,11 +119,37 @@ class Gradients:
             self._known.clear()
 
     def add_noise(self, sigma: float, *, seed: int, step: int) -> None:
-        """Add N(0, sigma^2) noise that depends on (seed, step, parameter name, place), never on the partitioning."""
-        if sigma:
-            for entry in self:
-                _add_noise(entry, sigma, seed, step)
-            self._known.clear()
+        """Add N(0, sigma^2) noise that depends on (seed, step, parameter name, place), never on the partitioning.
+
+        A parameter's flattened elements fall into fixed blocks. Each block's noise comes from a generator of its own,
+        is drawn whole, and is then cut to what this rank holds:
+
+            blocks     |----- 0 -----|----- 1 -----|--- 2 (tail unused)
+            rank 1              [=================]       draws 0, 1, 2 whole, uses the marked part
+
+        So two ranks that share a block draw it twice and agree. Blocks are drawn into one buffer and added together: on
+        a GPU the number of kernels is what this costs. The draw is float32 also for float64 gradients, so that the
+        precision of a run does not change its noise.
+        """
+        if not sigma:
+            return
+        device = self.entries[0].grad.device
+        noise = torch.empty(NOISE_BUFFER, dtype=torch.float32, device=device)
+        for entry in self:
+            block, skipped = divmod(entry.start, NOISE_BLOCK)
+            rest = entry.grad
+            while len(rest):
+                piece = rest[: NOISE_BUFFER - skipped]
+                needed = noise[: skipped + len(piece)]
+                for drawn in noise.split(NOISE_BLOCK)[: math.ceil(len(needed) / NOISE_BLOCK)]:
+                    drawn.normal_(
+                        generator=keyed_generator(device, seed, step, entry.name, block)
+                    )
+                    block += 1
+                piece.add_(needed[skipped:], alpha=sigma)
+                rest = rest[len(piece) :]
+                skipped = 0
+        self._known.clear()
 
     def center(self) -> float:
         """Subtract from every row of a matrix its mean (over all axes but the first) and return the norm removed.
@@ -194,31 +220,3 @@ def _row_parts(
                 part = part.view(-1, min(length, len(part)))
                 yield part, own[row : row + len(part)]
                 row += len(part)
-
-
-def _add_noise(entry: GradientSlice, sigma: float, seed: int, step: int) -> None:
-    """Add Gaussian noise that is the same for every partitioning.
-
-    A parameter's flattened elements fall into fixed blocks. Each block's noise comes from a generator of its own, is
-    drawn whole, and is then cut to what this rank holds:
-
-        blocks     |----- 0 -----|----- 1 -----|--- 2 (tail unused)
-        rank 1              [=================]       draws 0, 1, 2 whole, uses the marked part
-
-    So two ranks that share a block draw it twice and agree. Blocks are drawn into one buffer and added together: on a
-    GPU the number of kernels is what this costs. The draw is float32 also for float64 gradients, so that the precision
-    of a run does not change its noise.
-    """
-    device = entry.grad.device
-    noise = torch.empty(NOISE_BUFFER, dtype=torch.float32, device=device)
-    block, skipped = divmod(entry.start, NOISE_BLOCK)
-    rest = entry.grad
-    while len(rest):
-        piece = rest[: NOISE_BUFFER - skipped]
-        needed = noise[: skipped + len(piece)]
-        for drawn in noise.split(NOISE_BLOCK)[: math.ceil(len(needed) / NOISE_BLOCK)]:
-            drawn.normal_(generator=keyed_generator(device, seed, step, entry.name, block))
-            block += 1
-        piece.add_(needed[skipped:], alpha=sigma)
-        rest = rest[len(piece) :]
-        skipped = 0

@@ -350,11 +350,14 @@ def sum_levels(
     longest = max(count.tolist(), default=1)
     while not levels or longest > 1:
         width = max(1, min(FAN_IN, longest))
-        rows = (count + width - 1).div(width, rounding_mode="floor").clamp(min=1)
-        first = (count.cumsum(0) - count).repeat_interleave(rows)
-        within = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
+        rows = (-(-count // width)).clamp(min=1)
+        # the sum that each row is a part of
+        of = torch.arange(len(rows)).repeat_interleave(rows)
+        within = torch.arange(len(of)) - (rows.cumsum(0) - rows)[of]
         offset = within[:, None] * width + torch.arange(width)
-        inside = offset < count.repeat_interleave(rows)[:, None]
-        levels.append(to_device(torch.where(inside, first[:, None] + offset, size), device))
+        first = (count.cumsum(0) - count)[of, None]
+        levels.append(
+            to_device(torch.where(offset < count[of, None], first + offset, size), device)
+        )
         count, size, longest = rows, offset.shape[0], -(-longest // width)
     return tuple(levels)

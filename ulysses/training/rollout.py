@@ -40,14 +40,12 @@ from losses.ppo import (
     token_rewards,
     whiten,
 )
-from models.decoder import count_parameters
 from models.hf_format import write_tensors
 from models.sampler import (
     MOST_SLOTS,
     Completion,
     Sampler,
     SamplingOptions,
-    cache_bytes,
     fitting_slots,
 )
 from ulysses.data.encode import Example
@@ -313,17 +311,14 @@ class RolloutMaker:
         if self.outside is not None:
             return self.outside.sample(own, self.options, number, self.watch.renew)
         # deepspeed, which a configuration alone does without
-        from ulysses.zero.gather import RESERVE, free_bytes, gathered_weights
+        from ulysses.zero.gather import free_bytes, gathered_weights
 
         shape, dtype = self.engine.module.config, next(self.engine.module.parameters()).dtype
         device, options = self.engine.device, self.options
         on_gpu, auto = device.type == "cuda", self.config.generation_batch == "auto"
         longest += options.max_new_tokens
-        least = min(1 if auto else options.batch, len(own))
-        extra = cache_bytes(shape, least, longest, dtype)
-        extra += count_parameters(shape) * dtype.itemsize if self.lora else 0
         with (
-            gathered_weights(self.engine, "policy.", more_bytes=extra) as weights,
+            gathered_weights(self.engine, "policy.") as weights,
             tqdm(
                 desc="sampling",
                 unit=" tokens",
@@ -337,7 +332,7 @@ class RolloutMaker:
                 weights = dict(merged(weights.items(), weights, self.lora))
             fitting, why = 0, "there is no GPU"
             if on_gpu:
-                free = free_bytes(device) * (1 - RESERVE)
+                free = free_bytes(device)
                 fitting = fitting_slots(shape, longest, dtype, free)
                 if auto:
                     options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))

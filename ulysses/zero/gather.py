@@ -1,18 +1,15 @@
 """Whole weights out of their slices: one module at a time for an export, all at once for a sampler."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 
 import deepspeed
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.zero.construct import streaming_memory
-from ulysses.zero.deepspeed_internals import whole_shape
 from ulysses.zero.engine import ZeroEngine
 
 RESERVE = 0.05  # of the free memory, for what sampling itself allocates
@@ -38,35 +35,19 @@ def full_parameters(
 
 
 @contextmanager
-def gathered_weights(
-    engine: ZeroEngine, prefix: str = "", *, more_bytes: int = 0
-) -> Iterator[dict[str, Tensor]]:
+def gathered_weights(engine: ZeroEngine, prefix: str = "") -> Iterator[dict[str, Tensor]]:
     """Gather the parameters whose names begin with `prefix`, keyed by the rest of their names; read only.
 
     A sampler reads them without hooks and without collectives: all ranks enter and leave together, and need
-    no lockstep in between. `more_bytes` is what the caller will allocate meanwhile.
-
-    Raises:
-        ValueError: on every rank, if the free memory of any rank cannot hold them, with the sizes.
+    no lockstep in between. The memory for them was planned before the run began.
     """
     chosen = dict(engine.module.get_submodule(prefix.removesuffix(".")).named_parameters())
-    weights = sum(whole_shape(p).numel() * p.element_size() for p in chosen.values())
-    free = free_bytes(engine.device) * (1 - RESERVE) - more_bytes
-    least = torch.tensor(free, dtype=torch.float64, device=engine.device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    if float(least) < weights:
-        raise ValueError(
-            f"the whole model takes {weights / 2**30:.2f} GiB and the sampler's cache {more_bytes / 2**30:.2f} GiB, "
-            f"but a process has only {(float(least) + more_bytes) / 2**30:.2f} GiB to spare; lower "
-            "ppo.generation_batch or ppo.max_new_tokens, or free memory (memory.offload_optimizer, more GPUs)"
-        )
     with deepspeed.zero.GatheredParameters(chosen.values()):
         yield {name: p.data for name, p in chosen.items()}
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return what this process can still allocate: GPU memory, or its share of the node's available memory."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Return the GPU memory that this process can still allocate for a sampler's cache."""
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free * (1 - RESERVE))
