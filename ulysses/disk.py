@@ -135,12 +135,10 @@ def check_files(
     """Compare files with the digests of what was written; DiskError names the first that is missing or differs."""
     for name, written in digests.items():
         path = folder.absolute() / name
-        if not path.is_file():
-            raise DiskError(f"{path} is missing; restore it, or {advice}")
-        if digest_of(path) != written:
+        if not path.is_file() or digest_of(path) != written:
             raise DiskError(
-                f"{path} ({path.stat().st_size} bytes) does not hold what was written there: it was cut, changed "
-                f"or exchanged; restore it, or {advice}"
+                f"{path} is missing or does not hold what was written there: it was cut, changed or exchanged; "
+                f"restore it, or {advice}"
             )
 
 

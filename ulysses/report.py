@@ -19,7 +19,6 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 SMOOTHED = 60  # curves of at least this many points get a running mean on top
 COLUMNS = 3
@@ -64,13 +63,15 @@ def series(run: pd.DataFrame, metric: str) -> pd.Series:
 
 def draw_curves(axis: Axes, runs: dict[str, pd.DataFrame], metric: str) -> None:
     """Draw a metric over steps: training as a line, held-out values as dots."""
-    for i, run in enumerate(runs.values()):
+    for i, (name, run) in enumerate(runs.items()):
         color, curve = f"C{i}", series(run, metric)
         noisy = len(curve) >= SMOOTHED and metric != "lr"
         axis.plot(curve, color=color, alpha=0.3 if noisy else 1)
         if noisy:
             axis.plot(curve.rolling(len(curve) // 30).mean(), color=color)
-        axis.plot(series(run, f"eval/{metric}"), "o:", color=color, markersize=4)
+        # matplotlib drops labels that begin with _
+        label, held_out = f" {name}", series(run, f"eval/{metric}")
+        axis.plot(held_out, "o:", color=color, markersize=4, label=label)
 
 
 def draw_octaves(axis: Axes, runs: dict[str, pd.DataFrame], octaves: Sequence[str]) -> None:
@@ -110,9 +111,8 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
             draw_octaves(axis, runs, octaves)
         axis.set_title(TITLES.get(panel, panel), fontsize=10, loc="left")
         axis.grid(alpha=0.25)
-    lines = [Line2D([], [], color=f"C{i}", linewidth=3) for i in range(len(runs))]
-    names = [f" {name}" for name in runs]  # matplotlib drops names that begin with _
-    figure.legend(lines, names, loc="outside upper left", ncols=4)
+    entries = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*entries, loc="outside upper left", ncols=4)
     return figure
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ulysses.disk import check_files, digest_of, flush_to_disk, writing
 from ulysses.parallel.mesh import gather
+from ulysses.training.config import RunSection
 from ulysses.training.section import blame
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state
@@ -116,21 +117,31 @@ def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
     dist.barrier()  # no rank reads a file that another one is about to name
 
 
-def resume_point(folder: Path, resume: str, *, overwrite: bool) -> Path | None:
+def restarts(run: RunSection) -> bool:
+    """Return whether torchrun may restart the run, which continues its newest checkpoint then."""
+    return run.resume == "never" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def resume_point(run: RunSection) -> Path | None:
     """Return the checkpoint that a run continues; None starts afresh.
 
     Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
-    later be mistaken for this run's own, unless `overwrite` allows their deletion.
+    later be mistaken for this run's own, unless run.overwrite allows their deletion.
     """
-    chosen = None
-    if resume == "auto":
+    folder, chosen, again = Path(run.output) / "checkpoints", None, restarts(run)
+    if again and run.overwrite:
+        raise ValueError(
+            "run.overwrite would delete the checkpoints that a restart continues; leave it out, or start torchrun with "
+            "--max-restarts 0"
+        )
+    if again or run.resume == "auto":
         chosen = next(reversed(saved_checkpoints(folder)), None)
-    elif resume != "never":
-        chosen = Path(resume)
+    elif run.resume != "never":
+        chosen = Path(run.resume)
         with blame("run.resume"):
             read_run_state(chosen)
     left = ", ".join(path.name for path in superseded(folder, chosen))
-    if left and not overwrite:
+    if left and not run.overwrite:
         raise ValueError(
             f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue the '
             f"newest, run.overwrite = true to delete {left}, or another run.output"
@@ -147,7 +158,6 @@ def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
     for path in gone:
         remove_folder(path)
     if resume_from is None:
-        (output / "metrics.jsonl").unlink(missing_ok=True)
         for name in ("checkpoints", "export", "tensorboard"):
             shutil.rmtree(output / name, ignore_errors=True)
     return gone

@@ -38,13 +38,13 @@ def dry_run(config: Config, options: Options) -> int:
     Raises ConfigError for a configuration that cannot be honoured, or that does not fit the GPU it names.
     """
     findings: list[str] = []
-    world, run = options.gpus or int(os.environ.get("WORLD_SIZE", "1")), config.run
+    world = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
     prepared = prepare(config, world, findings)
     if wants_debug(sys.argv) or options.debug:
         print(config.model_dump_json(indent=2))
     verdict = "the run can start"
     try:
-        resume_point(config.output / "checkpoints", run.resume, overwrite=run.overwrite)
+        resume_point(config.run)
     except ValueError as error:
         verdict = f"the run would be refused: {error}"
     if prepared.shape is None:

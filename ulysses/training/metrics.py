@@ -137,7 +137,10 @@ class MetricsLog:
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
 
     def report(self, step: int, values: dict[str, float], due: bool) -> None:
-        """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation."""
+        """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation.
+
+        Numbers that are not finite become null. What cannot be written is kept as `failure`.
+        """
         self.bar.update(step - self.bar.n)
         shown = {name: format(values[name], style) for name, style in SHOWN.items()}
         self.bar.set_postfix(shown, refresh=False)
@@ -146,13 +149,10 @@ class MetricsLog:
             for k, v in values.items()
             if k.startswith("eval/") and "_se/" not in k
         ]
-        if due or evaluated:
-            self.write(step, values)
         if evaluated:
-            self.say(f"step {step}: " + ", ".join(evaluated))
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Log one object; non-finite numbers become null. What cannot be written is kept as `failure`."""
+            self.bar.write(f"step {step}: " + ", ".join(evaluated))
+        elif not due:
+            return
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
         when = f" at step {step}"
         with self._trying("metrics.jsonl", when):
@@ -172,10 +172,6 @@ class MetricsLog:
                 yield
         except DiskError as error:
             self.failure = self.failure or error
-
-    def say(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        self.bar.write(text)
 
     def close(self) -> None:
         """Close everything; DiskError if something cannot be written that nobody was told of."""

@@ -404,9 +404,7 @@ def _read_tokenizer(plan: Prepared) -> None:
 def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     """Return the checkpoint that the run continues, or None to start afresh; nothing is loaded yet."""
     run = config.run
-    checkpoint = resume_point(
-        config.output / "checkpoints", run.resume, overwrite=run.overwrite
-    )
+    checkpoint = resume_point(run)
     if checkpoint is None:
         return None
     state = read_run_state(checkpoint)

@@ -19,7 +19,7 @@ from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.agreement import agree, facts_of, hold_output
 from ulysses.training.build import build_engine
-from ulysses.training.checkpoint import clear_run_folder
+from ulysses.training.checkpoint import clear_run_folder, restarts
 from ulysses.training.command_line import check
 from ulysses.training.config import Config
 from ulysses.training.export_model import export_model, save_tokenizer
@@ -32,7 +32,6 @@ from ulysses.training.memory import (
 from ulysses.training.metrics import MetricsLog, device_peak_flops, model_flops
 from ulysses.training.optim import learning_rate
 from ulysses.training.prepare import prepare
-from ulysses.training.section import ConfigError
 from ulysses.training.stages.base import OtherModel
 from ulysses.training.trainer import Trainer
 from ulysses.training.watch import Watch
@@ -57,16 +56,6 @@ class TrainingRun:
         verify_weights: bool = False,
     ) -> None:
         config = check(config) if isinstance(config, dict) else config
-        may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        self.restarts = may_restart and config.run.resume == "never"
-        if self.restarts:
-            if config.run.overwrite:
-                raise ConfigError(
-                    "run.overwrite would delete the checkpoints that a restart continues; leave it out, or start "
-                    "torchrun with --max-restarts 0"
-                )
-            resumed = config.run.model_copy(update={"resume": "auto"})
-            config = config.model_copy(update={"run": resumed})
         self.config = config
         self.resolved = config.model_dump(mode="json")
         self.debug, self.verify_weights = debug, verify_weights
@@ -112,11 +101,7 @@ class TrainingRun:
         case = planner_case(config, shape, machine, tokens)
         if config.parallel.sequence_parallel_size == "auto":
             self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
-        shapes = [shape, *(weights.shape for weights in prepared.others.values())]
-        self.mesh = ParallelMesh(
-            case.sp,
-            num_heads=tuple(each.num_attention_heads for each in shapes),
-        )
+        self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads)
         # what may not work on this machine is tried before anything is written
         heads = head_layout(
             shape.num_attention_heads, shape.num_key_value_heads, self.mesh.head_parallel_size
@@ -133,7 +118,7 @@ class TrainingRun:
             save_tokenizer(prepared, config.output / "tokenizer")
         dist.barrier()
 
-        if self.restarts:
+        if restarts(config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
         self.say(f"attention kernel: {prepared.kernel.name} ({prepared.kernel.reason})")
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
@@ -246,7 +231,7 @@ class TrainingRun:
         """Print a line, above the progress bar if there is one; other ranks than the first say it with --debug only."""
         rank = int(os.environ.get("RANK", "0"))
         if self.trainer is not None and self.trainer.log is not None:
-            self.trainer.log.say(text)
+            self.trainer.log.bar.write(text)
         elif rank == 0:
             print(text, flush=True)
         elif self.debug:

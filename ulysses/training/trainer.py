@@ -153,7 +153,7 @@ class Trainer:
             self.watch.phase("forward")
             terms = self.stage.losses(batch, metrics)
             metrics.add("projected", 0.0 if self.stage.reward else float(batch.num_valid))
-            for name in ("tokens", "shared", "squares"):
+            for name in ("tokens", "tokens_shared", "squares"):
                 metrics.add(name, self.stage.once(float(getattr(batch, f"num_{name}"))))
             loss = 0.0
             for term in terms:
@@ -172,9 +172,8 @@ class Trainer:
         late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
         metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
         values = metrics.reduce()
-        names = "stop", "save", "shared", "tokens", "squares", "projected"
-        stop, save, shared, *work = (values.pop(name) for name in names)
-        self.stop_requested, self.save_due = stop > 0, save > 0
+        self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
+        work = values["tokens"], values.pop("squares"), values.pop("projected")
         values = self.stage.derive(values)
         if step == 0:
             self.stage.check_first_step(values)
@@ -201,8 +200,6 @@ class Trainer:
         on_gpu = self.engine.device.type == "cuda"
         self.watch.step_done(torch.cuda.current_stream().record_event() if on_gpu else None)
         speed = self._speed(work, time.perf_counter() - began)
-        if shared:
-            speed["tokens_shared"] = shared
         self.metrics = {**values, **report, "lr": lr, **speed}
         return self.metrics
 
@@ -227,8 +224,8 @@ class Trainer:
         # nothing to train on: zero loss, zero gradient
         return dict(zip(own[0], flat.masked_fill(flat == 0, 1).float(), strict=True))
 
-    def _speed(self, work: list[float], seconds: float) -> dict[str, float]:
-        out = {"tokens": work[0], "tokens_per_second": work[0] / seconds, "seconds": seconds}
+    def _speed(self, work: tuple[float, ...], seconds: float) -> dict[str, float]:
+        out = {"tokens_per_second": work[0] / seconds, "seconds": seconds}
         if self.peak_flops:
             rate = self.flops(*work) / seconds
             out["mfu"] = rate / self.mesh.world_size / self.peak_flops

@@ -79,7 +79,7 @@ class Watch:
         names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
         self._rank, self._local_rank, self._world = (int(os.environ.get(n, 0)) for n in names)
         self.stop_wanted = False
-        self._step, self._phase, self._phases, self._moved = 0, "start", 0, monotonic()
+        self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
         self._stepped = False  # once a step is done, nothing is slow for being the first
         self._long = False
         self._patience = 0.0  # of the process groups
@@ -109,7 +109,8 @@ class Watch:
     def phase(self, name: str, step: int | None = None, *, long: bool = False) -> None:
         """Note that something else begins. In what is `long`, reading and writing files counts as progress too."""
         self._step = self._step if step is None else step
-        self._phase, self._long, self._moved = name, long, monotonic()
+        self._place = f"step {self._step}, {name}" if self._step else name
+        self._long, self._moved = long, monotonic()
         self._phases += 1
         patience = DAY_SECONDS if long else self._limit + MARGIN_SECONDS
         if self.store is not None and (patience != self._patience or not self._stepped):
@@ -206,17 +207,13 @@ class Watch:
         }
 
     def _beat(self) -> Beat:
-        now, node = monotonic(), os.uname().nodename
-        idle = now - self._moved
-        return Beat(self._phases, self._begun, idle, self._rank, node, self._place(), now)
-
-    def _place(self) -> str:
         """Say where this process is; with a GPU, whether that one has come as far."""
-        place = f"step {self._step}, {self._phase}" if self._step else self._phase
+        now, node, place = monotonic(), os.uname().nodename, self._place
         with suppress(RuntimeError):  # of a GPU that has failed
             if self._event is not None and not self._event.query():
-                return f"{place} (its GPU has not finished the step before)"
-        return place
+                place += " (its GPU has not finished the step before)"
+        idle = now - self._moved
+        return Beat(self._phases, self._begun, idle, self._rank, node, place, now)
 
     # ---------------------------------------------------------------- the watch thread
 
