@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from tests.e2e.drills import Drills
-from tests.e2e.launch import ROOT, Ranks, metrics, tiny
-from ulysses.training.command_line import parse_command_line
+from tests.e2e.launch import Ranks, metrics, tiny
+from ulysses.training.checkpoint import resume_point
+from ulysses.training.config import RunSection
 from ulysses.training.failure import grace_note
-from ulysses.training.run import TrainingRun
-from ulysses.training.section import ConfigError
 from ulysses.training.watch import Watch
 
 # where it happens: the rank and what becomes of it; the rank that is named, where it is and what is said of it
@@ -202,9 +201,8 @@ def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path: Path) -> None:
 
 def test_restarts_and_overwriting_exclude_each_other(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    config = parse_command_line(["--config", str(ROOT / "configs/demo/sft.toml"), "--run.overwrite"]).config
-    with pytest.raises(ConfigError, match="run.overwrite would delete the checkpoints that a restart continues"):
-        TrainingRun(config)
+    with pytest.raises(ValueError, match="run.overwrite would delete the checkpoints that a restart continues"):
+        resume_point(RunSection(output=str(tmp_path), steps=1, overwrite=True))
 
 
 def test_a_step_that_outlasts_the_launchers_patience_is_said(monkeypatch) -> None:
