@@ -166,7 +166,7 @@ def test_what_the_run_holds_already_counts_as_free_disk(place: Path, tmp_path: P
     config = parse_command_line([*map(str, pretrained(place, "model")), *more]).config
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ConfigError, match="GiB free but 3 checkpoints and the export need"):
+    with pytest.raises(ConfigError, match="GiB free but 4 checkpoints and the export need"):
         prepare(config, 1)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/old").write_bytes(bytes(10_000_000))
