@@ -74,11 +74,12 @@ def test_seconds_know_that_answers_attend_to_their_shared_prompt(capsys, tmp_pat
     assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
 
 
-def test_what_does_not_fit_an_assumed_gpu_is_said_and_not_refused(capsys):
-    _, text = run(capsys, *arch(length=4096, sp=1), "--gpus", 1)
-    assert text.index("does not fit") < text.index("finding: ") < text.index("verdict: ")
-    assert "80.0 GiB (assumed; --gpu-memory says otherwise)" in text
-    assert re.search(r"does not fit: the run needs \d+\.\d GiB on each GPU .*; .*memory.offload_optimizer = true", text)
+def test_what_does_not_fit_is_refused_with_what_to_change(capsys):
+    sentence = r"needs \d+\.\d GiB on each GPU .* but a GPU has 80.0 GiB; .*offload_optimizer = true.* --gpu-memory"
+    with pytest.raises(ConfigError, match=sentence):
+        run(capsys, *arch(length=4096, sp=1), "--gpus", 1)
+    text = capsys.readouterr().out
+    assert text.index("finding: ") < text.index("1 GPU of 80.0 GiB (--gpu-memory)") < text.index("does not fit")
     with pytest.raises(ConfigError, match="on each GPU with .* but a GPU has 8.0 GiB"):
         run(capsys, *arch(length=4096, sp=1), "--gpus", 1, "--gpu-memory", 8)
 

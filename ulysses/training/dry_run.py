@@ -6,9 +6,6 @@ A dry run needs no weights, no data and no GPU: it reports what is absent as fin
 import math
 import os
 import sys
-from typing import Any
-
-import torch
 
 from ulysses.data.preview import preview_examples
 from ulysses.memory.levels import LEVELS
@@ -26,7 +23,7 @@ from ulysses.training.config import Config, Options
 from ulysses.training.memory import choose_memory, planned_machine, planner_case
 from ulysses.training.prepare import Prepared, prepare
 from ulysses.training.quiet import wants_debug
-from ulysses.training.section import ConfigError, blame, refuse
+from ulysses.training.section import AbsentError, ConfigError
 
 # exit code of a right configuration that names something which is not on this machine
 ABSENT = 3
@@ -48,15 +45,14 @@ def dry_run(config: Config, options: Options) -> int:
     except ValueError as error:
         verdict = f"the run would be refused: {error}"
     if prepared.shape is None:
-        print("without the model's config.json there is no plan of its memory")
+        print(
+            "without the model's config.json there is no plan of its memory",
+            *findings,
+            sep="\nfinding: ",
+        )
     else:
         machine = planned_machine(config, options, world)
-        case = _plan_steps(prepared, machine, findings)
-        known = bool(options.gpu_memory) or torch.cuda.is_available()
-        if not _plan_memory(prepared, case, known):
-            verdict = "the run does not fit the assumed GPU; --gpu-memory describes yours"
-    for finding in findings:
-        print(f"finding: {finding}")
+        _plan_memory(prepared, _plan_steps(prepared, machine, findings))
     if findings:
         verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
     print(f"verdict: {verdict}")
@@ -78,8 +74,7 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
     if run.steps:
         length = f"{run.steps} steps"
     if not findings:
-        complaints: list[Any] = []
-        with blame("", complaints):  # the hub may not have the data
+        try:
             train, _ = prepared.open_data()
             loader = prepared.loader(train, groups)
             per_epoch = loader.steps_per_epoch * facts.steps_per_load
@@ -89,8 +84,9 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
             micro_batches, tokens = len(loader.step(0, 0)), prepared.budget(train)
             squares = prepared.squares(train, tokens)
             case = planner_case(config, prepared.shape, machine, tokens)
-        refuse(complaints, findings)
-    print(length)
+        except AbsentError as error:  # the hub may not have the data
+            findings.append(str(error))
+    print("\n".join([length, *(f"finding: {finding}" for finding in findings)]))
     lr = config.optimizer.lr
     if lr == config.default_lr:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
@@ -98,22 +94,19 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
     return case._replace(micro_batches=micro_batches, squares=squares)
 
 
-def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
+def _plan_memory(prepared: Prepared, case: Case) -> None:
     """Print what every level takes, the longest sequence and what the run itself would choose.
 
-    Return whether the run fits; ConfigError refuses one that does not fit a GPU whose memory is `known`.
+    Raises ConfigError for a run that does not fit.
     """
     config, shape, machine = prepared.config, prepared.shape, case.machine
     stage, world, batches = config.stage_class, machine.gpus, case.micro_batches
     if config.model.path and prepared.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
-    assumed = "" if known else " (assumed; --gpu-memory says otherwise)"
-    host = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node"
-    if not machine.host_bytes:
-        host = "host memory unknown (--host-memory)"
+    host = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown)"
     print(
         f"\n{shape.describe_window()}\n"
-        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB{assumed}, {host}:\n"
+        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), {host}:\n"
         f"{case.model.parameters:,} parameters, {case.model.trained:,} trained; {batches} "
         f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
         f"{case.documents} sequence{'s' * (case.documents > 1)}"
@@ -134,16 +127,9 @@ def _plan_memory(prepared: Prepared, case: Case, known: bool) -> bool:
     for sp in sorted({case.sp, world}):
         longest = longest_sequence(case._replace(sp=sp, documents=stage.sequences_per_example))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
-    try:
-        choice = choose_memory(case)
-    except ConfigError as error:
-        if known:
-            raise
-        print(f"does not fit: {error}")
-        return False
+    choice = choose_memory(case)
     case = case._replace(levels=choice.recompute, offloaded_layers=choice.offloaded_layers)
     print(f"{choice.line}; {step_seconds(case):.2f} s / step")
-    return True
 
 
 def inspect(config: Config, samples: int) -> int:

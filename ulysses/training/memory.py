@@ -165,7 +165,8 @@ def choose_memory(case: Case) -> MemoryChoice:
             f"{p.working / GIB:.1f}, CUDA, NCCL and reserve {rest / GIB:.1f}) but a GPU has "
             f'{machine.gpu_bytes / GIB:.1f} GiB; set memory.recompute and memory.offload to "auto" and '
             "memory.offload_optimizer = true, use more GPUs with a larger parallel.sequence_parallel_size, lower "
-            "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank)"
+            "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank); in a dry run, "
+            "--gpu-memory says what a GPU has"
         )
     line = (
         f"memory: recompute {choice.name} ({'auto: ' * auto}{p.gpu / GIB:.1f} GiB predicted of "
