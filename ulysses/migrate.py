@@ -99,15 +99,14 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
     settings: dict[str, Any] = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
-    not_needed: dict[str, None] = {}
     # other rules depend on the stage
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
         value, problem = given[name], ""
         table = name if name in rules else name.partition(".")[0]
         lower, rule = str(value).lower(), rules.get(table)
         if table in names["not_needed"] or lower in names["harmless"].get(name, ()):
-            not_needed[table] = None
-        elif table in names["ours"]:
+            continue
+        if table in names["ours"]:
             stage = settings.get("stage", "")
             key, choices = rule["key"].replace("STAGE", stage), rule.get("values")
             if rule.get("list") and isinstance(value, str):
@@ -139,7 +138,9 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
     comments["batch.examples"] = (
         f"  # {product} x {groups} GPUs (those that share a sequence count once); --gpus N for others"
     )
-    lines = ["# what every setting means: train.py --help"]
+    lines = [
+        "# What every setting means: train.py --help. Settings that are not needed here are left out."
+    ]
     for key in sorted(settings, key=lambda key: ("." in key, key)):
         # an inline table of TOML is a JSON object but for its colons
         text = json.dumps(settings[key], ensure_ascii=False, separators=(", ", " = "))
@@ -152,7 +153,6 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
     for title, found in {
         "Without a counterpart here, and what to do": remarks,
         "Still wrong": wrong,
-        "Not needed here (train.py says why if you set them)": [", ".join(not_needed)],
     }.items():
         if any(found):
             lines += ["", f"# {title}:", *(f"#   {line}" for line in found)]

@@ -186,14 +186,12 @@ def planned_machine(config: Config, options: Options, world: int) -> Machine:
     if torch.cuda.is_available() and not options.gpu_memory:
         gpu = torch.cuda.get_device_properties(0).total_memory
     host = options.host_memory or config.memory.host_memory
-    # an H200's float32 is 15 times slower than its bfloat16
-    slower = 15 if config.model.dtype == "float32" else 1
     return Machine(
         world,
         gpu,
         host * GIB or (0.0 if options.gpus else free_host_bytes()),
         int(os.environ.get("LOCAL_WORLD_SIZE", 8)),
-        (device_peak_flops() or H200_FLOPS) / slower,
+        device_peak_flops() or H200_FLOPS,
     )
 
 

@@ -320,12 +320,11 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Pat
 
 def published_shape(model: ModelSection) -> Shape | None:
     """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None."""
-    name = Path(model.path or "").name.lower().removeprefix("meta-").replace("llama-", "llama")
-    base = name.removesuffix("-instruct")
-    shape = ARCHITECTURES.get(base.removesuffix("-base"))
+    name = Path(model.path or "").name.lower().replace("llama-", "llama")
+    shape = next((shape for key, shape in ARCHITECTURES.items() if key in name), None)
     if shape is None:
         return None
-    if name != base and "qwen2.5" in name:
+    if "qwen2.5" in name and "instruct" in name:
         shape = replace(shape, max_position_embeddings=32768)
     return Shape.from_hf(shape.to_hf(), **model.rope.changes())
 
