@@ -154,10 +154,6 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_attention_heads} but must be a multiple of "
                 f"num_key_value_heads = {self.num_key_value_heads}; correct the config"
             )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"head_dim is {self.head_dim} but rotary positions need an even number; correct the config"
-            )
 
     @property
     def output_bias(self) -> bool:

@@ -294,10 +294,8 @@ def _weight_paths(folder: Path) -> list[Path]:
         names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
     for name in names:
         if not (folder / name).is_file():
-            others = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
             raise FileNotFoundError(
-                f"there is no {name} in {folder.absolute()}, which holds {others}; download it again, or convert the "
-                "model to safetensors"
+                f"there is no {name} in {folder.absolute()}; download it again, or convert the model to safetensors"
             )
     return [folder / name for name in names]
 
