@@ -59,7 +59,7 @@ def test_its_own_checkpoint_is_found(checkpoint, tmp_path):
         ({"model": {"arch": "llama3.2-1b"}}, "had hidden_size 4096 but this run has 2048"),
         ({"model": {"rope": {"type": "yarn", "factor": 2}}}, "had rope_scaling None but this run has {'rope_type'"),
         ({"model": {"rope": {"theta": 1e6}}}, "had rope_theta 500000.0 but this run has 1000000.0"),
-        ({"model": {"lora": {"rank": 8}}}, "had lora.rank 0 but this run has 8"),
+        ({"model": {"lora": {"rank": 8}}}, "had model.lora.rank 0 but this run has 8"),
         ({"gradients": {"policies": [{"policy": "zclip"}]}}, r"policies are .*'clip_global_norm'\] but this run has"),
     ],
 )

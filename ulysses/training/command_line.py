@@ -34,7 +34,7 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
         raise SystemExit(0)
     given = _read_arguments(arguments)
     asked = {name: given.pop(name) for name in Options.model_fields if name in given}
-    options = check(asked, Options, "--")
+    options = check(asked, Options)
     if (options.gpus or options.gpu_memory or options.host_memory) and not options.dry_run:
         raise ConfigError(
             "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
@@ -51,7 +51,7 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     return CommandLine(check(values), options)
 
 
-def check(values: dict[str, Any], table: type[BaseModel] = Config, prefix: str = "") -> Any:
+def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
     """Validate nested tables of settings, and return a `table` that holds them.
 
     Raises ConfigError: a sentence for every complaint, with the key, what was given and what is required.
@@ -59,8 +59,7 @@ def check(values: dict[str, Any], table: type[BaseModel] = Config, prefix: str =
     try:
         return table.model_validate(values)
     except ValidationError as error:
-        stage = str(values.get("stage"))
-        complaints = _sentences(error, stage, known_keys(table), prefix)
+        complaints = _sentences(error, known_keys(table))
     refuse(complaints)
 
 
@@ -135,9 +134,7 @@ def _refuse_yaml(path: str) -> None:
         )
 
 
-def _sentences(
-    error: ValidationError, stage: str, keys: dict[str, Any], prefix: str
-) -> list[str]:
+def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
     """Put each of pydantic's complaints into one sentence, unknown keys before all others."""
     unknown: list[str] = []
     # what all types of a setting refuse is one complaint
@@ -147,14 +144,14 @@ def _sentences(
         key = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
             names = flat({key: problem["input"]})
-            unknown += [explain_unknown(name, stage, list(keys)) for name in names]
+            unknown += [explain_unknown(name, list(keys)) for name in names]
             continue
         if problem["type"] == "missing":
             given = "missing"
         while key not in keys and "." in key:
             # without the position in a list, or the member of a union
             key = key.rpartition(".")[0]
-        start = f"{wrong[key]}, or " if key in wrong else f"{prefix}{key} is {given}: "
+        start = f"{wrong[key]}, or " if key in wrong else f"{key} is {given}: "
         wrong[key] = start + message[0].lower() + message[1:]
     about = {key: info.description.rstrip(".").replace("\n", " ") for key, info in keys.items()}
     hints = (f"{text} ({about.get(key, 'a table of settings')})" for key, text in wrong.items())

@@ -17,20 +17,18 @@ def foreign_names() -> dict[str, Any]:
     return names
 
 
-def explain_unknown(key: str, stage: str, keys: list[str]) -> str:
+def explain_unknown(key: str, keys: list[str]) -> str:
     """Return one sentence about an unknown setting: what it is called here, or why it is not there.
 
     Args:
-        stage: the run's stage, if it is known.
         keys: our settings.
     """
     names, last = foreign_names(), key.rpartition(".")[2]
     for name in (key, last):
         if rule := names["ours"].get(name):
             note = f" ({rule['note']})" if "note" in rule else ""
-            ours, end = rule["key"].replace("STAGE", stage), rule["key"].removeprefix("STAGE")
-            if ours not in keys:  # nor is the stage known that it is meant for
-                ours = " or ".join(known for known in keys if known.endswith(end))
+            end = rule["key"].removeprefix("STAGE")
+            ours = " or ".join(known for known in keys if known.endswith(end))
             return f"{key}: unknown; here it is {ours}{note}"
         if name in names["not_needed"]:
             return f"{key}: not needed here ({names['not_needed'][name]}); leave it out"

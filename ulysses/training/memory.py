@@ -55,16 +55,9 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
     return adapters * (1 + (value == "separate")) + score
 
 
-def plain_model(
-    shape: Shape, *, adapters: int = 0, reward: bool = False, value: str = ""
-) -> Model:
-    """Return the planner's view of a model that trains all its weights, or only this many of `adapters`.
-
-    `value` says where PPO's values come from, as in Facts; what computes them is part of the model.
-    """
-    scores = count_parameters(shape, reward=True)
-    parameters = scores if reward else count_parameters(shape)
-    values = {"": 0, "shared": shape.hidden_size, "separate": scores}[value]
+def plain_model(shape: Shape, *, reward: bool = False) -> Model:
+    """Return the planner's view of a model that trains all its weights."""
+    parameters = count_parameters(shape, reward=reward)
     return Model(
         shape.hidden_size,
         shape.intermediate_size,
@@ -73,21 +66,25 @@ def plain_model(
         shape.head_dim,
         shape.vocab_size,
         shape.num_hidden_layers,
-        parameters + values + adapters,
-        trained=adapters or parameters + values,
+        parameters,
+        trained=parameters,
         has_head=not reward,
-        decoders=1 + (value == "separate"),
         qk_norm=shape.qk_norm,
     )
 
 
 def planner_model(config: Config, shape: Shape) -> Model:
-    """Return the planner's view of the trained model."""
-    return plain_model(
-        shape,
-        adapters=adapter_parameters(config, shape),
-        reward=config.stage_class.reward,
-        value=config.facts.value,
+    """Return the planner's view of the trained model, which what computes PPO's values is a part of."""
+    model, adapters = (
+        plain_model(shape, reward=config.stage_class.reward),
+        adapter_parameters(config, shape),
+    )
+    value, scores = config.facts.value, count_parameters(shape, reward=True)
+    whole = model.parameters + {"": 0, "shared": shape.hidden_size, "separate": scores}[value]
+    return model._replace(
+        parameters=whole + adapters,
+        trained=adapters or whole,
+        decoders=1 + (value == "separate"),
     )
 
 

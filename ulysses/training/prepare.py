@@ -407,10 +407,11 @@ def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     if checkpoint is None:
         return None
     state = read_run_state(checkpoint)
-    own = _named(config.model_dump(mode="json"), shape)
-    theirs = _named(state["config"], Shape.from_hf(state["shape"]))
+    own = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
+    theirs = {**flat(state["config"]), **Shape.from_hf(state["shape"]).to_hf()}
     fixed = [*ALLOWED_ANYWAY, *(key for key in shape.to_hf() if key not in FREE_KEYS)]
-    for name in (*fixed, "lora.rank", *["lora.targets"] * (own["lora.rank"] > 0)):
+    lora = ["model.lora.rank", *["model.lora.targets"] * bool(config.model.lora.rank)]
+    for name in fixed + lora:
         anyway = name in ALLOWED_ANYWAY
         if own[name] != theirs[name] and not (anyway and run.resume_anyway):
             raise ConfigError(
@@ -421,11 +422,6 @@ def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     with blame("run.resume"):
         config.gradients.chain().load_state_dict(state["policies"])
     return checkpoint
-
-
-def _named(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """Return all of a run's settings by dotted key, those of its model without the first part, and of its shape."""
-    return {**flat(config), **flat(config["model"]), **shape.to_hf()}
 
 
 def _check_disk(config: Config, shape: Shape) -> None:
