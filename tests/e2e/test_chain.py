@@ -46,15 +46,15 @@ def dies_after(step: int) -> Callable[[int], None]:
     def before(_: int) -> None:
         import ulysses.training.metrics as metrics
 
-        written = metrics.MetricsLog.write
+        report = metrics.MetricsLog.report
         sys.modules["datasets"] = None  # type: ignore[assignment]
 
-        def write(self: Any, at: int, values: dict[str, float]) -> None:
-            written(self, at, values)
+        def reported(self: Any, at: int, *more: Any) -> None:
+            report(self, at, *more)
             if at == step:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        metrics.MetricsLog.write = write
+        metrics.MetricsLog.report = reported
 
     return before
 

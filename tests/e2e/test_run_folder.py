@@ -3,6 +3,7 @@
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,20 +107,20 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path:
     def before(rank: int) -> None:
         from ulysses.training.metrics import MetricsLog
 
-        write = MetricsLog.write
+        report = MetricsLog.report
 
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        def written(self: MetricsLog, step: int, values: dict[str, float]) -> None:
+        def reported(self: MetricsLog, step: int, *more: Any) -> None:
             if step == 3 and file == "tensorboard":
                 self.board.add_scalar = full
             elif step == 3:
                 self.file.close()
                 self.file = open("/dev/full", "a")
-            write(self, step, values)
+            report(self, step, *more)
 
-        MetricsLog.write = written
+        MetricsLog.report = reported
 
     outcome = ranks(arguments(tmp_path, run__steps=50), 2, tmp_path / "logs", before=before)
     assert outcome.code == 1

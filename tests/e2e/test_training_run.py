@@ -71,7 +71,7 @@ def face(place: Path, port: int) -> dict[str, Any]:
     with changed(place, **changes) as run:
         run.train()
         found = {"step": run.trainer.step, "metrics": run.trainer.metrics, "config": run.config.optimizer.lr}
-        run.export(str(place / "elsewhere"))
+        run.export(place / "elsewhere")
     time.sleep(3 * POLL_SECONDS)
     found["watching"] = [t.name for t in threading.enumerate()].count("failure watch")
     os.environ["MASTER_PORT"] = str(port)

@@ -112,7 +112,7 @@ class MetricsLog:
         wandb: a run of Weights & Biases that receives the metrics, or None.
 
     Attributes:
-        failure: the first failure to write, which the loop raises once it has tried to save a checkpoint.
+        failure: the first failure to write; the loop stops once it has tried to save a checkpoint.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class MetricsLog:
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
         when = f" at step {step}"
         with self._trying("metrics.jsonl", when):
-            self.file.write(json.dumps({"step": step, "run": self.run_id, **clean}) + "\n")
-            self.file.flush()
+            line = json.dumps({"step": step, "run": self.run_id, **clean})
+            print(line, file=self.file, flush=True)
         with self._trying("tensorboard", when):
             for name, value in clean.items():
                 if value is not None:
@@ -174,13 +174,12 @@ class MetricsLog:
             self.failure = self.failure or error
 
     def close(self) -> None:
-        """Close everything; DiskError if something cannot be written that nobody was told of."""
-        told = self.failure
+        """Close everything; DiskError if something could not be written, which nobody has been told yet."""
         self.bar.close()
         for name, sink in (("metrics.jsonl", self.file), ("tensorboard", self.board)):
             with self._trying(name, " at the end of the run"):
                 sink.close()
-        if self.failure is not told:
+        if self.failure is not None:
             raise self.failure
 
 

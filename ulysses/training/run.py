@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from models.decoder import count_parameters
-from ulysses.data.steps import StepLoader
 from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
@@ -101,15 +100,18 @@ class TrainingRun:
         case = planner_case(config, shape, machine, tokens)
         if config.parallel.sequence_parallel_size == "auto":
             self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
-        self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads)
+        mesh = self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads)
+        self.loader = partial(
+            prepared.loader, groups=mesh.data_parallel_size, group=mesh.dp_rank
+        )
         # what may not work on this machine is tried before anything is written
         heads = head_layout(
-            shape.num_attention_heads, shape.num_key_value_heads, self.mesh.head_parallel_size
+            shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
         )
         kernel, dtype = config.model.attention, config.dtype
         prove_kernel(kernel, self.device, dtype, heads.query, heads.key, shape.head_dim)
         check_deepspeed(self.device)
-        if self.mesh.is_main:
+        if mesh.is_main:
             if config.run.overwrite:
                 for path in clear_run_folder(config.output, resume_from):
                     self.say(f"deleted {path}")
@@ -127,7 +129,7 @@ class TrainingRun:
         memory = choose_memory(case)
         self.say(memory.line)
         self.watch.phase("building the model", long=True)
-        self.engine = build_engine(config, prepared.weights, self.mesh, memory)
+        self.engine = build_engine(config, prepared.weights, mesh, memory)
         self.resources.callback(self.engine.destroy)
         self.watch.phase("preparing the stage", long=True)
         built = stage.build(self)
@@ -137,7 +139,7 @@ class TrainingRun:
             self.say(line)
         adapters = adapter_parameters(config, shape)
         trainer = Trainer(
-            mesh=self.mesh,
+            mesh=mesh,
             engine=self.engine,
             stage=built,
             loader=built.loader(loader),
@@ -182,11 +184,6 @@ class TrainingRun:
 
         return BasePolicy(self.engine)
 
-    def loader(self, data: Any, *, evaluation: bool = False) -> StepLoader:
-        """Serve the data's steps to this rank's data-parallel group."""
-        groups, group = self.mesh.data_parallel_size, self.mesh.dp_rank
-        return self.prepared.loader(data, groups, group, evaluation=evaluation)
-
     # ---------------------------------------------------------------- the run
 
     def train(self) -> None:
@@ -213,19 +210,18 @@ class TrainingRun:
         if run.export and not trainer.stop_requested:
             self.export(folder / "export")
 
-    def export(self, folder: str | Path, *, for_servers: bool = False) -> Path:
+    def export(self, folder: Path, *, for_servers: bool = False) -> None:
         """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together.
 
         `for_servers` writes whole weights, with the adapters added, and says nothing.
         """
-        folder, config, step = Path(folder), self.config, self.trainer.step
+        config, step = self.config, self.trainer.step
         self.watch.phase("export", long=True)
         read = partial(full_parameters, self.engine, config.stage_class.exported)
         export_model(read, folder, self.prepared.shape, config, step, merge=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}")
         dist.barrier()
-        return folder
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one; other ranks than the first say it with --debug only."""

@@ -121,8 +121,6 @@ class Trainer:
                 f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with "
                 "--run.resume auto"
             )
-        if self.log is not None and self.log.failure is not None:
-            raise self.log.failure
 
     @property
     def finished(self) -> bool:
@@ -199,9 +197,19 @@ class Trainer:
         self.step = step + 1
         on_gpu = self.engine.device.type == "cuda"
         self.watch.step_done(torch.cuda.current_stream().record_event() if on_gpu else None)
-        speed = self._speed(work, time.perf_counter() - began)
-        self.metrics = {**values, **report, "lr": lr, **speed}
-        return self.metrics
+        seconds = time.perf_counter() - began
+        values |= report | {
+            "lr": lr,
+            "tokens_per_second": work[0] / seconds,
+            "seconds": seconds,
+        }
+        if self.peak_flops:
+            rate = self.flops(*work) / seconds
+            values["mfu"] = rate / self.mesh.world_size / self.peak_flops
+        if on_gpu:
+            values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.metrics = values
+        return values
 
     def _prepare(self, loader: Any, step: int) -> tuple[list[ShardedBatch], list[ShardedBatch]]:
         """Return a step's micro-batches on this rank, and those that the stage's preparation reads."""
@@ -223,15 +231,6 @@ class Trainer:
             dist.all_reduce(flat)
         # nothing to train on: zero loss, zero gradient
         return dict(zip(own[0], flat.masked_fill(flat == 0, 1).float(), strict=True))
-
-    def _speed(self, work: tuple[float, ...], seconds: float) -> dict[str, float]:
-        out = {"tokens_per_second": work[0] / seconds, "seconds": seconds}
-        if self.peak_flops:
-            rate = self.flops(*work) / seconds
-            out["mfu"] = rate / self.mesh.world_size / self.peak_flops
-        if self.engine.device.type == "cuda":
-            out["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return out
 
     # ---------------------------------------------------------------- evaluation
 
