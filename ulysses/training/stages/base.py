@@ -85,10 +85,6 @@ class Stage:
     Args:
         model: the trained engine, called like the module it wraps.
         config: the stage's own table.
-        seed: of noise that the stage itself draws.
-
-    Attributes:
-        step: the optimizer step being computed; the loop sets it.
     """
 
     name: ClassVar[str]  # of the stage and of its table
@@ -105,8 +101,6 @@ class Stage:
     model: Any
     mesh: Any
     config: Any
-    seed: int = 0
-    step: int = 0
 
     # ---------------------------------------------------------------- checks
 
@@ -141,8 +135,7 @@ class Stage:
     @classmethod
     def build(cls, run: "TrainingRun") -> "Stage":
         """Construct the stage around its engine; all ranks call it together."""
-        config = run.config
-        return cls(run.engine, run.mesh, cls.table(config), config.run.seed)
+        return cls(run.engine, run.mesh, cls.table(run.config))
 
     # ---------------------------------------------------------------- every step
 
