@@ -141,9 +141,9 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
     lines = [
         "# What every setting means: train.py --help. Settings that are not needed here are left out."
     ]
-    for key in sorted(settings, key=lambda key: ("." in key, key)):
+    for key, value in settings.items():
         # an inline table of TOML is a JSON object but for its colons
-        text = json.dumps(settings[key], ensure_ascii=False, separators=(", ", " = "))
+        text = json.dumps(value, ensure_ascii=False, separators=(", ", " = "))
         lines.append(f"{key} = {text}{comments.get(key, '')}")
     try:
         config = check(tomllib.loads("\n".join(lines)))
@@ -164,8 +164,8 @@ def _complete(given: dict[str, Any], folder: Path, names: dict[str, Any]) -> dic
     found = _find(str(given.get("deepspeed")), folder)
     if found.is_file():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
-    plain = ((name, _plain(value)) for name, value in flat(given).items())
-    given = {name: value for name, value in plain if value not in NOTHING}
+    given = {name: _plain(value) for name, value in flat(given).items()}
+    given = {name: value for name, value in given.items() if value not in NOTHING}
     marks, defaults = names["marks"], names["defaults"]
     system = next((name for name in marks if given.keys() & marks[name]), "trl")
     for name, stage in names["implied"].items():

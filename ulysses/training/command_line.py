@@ -83,8 +83,9 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
         key = argument.removeprefix("--")
         if key == argument:
             _refuse_yaml(key)
-            form = f"--config {key}" if key.endswith(".toml") else "settings as --key value"
-            raise ConfigError(f"{argument!r} has no key before it; write {form}")
+            raise ConfigError(
+                f"{argument!r} has no key before it; write --config {argument} for a file, and settings as --key value"
+            )
         if "." not in key:
             key = key.replace("-", "_")
         # an unknown key is refused with all others, when the settings are checked

@@ -371,10 +371,9 @@ class Config(Section):
                 f"run.eval_every is {run.eval_every} but there is nothing to evaluate; set data.eval or "
                 "data.eval_fraction, or run.eval_every = 0"
             )
-        for key, default in (("turns", "auto"), ("train_on", "assistant")):
-            value = getattr(data, key)
-            if value != default and self.stage_class.kind != "sequence":
-                yield f"data.{key} is {value!r} but stage {stage!r} trains the last answer only; remove it"
+        given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
+        for key in given if self.stage_class.kind != "sequence" else ():
+            yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"
         if data.turns == "separate" and data.train_on != "assistant":
             yield (
                 f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '

@@ -155,11 +155,10 @@ def choose_memory(case: Case) -> MemoryChoice:
             "use more nodes, or set memory.host_memory if the node has more than its kernel reports"
         )
     if p.gpu > machine.gpu_bytes:
-        rest = p.gpu - p.states - p.kept - p.working
         raise ConfigError(
             f'the run needs {p.gpu / GIB:.1f} GiB on each GPU with memory.recompute = "{choice.name}" (weights, '
             f"optimizer and gradients {p.states / GIB:.1f}, activations {p.kept / GIB:.1f}, work "
-            f"{p.working / GIB:.1f}, CUDA, NCCL and reserve {rest / GIB:.1f}) but a GPU has "
+            f"{p.working / GIB:.1f}, the rest for CUDA and NCCL) but a GPU has "
             f'{machine.gpu_bytes / GIB:.1f} GiB; set memory.recompute and memory.offload to "auto" and '
             "memory.offload_optimizer = true, use more GPUs with a larger parallel.sequence_parallel_size, lower "
             "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank); in a dry run, "
@@ -215,4 +214,4 @@ def free_host_bytes() -> int:
     with suppress(OSError, ValueError):  # there is no control group, or its limit is "max"
         limit = int((group / "memory.max").read_text())
         free = min(free, limit - int((group / "memory.current").read_text()))
-    return max(free, 0)
+    return free

@@ -409,9 +409,8 @@ def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     state = read_run_state(checkpoint)
     own = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
     theirs = {**flat(state["config"]), **Shape.from_hf(state["shape"]).to_hf()}
-    fixed = [*ALLOWED_ANYWAY, *(key for key in shape.to_hf() if key not in FREE_KEYS)]
-    lora = ["model.lora.rank", *["model.lora.targets"] * bool(config.model.lora.rank)]
-    for name in fixed + lora:
+    fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
+    for name in (*ALLOWED_ANYWAY, *fixed, "model.lora.rank", "model.lora.targets"):
         anyway = name in ALLOWED_ANYWAY
         if own[name] != theirs[name] and not (anyway and run.resume_anyway):
             raise ConfigError(
@@ -441,8 +440,8 @@ def _check_disk(config: Config, shape: Shape) -> None:
         raise ConfigError(
             f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
         )
-    old = [file for name in ("export", "checkpoints") for file in (output / name).rglob("*")]
-    free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in old)
+    old = sum(file.stat().st_size for file in output.rglob("*"))
+    free = shutil.disk_usage(place).free + old
     if need > free:
         raise AbsentError(
             f"run.output {place} has {free / 2**30:.1f} GiB free but {count} checkpoints and the export need "
