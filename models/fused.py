@@ -99,12 +99,10 @@ def rms_norm_backward(
         return fused_triton.rms_norm_backward(
             grad.contiguous(), x.contiguous(), weight, eps, residual
         )
-    v, d = at_least_float32(x), at_least_float32(grad)
-    scale = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    normal = v * scale
-    grad_weight = (d * normal).flatten(0, -2).sum(0)
-    d = d * at_least_float32(weight)
-    grad_x = (d - normal * (d * normal).mean(-1, keepdim=True)) * scale
+    v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
+    with torch.enable_grad():
+        normal = rms_norm(v, w, eps)
+    grad_x, grad_weight = torch.autograd.grad(normal, (v, w), at_least_float32(grad))
     if residual is not None:
         grad_x = grad_x.add_(residual)
     return grad_x.to(x.dtype), grad_weight

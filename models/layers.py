@@ -64,9 +64,11 @@ class Attention(nn.Module):
         self.v_proj = Linear(D, kv_heads, bias=config.attention_bias)
         self.o_proj = Linear(heads, D, bias=config.output_bias)
         self.eps = config.rms_norm_eps
+        self.norms: list[RMSNorm] = []  # of queries and of keys, or none
         if config.qk_norm:
             self.q_norm = RMSNorm(E, self.eps)
             self.k_norm = RMSNorm(E, self.eps)
+            self.norms = [self.q_norm, self.k_norm]
         self.attention = attention
 
     def forward(self, x: Tensor, rope: Rope, plan: Any) -> Tensor:
@@ -79,15 +81,11 @@ class Attention(nn.Module):
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in projections
         )
-        norms = self.norms()
+        norms = self.norms
         if not half_blocks.is_plain(*norms):
             q, k = (norm(x) for norm, x in zip(norms, (q, k)))
             norms = []  # done
         return *RotateNode.apply(q, k, *rope, self.eps, *(norm.weight for norm in norms)), v
-
-    def norms(self) -> list[RMSNorm]:
-        """Return the norms of queries and of keys, or an empty list."""
-        return [module for module in self.children() if isinstance(module, RMSNorm)]
 
 
 class MLP(nn.Module):
@@ -143,11 +141,10 @@ class DecoderLayer(nn.Module):
         """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
         norm, a = self.input_layernorm, self.self_attn
         projections = a.q_proj, a.k_proj, a.v_proj
-        norms = a.norms()
-        if not half_blocks.is_plain(norm, *projections, *norms):
+        if not half_blocks.is_plain(norm, *projections, *a.norms):
             return a.project(norm(hidden), rope)
         weights = [module.weight for module in (norm, *projections)]
-        weights += [*(p.bias for p in projections), *(n.weight for n in norms)]
+        weights += [*(p.bias for p in projections), *(n.weight for n in a.norms)]
         return half_blocks.ProjectNode.apply(hidden, *rope, a.head_dim, norm.eps, *weights)
 
     def output(self, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -197,7 +194,7 @@ class DecoderLayer(nn.Module):
         """Return the trainable parameters of project, of output and of feed_forward, adapters included."""
         a = self.self_attn
         stages = (
-            (self.input_layernorm, a.q_proj, a.k_proj, a.v_proj, *a.norms()),
+            (self.input_layernorm, a.q_proj, a.k_proj, a.v_proj, *a.norms),
             (a.o_proj,),
             (self.post_attention_layernorm, self.mlp),
         )

@@ -34,15 +34,14 @@ class Offloader:
 
     def __init__(
         self,
-        device: torch.device | str,
+        device: str,
         host_bytes: float = inf,
         *,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        device = torch.device(device)
         self._backend = torch.get_device_module(device)
-        self.stream = self._backend.Stream(device)
-        self._pin = device.type == "cuda"
+        self.stream = self._backend.Stream()
+        self._pin = device == "cuda"
         self.host_bytes, self.chunk_bytes = host_bytes, chunk_bytes
         self.allocated = 0  # bytes of host memory in all chunks
         # One stream orders the copies still queued from a chunk given back before any later one into it.
