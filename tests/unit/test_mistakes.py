@@ -178,8 +178,6 @@ MISTAKES = {
     "PPO --ppo.sampler [\"vllm+http://h:1\",\"tgi+http://h\"]": "ppo.sampler is 'tgi+http://h': ",
     "PPO --ppo.sampler sglang+http://h/v1": "ppo.sampler is",
     "PPO --ppo.advantage group": "ppo.answers_per_prompt is 1",
-    "PPO --ppo.kl_in loss --ppo.kl_target 6": "ppo.kl_in is \"loss\"",
-    "PPO --ppo.kl_target 6 --ppo.kl_coefficient 0": "ppo.kl_target is set but ppo.kl_coefficient is 0",
     "PPO --ppo.minibatches 9": "ppo.minibatches is 9 but a rollout has 8 prompts",
     "PPO --ppo.minibatches 4 --batch.examples 3": "ppo.minibatches is 4 but a rollout has 3 prompts",
     "PPO --ppo.max_new_tokens 300": "is 512 but data.max_length (prompts) + ppo.max_new_tokens is 556",

@@ -23,7 +23,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.metrics import MetricSums
 from ulysses.training.prepare import prepare
-from ulysses.training.rewards import Answered, Rewards, gsm8k_reward, is_function
+from ulysses.training.rewards import Rewards, gsm8k_reward, is_function
 from ulysses.training.rollout import Rollout, RolloutMaker
 from ulysses.training.stages.ppo import PpoSection, PpoStage
 from ulysses.training.watch import Watch
@@ -47,7 +47,7 @@ def maker(**options: Any) -> RolloutMaker:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "score_clip": 1.5, "gamma": 0.9},
+    [{}, {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "gamma": 0.9},
      {"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5}],
 )  # fmt: skip
 def test_rewards_advantages_and_returns_against_the_formula(options):
@@ -61,7 +61,7 @@ def test_rewards_advantages_and_returns_against_the_formula(options):
     d = old - reference
     rewards = -c.kl_coefficient * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[c.kl_estimator]
     for i, (n, score, ended) in enumerate(zip(COUNTS, (1.0, 2.0, -0.5), (True, False, True))):
-        rewards[i, n - 1] += min(score, c.score_clip or 9.0) - (not ended) * c.missing_eos_penalty
+        rewards[i, n - 1] += score - (not ended) * c.missing_eos_penalty
     kept = mask.bool()
     advantages, returns = (x[kept] for x in gae(rewards, values, mask, c.gamma, c.lam))
     advantages = (advantages - advantages.mean()) / (advantages.var(correction=0) + 1e-8).sqrt()
@@ -200,31 +200,33 @@ class Letters:
 HALF, ALL = (f"tests.reward_functions:{name}" for name in ("half", "all_at_once"))
 
 
-def answers(*scales: float, **row: Any) -> list[Answered]:
-    return [Answered([97], [98, 99], {"scale": scale, **row}, 4 + i) for i, scale in enumerate(scales)]
+def answers(*scales: float, **row: Any) -> tuple[list[Any], ...]:
+    """The same prompt and answer for every scale: prompts, answers, rows and indices."""
+    count = len(scales)
+    return [[97]] * count, [[98, 99]] * count, [{"scale": x, **row} for x in scales], [*range(4, 4 + count)]
 
 
 def test_reward_functions() -> None:
     names = (HALF, "http://localhost:1/score", "meta-llama/reward", "C:/x y")
     assert [is_function(name) for name in names] == [True, True, False, False]
-    assert Rewards([HALF, ALL], Letters())(answers(2, 4)) == [{HALF: 1.0, ALL: 4.0}, {HALF: 0.5, ALL: 6.0}]
-    assert Rewards([HALF], Letters())([]) == []
+    assert Rewards([HALF, ALL], Letters())(*answers(2, 4)) == [{HALF: 1.0, ALL: 4.0}, {HALF: 0.5, ALL: 6.0}]
+    assert Rewards([HALF], Letters())(*answers()) == []
     for name, asked, complaint in (
         (HALF, answers(1, 0), "half on example 5 failed: ZeroDivisionError"),
-        (HALF, answers(float("nan")), "returned nan for exa"),
+        (HALF, answers(float("nan")), "half on example 4 failed: ValueError: it returned nan; return a finite number"),
         (ALL, answers(1, 2, most=1), "for 2 answers; return one number for each"),
     ):
         with pytest.raises(ValueError, match=complaint):
-            Rewards([name], Letters())(asked)
+            Rewards([name], Letters())(*asked)
 
 
 def test_rewards_in_workers() -> None:
     rewards = Rewards([HALF], Letters(), workers=2, timeout=20)
     try:
-        assert rewards(answers(1, 2, 4)) == [{HALF: 2.0}, {HALF: 1.0}, {HALF: 0.5}]
+        assert rewards(*answers(1, 2, 4)) == [{HALF: 2.0}, {HALF: 1.0}, {HALF: 0.5}]
         rewards.timeout = 0.2
         with pytest.raises(ValueError, match="half on example 4 took longer than ppo.reward_timeout, 0.2 s"):
-            rewards(answers(1, sleep=60))
+            rewards(*answers(1, sleep=60))
     finally:
         rewards.close()
 
@@ -233,16 +235,16 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     server = SamplingServer()
     url = f"{server.address}/score"
-    assert Rewards([url], Letters())(answers(1, 2)) == [{url: 2.0}, {url: 1.0}]
+    assert Rewards([url], Letters())(*answers(1, 2)) == [{url: 2.0}, {url: 1.0}]
     for server.scores, server.fault, complaint in (
         ([1.0], "", r"returned \[1.0\] for 2 answers"), ("good", "", "returned good for 2 answers"),
         ([], "refuse", "failed: HTTPError: HTTP Error 503"), ([], "hang", "timed out"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
-            Rewards([url], Letters(), timeout=0.2)(answers(1, 2))
+            Rewards([url], Letters(), timeout=0.2)(*answers(1, 2))
     server.close()
     with pytest.raises(ValueError, match="the reward .* failed: URLError"):
-        Rewards([url], Letters())(answers(1))
+        Rewards([url], Letters())(*answers(1))
 
 
 def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -> None:

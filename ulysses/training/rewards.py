@@ -19,19 +19,10 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ulysses.training.section import ConfigError
 from ulysses.training.servers import post
-
-
-class Answered(NamedTuple):
-    """A prompt's tokens, an answer's tokens, the prompt's row of the data and its index."""
-
-    prompt: list[int]
-    answer: list[int]
-    row: dict[str, Any]
-    index: int
 
 
 def is_function(reward: str) -> bool:
@@ -96,24 +87,33 @@ class Rewards:
         if self.pool is not None:
             self.pool.terminate()
 
-    def __call__(self, answers: list[Answered]) -> list[dict[str, float]]:
+    def __call__(
+        self,
+        prompts: list[list[int]],
+        answers: list[list[int]],
+        rows: list[Any],
+        indices: list[int],
+    ) -> list[dict[str, float]]:
         """Return each answer's scores by the names of the functions and servers.
+
+        Args:
+            prompts, answers: tokens.
+            rows, indices: the data row that each prompt came from, and the number that errors call it by.
 
         Raises ValueError if one fails, takes too long, or returns no finite number; it names the example if it can.
         """
         if not answers:
             return []
-        *tokens, rows, indices = map(list, zip(*answers))
         texts = [
             [self.tokenizer.decode(each, skip_special_tokens=True) for each in column]
-            for column in tokens
+            for column in (prompts, answers)
         ]
         columns = [self._column(name, [*texts, rows], indices) for name in self.names]
         return [dict(zip(self.names, scores)) for scores in zip(*columns, strict=True)]
 
     def _column(self, name: str, asked: list[list[Any]], indices: list[int]) -> list[float]:
         """Return the scores by one function; `asked` holds prompts, completions and rows."""
-        function, where, reason = load_function(name, self.timeout), "", ""
+        function, where = load_function(name, self.timeout), ""
         try:
             if next(iter(inspect.signature(function).parameters), "") == "prompts":
                 found = function(*asked)
@@ -126,26 +126,20 @@ class Rewards:
                     where = f" on example {index}"
                     # those before it have ended, so that this one has begun
                     found.append(one.get(self.timeout) if one else function(*call))
+            if len(found) != len(indices):
+                raise ValueError(
+                    f"it returned {str(found)[:200]} for {len(indices)} answers; return one number for each"
+                )
+            for score, index in zip(found, indices):
+                where = f" on example {index}"
+                if not math.isfinite(score):
+                    raise ValueError(f"it returned {score}; return a finite number")
+            return [*map(float, found)]
         except multiprocessing.TimeoutError:
             reason = f"took longer than ppo.reward_timeout, {self.timeout:g} s"
         except Exception as error:
             reason = f"failed: {type(error).__name__}: {error}"
-        if reason:
-            raise ValueError(f"the reward {name}{where} {reason}")
-        try:
-            scores = [float(score) for score in found]
-        except (TypeError, ValueError):
-            scores = []
-        if len(scores) != len(indices):
-            raise ValueError(
-                f"the reward {name} returned {str(found)[:200]} for {len(indices)} answers; return one number for each"
-            )
-        for score, index in zip(scores, indices):
-            if not math.isfinite(score):
-                raise ValueError(
-                    f"the reward {name} returned {score} for example {index}; return a finite number"
-                )
-        return scores
+        raise ValueError(f"the reward {name}{where} {reason}")
 
 
 def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:

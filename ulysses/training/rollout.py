@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 from losses.ppo import (
     MAX_LOG_RATIO,
-    AdaptiveKLController,
     group_advantages,
     kl_estimate,
     packed_gae,
@@ -54,7 +53,6 @@ from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.training.outside_sampler import OutsideSampler
 from ulysses.training.passes import token_values
-from ulysses.training.rewards import Answered
 from ulysses.training.watch import Watch
 
 
@@ -155,17 +153,19 @@ def answer_table(answers: list[Completion]) -> Tensor:
 
 
 def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
-    """Return the metrics of answers and, if there are several, of each reward; held-out prompts have them too."""
+    """Return the metrics of answers and of each reward; held-out prompts have them too."""
     lengths, scores, ended = answer_table(answers)
-    names = answers[0].scores if len(answers[0].scores) > 1 else ()
-    parts = [torch.tensor([answer.scores[name] for answer in answers]).mean() for name in names]
+    parts = {
+        f"objective/scores/{name}": torch.tensor([a.scores[name] for a in answers]).mean()
+        for name in answers[0].scores
+    }
     return {
         "objective/scores": scores.mean(),
         "objective/scores_std": scores.std(correction=0),
         "val/num_eos_tokens": ended.sum(),
         "response_length/mean": lengths.mean(),
         "response_length/clip_ratio": 1 - ended.mean(),
-        **{f"objective/scores/{name}": part for name, part in zip(names, parts)},
+        **parts,
     }
 
 
@@ -185,7 +185,7 @@ class RolloutMaker:
         budget: tokens per packed micro-batch.
         shared_budget: tokens of the micro-batches in which answers to one prompt share it; 0 shares nothing.
         reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
-        reward: scores lists of ulysses.training.rewards.Answered by each function's name; None without functions.
+        reward: scores answers by each function's name (ulysses.training.rewards.Rewards); None without functions.
         scorer: gives one more score, a frozen engine around models.decoder.RewardModel, or None.
         lora: the table of the policy's adapters, which the sampler adds to a copy of the matrices they adapt, or None.
         outside: samples on servers, or None.
@@ -194,6 +194,8 @@ class RolloutMaker:
     Attributes:
         prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
         rollout: the one of the last step that was asked for.
+        synchronised: the sampling servers have had weights of this run.
+        told: a line has said that there are no CUDA graphs.
     """
 
     engine: Any
@@ -203,17 +205,15 @@ class RolloutMaker:
     budget: int
     shared_budget: int = 0
     reference: Callable[..., Tensor] | None = None
-    reward: Callable[[list[Answered]], list[dict[str, float]]] | None = None
+    reward: Callable[..., list[dict[str, float]]] | None = None
     scorer: Any = None
     lora: Any = None
     outside: OutsideSampler | None = None
     watch: Watch = field(default_factory=Watch)
     prompts: StepLoader | None = None
     rollout: Rollout | None = None
-
-    def __post_init__(self) -> None:
-        self.synchronised = False  # the sampling servers have had weights of this run
-        self.told = False  # that there are no CUDA graphs
+    synchronised: bool = False
+    told: bool = False
 
     # ---------------------------------------------------------------- steps
 
@@ -276,14 +276,15 @@ class RolloutMaker:
         found = self._sample(own, max(map(len, prompts)), number)
         self.watch.phase("reward", long=True)
         if self.reward is not None:
-            asked = [
-                Answered(
-                    own[n].tolist(), a.tokens, dataset.row(indices[n // K]), indices[n // K]
-                )
-                for n, a in found.items()
-            ]
-            for answer, scores in zip(found.values(), self.reward(asked), strict=True):
-                answer.scores = scores
+            places = [indices[n // K] for n in found]
+            scores = self.reward(
+                [own[n].tolist() for n in found],
+                [answer.tokens for answer in found.values()],
+                [dataset.row(place) for place in places],
+                places,
+            )
+            for answer, scored in zip(found.values(), scores, strict=True):
+                answer.scores = scored
         everyone = ChainMap(*gather(found))
         self.watch.phase("rollout")
         answers = [everyone[n] for n in range(len(everyone))]
@@ -384,19 +385,11 @@ class RolloutMaker:
     def finish(self, rollout: Rollout, old: Tensor, values: Tensor, reference: Tensor) -> None:
         """Give the rollout its columns and metrics, the same on every rank.
 
-        The KL coefficient is the last rollout's, moved towards the target by that rollout's KL.
-
         Args:
             old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
                 reference's log-probabilities at all tokens, [T].
         """
-        config, coefficient, N = self.config, self.config.kl_coefficient, len(rollout.lengths)
-        if config.kl_target and self.rollout is not None:
-            kl, before = (
-                self.rollout.metrics[f"objective/{n}"] for n in ("kl", "kl_coefficient")
-            )
-            controller = AdaptiveKLController(before, config.kl_target, config.kl_horizon)
-            coefficient = controller.update(kl, len(self.rollout.lengths))
+        config, N = self.config, len(rollout.lengths)
         # a prompt comes first, so the weight of what follows a sequence's last token is 0
         predicts = rollout.columns["weights"].roll(-1).bool()
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
@@ -404,13 +397,12 @@ class RolloutMaker:
         counts = lengths.long()
         bounds = F.pad(counts.cumsum(0), (1, 0))
         kl = kl_estimate(old, reference, config.kl_estimator)
-        penalty = coefficient * kl * (config.kl_in == "reward")
+        penalty = config.kl_coefficient * kl * (config.kl_in == "reward")
         earned = token_rewards(
             penalty,
             scores,
             bounds[1:] - 1,
             1.0,
-            score_clip=config.score_clip or None,
             missing_eos_penalty=config.missing_eos_penalty,
             has_eos=ended,
         )
@@ -420,7 +412,6 @@ class RolloutMaker:
             **answer_metrics(rollout.answers),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
-            "objective/kl_coefficient": coefficient,
             "objective/entropy": -old.sum() / N,
             "objective/non_score_reward": -penalty.sum() / N,
             "objective/rlhf_reward": earned.sum() / N,

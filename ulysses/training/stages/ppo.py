@@ -106,19 +106,13 @@ class PpoSection(Section):
     """Seconds that a server may take for one request."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""
-    score_clip: NonNegativeFloat = 0.0
-    """Bounds |score|; 0 is off."""
     kl_coefficient: NonNegativeFloat = 0.05
-    """Weight of the per-token KL penalty; the adaptive controller's start. 0 is off and needs no reference."""
+    """Weight of the per-token KL penalty; 0 is off and needs no reference."""
     kl_in: Literal["reward", "loss"] = "reward"
     """Subtract the KL from the reward of each token, or add it to the loss as GRPO does (with k2 or k3: the gradient of
     k1 in a loss is zero on average)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimate of the KL: d, d^2 / 2 or exp(-d) - 1 + d, with d the log-ratio to the reference."""
-    kl_target: NonNegativeFloat = 0.0
-    """Adapt the coefficient towards this mean KL per answer (6 in arXiv 1909.08593); 0 keeps it fixed."""
-    kl_horizon: PositiveInt = 10_000
-    """Answers over which the adaptive controller acts."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
@@ -182,11 +176,6 @@ class PpoStage(ReferencedStage):
             yield (
                 f"ppo.reward names several reward models ({', '.join(ppo.reward)}) but only one is computed; serve the "
                 "others by http"
-            )
-        if ppo.kl_target and (ppo.kl_in == "loss" or not ppo.kl_coefficient):
-            yield (
-                f'ppo.kl_target is set but ppo.kl_coefficient is {ppo.kl_coefficient:g} and ppo.kl_in is "{ppo.kl_in}"'
-                "; it adapts the weight of a penalty in the reward, which starts above 0; set it to 0"
             )
         if ppo.advantage in ("group", "leave_one_out") and ppo.answers_per_prompt < 2:
             yield (
@@ -375,9 +364,11 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- state
 
     def save(self, folder: Path) -> None:
-        """Write the rollout, which may not be finished; the next one goes on with its KL coefficient."""
-        self.maker.rollout.save(folder / ROLLOUT)
+        """Write, in the middle of a rollout, the rollout itself."""
+        if (self.step + 1) % self.maker.steps_per_rollout:
+            self.maker.rollout.save(folder / ROLLOUT)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-        self.maker.rollout = Rollout.load(folder / ROLLOUT)
+        """Restore what `save` wrote; between two rollouts the next one is made with the restored weights."""
+        if (folder / ROLLOUT).exists():
+            self.maker.rollout = Rollout.load(folder / ROLLOUT)
