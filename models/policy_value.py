@@ -1,12 +1,9 @@
 """A language model and, if asked for, a value of every prediction, as one module: what PPO trains.
 
-    shared     tokens -> policy's decoder -> norm -+-> lm_head -> log-probabilities
-                                                   +-> value.score -> values
-    separate   tokens -> policy (decoder, lm_head) -> log-probabilities
-               tokens -> value (decoder, score)    -> values
-    ""         the policy alone
+    tokens -> policy's decoder -> norm -+-> lm_head -> log-probabilities
+                                        +-> value.score -> values
 
-Parameters: `policy.` and transformers' names of the language model; `value.score.weight` and, separate, `value.model.`.
+Parameters: `policy.` and transformers' names of the language model; `value.score.weight`.
 Shapes: S local tokens, M positions with a target, D width.
 """
 
@@ -15,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel
+from models.decoder import CausalLM
 from models.output import ScoreHead, scatter_rows
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
@@ -34,24 +31,20 @@ class PolicyValueOutput(NamedTuple):
 
 
 class PolicyValue(nn.Module):
-    """Build both models from CausalLM's keyword arguments; `value` is "shared", "separate" or "" for none."""
+    """Build CausalLM from its keyword arguments and, with `value`, a score head on its last hidden states."""
 
     def __init__(
         self,
         config: ModelConfig,
         mesh: ParallelMesh | None = None,
         *,
-        value: str = "shared",
+        value: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
         self.config = config
         self.policy = CausalLM(config, mesh, **options)
-        self.value: Any = None
-        if value == "separate":
-            self.value = RewardModel(config, mesh, **options)
-        elif value:
-            self.value = nn.ModuleDict({"score": ScoreHead(config)})
+        self.value: Any = nn.ModuleDict({"score": ScoreHead(config)}) if value else None
 
     def forward(
         self, batch: ShardedBatch, *, entropy: bool = False, temperature: float = 1.0
@@ -61,10 +54,6 @@ class PolicyValue(nn.Module):
         rows = policy.model.norm(policy.model(batch).index_select(0, index))
         targets = batch.targets.index_select(0, index)
         out = policy.lm_head(rows, targets, entropy=entropy, temperature=temperature)
-        values = None
-        if isinstance(self.value, RewardModel):
-            values = self.value(batch).masked_fill(batch.loss_weights == 0, 0)
-        elif self.value is not None:
-            values = scatter_rows(self.value["score"](rows), index, S)
+        values = scatter_rows(self.value["score"](rows), index, S) if self.value else None
         entropies = scatter_rows(out.entropy, index, S) if entropy else None
         return PolicyValueOutput(scatter_rows(out.logps, index, S), entropies, values)

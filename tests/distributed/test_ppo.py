@@ -86,7 +86,7 @@ def engine_of(mesh: ParallelMesh, config: PpoSection, lr: float = 0.0, shape: Mo
         scopes = {"policy": 1.0, "value": config.value_lr_factor} if value else None
         return parameter_groups(model, 0.0, scopes)
 
-    value = config.value if config.advantage == "gae" else ""
+    value = config.advantage == "gae"
     return trained_engine(lambda: PolicyValue(shape, mesh, value=value), HostWeights(shape, 0), lr, groups=groups)
 
 
@@ -123,7 +123,7 @@ def trainer_of(
 def formula(config: PpoSection, shape: ModelConfig) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics (the loss among them) and gradients of the first step, one sequence at a time, float64, no ZeRO."""
     alone, data = config.advantage == "gae", fixed_rollout(config)
-    model = PolicyValue(shape, None, value=config.value if alone else "", attention="reference")
+    model = PolicyValue(shape, None, value=alone, attention="reference")
     filled(model, HostWeights(shape, 0)).double()
     whole = (list(data[i].sequences) for i in range(len(data.lengths)))
     found = [model(pack_shard(s, ParallelMesh(1), "cpu"), entropy=True, temperature=0.8) for s in whole]
@@ -166,12 +166,11 @@ def fixed_steps(
 
 GROUPED = {"advantage": "group", "answers_per_prompt": 4, "kl_coefficient": 0.3, "entropy_coefficient": 0.01,
            "temperature": 0.8}  # fmt: skip
-SHARED, SEPARATE = FIXED | {"value": "shared"}, FIXED | {"value": "separate"}
 
 
 @pytest.mark.parametrize(("world", "sp", "budget", "seed", "options", "shape"), [
-    (1, 1, 128, None, SHARED, SHAPE), (4, 2, 64, 1, SHARED, SHAPE), (4, 4, 128, 2, SEPARATE, SHAPE),
-    (2, 1, 512, 1, SEPARATE, SHAPE), (4, 2, 128, 1, SEPARATE, ODD), (4, 4, 512, None, SHARED, ODD),
+    (1, 1, 128, None, FIXED, SHAPE), (4, 2, 64, 1, FIXED, SHAPE), (2, 1, 512, 1, FIXED, SHAPE),
+    (4, 2, 128, 1, FIXED, ODD), (4, 4, 512, None, FIXED, ODD),
     (1, 1, 128, None, GROUPED | {"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "sequence"}, SHAPE),
     (4, 2, 64, 1, GROUPED | {"kl_in": "loss", "kl_estimator": "k2", "importance_cap": 2.0}, SHAPE),
     (4, 4, 512, 2, GROUPED | {"advantage": "leave_one_out", "loss_aggregation": "constant", "max_new_tokens": 25},

@@ -4,7 +4,6 @@ Every stage runs on torch's meta device, which has no values: reading one raises
 values decide. `torch.tensor` on a device copies from pageable memory, which waits too; it is refused here.
 """
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_no_stage_waits_for_the_device(name):
     mesh, metrics = ParallelMesh(), MetricSums(META)
     with META:
-        kind = {"rm": RewardModel, "ppo": partial(PolicyValue, value="separate")}.get(name, CausalLM)
+        kind = {"rm": RewardModel, "ppo": PolicyValue}.get(name, CausalLM)
         model = kind(SHAPE, mesh, attention=kernel)
     stage = make_stage(Case(name, options=OPTIONS[name]), model, mesh)
     if name == "ppo":

@@ -123,11 +123,6 @@ def test_offloaded_layers_move_what_they_keep(level, groups, here):
     assert away.host == away.offloaded + PROCESS_BYTES + LLAMA.parameters / 2
 
 
-def test_a_second_decoder_keeps_and_computes_as_much_again():
-    one, two = (case(1 << 18, "block", LLAMA._replace(has_head=False, decoders=n)) for n in (1, 2))
-    assert predict(two).kept == 2 * predict(one).kept and 1.9 < step_seconds(two) / step_seconds(one) <= 2
-
-
 def test_rollouts_hold_the_whole_policy_and_its_cache():
     rollout = PlannedRollout(128, 64, 1024, 1024)
     cases = [

@@ -56,7 +56,7 @@ def divisors(count: int) -> list[int]:
 
 
 class Model(NamedTuple):
-    """A model's shape; `parameters` and `trained` count all and the trained ones, of all decoders."""
+    """A model's shape; `parameters` and `trained` count all and the trained ones."""
 
     width: int
     intermediate: int
@@ -68,7 +68,6 @@ class Model(NamedTuple):
     parameters: int
     trained: int
     has_head: bool = True  # False: a score per token instead of the vocabulary
-    decoders: int = 1  # 2: a separate value model runs on the same tokens
     qk_norm: bool = False  # queries and keys are also kept as they were before their norms
 
     @property
@@ -229,7 +228,7 @@ def predict(case: Case) -> Prediction:
     # an odd layer keeps its own input, and the pair at work its second layer's too
     here += (below % 2 + 2) * (level == "pair")
     above = kept_bytes(case, upper) * (model.layers - below)
-    kept = model.decoders * (kept_bytes(case, level) * here + above)
+    kept = kept_bytes(case, level) * here + above
     # the upper layers are done when the others work, and what they kept is free
     working = max(
         _head_moment(case), _layer_moment(case, upper), _layer_moment(case, level) - above
@@ -237,7 +236,7 @@ def predict(case: Case) -> Prediction:
     passes = [_forward_moment(case._replace(model=m)) for m in (model, *case.others)]
     allocated = states + max(kept + working, _rollout_bytes(case), *passes)
     gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
-    offloaded = model.decoders * pinned_bytes(case) * away
+    offloaded = pinned_bytes(case) * away
     moved = weights + trained - states + offloaded
     saving = (
         4 * model.trained / world
@@ -374,9 +373,9 @@ def step_flops(case: Case) -> tuple[float, float]:
         matrices += directions * N + again * (level != "none") + N / 2 * pair
         attention += 3.5 + (level in ("block", "pair")) + pair / 2
     head = model.vocabulary_parameters if model.has_head else 0  # logits are computed twice
-    matrices = model.decoders * matrices + head * (directions + 1)
+    matrices += head * (directions + 1)
     matrices += passes * (model.layers * N + head) + 3 * model.trained * (not model.is_full)
-    return 2 * S * matrices, forward * (model.decoders * attention + passes * model.layers)
+    return 2 * S * matrices, forward * (attention + passes * model.layers)
 
 
 def step_seconds(case: Case) -> float:
@@ -388,14 +387,14 @@ def step_seconds(case: Case) -> float:
     head_ranks, _, keys = case.shards
     heads = 2 * model.heads // head_ranks * (head_ranks - 1) + 2 * keys * (case.sp - 1)
     times = 2 * model.layers + sum(level != "none" for level in case.levels)
-    sent = model.decoders * times * case.element_size * model.head_dim * heads * case.local
+    sent = times * case.element_size * model.head_dim * heads * case.local
     seconds += sent / (EXCHANGE * machine.link(case.sp))
     # during the computation: weights are gathered twice and gradients reduced; copies to and from the host
     traffic = case.element_size * ((2 + case.forwards) * model.parameters + model.trained)
     traffic *= (W - 1) / W / (GATHER * machine.link(W))
     moved = 4 * model.trained / W * case.offload_optimizer
     moved += 2 * case.element_size * model.parameters / W * case.offload_parameters
-    moved += 2 * case.offloaded_layers * model.decoders * kept_bytes(case, case.levels[0])
+    moved += 2 * case.offloaded_layers * kept_bytes(case, case.levels[0])
     micro_batch = max(seconds, traffic, moved / HOST_LINK) + STEP_SECONDS
     update = UPDATE_BYTES * model.trained / W
     update /= HOST_LINK if case.offload_optimizer else MEMORY_RATE
@@ -409,7 +408,7 @@ def one_level(case: Case, level: str) -> Case:
     if "none" in (case.offload, level):
         return case
     room = case.machine.host_budget - predict(case).host
-    most = int(max(0, min(model.layers, room / (model.decoders * pinned_bytes(case)))))
+    most = int(max(0, min(model.layers, room / pinned_bytes(case))))
     for away in range(most + 1) if case.offload == "auto" else [most]:
         found = case._replace(offloaded_layers=away)
         if predict(found).fits_gpu:

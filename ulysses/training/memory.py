@@ -51,8 +51,8 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
         for name, module in empty_model(shape).named_modules()
         if name.rpartition(".")[2] in lora.targets
     )
-    score = shape.hidden_size * bool(config.stage_class.reward or value)
-    return adapters * (1 + (value == "separate")) + score
+    score = shape.hidden_size * (config.stage_class.reward or value)
+    return adapters + score
 
 
 def plain_model(shape: Shape, *, reward: bool = False) -> Model:
@@ -74,18 +74,11 @@ def plain_model(shape: Shape, *, reward: bool = False) -> Model:
 
 
 def planner_model(config: Config, shape: Shape) -> Model:
-    """Return the planner's view of the trained model, which what computes PPO's values is a part of."""
-    model, adapters = (
-        plain_model(shape, reward=config.stage_class.reward),
-        adapter_parameters(config, shape),
-    )
-    value, scores = config.facts.value, count_parameters(shape, reward=True)
-    whole = model.parameters + {"": 0, "shared": shape.hidden_size, "separate": scores}[value]
-    return model._replace(
-        parameters=whole + adapters,
-        trained=adapters or whole,
-        decoders=1 + (value == "separate"),
-    )
+    """Return the planner's view of the trained model, the score head of PPO's value included."""
+    model = plain_model(shape, reward=config.stage_class.reward)
+    adapters = adapter_parameters(config, shape)
+    whole = model.parameters + shape.hidden_size * config.facts.value
+    return model._replace(parameters=whole + adapters, trained=adapters or whole)
 
 
 def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) -> Case:

@@ -56,7 +56,7 @@ class Facts(NamedTuple):
         optimizer steps that are taken on them.
     examples_per_step: examples of one optimizer step over all processes.
     extra_forwards: forward passes without gradient over each trained token.
-    value: where the model's values come from: "" for none, "shared" or "separate" (models.policy_value).
+    value: whether the trained model has a value too (models.policy_value).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
     others: the models that the run reads besides the trained one; all stay frozen.
@@ -70,7 +70,7 @@ class Facts(NamedTuple):
     examples_per_step: int
     steps_per_load: int = 1
     extra_forwards: float = 0.0
-    value: str = ""
+    value: bool = False
     scopes: dict[str, float] | None = None
     others: tuple[OtherModel, ...] = ()
     mismatched: bool = False

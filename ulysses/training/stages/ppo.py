@@ -73,8 +73,6 @@ class PpoSection(Section):
     """Answers sampled for each prompt; group and leave_one_out need at least 2."""
     scale_by_std: bool = True
     """Divide group advantages by the standard deviation of the group's scores; false is Dr. GRPO (2503.20783)."""
-    value: Literal["shared", "separate"] = "shared"
-    """Where gae's values come from: the policy's hidden states, or a second decoder that starts with its weights."""
     value_lr_factor: NonNegativeFloat = 1.0
     """Learning rate of the value's parameters as a multiple of optimizer.lr."""
     epochs: PositiveInt = 4
@@ -214,8 +212,8 @@ class PpoStage(ReferencedStage):
     def facts(cls, config: "Config") -> Facts:
         ppo, facts = config.ppo, super().facts(config, needed=config.ppo.kl_coefficient > 0)
         # the passes over a rollout, which is trained on `epochs` times
-        value, K = ppo.value if ppo.advantage == "gae" else "", ppo.answers_per_prompt
-        values, scorers = 1 + (value == "separate"), bool(ppo.reward_model)
+        value, K = ppo.advantage == "gae", ppo.answers_per_prompt
+        scorers = bool(ppo.reward_model)
         scorer = OtherModel("ppo.reward", ppo.reward_model, reward=True)
         steps, longest = ppo.epochs * ppo.minibatches, facts.longest_example
         sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens
@@ -223,7 +221,7 @@ class PpoStage(ReferencedStage):
             longest_example=longest + ppo.max_new_tokens,
             examples_per_step=-(-config.batch.examples // ppo.minibatches) * K,
             steps_per_load=steps,
-            extra_forwards=(values + facts.extra_forwards + scorers) / ppo.epochs,
+            extra_forwards=(1 + facts.extra_forwards + scorers) / ppo.epochs,
             value=value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if value else None,
             others=facts.others + (scorer,) * scorers,
