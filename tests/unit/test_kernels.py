@@ -127,7 +127,7 @@ def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors):
         return [grad * factor for grad, factor in zip(grads, factors)] if kernel == "torch" else grads
 
     monkeypatch.setattr(attention, "varlen_backward", wrong)
-    message = f"kernel torch gives a wrong {name} gradient on cpu .*; set model.attention to another"
+    message = f"kernel torch gives a wrong {name} gradient on cpu: .*; set model.attention to another"
     with pytest.raises(FloatingPointError, match=message):
         prove_kernel("torch", torch.device("cpu"), torch.bfloat16, 4, 2, 16)
 

@@ -92,7 +92,11 @@ class Gradients:
             # a few kernels for all slices; CUDA's reductions add in trees, so float32 is enough
             norms = torch._foreach_norm(grads, order, dtype=self._wide)
         else:
-            norms = tuple(_accurate_norm(grad, order) for grad in grads)
+            # torch's CPU norm adds float32 numbers one after the other (on 10^8 elements the L2 norm comes out 1% and
+            # the L1 norm 46% too small). Chunks of this size, copied to float64, fit into the processor's cache.
+            chunks = (grad.split(NORM_CHUNK) for grad in grads)
+            parts = (torch._foreach_norm(chunk, order, dtype=torch.float64) for chunk in chunks)
+            norms = tuple(torch.linalg.vector_norm(torch.stack(part), order) for part in parts)
         return torch.stack(norms).double() ** order
 
     def norm(self, scope: str | None = None) -> float:
@@ -187,16 +191,6 @@ class TorchGradients(Gradients):
                 grad = parameter.grad.detach().view(-1)
                 entries.append(GradientSlice(name, parameter.shape, len(grad), grad))
         super().__init__(entries)
-
-
-def _accurate_norm(flat: Tensor, order: float) -> Tensor:
-    """Return a norm as float64.
-
-    torch's CPU norm adds float32 numbers one after the other (on 10^8 elements the L2 norm comes out 1% and the L1 norm
-    46% too small). So chunks are copied to float64, which are small enough for the processor's cache.
-    """
-    norms = torch._foreach_norm(flat.split(NORM_CHUNK), order, dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack(norms), order)
 
 
 def _row_parts(
