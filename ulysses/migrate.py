@@ -146,17 +146,12 @@ def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
         text = json.dumps(value, ensure_ascii=False, separators=(", ", " = "))
         lines.append(f"{key} = {text}{comments.get(key, '')}")
     try:
-        config = check(tomllib.loads("\n".join(lines)))
-        wrong = [*config.complaints()]
+        remarks += check(tomllib.loads("\n".join(lines))).complaints()
     except ConfigError as error:
-        wrong = str(error).splitlines()
-    for title, found in {
-        "Without a counterpart here, and what to do": remarks,
-        "Still wrong": wrong,
-    }.items():
-        if any(found):
-            lines += ["", f"# {title}:", *(f"#   {line}" for line in found)]
-    return "\n".join(lines)
+        remarks += str(error).splitlines()
+    if remarks:
+        lines += ["", "# Without a counterpart here or still wrong, and what to do:"]
+    return "\n".join([*lines, *(f"#   {line}" for line in remarks)])
 
 
 def _complete(given: dict[str, Any], folder: Path, names: dict[str, Any]) -> dict[str, Any]:

@@ -319,4 +319,4 @@ def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate: A
     _, shown = migrate(text)
     assert "template = mistral: data.chat_template has no such choice, so its default stands" in shown
     shown = migrate(text.replace("pref_loss: sigmoid", ""))[1]
-    assert "# Still wrong:\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0" in shown
+    assert "\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0" in shown

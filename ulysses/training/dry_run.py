@@ -61,37 +61,42 @@ def dry_run(config: Config, options: Options) -> int:
 
 def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Case:
     """Print how the run is divided and how long it is; return the planner's view of its first step."""
-    config, world = prepared.config, machine.gpus
-    stage, run = config.stage_class, config.run
-    facts, length = config.facts, f"{run.epochs:g} epochs of unknown length"
-    case = planner_case(config, prepared.shape, machine, prepared.budget())
-    groups = world // case.sp
-    print(
-        f"{world} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
-    )
-    tokens = facts.examples_per_step * stage.sequences_per_example * facts.longest_example
-    micro_batches, squares = math.ceil(tokens / (groups * case.tokens)), 0.0
-    if run.steps:
-        length = f"{run.steps} steps"
+    config, train = prepared.config, None
+    stage, run, facts = config.stage_class, config.run, config.facts
     if not findings:
         try:
             train, _ = prepared.open_data()
-            loader = prepared.loader(train, groups)
-            per_epoch = loader.steps_per_epoch * facts.steps_per_load
-            total = config.total_steps(loader)
-            length = f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}"
-            length = "\n".join([length, *prepared.remarks(loader)])
-            micro_batches, tokens = len(loader.step(0, 0)), prepared.budget(train)
-            squares = prepared.squares(train, tokens)
-            case = planner_case(config, prepared.shape, machine, tokens)
         except AbsentError as error:  # the hub may not have the data
             findings.append(str(error))
-    print("\n".join([length, *(f"finding: {finding}" for finding in findings)]))
+    case = planner_case(config, prepared.shape, machine, prepared.budget(train))
+    groups = machine.gpus // case.sp
+    print(
+        f"{machine.gpus} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
+    )
+    if train:
+        loader = prepared.loader(train, groups)
+        per_epoch, total = (
+            loader.steps_per_epoch * facts.steps_per_load,
+            config.total_steps(loader),
+        )
+        length = (
+            f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}"
+        )
+        lines = [length, *prepared.remarks(loader)]
+        squares = prepared.squares(train, case.tokens)
+        case = case._replace(micro_batches=len(loader.step(0, 0)), squares=squares)
+    else:
+        lines = [
+            f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs of unknown length"
+        ]
+        tokens = facts.examples_per_step * stage.sequences_per_example * facts.longest_example
+        case = case._replace(micro_batches=math.ceil(tokens / (groups * case.tokens)))
+    print(*lines, *(f"finding: {finding}" for finding in findings), sep="\n")
     lr = config.optimizer.lr
     if lr == config.default_lr:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
         print(f"optimizer.lr {lr:g} is the default of {stage.name}: {stage.lr_reason}{more}")
-    return case._replace(micro_batches=micro_batches, squares=squares)
+    return case
 
 
 def _plan_memory(prepared: Prepared, case: Case) -> None:
