@@ -139,14 +139,14 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
-    rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False  # of q_proj, k_proj and v_proj; see output_bias
-    qk_norm: bool = False  # RMSNorms of every head's query and key, before the rotation
-    initializer_range: float = 0.02
-    bos_token_id: int | None = None
-    eos_token_id: tuple[int, ...] = ()  # config.json has none, a number or a list
-    pad_token_id: int | None = None
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    attention_bias: bool  # of q_proj, k_proj and v_proj; see output_bias
+    qk_norm: bool  # RMSNorms of every head's query and key, before the rotation
+    initializer_range: float
+    bos_token_id: int | None
+    eos_token_id: tuple[int, ...]  # config.json has none, a number or a list
+    pad_token_id: int | None
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
