@@ -25,17 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--merge", action="store_true", help="add the LoRA adapter to its base's weights"
     )
-    given = parser.parse_args(arguments)
-    source, out = given.source, given.out
+    source, out, merge = vars(parser.parse_args(arguments)).values()
     try:
         if any((out / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
             raise ValueError(
                 f"{out.absolute()} already holds a model; give a folder that does not exist yet"
             )
-        if (source / ADAPTER_CONFIG).exists() and given.merge:
+        if merge and (source / ADAPTER_CONFIG).exists():
             merge_adapter(source, out)
         else:
-            export_checkpoint(source, out, merge=given.merge)
+            export_checkpoint(source, out, merge=merge)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -29,14 +29,6 @@ TITLES = {
     "grad_norm": "Gradient norm",
 }
 OCTAVE = re.compile(r"nll(_se)?/\d.*")  # see stages/sft.py
-# last values in the table
-TABLE = (
-    "loss",
-    "eval/loss",
-    "grad_norm",
-    "lr",
-    "tokens_per_second",
-)
 
 
 def read_run(folder: Path) -> pd.DataFrame:
@@ -46,13 +38,13 @@ def read_run(folder: Path) -> pd.DataFrame:
     an earlier checkpoint first drops the lines of later steps.
     """
     path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(
-            f"{folder} holds no metrics.jsonl; give the folder of a run (run.output)"
-        )
-    lines = re.findall(r'^\{"step": .*\}$', path.read_text(), re.MULTILINE)
+    text = path.read_text() if path.is_file() else ""
+    lines = re.findall(r'^\{"step": .*\}$', text, re.MULTILINE)
     if not lines:
-        raise ValueError(f"{path} holds no complete line; wait until the run has logged a step")
+        raise ValueError(
+            f"{folder} holds no metrics.jsonl with a complete line; give the folder (run.output) of a run that has "
+            "logged a step"
+        )
     return pd.DataFrame(map(json.loads, lines)).set_index("step").select_dtypes("number")
 
 
@@ -117,17 +109,16 @@ def draw_figure(runs: dict[str, pd.DataFrame]) -> Figure:
 
 
 def html_page(runs: dict[str, pd.DataFrame], figure: Figure) -> str:
-    """Return a page with the figure as SVG and a table of where each run stands; all text is escaped."""
-    last = {name: {"step": run.index[-1], **run.ffill().iloc[-1]} for name, run in runs.items()}
-    table = pd.DataFrame(last).T.reindex(columns=["step", *TABLE])
-    rows = table.to_html(float_format="{:.7g}".format, na_rep="", border=0)
+    """Return a page with the figure as SVG and a table of each run's last values; all text is escaped."""
+    last = {name: run.reset_index().ffill().iloc[-1] for name, run in runs.items()}
+    table = pd.DataFrame(last).to_html(float_format="{:.7g}".format, na_rep="", border=0)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     svg = buffer.getvalue()
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(runs))}</title>
 <style>body {{ font: 14px sans-serif }} svg {{ max-width: 100%; height: auto }} td {{ padding: 2px 12px }}</style>
-</head><body>{rows}{svg[svg.index("<svg") :]}</body></html>
+</head><body>{svg[svg.index("<svg") :]}{table}</body></html>
 """
 
 

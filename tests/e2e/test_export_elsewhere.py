@@ -193,7 +193,8 @@ def test_every_export_has_a_model_card(base: Path, adapters: Path, merged: Path)
     for folder in (adapters, merged):
         head, body = (folder / "README.md").read_text().removeprefix("---\n").split("\n---\n")
         assert head == f"base_model: {json.dumps(str(base))}\ntags: [ulysses-engine, sft]"
-        settings, numbers, versions = (json.loads(text) for text in re.findall("```json\n(.*?)```", body, re.S))
+        (text,) = re.findall("```json\n(.*?)```", body, re.S)
+        settings, numbers, versions = json.loads(text).values()
         assert settings["data"]["train"] == ["sft.jsonl"] and settings["model"]["lora"]["rank"] == 4
         assert numbers["loss"] > 0 and versions["torch"] == torch.__version__
         assert str(base.parent) not in body.replace(str(base), "")

@@ -50,7 +50,7 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
 
     outcome = ranks(arguments(tmp_path), 2, tmp_path / "logs", before=before)
     sentence = (
-        r"error: run.output: .* is not the folder .*/run that rank 0 writes to; set it to a folder on a file system"
+        r"error: run.output: .* is not the folder that rank 0 writes to; set it to a folder on a file system"
     )
     assert outcome.code == 2 and len(errors(outcome)) == 1 and re.match(sentence, errors(outcome)[0]), outcome.stderr
 

@@ -96,14 +96,12 @@ def test_page_and_picture(tmp_path, capsys, monkeypatch):
     assert imread(picture).std() > 0
 
 
-@pytest.mark.parametrize("rows, sentence", [
-    (None, "holds no metrics.jsonl; give the folder of a run"),
-    (['{"step": 1, "lo'], "holds no complete line"),
-])  # fmt: skip
-def test_folders_without_metrics_are_refused(tmp_path, capsys, rows, sentence):
+@pytest.mark.parametrize("rows", [None, ['{"step": 1, "lo']])
+def test_folders_without_metrics_are_refused(tmp_path, capsys, rows):
     good, bad = write(tmp_path / "good", training(3)), tmp_path / "bad"
     if rows is not None:
         write(bad, rows)
     assert main([str(good), str(bad)]) == 2
-    assert (error := capsys.readouterr().err).startswith("error: ") and str(bad) in error and sentence in error
+    sentence = f"error: {bad} holds no metrics.jsonl with a complete line; give the folder (run.output) of a run "
+    assert (error := capsys.readouterr().err).startswith(sentence)
     assert error.count("\n") == 1 and not (good / "report.html").exists()

@@ -69,12 +69,12 @@ def hold_output(output: Path, resources: ExitStack) -> tuple[str, str]:
             before = resources.enter_context(held(output, holder))
         except DiskError as error:
             complaint = str(error)
-    run_id, before, holder, first = gather((run_id, before, holder, output.absolute()))[0]
+    run_id, before, holder = gather((run_id, before, holder))[0]
     place = output.absolute() / HOLDER
     if not complaint and not (place.exists() and place.read_text() == holder):
         complaint = (
-            f"{place.parent} on {NODE} is not the folder {first} that rank 0 writes to; set it to a folder on a file "
-            "system that all nodes share"
+            f"{place.parent} on {NODE} is not the folder that rank 0 writes to; set it to a folder on a file system "
+            "that all nodes share"
         )
     for refusal in filter(None, gather(complaint)):  # all raise the first one
         raise ConfigError(refusal, "run.output")

@@ -87,7 +87,8 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
     """
     tokenizer, stage, source = plan.tokenizer, plan.config.stage_class, plan.tokenizer_place
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
-    own_template = stage.kind != "text" and plan.config.data.chat_template != "tokenizer"
+    chat = stage.kind != "text"
+    own_template = chat and plan.config.data.chat_template != "tokenizer"
     with whole_folder(target) as new:
         if plan.folder is not None:
             copy_side_files(folder_with(plan.folder, GENERATION), new, (GENERATION,))
@@ -99,7 +100,7 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
             tokenizer.save_pretrained(str(new))
         if own_template:
             (new / "chat_template.json").unlink(missing_ok=True)
-        if stage.kind != "text":
+        if chat:
             if own_template or isinstance(tokenizer.chat_template, str):
                 text = plan.template.text
                 (new / "chat_template.jinja").write_text(text, encoding="utf-8")
@@ -263,18 +264,18 @@ def model_card(config: Config, step: int) -> str:
         if line["step"] <= step:
             metrics |= line
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
-    tables = {
-        "Settings": settings,
-        f"Metrics at step {step}": metrics,
-        "Versions": {name: d.version for name in packages for d in distributions(name=name)},
+    facts = {
+        "settings": settings,
+        f"metrics at step {step}": metrics,
+        "versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
-    lines = [
-        "---",
-        *([f"base_model: {json.dumps(base)}"] if base else []),
-        f"tags: [ulysses-engine, {config.stage}]",
-        "---",
-        f"# Trained by {config.stage} from {base or 'a random start'}",
-    ]
-    for title, table in tables.items():
-        lines += ["", f"## {title}", "", "```json", json.dumps(table, indent=2), "```"]
-    return "\n".join(lines) + "\n"
+    named = f"base_model: {json.dumps(base)}\n" if base else ""
+    return f"""---
+{named}tags: [ulysses-engine, {config.stage}]
+---
+# Trained by {config.stage} from {base or "a random start"}
+
+```json
+{json.dumps(facts, indent=2)}
+```
+"""

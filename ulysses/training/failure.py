@@ -46,12 +46,14 @@ def tell(error: Exception, *, debug: bool) -> None:
         if not foreseen:
             text = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, text])
         print(f"error: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
+    if store is None:
+        return
     # it fails if the process that holds the store is gone, or the first one could not print
-    if store is not None and first:
+    if first:
         within(PATIENCE, store.set, PRINTED, "")
         # the others leave before their connections to this process break noisily
         time.sleep(5 * POLL_SECONDS)
-    elif store is not None:
+    else:
         within(PATIENCE, store.get, PRINTED)
 
 

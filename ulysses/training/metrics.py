@@ -120,8 +120,8 @@ class MetricsLog:
         folder: Path,
         total_steps: int,
         first_step: int,
-        run_id: str = "",
-        wandb: Any = None,
+        run_id: str,
+        wandb: Any,
     ) -> None:
         # both take long to import, and only rank 0 needs them
         from torch.utils.tensorboard import SummaryWriter
@@ -131,7 +131,15 @@ class MetricsLog:
         self.failure: DiskError | None = None
         self.path, board = folder / "metrics.jsonl", str(folder / "tensorboard")
         with writing(self.path):
-            _keep_until(self.path, first_step)
+            if self.path.exists():
+                lines = self.path.read_text().splitlines(keepends=True)
+                whole = (
+                    line for line in lines if line.endswith("}\n")
+                )  # a kill may cut the last one short
+                kept = (line for line in whole if json.loads(line)["step"] <= first_step)
+                temporary = self.path.with_suffix(".tmp")
+                temporary.write_text("".join(kept))
+                temporary.rename(self.path)
             self.file = self.path.open("a")
             self.board = SummaryWriter(board, purge_step=first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
@@ -181,13 +189,3 @@ class MetricsLog:
                 sink.close()
         if self.failure is not None:
             raise self.failure
-
-
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that a kill cut short."""
-    if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [x for x in lines if x.endswith("}\n") and json.loads(x)["step"] <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
-        temporary.rename(path)

@@ -7,11 +7,7 @@ import logging
 import os
 import warnings
 
-# They warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
-LOGGERS = (
-    "absl", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "peft", "tensorboard", "tensorflow",
-    "torch", "transformers",
-)  # fmt: skip
+# Libraries warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
 VARIABLES = {
     "PYTHONWARNINGS": "ignore",  # for processes that this one starts
     "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns when it is used before a fork
@@ -30,10 +26,7 @@ def quiet() -> None:
         os.environ.setdefault(name, value)
     if os.environ["PYTHONWARNINGS"] == "ignore":
         warnings.simplefilter("ignore")
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # DeepSpeed sets its logger's level when it is imported, so only a filter stays.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    logging.disable(logging.WARNING)  # whatever level a library sets when it is imported
 
 
 def wants_debug(arguments: list[str]) -> bool:

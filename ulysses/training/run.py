@@ -56,7 +56,6 @@ class TrainingRun:
     ) -> None:
         config = check(config) if isinstance(config, dict) else config
         self.config = config
-        self.resolved = config.model_dump(mode="json")
         self.debug, self.verify_weights = debug, verify_weights
         self.prepared = prepare(config)
         self.watch = Watch(config.run.stall_warning, config.run.timeout, meet())
@@ -108,8 +107,14 @@ class TrainingRun:
         heads = head_layout(
             shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
         )
-        kernel, dtype = config.model.attention, config.dtype
-        prove_kernel(kernel, self.device, dtype, heads.query, heads.key, shape.head_dim)
+        prove_kernel(
+            config.model.attention,
+            self.device,
+            config.dtype,
+            heads.query,
+            heads.key,
+            shape.head_dim,
+        )
         check_deepspeed(self.device)
         if mesh.is_main:
             if config.run.overwrite:
@@ -152,7 +157,7 @@ class TrainingRun:
             run=config.run,
             description={
                 "run": self.run_id,
-                "config": self.resolved,
+                "config": config.model_dump(mode="json"),
                 "shape": shape.to_hf(),
                 "data": self.data_names,
             },
@@ -171,7 +176,7 @@ class TrainingRun:
     def frozen(self, other: OtherModel | None = None) -> ZeroEngine:
         """Build a frozen engine of another model, or of a copy of the initial policy."""
         weights = self.prepared.others[other.setting] if other else self.prepared.weights
-        reward = other is not None and other.reward
+        reward = bool(other and other.reward)
         engine = build_engine(self.config, weights, self.mesh, reward=reward)
         self.resources.callback(engine.destroy)
         return engine
@@ -195,7 +200,7 @@ class TrainingRun:
 
                 wandb = init(
                     project=run.wandb,
-                    config=self.resolved,
+                    config=trainer.description["config"],
                     name=folder.name,
                     dir=folder,
                     resume="allow",

@@ -86,12 +86,13 @@ class Trainer:
 
         An error says in a note at which step it happened.
         """
-        run, second = self.run, self.step + 2  # the first step takes longer than others
+        run = self.run
         try:
             while not self.finished and not self.stop_requested:
                 current = self.step + 1
                 values = self.train_step()
-                if self.step == second and (note := grace_note(values["seconds"])):
+                # the first step takes longer than others
+                if self.step == 2 and (note := grace_note(values["seconds"])):
                     self.say(note)
                 if self.finished or (run.eval_every and self.step % run.eval_every == 0):
                     values |= self.evaluate()
@@ -104,9 +105,10 @@ class Trainer:
                     self.log.report(self.step, values, last or self.step % run.log_every == 0)
                     if self.log.failure is not None:
                         self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
-                due = run.save_every and (self.step % run.save_every == 0 or improved)
-                due = due or (run.patience and improved)
-                if due or self.save_due or self.stop_requested or (last and run.save_last):
+                is_best = improved and (run.save_every or run.patience)
+                due = run.save_every and self.step % run.save_every == 0
+                due = due or self.save_due or self.stop_requested
+                if is_best or due or (last and run.save_last):
                     self.save()
         except Exception as error:
             error.add_note(f"step {current}")
@@ -114,7 +116,7 @@ class Trainer:
         if self.finished and self.step < self.total_steps:
             self.say(
                 f"stopped at step {self.step}: eval/loss was not below that of step {self.best[0]} in {run.patience} "
-                f"evaluations; ulysses export {run.output}/checkpoints/step-{self.best[0]} writes the best model"
+                "evaluations; ulysses export writes that step's checkpoint as a model"
             )
         if self.stop_requested:
             self.say(
@@ -238,8 +240,7 @@ class Trainer:
         if self.eval_loader is None:
             return {}
         self.watch.phase("evaluation")
-        own = self.stage.evaluate(self.eval_loader)
-        if own is not None:
+        if (own := self.stage.evaluate(self.eval_loader)) is not None:
             return own
         sums = MetricSums(self.engine.device)
         with self.engine.inference():

@@ -241,10 +241,9 @@ class Watch:
                 self._end(self._sentence())
             # the first step may take long without a fault, a silent process is one at any time
             slow = (idle if self._stepped else min(own, silence)) > self.warning > 0
-            if slow and warned != self._phases:
+            if slow and warned != self._phases and self._local_rank == 0:
                 warned = self._phases
-                if self._local_rank == 0:
-                    print(f"warning: {self._sentence()}", file=sys.stderr, flush=True)
+                print(f"warning: {self._sentence()}", file=sys.stderr, flush=True)
 
     def _sentence(self) -> str:
         """Name the victim, its node, where it was and how long ago."""
@@ -260,8 +259,7 @@ class Watch:
         victim = min(silent or peers, key=lambda b: (b.phases, b.collectives, b.moved))
         why = "its process is alive, and the others wait for it"
         if silent:
-            more = f", and so are {len(silent) - 1} more ranks" if len(silent) > 1 else ""
-            why = f"its process is gone, stopped or cut off{more}"
+            why = "its process is gone, stopped or cut off"
         return (
             f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
             f"{why}"
@@ -303,12 +301,8 @@ def _bytes_moved() -> int:
     return 0
 
 
-def _launchers() -> list[int]:
+def _launchers() -> list[psutil.Process]:
     """Return the process that started this one, if it is a launcher; deepspeed's has another one in front of it."""
     if not LAUNCHERS & os.environ.keys():
         return []
-    found = [os.getppid()]
-    if "CROSS_SIZE" in os.environ:
-        with suppress(psutil.Error):
-            found.append(psutil.Process(found[0]).ppid())
-    return found
+    return psutil.Process().parents()[: 2 if "CROSS_SIZE" in os.environ else 1]
