@@ -1,8 +1,10 @@
 """A StepLoader that arranges the examples of a step in another random order: nothing may depend on the packing."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ulysses.data.encode import Example
 from ulysses.data.steps import StepLoader
 
 
@@ -12,13 +14,14 @@ class ShuffledLoader(StepLoader):
 
     packing_seed: int | None = None
 
-    def pack(self, tokens: list[int], costs: list[float]) -> list[list[list[int]]]:
-        groups = super().pack(tokens, costs)
-        if self.packing_seed is not None:
-            generator = random.Random(self.packing_seed)
-            for group in groups:
-                generator.shuffle(group)
-                for micro_batch in group:
-                    generator.shuffle(micro_batch)
-            generator.shuffle(groups)
-        return groups
+    def micro_batches(self, dataset: Any, indices: list[int]) -> list[list[Example]]:
+        if self.packing_seed is None:
+            return super().micro_batches(dataset, indices)
+        generator = random.Random(self.packing_seed)
+        ranks = list(range(self.data_parallel_size))
+        generator.shuffle(ranks)  # alike on every rank
+        group = replace(self, dp_rank=ranks[self.dp_rank], packing_seed=None).micro_batches(dataset, indices)
+        for micro_batch in group:
+            generator.shuffle(micro_batch)
+        generator.shuffle(group)
+        return group

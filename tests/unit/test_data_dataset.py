@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -259,12 +258,11 @@ def test_unwritable_cache_is_one_sentence(tmp_path, open_rows):
         open_rows([{"messages": [USER, BOT]}], "sequence")
 
 
-def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys, monkeypatch):
+def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys):
     preview_examples(open_rows([{"messages": [USER, BOT]}], "sequence"), tokenizer, 5)
     text = capsys.readouterr().out
     assert "<|im_start|>assistant\n[[answer<|im_end|>]]\n" in text and "8 trained" not in text.split("\n")[1]
     assert "7 trained" in text and "read 1 rows, kept 1 examples" in text
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     preview_examples(open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair"), tokenizer, 1)
     text = capsys.readouterr().out
-    assert "(chosen)" in text and "\x1b[30;42mbad<|im_end|>\x1b[0m" in text
+    assert "(chosen)" in text and "[[bad<|im_end|>]]" in text

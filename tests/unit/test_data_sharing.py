@@ -44,4 +44,4 @@ def test_inspection_shows_the_tree(opened, tokenizer, capsys):
     preview_examples(dataset, tokenizer, 3)
     cut = dataset.prefix_lengths[2, 1]
     text = capsys.readouterr().out
-    assert "example 2 (answer 1, rank 2)" in text and f"after {cut} of answer 1, " in text
+    assert "example 2 (ranked 1): " in text and "rank 1" in text and f"after {cut} of the first sequence, " in text

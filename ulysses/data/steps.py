@@ -75,8 +75,6 @@ class StepLoader:
 
     def indices(self, epoch: int, k: int) -> list[int]:
         """Return the dataset indices of all examples of step k, in the order of the epoch."""
-        if not 0 <= k < self.steps_per_epoch:
-            raise IndexError(f"step {k} is not in an epoch of {self.steps_per_epoch} steps")
         start = k * self.examples_per_step
         return self.order(epoch)[start : start + self.examples_per_step].tolist()
 
@@ -89,12 +87,13 @@ class StepLoader:
         lengths = dataset.sequence_lengths[indices]
         prefixes = dataset.prefix_lengths[indices]
         costs = sequence_cost(lengths, prefixes, self.attention_length).sum(axis=1)
-        groups = self.pack(lengths.sum(axis=1).tolist(), costs.tolist())
+        groups = pack_step(
+            lengths.sum(axis=1).tolist(),
+            costs.tolist(),
+            self.tokens_per_microbatch,
+            self.data_parallel_size,
+        )
         return [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
-
-    def pack(self, tokens: list[int], costs: list[float]) -> list[list[list[int]]]:
-        """Deal examples to all groups; see pack_step."""
-        return pack_step(tokens, costs, self.tokens_per_microbatch, self.data_parallel_size)
 
     def mismatched_pairs(self, indices: list[int]) -> list[tuple[int, int]]:
         """Pair each example of a step with the one whose completion it takes for KTO's baseline.
@@ -148,19 +147,9 @@ def pack_step(
     while (bins := _fill(tokens, costs, budget, count * groups)) is None:
         count += 1
 
-    def load(members: list[int]) -> float:
-        return sum(costs[i] for i in members)
-
-    # Bins of similar work go to the groups at the same index, the heaviest to the group with the least so far.
-    bins.sort(key=load, reverse=True)
-    dealt: list[list[list[int]]] = [[] for _ in range(groups)]
-    totals = [0.0] * groups
-    for first in range(0, len(bins), groups):
-        lightest_first = sorted(range(groups), key=totals.__getitem__)
-        for group, members in zip(lightest_first, bins[first : first + groups]):
-            dealt[group].append(sorted(members))
-            totals[group] += load(members)
-    return dealt
+    # heaviest first, so that neighbours, which run at the same time, have similar work
+    bins.sort(key=lambda members: sum(costs[i] for i in members), reverse=True)
+    return [[sorted(members) for members in bins[group::groups]] for group in range(groups)]
 
 
 def _fill(

@@ -193,6 +193,7 @@ class Trainer:
         else:
             groups = self.engine.optimizer.param_groups
             self.engine.step([lr * group.get("lr_factor", 1.0) for group in groups])
+            self.stage.after_step(values)
         if context.skip:
             self.say(f"skipped {context.skip}")
         self.step = step + 1

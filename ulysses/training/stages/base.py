@@ -5,7 +5,7 @@ construction; the rest of the house asks `config.stage_class` and never compares
 
 before the run     check, check_model, facts, ... (class methods on the configuration)
 construction       build(run)
-every step         side_batches, prepare_step, counts, losses, derive
+every step         side_batches, prepare_step, counts, losses, derive, after_step
 PPO only           loader, may_prepare, evaluate, save, load: a stage that makes its own data
 """
 
@@ -182,6 +182,9 @@ class Stage:
 
         Raises RuntimeError with an explanation.
         """
+
+    def after_step(self, metrics: dict[str, float]) -> None:
+        """Take in the reduced metrics of a step whose update was applied; the same on every rank."""
 
     def once(self, value: Any) -> Any:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""

@@ -48,12 +48,12 @@ class DpoSection(Section):
     )
     loss_weights: list[NonNegativeFloat] = []
     """Weight of each loss in a list; an empty list weighs all with 1."""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Assumed share of flipped labels (cDPO)."""
+    label_smoothing: float = 0.0
+    """Assumed share of flipped labels (cDPO), at least 0 and below 0.5."""
     simpo_gamma: NonNegativeFloat = 0.5
     """SimPO's target margin (with loss_type "simpo")."""
-    discopop_tau: float = Field(0.05, gt=0, le=1)
-    """Temperature of the blend between the two parts of "discopop"."""
+    discopop_tau: float = 0.05
+    """Temperature of the blend between the two parts of "discopop", above 0 and at most 1."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """Divergence from the reference in sigmoid, robust, hinge, exo_pair and discopop; "reverse_kl" is plain DPO."""
     f_alpha: float = 0.5
@@ -112,11 +112,11 @@ class DpoStage(ReferencedStage):
         # the last position predicts nothing
         trained = [torch.tensor(np.append(s.loss_weights[1:], 0)) != 0 for s in pair]
         shorter = min(mask.sum() for mask in trained)
-        columns = (
-            {"ld_weights": ld_dpo_weights(mask.cumsum(0) - 1, shorter, alpha)}
-            for mask in trained
-        )
-        return [replace(s, token_columns=s.token_columns | c) for s, c in zip(pair, columns)]
+        weights = (ld_dpo_weights(mask.cumsum(0) - 1, shorter, alpha) for mask in trained)
+        return [
+            replace(s, token_columns={**s.token_columns, "ld_weights": w})
+            for s, w in zip(pair, weights)
+        ]
 
     def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
@@ -186,16 +186,16 @@ class DpoStage(ReferencedStage):
         self.add_means(metrics, means, len(losses))
         return terms
 
-    def accepts(self, metrics: dict[str, float]) -> bool:
-        """Count the step's rewards in the mean that bco_pair subtracts from the next step on; accept every step."""
+    def after_step(self, metrics: dict[str, float]) -> None:
+        """Count the step's rewards in the mean that bco_pair subtracts from the next step on."""
         if "rewards/mean" in metrics:
             mean, steps = self.rewards
             self.rewards = [mean + (metrics["rewards/mean"] - mean) / (steps + 1), steps + 1]
-        return True
 
     def save(self, folder: Path) -> None:
         (folder / STATE).write_text(json.dumps(self.rewards))
 
     def load(self, folder: Path) -> None:
+        # a run may continue another stage's checkpoint (run.resume_anyway)
         if (file := folder / STATE).exists():
             self.rewards = json.loads(file.read_text())

@@ -104,25 +104,20 @@ class ReferencedStage(Stage):
 
     @classmethod
     def build(cls, run: "TrainingRun") -> "ReferencedStage":
-        stage = super().build(run)
-        stage.reference = cls.reference_logps(run)
-        stage.tolerance = STEP0_TOLERANCE[run.config.model.dtype]
-        return stage
-
-    @classmethod
-    def reference_logps(cls, run: "TrainingRun") -> Callable[..., Tensor] | None:
-        """Return what gives the reference's log-probabilities [S] of a batch's targets, or None without one."""
-        match run.config.facts.reference:
+        stage, config = super().build(run), run.config
+        stage.tolerance = STEP0_TOLERANCE[config.model.dtype]
+        match config.facts.reference:
             case "":
-                return None
+                pass  # there is no reference
             case "cached":
                 cls._read_through_cache(run)
-                return cached_logps
+                stage.reference = cached_logps
             case "live":
-                engine = run.initial_policy() if run.config.model.lora.rank else run.frozen()
+                initial = run.initial_policy() if config.model.lora.rank else run.frozen()
+                stage.reference = logps_of(initial)
             case _:
-                engine = run.frozen(run.config.facts.others[0])
-        return logps_of(engine)
+                stage.reference = logps_of(run.frozen(config.facts.others[0]))
+        return stage
 
     @classmethod
     def _read_through_cache(cls, run: "TrainingRun") -> None:
@@ -200,11 +195,9 @@ def cached_logps(batch: ShardedBatch) -> Tensor:
 
 def pairs_of_run(loader: Any, steps: int) -> Pairs:
     """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
-    found: set[tuple[int, int]] = set()
-    for step in range(steps):
-        indices = loader.indices(*divmod(step, loader.steps_per_epoch))
-        found.update(loader.mismatched_pairs(indices))
-    return sorted(found)
+    positions = (divmod(step, loader.steps_per_epoch) for step in range(steps))
+    found = (loader.mismatched_pairs(loader.indices(*position)) for position in positions)
+    return sorted({*chain.from_iterable(found)})
 
 
 def mismatched_lengths(dataset: Any, pairs: Pairs) -> list[int]:
@@ -238,10 +231,10 @@ def attach_reference(
     sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
     seal = path.with_suffix(".json")
     if not all(gather(seal.exists())):
-        count = len(dataset)
-        say(f"computing reference log-probabilities of {count + len(pairs)} items -> {path}")
+        count = len(dataset) + len(pairs)
+        say(f"computing reference log-probabilities of {count} items -> {path}")
         items = chain(
-            (dataset[i].sequences for i in range(count)),
+            (example.sequences for example in dataset),
             ([dataset.mismatch(*pair)] for pair in pairs),
         )
         writer = os.environ.get("LOCAL_RANK", "0") == "0"
