@@ -68,11 +68,9 @@ class SftStage(Stage):
             # every rank adds all of them; those without a trained token fall out
             for i, name in enumerate(OCTAVES):
                 inside = weights.double() * (octaves == i)
-                total, number = weighted_sum(nll, inside)
-                metrics.add(f"nll/{name}", total, number)
-                square, _ = weighted_sum(nll.square(), inside)
-                metrics.add(f"nll_se/{name}", square, number)
-                metrics.add(f"weights/{name}", number)
+                metrics.add(f"nll/{name}", *weighted_sum(nll, inside))
+                metrics.add(f"nll_se/{name}", *weighted_sum(nll.square(), inside))
+                metrics.add(f"weights/{name}", inside.sum())
         if config.loss_type == "dft":
             loss, _ = weighted_sum(dft_nll(out.logps), weights)
         elif smoothing:
