@@ -1,59 +1,48 @@
-"""A language model and, if asked for, a value of every prediction, as one module: what PPO trains.
+"""A language model with a value of every prediction, as one module: what PPO trains with a value.
 
-    tokens -> policy's decoder -> norm -+-> lm_head -> log-probabilities
-                                        +-> value.score -> values
+    tokens -> decoder -> norm -+-> lm_head -> log-probabilities
+                               +-> value.score -> values
 
-Parameters: `policy.` and transformers' names of the language model; `value.score.weight`.
-Shapes: S local tokens, M positions with a target, D width.
+Shapes: S local tokens.
 """
 
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.output import ScoreHead, scatter_rows
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.parallel.mesh import ParallelMesh
 
 
 class PolicyValueOutput(NamedTuple):
     """Hold per-position results [S] float32, zero where the loss weight is 0.
 
     logps: log-probability of the target. entropy: of the prediction, None if not asked for. values: expected return
-    before the target is drawn, None without a value.
+    before the target is drawn.
     """
 
     logps: Tensor
     entropy: Tensor | None
-    values: Tensor | None
+    values: Tensor
 
 
-class PolicyValue(nn.Module):
-    """Build CausalLM from its keyword arguments and, with `value`, a score head on its last hidden states."""
+class PolicyValue(CausalLM):
+    """A language model whose last hidden states also give values; its exports leave `value.score.weight` out."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: ParallelMesh | None = None,
-        *,
-        value: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.policy = CausalLM(config, mesh, **options)
-        self.value: Any = nn.ModuleDict({"score": ScoreHead(config)}) if value else None
+    def add_head(self) -> None:
+        super().add_head()
+        self.value: Any = nn.ModuleDict({"score": ScoreHead(self.config)})
 
-    def forward(
-        self, batch: ShardedBatch, *, entropy: bool = False, temperature: float = 1.0
-    ) -> PolicyValueOutput:
-        """Return log-probabilities and values at the batch's targets; all ranks of the group call together."""
-        policy, index, S = self.policy, batch.valid_index, batch.tokens.shape[0]
-        rows = policy.model.norm(policy.model(batch).index_select(0, index))
-        targets = batch.targets.index_select(0, index)
-        out = policy.lm_head(rows, targets, entropy=entropy, temperature=temperature)
-        values = scatter_rows(self.value["score"](rows), index, S) if self.value else None
-        entropies = scatter_rows(out.entropy, index, S) if entropy else None
-        return PolicyValueOutput(scatter_rows(out.logps, index, S), entropies, values)
+    def forward(self, batch: ShardedBatch, **options: Any) -> PolicyValueOutput:  # type: ignore[override]
+        """Return log-probabilities and values at the batch's targets; all ranks of the group call together.
+
+        `options` are those of linear_logprobs: `entropy` asks for entropies, `temperature` divides the logits.
+        """
+        index, S = batch.valid_index, len(batch.tokens)
+        rows = self.model.norm(self.model(batch).index_select(0, index))
+        out = self.lm_head(rows, batch.targets.index_select(0, index), **options)
+        found = out.logps, out.entropy, self.value["score"](rows)
+        return PolicyValueOutput._make(
+            None if x is None else scatter_rows(x, index, S) for x in found
+        )

@@ -87,7 +87,8 @@ def engine_of(mesh: ParallelMesh, config: PpoSection, lr: float = 0.0, shape: Mo
         return parameter_groups(model, 0.0, scopes)
 
     value = config.advantage == "gae"
-    return trained_engine(lambda: PolicyValue(shape, mesh, value=value), HostWeights(shape, 0), lr, groups=groups)
+    kind = PolicyValue if value else CausalLM
+    return trained_engine(lambda: kind(shape, mesh), HostWeights(shape, 0), lr, groups=groups)
 
 
 def trainer_of(
@@ -123,7 +124,7 @@ def trainer_of(
 def formula(config: PpoSection, shape: ModelConfig) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics (the loss among them) and gradients of the first step, one sequence at a time, float64, no ZeRO."""
     alone, data = config.advantage == "gae", fixed_rollout(config)
-    model = PolicyValue(shape, None, value=alone, attention="reference")
+    model = (PolicyValue if alone else CausalLM)(shape, None, attention="reference")
     filled(model, HostWeights(shape, 0)).double()
     whole = (list(data[i].sequences) for i in range(len(data.lengths)))
     found = [model(pack_shard(s, ParallelMesh(1), "cpu"), entropy=True, temperature=0.8) for s in whole]
@@ -158,7 +159,7 @@ def fixed_steps(
     trainer, chain = trainer_of(sp, config, lr=1e-3 * (steps > 1), reference_seed=None, **options)
     for _ in range(steps):
         if gather:
-            with gathered_weights(trainer.engine, "policy.") as weights:
+            with gathered_weights(trainer.engine) as weights:
                 assert all(w.numel() > 0 for w in weights.values()) and "model.norm.weight" in weights
         metrics = trainer.train_step()
     return metrics, chain.steps[-1] if dist.get_rank() == 0 else {}

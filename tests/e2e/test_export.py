@@ -86,7 +86,7 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
     loaded = memory()
     small = partial(write_weights, max_shard_bytes=32 << 20)
     with mock.patch("ulysses.training.export_model.write_weights", small):
-        export_model(partial(full_parameters, engine, ""), out, shape, config, step=0)
+        export_model(partial(full_parameters, engine), out, shape, config, step=0)
     return loaded["VmHWM"] - before["VmRSS"], memory()["VmHWM"] - loaded["VmRSS"]
 
 

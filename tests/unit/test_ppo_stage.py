@@ -10,8 +10,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import ulysses.training.servers as servers
+from losses.logprobs import LogProbs
 from losses.ppo import gae, group_advantages
-from models.policy_value import PolicyValueOutput
 from models.sampler import Completion
 from tests.e2e.launch import tiny
 from tests.engine_case import ListDataset, sequences
@@ -125,7 +125,7 @@ def test_losses_equal_trls(aggregation: str, loss: float, gradient_norm: float) 
         made.append((-1.5 + 0.4 * torch.sin(3 * n + t + 1)).requires_grad_())
         rows += [made[-1], torch.zeros(1)]
     logps = torch.cat(rows)
-    stage = PpoStage(lambda *_, **__: PolicyValueOutput(logps, torch.zeros_like(logps), None), ParallelMesh(1), config)
+    stage = PpoStage(lambda *_, **__: LogProbs(logps, torch.zeros_like(logps)), ParallelMesh(1), config)
     batch = pack_shard(found, ParallelMesh(1), "cpu")
     count = stage.counts(batch)["tokens"]
     ours: Any = sum(term.value * term.weight / count for term in stage.losses(batch, MetricSums("cpu")))

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ class InitialWeights:
         self.paths = self.files.paths if self.files else []
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        plain = name.removeprefix("policy.").removeprefix("value.")  # models.policy_value
+        plain = name.removeprefix("value.")  # models.policy_value
         plain = plain.replace(".base_layer.", ".")  # training.lora
         stop = start + out.numel()
         if plain in self.stored:
@@ -111,8 +110,8 @@ def build_engine(
     )
     kept = layer_memory(memory)
     kind: Any = RewardModel if reward else CausalLM
-    if trained and stage.exported:  # only a part of the engine's model is exported: the policy
-        kind = partial(PolicyValue, value=config.facts.value)
+    if trained and config.facts.value:
+        kind = PolicyValue
 
     def create() -> nn.Module:
         model = kind(shape, mesh, attention=config.model.attention, memory=kept)

@@ -213,7 +213,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
                 continue
             if parameter.requires_grad:
                 tensor = torch.empty(parameter.numel())
-                saved.read_into(tensor, stage.exported + name, "master")
+                saved.read_into(tensor, name, "master")
             else:  # adapters left it as the run read it
                 tensor = base.read(base_name(name))
             yield name, tensor.to(config.dtype).view(parameter.shape)

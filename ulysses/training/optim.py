@@ -15,22 +15,24 @@ def parameter_groups(
     """Split the trainable parameters: matrices decay, norms and biases do not; empty groups are left out.
 
     Args:
-        scopes: the submodules that are split by themselves, with factors of their learning rates; none is all as one.
+        scopes: "policy" and "value" with factors of their learning rates, which are split by themselves; none is all as
+            one.
     """
     groups = []
-    for scope, factor in (scopes or {"": 1.0}).items():
-        trained = [p for p in model.get_submodule(scope).parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for scope, factor in (scopes or {"default": 1.0}).items():
+        members = [p for n, p in trained if n.startswith("value.") == (scope == "value")]
         for decays in (True, False):
             # a partitioned parameter is empty; ds_shape is its real shape
             chosen = [
-                p for p in trained if (len(getattr(p, "ds_shape", p.shape)) > 1) == decays
+                p for p in members if (len(getattr(p, "ds_shape", p.shape)) > 1) == decays
             ]
             if chosen:
                 groups.append(
                     {
                         "params": chosen,
                         "weight_decay": weight_decay * decays,
-                        "scope": scope or "default",
+                        "scope": scope,
                         "lr_factor": factor,
                     }
                 )

@@ -179,7 +179,7 @@ class RolloutMaker:
     take its prompts in a new order each, in `config.minibatches` steps. All ranks call every method together.
 
     Args:
-        engine: trains models.policy_value.PolicyValue.
+        engine: trains models.policy_value.PolicyValue, or CausalLM without a value.
         config: the [ppo] table.
         options: of sampling; its temperature is the policy's everywhere.
         budget: tokens per packed micro-batch.
@@ -319,7 +319,7 @@ class RolloutMaker:
         on_gpu, auto = device.type == "cuda", self.config.generation_batch == "auto"
         longest += options.max_new_tokens
         with (
-            gathered_weights(self.engine, "policy.") as weights,
+            gathered_weights(self.engine) as weights,
             tqdm(
                 desc="sampling",
                 unit=" tokens",
@@ -361,7 +361,8 @@ class RolloutMaker:
         temperature = self.options.temperature
         with self.engine.inference():
             out = self.engine(batch, temperature=temperature)
-        values = torch.zeros_like(out.logps) if out.values is None else out.values
+        gae = self.config.advantage == "gae"
+        values = out.values if gae else torch.zeros_like(out.logps)
         reference = out.logps
         if self.reference is not None:
             reference = self.reference(batch, temperature=temperature)

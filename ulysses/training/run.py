@@ -4,6 +4,7 @@ configuration -> checks (no allocation) -> data -> processes and mesh -> engine 
 """
 
 import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -222,7 +223,12 @@ class TrainingRun:
         """
         config, step = self.config, self.trainer.step
         self.watch.phase("export", long=True)
-        read = partial(full_parameters, self.engine, config.stage_class.exported)
+
+        def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+            return full_parameters(
+                self.engine, lambda name: wanted(name) and not name.startswith("value.")
+            )
+
         export_model(read, folder, self.prepared.shape, config, step, merge=for_servers)
         if self.mesh.is_main and not for_servers:
             self.say(f"exported {folder}")

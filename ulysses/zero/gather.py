@@ -16,16 +16,15 @@ RESERVE = 0.05  # of the free memory, for what sampling itself allocates
 
 
 def full_parameters(
-    engine: ZeroEngine, prefix: str = "", wanted: Callable[[str], bool] = lambda name: True
+    engine: ZeroEngine, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the name, without `prefix`, and the whole value of every wanted parameter in the model's order.
+    """Yield the name and the whole value of every wanted parameter in the model's order.
 
     Values are in host memory and on rank 0 only; the others get None. All ranks must iterate together. No rank ever
     holds more than one module's parameters.
     """
     main = dist.get_rank() == 0
-    named = engine.module.get_submodule(prefix.removesuffix(".")).named_parameters()
-    chosen = ((name, p) for name, p in named if wanted(name))
+    chosen = ((name, p) for name, p in engine.module.named_parameters() if wanted(name))
     with streaming_memory():
         for _, of_module in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
             names, parameters = zip(*of_module)
@@ -35,13 +34,13 @@ def full_parameters(
 
 
 @contextmanager
-def gathered_weights(engine: ZeroEngine, prefix: str = "") -> Iterator[dict[str, Tensor]]:
-    """Gather the parameters whose names begin with `prefix`, keyed by the rest of their names; read only.
+def gathered_weights(engine: ZeroEngine) -> Iterator[dict[str, Tensor]]:
+    """Gather all parameters by their names; read only.
 
     A sampler reads them without hooks and without collectives: all ranks enter and leave together, and need
     no lockstep in between. The memory for them was planned before the run began.
     """
-    chosen = dict(engine.module.get_submodule(prefix.removesuffix(".")).named_parameters())
+    chosen = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters(chosen.values()):
         yield {name: p.data for name, p in chosen.items()}
 

@@ -90,7 +90,6 @@ class Stage:
     name: ClassVar[str]  # of the stage and of its table
     kind: ClassVar[str]  # of its data: text, sequence, pair, ranked, unpaired or prompt
     reward: ClassVar[bool] = False  # a RewardModel is trained
-    exported: ClassVar[str] = ""  # how the names of the exported parameters begin in the engine
     sequences_per_example: ClassVar[int] = 1  # all in the same micro-batch
     # of an example, which each of its sequences carries; 0 if it has none
     columns: ClassVar[tuple[str, ...]] = ()

@@ -145,7 +145,7 @@ class PpoSection(Section):
 
 @dataclass(eq=False)
 class PpoStage(ReferencedStage):
-    """Proximal policy optimisation; `model` is an engine around models.policy_value.PolicyValue.
+    """Proximal policy optimisation; `model` is an engine around models.policy_value.PolicyValue, or CausalLM.
 
     Args:
         maker: makes the rollouts.
@@ -155,7 +155,6 @@ class PpoStage(ReferencedStage):
     name, kind = "ppo", "prompt"
     lr = 1e-6
     lr_reason = "the policy must stay close to the one that made the rollout"
-    exported = "policy."
     reference_words = ("live",)
 
     maker: RolloutMaker | None = None
@@ -316,7 +315,7 @@ class PpoStage(ReferencedStage):
             "loss/policy_avg": policy_losses,
         }
         trained = [(policy_losses, 1.0)]
-        if out.values is not None:
+        if config.advantage == "gae":
             value = ppo_value_loss(
                 out.values, columns["old_values"], columns["returns"], config.value_clip
             )
