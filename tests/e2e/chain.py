@@ -144,7 +144,6 @@ class Chain:
         if stage in ROLLOUTS:
             values |= {"ppo.reward": str(self.output / "rm/export"), "ppo.epochs": 2, "ppo.minibatches": 2,
                        "ppo.value_lr_factor": 10.0, "ppo.value_coefficient": 0.5,
-                       "ppo.stop_tokens": ["<|im_end|>"] if self.bare else [],
                        "optimizer.schedule": "constant", "optimizer.warmup": 4,
                        "data.truncation": "drop", "data.max_length": min(self.max_length, 256),
                        **self.recipe.ppo}  # fmt: skip

@@ -182,7 +182,6 @@ MISTAKES = {
     "PPO --ppo.minibatches 4 --batch.examples 3": "ppo.minibatches is 4 but a rollout has 3 prompts",
     "PPO --ppo.max_new_tokens 300": "is 512 but data.max_length (prompts) + ppo.max_new_tokens is 556",
     "PPO --ppo.reference cached": "ppo.reference is 'cached' but must be \"live\" or a model",
-    "PPO --ppo.stop_tokens nonesuch": "ppo.stop_tokens has 'nonesuch' but the tokenizer has no such token",
     "DEMO --model.tokenizer PLACE/nowhere": "model.tokenizer is",
     "DEMO --run.resume PLACE": "is not a complete checkpoint; give a folder RUN/checkpoints/step-N",
     "DEMO --model.init pretrained --model.path PLACE/nowhere --model.config {}": "there is no folder PLACE/nowhere",

@@ -269,11 +269,11 @@ def test_verifiable_reward(completion, answer, score):
     assert gsm8k_reward("", completion, {"answer": answer}) == score
 
 
-def test_answers_end_with_a_turn_or_a_stop_token(tmp_path: Path) -> None:
+def test_answers_end_with_a_turn(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
-    line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml", ppo__stop_tokens=["Q"])
+    line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
     run: Any = SimpleNamespace(prepared=plan, config=plan.config, engine=None, mesh=None, frozen=lambda: None,
                                resources=ExitStack(), watch=Watch())  # fmt: skip
     names = plan.tokenizer.convert_ids_to_tokens(PpoStage.build(run).maker.options.stop_tokens)
-    assert sorted(names) == ["<|endoftext|>", "<|im_end|>", "Q"]  # the template ends turns with <|im_end|>
+    assert sorted(names) == ["<|endoftext|>", "<|im_end|>"]  # the template ends turns with <|im_end|>

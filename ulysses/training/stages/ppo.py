@@ -87,8 +87,6 @@ class PpoSection(Section):
     """Sample among the likeliest tokens that hold this probability; 1 is all. The KL penalty assumes 1."""
     top_k: NonNegativeInt = 0
     """Sample among this many of the likeliest tokens; 0 is all. The KL penalty assumes 0."""
-    stop_tokens: list[str] = []
-    """Tokens that end an answer, besides the end of turn and the model's and tokenizer's end-of-sequence tokens."""
     generation_batch: PositiveInt | Literal["auto"] = "auto"
     """Answers that each process decodes, or asks servers for, at a time; changes memory and speed only. auto is what a
     GPU's free memory holds, up to 512, and 64 elsewhere."""
@@ -196,9 +194,6 @@ class PpoStage(ReferencedStage):
     @classmethod
     def check_model(cls, plan: "Prepared") -> Iterator[str]:
         ppo, scorer = plan.config.ppo, plan.others.get("ppo.reward")
-        for token in ppo.stop_tokens:
-            if token not in plan.tokenizer.get_vocab():
-                yield f"ppo.stop_tokens has {token!r} but the tokenizer has no such token; name whole tokens"
         if scorer is not None and scorer.shape.vocab_size != plan.shape.vocab_size:
             yield (
                 f"ppo.reward {ppo.reward_model} has {scorer.shape.vocab_size} tokens and the policy "
@@ -255,10 +250,7 @@ class PpoStage(ReferencedStage):
                 ppo.temperature,
                 ppo.top_p,
                 ppo.top_k,
-                (
-                    *prepared.shape.eos_token_id,
-                    *tokenizer.convert_tokens_to_ids(ppo.stop_tokens),
-                ),
+                prepared.shape.eos_token_id,
                 config.run.seed,
                 ppo.planned_batch,
             ),
@@ -361,11 +353,9 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- state
 
     def save(self, folder: Path) -> None:
-        """Write, in the middle of a rollout, the rollout itself."""
-        if (self.step + 1) % self.maker.steps_per_rollout:
-            self.maker.rollout.save(folder / ROLLOUT)
+        """Write the last rollout, of which steps may be left."""
+        self.maker.rollout.save(folder / ROLLOUT)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote; between two rollouts the next one is made with the restored weights."""
-        if (folder / ROLLOUT).exists():
-            self.maker.rollout = Rollout.load(folder / ROLLOUT)
+        """Restore what `save` wrote; the next rollout is made with the restored weights."""
+        self.maker.rollout = Rollout.load(folder / ROLLOUT)
