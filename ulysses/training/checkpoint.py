@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from models.hf_format import write_json
 from ulysses.disk import check_files, digest_of, flush_to_disk, writing
 from ulysses.parallel.mesh import gather
 from ulysses.training.config import RunSection
@@ -61,8 +62,7 @@ def save_checkpoint(
             files = dict(ChainMap(*digests))
             rest = [path for path in temporary.iterdir() if path.name not in files]
             files |= {path.name: digest_of(path) for path in rest}
-            content = json.dumps({"format": FORMAT, **state, "files": files}, indent=1)
-            (temporary / "run.json").write_text(content)
+            write_json(temporary / "run.json", {"format": FORMAT, **state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
             os.rename(temporary, final)
             flush_to_disk([folder])

@@ -50,7 +50,7 @@ class Beat(NamedTuple):
     rank: int
     node: str
     place: str
-    read: float = 0.0
+    read: float
 
     @property
     def moved(self) -> float:
@@ -127,7 +127,7 @@ class Watch:
 
     def blame(self, error: BaseException | None) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
-        told = any(word in str(error) for word in ("gloo", "pair closure"))
+        told = "gloo" in str(error) or "pair closure" in str(error)
         if (told or isinstance(error, dist.DistError)) and self.store is not None:
             self._hurried = SILENT_SECONDS
             sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
