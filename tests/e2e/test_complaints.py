@@ -17,7 +17,7 @@ from models.arch import ModelConfig
 from models.hf_format import copy_side_files
 from tests import model_folder
 from tests.e2e import launch
-from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
+from tests.e2e.launch import ROOT, Ranks, metrics, ranks, steps_taken, tiny
 from ulysses.training.checkpoint import FORMAT
 from ulysses.training.command_line import parse_command_line
 from ulysses.training.prepare import prepare
@@ -195,12 +195,12 @@ def test_an_error_on_one_process_ends_all_and_is_told_once(stuck: bool, place: P
     def before(rank: int) -> None:
         from ulysses.training.stages.sft import SftStage
 
-        losses = SftStage.losses
+        losses, taken = SftStage.losses, steps_taken()
 
         def broken(self: Any, batch: Any, metrics: Any) -> Any:
-            if self.step == 2 and rank == 1:
+            if taken() == 2 and rank == 1:
                 raise ValueError("planted")
-            if self.step == 2 and stuck:
+            if taken() == 2 and stuck:
                 time.sleep(300)
             return losses(self, batch, metrics)
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.e2e.launch import Ranks, metrics, tiny, without_times
+from tests.e2e.launch import Ranks, metrics, steps_taken, tiny, without_times
 
 CHAIN = [
     {"policy": "skip_non_finite"},
@@ -38,11 +38,11 @@ def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) ->
         os.environ["ULYSSES_DEBUG"] = str(rank) if name == "whole" else "0"
         from ulysses.training.stages.sft import SftStage
 
-        losses = SftStage.losses
+        losses, taken = SftStage.losses, steps_taken()
 
         def faulty(self: Any, batch: Any, metrics: Any) -> Any:
             terms = losses(self, batch, metrics)
-            where, spoil = faults.get(self.step + 1, ((), None))
+            where, spoil = faults.get(taken() + 1, ((), None))
             return [term._replace(value=spoil(term.value)) for term in terms] if rank in where else terms
 
         SftStage.losses = faulty

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e2e.drills import Drills
-from tests.e2e.launch import Ranks, metrics, tiny
+from tests.e2e.launch import Ranks, metrics, steps_taken, tiny
 from ulysses.training.checkpoint import resume_point
 from ulysses.training.config import RunSection
 from ulysses.training.failure import grace_note
@@ -41,10 +41,10 @@ def plant(name: str) -> Any:
         from ulysses.training.prepare import Prepared
         from ulysses.training.stages.sft import SftStage
 
-        losses, opened = SftStage.losses, Prepared.open_data
+        losses, opened, taken = SftStage.losses, Prepared.open_data, steps_taken()
 
         def faulty(self: Any, *rest: Any) -> Any:
-            if self.step == 2:
+            if taken() == 2:
                 strike(number)
             return losses(self, *rest)
 
