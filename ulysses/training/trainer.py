@@ -145,6 +145,7 @@ class Trainer:
         self.watch.phase("data", step + 1)
         batches, side_batches = self._next or self._prepare(self.loader, step)
         self._next = None
+        self.stage.step = step
         self.stage.prepare_step(batches, side_batches)
         counts = self._counts(batches)
         metrics = MetricSums(self.engine.device)

@@ -85,6 +85,9 @@ class Stage:
     Args:
         model: the trained engine, called like the module it wraps.
         config: the stage's own table.
+
+    Attributes:
+        step: the optimizer step being computed; the loop sets it.
     """
 
     name: ClassVar[str]  # of the stage and of its table
@@ -100,6 +103,7 @@ class Stage:
     model: Any
     mesh: Any
     config: Any
+    step: int = 0
 
     # ---------------------------------------------------------------- checks
 
