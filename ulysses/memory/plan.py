@@ -238,9 +238,8 @@ def predict(case: Case) -> Prediction:
     gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
     offloaded = pinned_bytes(case) * away
     moved = weights + trained - states + offloaded
-    saving = (
-        4 * model.trained / world
-    )  # a checkpoint passes through, one kind of the state at a time
+    # a checkpoint passes through, one kind of the state at a time
+    saving = 4 * model.trained / world
     host = moved + saving + PROCESS_BYTES
     fits_gpu = gpu <= FILL * machine.gpu_bytes
     fits_host = not moved or not machine.host_bytes or host <= machine.host_budget
