@@ -182,14 +182,6 @@ class TrainingRun:
         self.resources.callback(engine.destroy)
         return engine
 
-    def initial_policy(self) -> Any:
-        """Return what computes the initial policy: the fresh engine or, at any time, the one without its adapters."""
-        if not self.config.model.lora.rank:
-            return self.engine
-        from ulysses.training.lora import BasePolicy  # peft is an optional dependency
-
-        return BasePolicy(self.engine)
-
     # ---------------------------------------------------------------- the run
 
     def train(self) -> None:

@@ -106,23 +106,27 @@ class ReferencedStage(Stage):
     def build(cls, run: "TrainingRun") -> "ReferencedStage":
         stage, config = super().build(run), run.config
         stage.tolerance = STEP0_TOLERANCE[config.model.dtype]
+        base: Any = None
+        if config.model.lora.rank:
+            from ulysses.training.lora import BasePolicy  # peft is an optional dependency
+
+            base = BasePolicy(run.engine)
         match config.facts.reference:
             case "":
                 pass  # there is no reference
             case "cached":
-                cls._read_through_cache(run)
+                cls._read_through_cache(run, logps_of(base or run.engine))
                 stage.reference = cached_logps
             case "live":
-                initial = run.initial_policy() if config.model.lora.rank else run.frozen()
-                stage.reference = logps_of(initial)
+                stage.reference = logps_of(base or run.frozen())
             case _:
                 stage.reference = logps_of(run.frozen(config.facts.others[0]))
         return stage
 
     @classmethod
-    def _read_through_cache(cls, run: "TrainingRun") -> None:
+    def _read_through_cache(cls, run: "TrainingRun", initial: Callable[..., Tensor]) -> None:
         """Let all data carry the initial policy's log-probabilities, computed now unless data.cache holds them."""
-        config, initial = run.config, logps_of(run.initial_policy())
+        config = run.config
         weights, kernel = run.prepared.weights.fingerprint(), run.prepared.kernel.name
         model = f"{weights} {config.model.dtype} {kernel}"
 
