@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from losses.logprobs import LogProbs
@@ -20,13 +21,20 @@ from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import rotary_table
 from ulysses.memory.levels import LEVELS, Pair
 from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import TILE_ROWS
+from ulysses.memory.tiling import TILE_ROWS, tiles
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.parallel.random_keys import keyed_generator
+from ulysses.parallel.random_keys import (
+    STEP,
+    keyed_generator,
+    scatter_bits,
+    uniform_bits,
+    wrapped,
+)
 
 Kernel = str | Callable[..., Any]
+NOISE_ROWS = 4096  # hashed at once: their 8 bytes per element live for a moment
 
 
 class LayerMemory(NamedTuple):
@@ -70,8 +78,10 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.set_memory(memory)
 
-    def forward(self, batch: ShardedBatch) -> Tensor:
+    def forward(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
         hidden = self.embed_tokens(batch.tokens)
+        if noise is not None:
+            hidden = hidden + noise.to(hidden.dtype)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
             hidden = hidden.detach().requires_grad_()
@@ -99,6 +109,27 @@ class Decoder(nn.Module):
             layer.recompute, layer.mlp_tile, layer.offloader = level, memory.mlp_tile, None
         for layer in layers[: memory.offloaded_layers]:
             layer.offloader = memory.offloader
+
+
+def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) -> Tensor:
+    """Return NEFTune's noise (2310.05914), U(-1, 1) * alpha / sqrt(L * D) for every local token: float32 [S, D].
+
+    L is the length of the token's own sequence. Each element is a hash of (seed, the sequence's key, position, column),
+    the same on every topology and in every packing order. The sequence's key is its column "noise_key", an integer such
+    as the example's index.
+    """
+    lengths = batch.cu_seqlens.diff().long()
+    keys = batch.sequence_columns["noise_key"].long()
+    keys = F.pad(keys, (0, len(lengths) - len(keys)))  # a padding tail has no key
+    rows = scatter_bits(keys[batch.sequence_ids] + wrapped(seed * 0x5851F42D + 1))
+    rows = scatter_bits(rows + batch.positions)
+    scale = alpha / (lengths[batch.sequence_ids].float() * width).sqrt()
+    columns = torch.arange(1, width + 1, device=rows.device) * STEP
+    noise = torch.empty(len(rows), width, device=rows.device)
+    for part in tiles(len(rows), NOISE_ROWS):
+        bits = uniform_bits(scatter_bits(rows[part, None] + columns))
+        noise[part] = (bits.double() * 2.0**-52 - 1.0).float() * scale[part, None]
+    return noise
 
 
 class HeadedDecoder(nn.Module):
@@ -133,14 +164,24 @@ class CausalLM(HeadedDecoder):
         tied = self.model.embed_tokens.weight if self.config.tie_word_embeddings else None
         self.lm_head = VocabularyHead(self.config, tied)
 
-    def forward(self, batch: ShardedBatch, **options: Any) -> LogProbs:
+    def forward(
+        self,
+        batch: ShardedBatch,
+        *,
+        noise_alpha: float = 0.0,
+        noise_seed: int = 0,
+        **options: Any,
+    ) -> LogProbs:
         """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
 
-        Positions of weight 0 cost no vocabulary projection. `options` are those of linear_logprobs: `entropy`, `lse`
-        and `mean_logit` ask for those of the same positions, `temperature` divides the logits. All ranks of the
-        sequence-parallel group call together.
+        Positions of weight 0 cost no vocabulary projection. `noise_alpha` > 0 adds NEFTune noise drawn from
+        `noise_seed`. `options` are those of linear_logprobs: `entropy`, `lse` and `mean_logit` ask for those of the
+        same positions, `temperature` divides the logits. All ranks of the sequence-parallel group call together.
         """
-        hidden = self.model(batch)
+        noise = None
+        if noise_alpha > 0:
+            noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed)
+        hidden = self.model(batch, noise)
         index = batch.valid_index
         rows = self.model.norm(hidden.index_select(0, index))
         out = self.lm_head(rows, batch.targets.index_select(0, index), **options)

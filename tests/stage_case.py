@@ -65,9 +65,13 @@ class Formula:
 
     def sft(self) -> tuple[Tensor, dict[str, float]]:
         o, total, count, plain = self.options, 0.0, 0.0, 0.0
-        smoothing = o.get("label_smoothing", 0.0)
-        for s in (s for e in self.examples for s in e.sequences):
-            out, w = self.forward(s, lse=True, mean_logit=True), self.weights(s)
+        smoothing, alpha = o.get("label_smoothing", 0.0), o.get("neftune_alpha")
+        for s, index in ((s, e.index) for e in self.examples for s in e.sequences):
+            noise = {}
+            if alpha:
+                s = replace(s, columns={"noise_key": index})
+                noise = {"noise_alpha": alpha, "noise_seed": 0}
+            out, w = self.forward(s, lse=True, mean_logit=True, **noise), self.weights(s)
             each = -out.logps
             plain = plain + float((each * w).sum())
             if o.get("loss_type") == "dft":
@@ -92,7 +96,7 @@ class Formula:
         flat, difference = np.array(scores), np.array(gaps)
         return total / len(gaps), {
             "accuracy": (difference > 0).mean(), "margin": difference.mean(),
-            "mean_reward": flat.mean(),
+            "mean_reward": flat.mean(), "std_reward": flat.std(),
         }  # fmt: skip
 
     def dpo(self) -> tuple[Tensor, dict[str, float]]:

@@ -61,8 +61,9 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         ("dpo", {"loss_type": "orpo", "sft_weight": 0.3}),
         ("dpo", {"loss_type": ["ipo", "aot"], "loss_weights": [0.8, 0.2], "sft_weight": 1.0}),
         ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),
+        ("sft", {"neftune_alpha": 5.0}),
     ],
-    ids=["dft", "smoothing", "apo_zero_unpaired", "discopop js", "ld", "orpo with nll", "list", "aot"],
+    ids=["dft", "smoothing", "apo_zero_unpaired", "discopop js", "ld", "orpo with nll", "list", "aot", "neftune"],
 )
 def test_options(stage, options) -> None:
     check(Case(stage, sp=2, packing_seed=1, options=options), 4)

@@ -92,6 +92,7 @@ MISTAKES = {
     "DEMO --dpo.f_divergence alpha --dpo.f_alpha 1": "f_alpha is 1",
     "KTO --batch.examples 1": "batch.examples is 1 but kto's baseline pairs each example with another",
     "KTO --kto.reference sometimes": 'kto.reference is \'sometimes\' but must be "cached", "live" or a model',
+    "KTO --kto.desirable_weight 0 --kto.undesirable_weight 0": "nothing would be trained",
     "SFT --sft.loss_type dft --sft.label_smoothing 0.1": 'sft.loss_type "dft" has none',
     "SFT --kto.beta 0.2": "kto.beta: stage 'sft' reads no settings of kto; remove them, or set stage = 'kto'",
     "SFT --run.eval_every 5": "run.eval_every is 5 but there is nothing to evaluate; set data.eval",

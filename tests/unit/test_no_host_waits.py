@@ -35,7 +35,7 @@ def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "pt": {"z_loss": 0.1},
-    "sft": {"label_smoothing": 0.1, "z_loss": 0.1},
+    "sft": {"label_smoothing": 0.1, "z_loss": 0.1, "neftune_alpha": 5.0},
     "rm": {"center_coefficient": 0.1},
     "dpo": {"sft_weight": 0.1, "ld_alpha": 0.5},
     "kto": {},

@@ -1,4 +1,4 @@
-"""The parts of the stages that need no process group: metrics, KTO's pairs, the reference cache."""
+"""The parts of the stages that need no process group: metrics, hints, KTO's pairs, the reference cache."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,8 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.training.build import InitialWeights
 from ulysses.training.metrics import MetricSums
+from ulysses.training.section import ConfigError
+from ulysses.training.stages.kto import KtoSection, KtoStage, weight_hint
 from ulysses.training.stages.referenced import (
     attach_reference,
     mismatched_lengths,
@@ -48,6 +50,24 @@ def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     tokenizer: Any = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if eos else None)
     shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=tuple(eos), pad_token_id=9)
     assert RmStage.final_shape(shape, tokenizer).pad_token_id == expected
+
+
+@pytest.mark.parametrize("good, bad, weights, says", [
+    (120, 100, (1.0, 1.0), ""), (100, 100, (4 / 3, 1.0), ""),
+    (300, 100, (1.0, 1.0), "is 3 but 1 to 4/3 works best; for example kto.undesirable_weight = 3"),
+    (100, 300, (1.0, 1.0), "is 0.333 but 1 to 4/3 works best; for example kto.desirable_weight = 3"),
+    (5, 0, (1.0, 1.0), "0 bad answers) is inf but 1 to 4/3 works best; KTO learns most from both kinds"),
+    (5, 5, (1.0, 0.0), "inf"),
+])  # fmt: skip
+def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, says):
+    hint = weight_hint(good, bad, KtoSection(desirable_weight=weights[0], undesirable_weight=weights[1]))
+    assert says in hint and bool(says) == bool(hint)
+
+
+def test_kto_refuses_data_of_one_example():
+    run: Any = SimpleNamespace(train_data=[None], config=SimpleNamespace(kto=KtoSection()))
+    with pytest.raises(ConfigError, match=r"data\.train has one example but kto's baseline pairs"):
+        KtoStage.build(run)
 
 
 @pytest.mark.parametrize("examples", [2, 3, 5, 6])

@@ -206,7 +206,7 @@ class RunSection(Section):
     epochs: NonNegativeFloat = 0.0
     """Length of the run in passes over the training data; 0 leaves it to steps."""
     seed: NonNegativeInt = 42
-    """Seed of the data order, random weights and everything else that is drawn."""
+    """Seed of the data order, random weights and all noise."""
     deterministic: bool = False
     """Repeat runs bit by bit on GPUs too, at some cost in speed; kernels that cannot are refused."""
     log_every: PositiveInt = 1

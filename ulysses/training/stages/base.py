@@ -85,6 +85,7 @@ class Stage:
     Args:
         model: the trained engine, called like the module it wraps.
         config: the stage's own table.
+        seed: of noise that the stage itself draws.
 
     Attributes:
         step: the optimizer step being computed; the loop sets it.
@@ -103,6 +104,7 @@ class Stage:
     model: Any
     mesh: Any
     config: Any
+    seed: int = 0
     step: int = 0
 
     # ---------------------------------------------------------------- checks
@@ -138,7 +140,8 @@ class Stage:
     @classmethod
     def build(cls, run: "TrainingRun") -> "Stage":
         """Construct the stage around its engine; all ranks call it together."""
-        return cls(run.engine, run.mesh, cls.table(run.config))
+        config = run.config
+        return cls(run.engine, run.mesh, cls.table(config), config.run.seed)
 
     # ---------------------------------------------------------------- every step
 

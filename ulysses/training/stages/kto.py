@@ -9,6 +9,7 @@ Mismatched sequences (x_i, y_j) are packed by themselves (`side_batches`) and on
 z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
 """
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,7 @@ from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
 from ulysses.parallel.sums import segment_sums
 from ulysses.training.metrics import MetricSums
 from ulysses.training.passes import packed_batches
-from ulysses.training.section import Section
+from ulysses.training.section import ConfigError, Section
 from ulysses.training.stages.base import Facts, Term
 from ulysses.training.stages.referenced import ReferencedStage, mismatched_lengths
 
@@ -62,6 +63,8 @@ class KtoStage(ReferencedStage):
                 f"batch.examples is {config.batch.examples} but kto's baseline pairs each example with another one "
                 'of its step; set it to at least 2, or kto.loss_type to "apo_zero_unpaired"'
             )
+        if not config.kto.desirable_weight and not config.kto.undesirable_weight:
+            yield "kto.desirable_weight and kto.undesirable_weight are both 0; nothing would be trained, raise one"
         yield from super().check(config)
 
     @classmethod
@@ -71,6 +74,13 @@ class KtoStage(ReferencedStage):
 
     @classmethod
     def build(cls, run: "TrainingRun") -> "ReferencedStage":
+        if run.config.kto.loss_type == "kto" and len(run.train_data) < 2:
+            raise ConfigError(
+                "data.train has one example but kto's baseline pairs each example with another; give it more"
+            )
+        good = run.train_data.columns["label"] > 0.5
+        if hint := weight_hint(int(good.sum()), int((~good).sum()), run.config.kto):
+            run.say(hint)
         stage = super().build(run)
         stage.share_prompts = run.config.batch.share_prompts
         return stage
@@ -150,3 +160,20 @@ class KtoStage(ReferencedStage):
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return metrics
+
+
+def weight_hint(good: int, bad: int, config: KtoSection) -> str:
+    """Return what to say about KTO's weights, or nothing if good and bad answers weigh alike (2402.01306, eq. 8)."""
+    left, right = config.desirable_weight * good, config.undesirable_weight * bad
+    if right <= left <= right * 4 / 3:
+        return ""
+    change = "KTO learns most from both kinds"
+    if good and bad:
+        side, weight = (
+            ("undesirable", left / bad) if left > right else ("desirable", right / good)
+        )
+        change = f"for example kto.{side}_weight = {weight:.3g}"
+    return (
+        f"hint: kto.desirable_weight * {good} good answers / (kto.undesirable_weight * {bad} bad answers) is "
+        f"{left / right if right else math.inf:.3g} but 1 to 4/3 works best; {change}"
+    )

@@ -68,8 +68,15 @@ class RmStage(Stage):
         difference = (good - bad) * pairs  # a tie is wrong
         means = {"accuracy": difference > 0, "margin": difference}
         self.add_means(metrics, means, pairs.sum())
-        self.add_means(metrics, {"mean_reward": scores}, len(scores))
+        means = {"mean_reward": scores, "mean_square_reward": scores.detach().double().square()}
+        self.add_means(metrics, means, len(scores))
         return [Term(losses.sum(), "pairs", per_sequence=True)]
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        if "mean_reward" in metrics:
+            variance = metrics.pop("mean_square_reward") - metrics["mean_reward"] ** 2
+            metrics["std_reward"] = max(0.0, variance) ** 0.5
+        return metrics
 
 
 def better(batch: ShardedBatch) -> Tensor:

@@ -10,13 +10,14 @@ their sequences, [1024, 2048), [2048, 4096) and so on, which shows how much a mo
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
-from ulysses.parallel.batch import ShardedBatch
+from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.training.metrics import MetricSums
 from ulysses.training.section import Section
 from ulysses.training.stages.base import Stage, Term
@@ -33,10 +34,15 @@ class SftSection(Section):
     """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4); 0 is off."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of the target spread evenly over the vocabulary; 0 is off."""
+    neftune_alpha: NonNegativeFloat = 0.0
+    """NEFTune: in training, uniform noise of alpha / sqrt(length * width) on the embeddings (paper: 5); 0 is off."""
 
 
 class SftStage(Stage):
-    """Supervised fine-tuning on the tokens with nonzero weight; reports perplexity = exp(nll)."""
+    """Supervised fine-tuning on the tokens with nonzero weight; reports perplexity = exp(nll).
+
+    NEFTune's noise depends on (seed, step, example, position) and on no topology.
+    """
 
     name, kind = "sft", "sequence"
     lr = 1e-5
@@ -51,6 +57,13 @@ class SftStage(Stage):
                 'or use "nll"'
             )
 
+    def sequences(self, example: Any) -> list[Sequence]:
+        if not self.config.neftune_alpha:
+            return super().sequences(example)
+        return [
+            replace(s, columns={"noise_key": int(example.index)}) for s in example.sequences
+        ]
+
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         smoothing = config.label_smoothing
@@ -58,6 +71,9 @@ class SftStage(Stage):
             batch,
             lse=bool(smoothing or config.z_loss),
             mean_logit=bool(smoothing),
+            # no noise in evaluation
+            noise_alpha=config.neftune_alpha if torch.is_grad_enabled() else 0.0,
+            noise_seed=(self.seed * 1_000_003 + self.step) % (1 << 30),
         )
         loss, count = token_nll(out.logps, weights)
         metrics.add("nll", loss, count)
