@@ -31,6 +31,7 @@ TRIALS = [1.0, 1.2, 1e-5, math.nan, 30.0, 1e-5]  # mean |g|, the last one late i
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip_spike": {"warmup": 2, "window": 4, "sigma": 3.0},
     "zclip": {"warmup": 2},
+    "auto_clip": {"percentile": 50.0},
     "gradient_noise": {"ratio": 0.5},
     "scale_small_gradients": {"threshold": 0.5},
     "ulysses_pro": {"max_norm": 0.5},

@@ -37,7 +37,7 @@ def test_scopes_are_clipped_separately():
 
 def test_state_survives_json_and_continues_exactly():
     tables = [{"policy": "skip_non_finite"}, {"policy": "skip_spike", "warmup": 4, "window": 8},
-              {"policy": "zclip", "warmup": 4}]  # fmt: skip
+              {"policy": "zclip", "warmup": 4}, {"policy": "auto_clip", "percentile": 80.0}]  # fmt: skip
     norms = [math.nan if i in (8, 20) else 1 + 0.3 * math.sin(2 * i) for i in range(30)]
 
     def steps(chain, first, last):

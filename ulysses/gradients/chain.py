@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from ulysses.gradients.clip import ClipGlobalNorm, ZClip
+from ulysses.gradients.clip import AutoClip, ClipGlobalNorm, ZClip
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 from ulysses.gradients.shape import (
@@ -27,6 +27,7 @@ GRADIENT_POLICIES: tuple[type[GradientPolicy], ...] = (
     SkipSpike,
     ClipGlobalNorm,
     ZClip,
+    AutoClip,
     GradientCentralization,
     GradientNoise,
     ScaleSmallGradients,
