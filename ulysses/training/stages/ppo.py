@@ -229,14 +229,11 @@ class PpoStage(ReferencedStage):
         stage = super().build(run)
         prepared, config, ppo = run.prepared, run.config, run.config.ppo
         tokenizer, budget = prepared.tokenizer, prepared.budget()
-        reward = scorer = None
+        reward = outside = None
         if functions := [*filter(is_function, ppo.reward)]:
             limits = ppo.reward_workers, ppo.reward_timeout
             reward = Rewards(functions, tokenizer, *limits, run.watch.renew)
             run.resources.callback(reward.close)
-        if ppo.reward_model:
-            scorer = run.frozen(config.facts.others[-1])
-        outside = None
         if ppo.sampler:
             folder = Path(ppo.sampler_folder or config.output / "sampler")
             export = partial(run.export, for_servers=True)
@@ -258,7 +255,7 @@ class PpoStage(ReferencedStage):
             shared_budget=budget * config.batch.share_prompts,
             reference=stage.reference,
             reward=reward,
-            scorer=scorer,
+            scorer=run.frozen(config.facts.others[-1]) if ppo.reward_model else None,
             lora=config.model.lora if config.model.lora.rank else None,
             outside=outside,
             watch=run.watch,
