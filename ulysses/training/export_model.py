@@ -266,7 +266,12 @@ def model_card(config: Config, step: int) -> str:
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     facts = {
         "settings": settings,
-        f"metrics at step {step}": metrics,
+        # speed and memory say nothing about the model
+        f"metrics at step {step}": {
+            k: v
+            for k, v in metrics.items()
+            if k == "loss" or ("/" in k and not k.startswith("time/"))
+        },
         "versions": {name: d.version for name in packages for d in distributions(name=name)},
     }
     named = f"base_model: {json.dumps(base)}\n" if base else ""
