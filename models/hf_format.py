@@ -70,8 +70,8 @@ def resolve_model(
         raise FileNotFoundError(
             f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and revision "
             f"{revision or 'main'} was not found at {constants.ENDPOINT}{offline} or in the cache "
-            f"{constants.HF_HUB_CACHE} ({type(error).__name__}: {reason:.90}); give a folder, correct the id, or log in "
-            "for a gated model"
+            f"{constants.HF_HUB_CACHE} ({type(error).__name__}: {reason:.90}); give a folder, correct the id, or log "
+            "in for a gated model"
         ) from error
     return Path(fetched)
 
