@@ -65,7 +65,7 @@ def resolve_model(
         )
     # one of a dozen classes; they all mean that the model cannot be fetched
     except Exception as error:
-        reason = str(error).strip().split("\n")[0][:200]
+        reason = str(error).strip().split("\n")[0]
         offline = " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
         raise FileNotFoundError(
             f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and revision "

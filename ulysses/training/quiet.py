@@ -7,7 +7,11 @@ import logging
 import os
 import warnings
 
-# Libraries warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
+# They warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
+LOGGERS = (
+    "absl", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "peft", "tensorboard", "tensorflow",
+    "torch", "transformers",
+)  # fmt: skip
 VARIABLES = {
     "PYTHONWARNINGS": "ignore",  # for processes that this one starts
     "TOKENIZERS_PARALLELISM": "false",  # tokenizers warns when it is used before a fork
@@ -26,7 +30,10 @@ def quiet() -> None:
         os.environ.setdefault(name, value)
     if os.environ["PYTHONWARNINGS"] == "ignore":
         warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)  # whatever level a library sets when it is imported
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # DeepSpeed sets its logger's level when it is imported, so only a filter stays.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
 def wants_debug(arguments: list[str]) -> bool:
