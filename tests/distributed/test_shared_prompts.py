@@ -129,17 +129,15 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("length", [4096, 65_536])
-def test_memory_does_not_grow_with_branches_times_prefix(length):
+def test_memory_does_not_grow_with_branches_times_prefix():
     """60 branches of one prompt: no kernel call reads a key twice, and nothing is larger than a few times the rows."""
-    prompt, draw = torch.arange(length) % WORDS, torch.Generator().manual_seed(0)
+    length, draw = 4096, torch.Generator().manual_seed(0)
+    prompt = torch.arange(length) % WORDS
     batch = pack_shard(share_prefix([sequence(prompt, 3, draw) for _ in range(60)]), ParallelMesh())
     rows, plan = batch.num_tokens, batch.attention_plan
     assert rows == length + 3 + 59 * 4
     (call,) = plan.prefix_calls
     assert call.segments.bounds == [[0, 59 * 4], [0, length - 1]]
-    if length > 4096:
-        return
     q, k, v = (torch.randn(rows, 1, E, requires_grad=True) for _ in range(3))
     with LargestTensor() as seen:
         torch.autograd.grad(UlyssesAttention(None, 1, 1, E)(q, k, v, plan=plan).sum(), (q, k, v))
