@@ -52,6 +52,7 @@ def trained_engine(
     raw: dict[str, Any] | None = None,
     reduce_between: torch.dtype = torch.float32,
     node_size: int | None = None,
+    resident: bool = False,
     **settings: Any,
 ) -> ZeroEngine:
     """Build a model and its AdamW, partitioned like a large one; `raw`: keys of ZeRO, `settings`: for `derive`."""
@@ -64,7 +65,7 @@ def trained_engine(
         made = optimizer(model)
     if node_size is not None:
         in_nodes_of(node_size)
-    return ZeroEngine(model.train(), config, made, (DecoderLayer,), reduce_between)
+    return ZeroEngine(model.train(), config, made, (DecoderLayer,), reduce_between, resident=resident)
 
 
 def frozen_engine(create: Callable[[], nn.Module], source: Any) -> ZeroEngine:

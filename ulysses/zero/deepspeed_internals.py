@@ -18,6 +18,7 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -76,14 +77,35 @@ def leave_gradients_alone(parameters: Iterable[nn.Parameter]) -> None:
         parameter.ds_grad_is_ready = False  # type: ignore[attr-defined]
 
 
+def stay_whole(parameter: Any, own: Tensor, whole: Tensor) -> None:
+    """Let a parameter be whole from now on; this rank's slice becomes a part of the whole."""
+    parameter.ds_tensor.data = own
+    parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
+    parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def remove_hooks(engine: Any) -> None:
+    """Make the modules of a new engine plain again: no hooks, and no dicts that watch every access to a parameter.
+
+    A model that is being built has no hooks of its own.
+    """
+    for module in engine.module.modules():
+        module._parameters = module._original_parameters
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
+            hooks.clear()
+    for hook in engine.optimizer._grad_acc_hooks:
+        hook.remove()
+
+
 class Partition:
     """One rank's float32 master weights, gradients and optimizer state, as DeepSpeed's ZeRO-3 optimizer lays them out.
 
-    `engine` is what `deepspeed.initialize` returned for a trained model.
+    `engine` is what `deepspeed.initialize` returned for a trained model; `resident` holds its weights if they stay
+    whole, and DeepSpeed then neither gathers nor frees them.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._zero = engine, engine.optimizer
+    def __init__(self, engine: Any, resident: Any = None) -> None:
+        self._engine, self._zero, self._resident = engine, engine.optimizer, resident
         self.masters: list[Tensor] = self._zero.fp32_partitioned_groups_flat
         # Master weights on the host have gradients from the start. On the GPU DeepSpeed would assign
         # them anew in each step, and take them away again.
@@ -93,6 +115,9 @@ class Partition:
             for master, gradient in zip(self.masters, flat):
                 master.grad = gradient  # a view: no copy is needed
         self.slices = list(self._slices())
+        if resident is not None:
+            self._zero.lp_param_buffer = self._zero.fp16_partitioned_groups_flat = None
+            return
         # DeepSpeed learns in which order the modules run, to gather ahead and to know what may stay gathered.
         # Passes without a backward half have an order of their own: if one coordinator saw both kinds, it
         # would never learn either order.
@@ -146,13 +171,21 @@ class Partition:
     @torch.no_grad()
     def publish(self, *, update: bool = False) -> None:
         """Give the master weights to the model, after the optimizer's update or a change from outside."""
-        zero = self._zero
-        zero._partition_all_parameters()
+        zero, resident = self._zero, self._resident
+        if resident is None:
+            zero._partition_all_parameters()
         for group in range(len(self.masters)):
             if update:
                 zero._optimizer_step(group)
-            zero._reassign_or_swap_out_partitioned_parameters(group)
-        zero._post_step(set())  # gathers the small parameters that are kept whole
+            if resident is None:
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+        if resident is None:
+            zero._post_step(set())  # gathers the small parameters that are kept whole
+            return
+        own = [s.parameter.ds_tensor for s in self.slices]
+        masters = [s.master.narrow(0, s.offset, s.size) for s in self.slices]
+        torch._foreach_copy_(own, masters)
+        resident.gather()
 
     def begin_step(self) -> None:
         """Let DeepSpeed forget the backward passes so far; the master weights keep their gradients."""
@@ -172,7 +205,8 @@ def empty(engine: Any, module: nn.Module, partition: Partition | None) -> None:
 
     DeepSpeed's own tables refer to the model as long as the process lives, so its tensors are emptied.
     """
-    engine.destroy()
+    if engine is not None:
+        engine.destroy()
     tensors = [
         t for p in module.parameters() for t in (p.data, p.grad, getattr(p, "ds_tensor", None))
     ]

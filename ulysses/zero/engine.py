@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ulysses.gradients.gradients import Gradients
-from ulysses.zero.deepspeed_internals import Partition, empty
+from ulysses.zero.deepspeed_internals import Partition, empty, remove_hooks
 from ulysses.zero.reduce import GradientReduction
+from ulysses.zero.resident import ResidentWeights
 
 AHEAD = 2  # layers that the host may run ahead of the GPU
 
@@ -43,21 +44,33 @@ class ZeroEngine:
         optimizer: torch.optim.Optimizer | None = None,
         leaf_modules: tuple[type[nn.Module], ...] = (),
         reduce_between: torch.dtype = torch.float32,
+        *,
+        resident: bool = False,
     ) -> None:
         units = [module for module in model.modules() if type(module) in leaf_modules]
-        if units:
-            deepspeed.utils.set_z3_leaf_modules(model, list(leaf_modules))
+        on_host = "offload_param" in config["zero_optimization"]
+        resident = (resident or dist.get_world_size() == 1) and not on_host
         self._begun: deque[torch.cuda.Event] = deque()
-        if torch.cuda.is_available():
-            for unit in units:
-                unit.register_forward_pre_hook(self._stay_near)
-        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        self.module: nn.Module = self._engine.module
-        self.device = torch.device(self._engine.device)
-        self.optimizer = optimizer
+        if not resident and units:
+            deepspeed.utils.set_z3_leaf_modules(model, list(leaf_modules))
+            if torch.cuda.is_available():
+                for unit in units:
+                    unit.register_forward_pre_hook(self._stay_near)
+        self.module, self.optimizer = model, optimizer
+        self._engine: Any = None  # a frozen model whose weights stay needs none
+        if optimizer is not None or not resident:
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config
+            )
+        self.weights: Any = None  # those that stay
+        if resident:
+            if self._engine is not None:
+                remove_hooks(self._engine)
+            self.weights = ResidentWeights(model, units)
+        self.device = torch.device((self.weights or self._engine).device)
         self.partition: Any = None  # a frozen model has none
         if optimizer is not None:
-            self.partition = Partition(self._engine)
+            self.partition = Partition(self._engine, self.weights)
             self.reduction = GradientReduction(
                 self.partition.slices,
                 units,
@@ -74,7 +87,9 @@ class ZeroEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
-        if self.partition is None:
+        if self.weights is not None:
+            self.weights.wait(units=False)
+        if self.partition is None or self.weights is not None:
             return self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             return self._engine(*args, **kwargs)
@@ -83,8 +98,11 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Back-propagate an already scaled loss; `last` marks the step's last micro-batch."""
-        self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(loss, scale_wrt_gas=False)
+        if self.weights is not None:
+            loss.backward()
+        else:
+            self._engine.set_gradient_accumulation_boundary(last)
+            self._engine.backward(loss, scale_wrt_gas=False)
         self.reduction.finish()
 
     def gradients(self) -> Gradients:
@@ -130,4 +148,6 @@ class ZeroEngine:
         """Give all memory back; nothing of the engine may be used afterwards."""
         if self.partition is not None:
             self.reduction.close()
+        if self.weights is not None:
+            self.weights.close()
         empty(self._engine, self.module, self.partition)

@@ -1,13 +1,14 @@
 """Whole weights out of their slices: one module at a time for an export, all at once for a sampler."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ulysses.zero.construct import streaming_memory
 from ulysses.zero.engine import ZeroEngine
@@ -28,7 +29,7 @@ def full_parameters(
     with streaming_memory():
         for _, of_module in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
             names, parameters = zip(*of_module)
-            with deepspeed.zero.GatheredParameters(parameters), torch.no_grad():
+            with _gathered(engine, parameters), torch.no_grad():
                 values = [p.detach().to("cpu", copy=True) if main else None for p in parameters]
             yield from zip(names, values)
 
@@ -41,8 +42,18 @@ def gathered_weights(engine: ZeroEngine) -> Iterator[dict[str, Tensor]]:
     no lockstep in between. The memory for them was planned before the run began.
     """
     chosen = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(chosen.values()):
+    with _gathered(engine, chosen.values()):
         yield {name: p.data for name, p in chosen.items()}
+
+
+def _gathered(
+    engine: ZeroEngine, parameters: Iterable[nn.Parameter]
+) -> AbstractContextManager[Any]:
+    """Return the context in which these parameters are whole."""
+    if engine.weights is None:
+        return deepspeed.zero.GatheredParameters(parameters)
+    engine.weights.wait()
+    return nullcontext()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -70,8 +70,12 @@ class GradientReduction:
         for unit in units:
             inside = [alone.pop(p) for p in unit.parameters() if p in alone]
             self._hooks.append(unit.register_full_backward_hook(partial(self._take, inside)))
+        # without units, gradients may lie in memory that the next backward pass writes again (memory/graphs.py)
+        self._lent = not self._hooks
         for p, s in alone.items():
-            self._hooks.append(p.register_post_accumulate_grad_hook(partial(self._take, [s])))
+            if s.numel >= bucket:
+                hook = p.register_post_accumulate_grad_hook(partial(self._take, [s]))
+                self._hooks.append(hook)
 
     def _make_groups(self, node_size: int) -> None:
         """Make communicators of our own: in a common one, reductions and gathers would wait for each other."""
@@ -83,10 +87,13 @@ class GradientReduction:
             self._across, _ = dist.new_subgroups_by_enumeration(nodes.T.tolist())
 
     def finish(self) -> None:
-        """Send the small gradients that are still collected; call it after each backward pass."""
+        """Take what no hook has taken, and send what is still collected; call it after each backward pass."""
+        self._take(self._slices)
         if self._waiting:
             with self._on_stream():
                 self._send_waiting()
+        if self._lent:
+            self._backend.current_stream().wait_stream(self._stream)
 
     def wait(self) -> None:
         """Let the current stream (for host memory: the host) wait for all sums of the step.
@@ -102,7 +109,7 @@ class GradientReduction:
                 f"first is {missing[0]}; freeze what the loss does not use, and install deepspeed {TESTED}"
             )
         self._backend.current_stream().wait_stream(self._stream)
-        if not self._slices[0].grad.is_cuda:
+        if self._events and not self._slices[0].grad.is_cuda:
             self._events[-1].synchronize()
 
     def forget(self) -> None:
@@ -121,17 +128,22 @@ class GradientReduction:
 
     def _take(self, slices: Iterable[ParameterSlice], *_: Any) -> None:
         """Take the gradients that parameters have now: reduce large ones at once, small ones when there are enough."""
+        found = []
+        for s in slices:
+            grad, s.parameter.grad = s.parameter.grad, None
+            if grad is not None:
+                found.append((s, grad))
+        if self._world == 1 and all(s.grad.device == grad.device for s, grad in found):
+            self._store_all(found)
+            return
         with self._on_stream():
-            for s in slices:
-                grad, s.parameter.grad = s.parameter.grad, None
-                if grad is None:
-                    continue
+            for s, grad in found:
                 if grad.is_cuda:
                     grad.record_stream(self._stream)
                 if grad.numel() < self._bucket:
                     self._waiting.append((s, grad))
                 else:
-                    self._store(s, self._summed(s, grad.reshape(-1)))
+                    self._store(s, self._summed(s, grad.reshape(-1)), 1 / self._world)
             if sum(grad.numel() for _, grad in self._waiting) >= self._bucket:
                 self._send_waiting()
 
@@ -171,16 +183,34 @@ class GradientReduction:
         """Sum the collected small gradients, whole, in one float32 all-reduce."""
         slices, grads = zip(*self._waiting)
         self._waiting = []
-        flat = torch.cat([grad.reshape(-1).float() for grad in grads])
+        sizes = [grad.numel() for grad in grads]
+        flat = torch.empty(sum(sizes), dtype=torch.float32, device=grads[0].device)
+        torch._foreach_copy_(flat.split(sizes), [grad.reshape(-1) for grad in grads])
         if self._world > 1:
-            dist.all_reduce(flat, group=self._all)
-        for s, whole in zip(slices, flat.split([grad.numel() for grad in grads])):
-            self._store(s, whole.narrow(0, s.start, len(s.grad)))
+            dist.all_reduce(flat.mul_(1 / self._world), group=self._all)
+        wholes = zip(slices, flat.split(sizes))
+        means = [(s, whole.narrow(0, s.start, len(s.grad))) for s, whole in wholes]
+        if slices[0].grad.device == flat.device:
+            self._store_all(means)
+            return
+        for s, mean in means:
+            self._store(s, mean)
 
     @torch.no_grad()
-    def _store(self, s: ParameterSlice, total: Tensor) -> None:
-        """Write or add this rank's part of a sum, divided by the world size, to its slice."""
-        target, first, share = s.grad, s.name not in self._written, 1 / self._world
+    def _store_all(self, means: list[tuple[ParameterSlice, Tensor]]) -> None:
+        """Write or add means to their slices, in a few kernels for all of them."""
+        for again in (False, True):
+            chosen = [(s, mean) for s, mean in means if (s.name in self._written) == again]
+            if chosen:
+                targets = [s.grad for s, _ in chosen]
+                flat = [mean.reshape(-1) for _, mean in chosen]
+                (torch._foreach_add_ if again else torch._foreach_copy_)(targets, flat)
+        self._written.update(s.name for s, _ in means)
+
+    @torch.no_grad()
+    def _store(self, s: ParameterSlice, total: Tensor, share: float = 1.0) -> None:
+        """Write or add this rank's part of a sum, times `share`, to its slice."""
+        target, first = s.grad, s.name not in self._written
         self._written.add(s.name)
         if target.device == total.device:
             if first:
