@@ -19,6 +19,7 @@ from models.arch import ModelConfig
 from models.layers import DecoderLayer, Embedding, RMSNorm
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import rotary_table
+from ulysses.memory.graphs import LayerGraphs
 from ulysses.memory.levels import LEVELS, Pair
 from ulysses.memory.offload import Offloader
 from ulysses.memory.tiling import TILE_ROWS, tiles
@@ -43,13 +44,14 @@ class LayerMemory(NamedTuple):
     recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
     time if there are more than twice as many, except where level "none" keeps its whole graph. offloaded_layers: so
     many of the first layers, or all, keep what they keep in host memory if there is an offloader; level "none" ignores
-    it.
+    it. graphs: small steps run as CUDA graphs (memory/graphs.py), which needs level "none" and weights that stay.
     """
 
     recompute: str | Sequence[str] = "none"
     mlp_tile: int = TILE_ROWS
     offloader: Offloader | None = None
     offloaded_layers: int | None = None
+    graphs: bool = False
 
 
 class Decoder(nn.Module):
@@ -86,6 +88,10 @@ class Decoder(nn.Module):
             # frozen embeddings: ZeRO-3 would release the first layer's weights before its backward has run
             hidden = hidden.detach().requires_grad_()
         rope = rotary_table(batch.positions, self.config)
+        if self.graphs is not None and torch.is_grad_enabled():
+            done = self.graphs(hidden, rope, batch.attention_plan)
+            if done is not None:
+                return done
         pair: Pair | None = None
         for layer in self.layers:
             pair = (pair or Pair(layer)) if layer.recompute == "pair" else None
@@ -109,6 +115,7 @@ class Decoder(nn.Module):
             layer.recompute, layer.mlp_tile, layer.offloader = level, memory.mlp_tile, None
         for layer in layers[: memory.offloaded_layers]:
             layer.offloader = memory.offloader
+        self.graphs = LayerGraphs(layers) if memory.graphs else None
 
 
 def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) -> Tensor:

@@ -1,0 +1,157 @@
+"""All layers as two CUDA graphs, for steps so small that the host could not launch their kernels fast enough.
+
+    forward     hidden, rope, documents --copy--> | graph: every layer's forward  | --> hidden
+    backward    gradient ---------------copy--> | graph: every layer's backward | --> gradient, every parameter's .grad
+
+Graphs are recorded for each size. Rows and documents are padded to a few sizes: rows with a document of their own whose
+gradient is zero, documents with empty ones. The first step of a size runs without a graph, the second records it. They
+read the weights where they are, so these must stay in place (zero/resident.py), and keep what ordinary autograd keeps.
+
+Shapes: S rows, D width, E head dim.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ulysses.parallel.layout import Segments, VarlenCall
+
+MOST_SIZES = 24  # recorded; each keeps its inputs and results
+SMALLEST = 128  # rows, and the length of the longest document
+
+
+def padded(count: int, smallest: int, parts: int) -> int:
+    """Round up to a multiple of the power of two that is at most `count`, divided by `parts`."""
+    unit = max(smallest, (1 << count.bit_length() - 1) // parts)
+    return -(-count // unit) * unit
+
+
+class LayerGraphs:
+    """The graphs of a decoder's layers, which keep everything for backward (level "none")."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers: Any = layers
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}
+        self._seen: set[tuple[int, ...]] = set()
+        self._pool = torch.cuda.graph_pool_handle()
+        # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
+        self._owner: Any = lambda: None
+
+    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor | None:
+        """Return the layers' output [S, D], or None if they must run one by one this time."""
+        calls = plan.calls[True]
+        rows = len(hidden)
+        if plan.mesh.sequence_parallel_size > 1 or plan.prefix_calls or self._owner():
+            return None
+        segments = calls[0].segments
+        total = padded(rows, SMALLEST, 8)
+        size = (
+            total,
+            padded(len(segments.cu_q) + (total > rows), 8, 1),
+            padded(max(segments.max_q, total - rows), SMALLEST, 1),
+        )
+        if size not in self._seen:
+            self._seen.add(size)
+            return None
+        if size not in self._recorded:
+            if len(self._recorded) == MOST_SIZES:
+                return None
+            self._recorded[size] = _Recorded(self.layers, hidden, rope, plan, size, self._pool)
+        owner = _Owner()
+        self._owner = weakref.ref(owner)
+        return _Replay.apply(hidden, rope, segments.cu_q, self._recorded[size], owner)
+
+
+class _Owner:
+    """Lives as long as the graph of a forward pass."""
+
+
+class _Recorded:
+    """Two graphs of one size, with the memory of their inputs and results."""
+
+    def __init__(
+        self,
+        layers: Any,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        plan: Any,
+        size: tuple[int, ...],
+        pool: Any,
+    ) -> None:
+        rows, bounds, longest = size
+        self.hidden, *self.rope = (x.new_zeros(rows, *x.shape[1:]) for x in (hidden, *rope))
+        self.hidden.requires_grad_()
+        cu = plan.calls[True][0].segments.cu_q
+        self.bounds = cu.new_full((bounds,), rows)
+        segments = Segments(self.bounds, self.bounds, longest, longest)
+        every = slice(0, rows)
+        plan = replace(
+            plan,
+            total=rows,
+            documents=bounds - 1,
+            calls={True: [VarlenCall(every, every, segments)]},
+            pieces=(((0, rows),),),
+        )
+        self.parameters = [p for p in layers.parameters() if p.requires_grad]
+        self.set(hidden.detach(), rope, cu)
+
+        def run(some: Any) -> Tensor:
+            out = self.hidden
+            for layer in some:
+                # not the module itself: its hooks belong to passes that gather and reduce layer by layer
+                out = layer.forward(out, self.rope, plan)
+            return out
+
+        # kernels are compiled before anything is recorded
+        torch.autograd.grad(run(layers[:1]).sum(), self.hidden)
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.forward, pool, capture_error_mode="thread_local"):
+            out = run(layers)
+        self.grad = torch.zeros_like(out)
+        with torch.cuda.graph(self.backward, pool, capture_error_mode="thread_local"):
+            self.grad_hidden, *self.grads = torch.autograd.grad(
+                out, (self.hidden, *self.parameters), self.grad
+            )
+        self.out = out.detach()
+
+    @torch.no_grad()
+    def set(self, hidden: Tensor, rope: tuple[Tensor, Tensor], cu: Tensor) -> None:
+        """Copy the inputs of a pass to where the graphs read them."""
+        for target, value in zip((self.hidden, *self.rope), (hidden, *rope)):
+            target[: len(value)] = value
+        self.bounds.fill_(len(self.hidden))
+        self.bounds[: len(cu)] = cu
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cu: Tensor,
+        recorded: _Recorded,
+        owner: _Owner,
+    ) -> Tensor:
+        recorded.set(hidden, rope, cu)
+        recorded.forward.replay()
+        ctx.recorded, ctx.owner, ctx.rows = recorded, owner, len(hidden)
+        return recorded.out[: len(hidden)]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        recorded, rows = ctx.recorded, ctx.rows
+        ctx.recorded = ctx.owner = None
+        recorded.grad[:rows] = grad
+        recorded.grad[rows:] = 0
+        recorded.backward.replay()
+        for parameter, of_it in zip(recorded.parameters, recorded.grads):
+            before = parameter.grad
+            parameter.grad = of_it if before is None else before + of_it
+        return recorded.grad_hidden[:rows], None, None, None, None
