@@ -104,27 +104,39 @@ def changed(config: Config, section: str, **values: Any) -> Config:
     )
 
 
-def build(config: Config, device: torch.device) -> Bench:
-    """Create mesh and engine with all activations kept; all ranks call it together."""
+def build(config: Config, device: torch.device, tokens: int, documents: int = 1) -> Bench:
+    """Create mesh and engine as a run does for its longest packs, which have `tokens`; all ranks call it together.
+
+    Raises ConfigError where a run would refuse.
+    """
     shape, _ = read_shape(config)
     mesh = ParallelMesh(
         config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads
     )
     # Refuse a kernel that cannot run before anything is allocated.
     resolve_kernel(config.model.attention, device, config.dtype, shape.head_dim)
-    kept = MemoryChoice(("none",) * shape.num_hidden_layers)
-    engine = build_engine(config, InitialWeights(shape, 0), mesh, kept)
-    return Bench(config, shape, mesh, engine)
+    choice = planned(config, shape, device, tokens, documents)
+    engine = build_engine(config, InitialWeights(shape, 0), mesh, choice)
+    # where the weights are is decided once
+    weights = "resident" if engine.weights is not None else "sharded"
+    return Bench(changed(config, "memory", weights=weights), shape, mesh, engine)
 
 
-def remember(bench: Bench, tokens: int) -> MemoryChoice:
-    """Let the planner choose what the layers keep for packs of `tokens`, as a run does; all ranks call it together.
+def planned(
+    config: Config, shape: Shape, device: torch.device, tokens: int, documents: int
+) -> MemoryChoice:
+    """Return the planner's choice for packs of so many tokens and documents; all ranks call it together."""
+    config = changed(config, "data", max_length=max(8, tokens // documents))
+    machine = this_machine(device, config.memory.host_memory)
+    return choose_memory(planner_case(config, shape, machine, tokens))
+
+
+def remember(bench: Bench, tokens: int, documents: int = 1) -> MemoryChoice:
+    """Let the planner choose what the layers keep for such packs, as a run does; all ranks call it together.
 
     Raises ConfigError where a run would refuse.
     """
-    config = changed(bench.config, "data", max_length=tokens)
-    machine = this_machine(bench.engine.device, config.memory.host_memory)
-    choice = choose_memory(planner_case(config, bench.shape, machine, tokens))
+    choice = planned(bench.config, bench.shape, bench.engine.device, tokens, documents)
     decoder: Any = bench.engine.module.model
     decoder.set_memory(layer_memory(choice))
     return choice
@@ -139,11 +151,14 @@ def random_pack(bench: Bench, length: int, documents: int) -> ShardedBatch:
     )
 
 
-def take_step(bench: Bench, batch: ShardedBatch, count: int) -> torch.Tensor:
+def take_step(
+    bench: Bench, batch: ShardedBatch, count: int, micro_batches: int = 1
+) -> torch.Tensor:
     """Run forward, backward, gradient policies and the update; return this rank's sum of losses."""
     engine = bench.engine
-    loss = -engine(batch).logps.sum()
-    engine.backward(loss * (bench.mesh.world_size / count), last=True)
+    for left in reversed(range(micro_batches)):
+        loss = -engine(batch).logps.sum()
+        engine.backward(loss * (bench.mesh.world_size / count / micro_batches), last=not left)
     bench.config.gradients.chain().apply(
         engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
     )
@@ -152,7 +167,7 @@ def take_step(bench: Bench, batch: ShardedBatch, count: int) -> torch.Tensor:
 
 
 def timed_steps(
-    bench: Bench, batch: ShardedBatch, count: int, steps: int
+    bench: Bench, batch: ShardedBatch, count: int, steps: int, micro_batches: int = 1
 ) -> tuple[list[float], torch.Tensor]:
     """Return the seconds of a first step and of `steps` more, and the last one's loss; memory peaks begin anew."""
     device = bench.engine.device
@@ -163,7 +178,7 @@ def timed_steps(
     for _ in range(steps + 1):
         wait(device)
         began = time.perf_counter()
-        loss = take_step(bench, batch, count)
+        loss = take_step(bench, batch, count, micro_batches)
         wait(device)
         times.append(time.perf_counter() - began)
     return times, loss
@@ -188,9 +203,12 @@ def measure(
     choice: MemoryChoice,
     *,
     documents: int = 1,
+    micro_batches: int = 1,
     steps: int = 3,
 ) -> dict[str, Any]:
     """Time `steps` steps after a first one (0: the first one itself); return the case's row, the same on all ranks.
+
+    A step of several micro-batches takes the same one again and again; its seconds are those of all.
 
     mfu counts model FLOPs, 6 N T + 6 L (H E) sum(length^2), executed what is computed, as shares of the peak.
     peak_gib is what tensors took at most, reserved_gib what the allocator did (it gives the rest back when memory
@@ -200,7 +218,7 @@ def measure(
     shape, mesh, device = bench.shape, bench.mesh, bench.engine.device
     batch = random_pack(bench, length, documents)
     count = (length - 1) * documents * mesh.data_parallel_size
-    times, loss = timed_steps(bench, batch, count, steps)
+    times, loss = timed_steps(bench, batch, count, steps, micro_batches)
     seconds = median(times[1:] or times)
     most, name = [0, 0, 0], "CPU"
     if device.type == "cuda":
@@ -222,6 +240,7 @@ def measure(
     flops = groups * model_flops(
         shape, count_parameters(shape), adapters, tokens, squares, tokens
     )
+    flops *= micro_batches
     rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
     case = Case(
         plain_model(shape),
@@ -233,7 +252,7 @@ def measure(
     )
     # what a rank's step really computes, as the planner counts it
     executed = sum(step_flops(case)) * mesh.sequence_parallel_size / seconds
-    executed *= groups / mesh.world_size
+    executed *= groups * micro_batches / mesh.world_size
     attention, dtype = bench.config.model.attention, bench.config.dtype
     kernel = resolve_kernel(
         attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents
@@ -245,9 +264,10 @@ def measure(
         "adapters": adapters, "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
         "kernel": kernel, "recompute": "+".join(f"{level}*{count}" for level, count in runs),
+        "weights": bench.config.memory.weights, "graphs": choice.graphs, "micro_batches": micro_batches,
         "offload": choice.offloaded_layers, "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
         "seconds": round(seconds, 4), "first_s": round(times[0], 2),
-        "tok_s_gpu": round(tokens * groups / seconds / mesh.world_size),
+        "tok_s_gpu": round(tokens * micro_batches * groups / seconds / mesh.world_size),
         "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,
         "executed": round(executed / limit, 3) if limit and not adapters else None,
         "peak_gib": round(float(largest[0]), 1), "reserved_gib": round(float(largest[1]), 1),

@@ -42,10 +42,10 @@ def main() -> None:
     device = initialize_distributed()
     degree = str(torch.distributed.get_world_size())
     config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", degree, *rest])
-    bench = build(config, device)
-    rows = []
-    for case in a.cases:
-        prompt, answer, branches = map(int, case.split(","))
+    cases = [tuple(map(int, case.split(","))) for case in a.cases]
+    longest = max((prompt + answer) * branches for prompt, answer, branches in cases)
+    bench, rows = build(config, device, longest), []
+    for case, (prompt, answer, branches) in zip(a.cases, cases):
         row: dict[str, Any] = {"case": case, "sp": int(degree)}
         for form in a.forms:
             pack = random_tree(bench, form, prompt, answer, branches)

@@ -43,7 +43,7 @@ from ulysses.training.watch import Watch
 from ulysses.zero.construct import common_store, initialize_distributed
 
 COLUMNS = (
-    "engine", "peer", "sp", "seq", "documents", "recompute", "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
+    "engine", "peer", "sp", "seq", "documents", "micro_batches", "recompute", "weights", "graphs", "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
     "mfu", "executed", "peak_gib", "host_gib", "ratio", "fit_seconds", "watch", "note",
 )  # fmt: skip
 # What only a training step tells.
@@ -56,6 +56,7 @@ def main() -> None:
     p.add_argument(
         "--documents", type=int, default=1, help="sequences of that length in each pack"
     )
+    p.add_argument("--micro-batches", type=int, default=1, help="packs in each step")
     p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
     p.add_argument(
         "--recompute",
@@ -132,21 +133,33 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     )
     levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
     cases = list(zip(a.seq, levels, offloads, strict=True))
-    bench = build(config, device)
+    rows: list[dict[str, Any]] = []
+    try:
+        bench = build(config, device, max(a.seq) * a.documents, a.documents)
+    except ConfigError as error:
+        rows = [{"seq": max(a.seq), "engine": "ours", "refused": str(error)}]
+        say(rows[0], a.out)
+        return rows
     if a.skip_attention:
         skip_attention(bench)
     if a.warm:
         measure(bench, a.warm, remember(bench, a.warm), steps=0)
-    rows = []
     for seq, level, offload in cases:
         here = bench._replace(
-            config=changed(config, "memory", recompute=level, offload=offload)
+            config=changed(bench.config, "memory", recompute=level, offload=offload)
         )
         row: dict[str, Any] = {"sp": bench.mesh.sequence_parallel_size, "seq": seq}
         row |= {"engine": "ours", "recompute": level}
         try:
-            choice = remember(here, seq * a.documents)
-            row = measure(here, seq, choice, documents=a.documents, steps=a.steps)
+            choice = remember(here, seq * a.documents, a.documents)
+            row = measure(
+                here,
+                seq,
+                choice,
+                documents=a.documents,
+                micro_batches=a.micro_batches,
+                steps=a.steps,
+            )
         except ConfigError as error:
             row["refused"] = str(error)
         except (torch.OutOfMemoryError, RuntimeError) as error:

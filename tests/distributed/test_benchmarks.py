@@ -25,6 +25,7 @@ def measured() -> list[dict[str, Any]]:
     options = argparse.Namespace(
         arch="qwen2.5-0.5b", layers=2, sp=0, seq=[48, 48, 48], documents=2, recompute=["none", "block", "block"],
         offload=["none", "none", "checkpoints"], steps=1, warm=0, skip_attention=False, profile="", out="", watch=0,
+        micro_batches=2,
     )  # fmt: skip
     rest = [part for name, value in SHAPE.items() for part in (f"--model.config.{name}", str(value))]
     plain = work(options, rest)
@@ -36,6 +37,7 @@ def test_steps_are_measured_as_set() -> None:
     for first, second, third, fit in run_distributed(measured, 2, cpu=True, with_zero=True):
         assert [row["recompute"] for row in (first, second, third, fit)] == ["none*2", "block*2", "block*2", "block*2"]
         assert [row["offload"] for row in (first, second, third)] == [0, 0, 2]
+        assert first["weights"] == "resident" and first["micro_batches"] == 2
         assert first["tokens"] == 96 and first["sp"] == 2 and first["dp"] == 1 and first["seconds"] > 0
         assert first["loss"] > second["loss"] > third["loss"] > 0  # the same tokens, one engine, step after step
         assert fit["note"] == "fit mode: not a training step" and "seconds" not in fit and "loss" not in fit

@@ -68,25 +68,40 @@ def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
 def test_auto_on_cpu_keeps_everything():
     for offload in ("none", "auto"):
         choice = choose_memory(planner_case(config(sp="auto", offload=offload), LLAMA, this_machine(CPU), 1 << 20))
-        assert choice == (("none",) * 32, 0, 0, "memory: recompute none (auto: CPU)")
+        line = "memory: recompute none (auto: CPU)"
+        assert choice == MemoryChoice(("none",) * 32, line=line, resident=True)
 
 
 def test_auto_gives_the_last_layers_most_and_says_so():
     """Their backward comes first."""
-    levels, *_, line = chosen(1 << 20)
+    choice = chosen(1 << 20)
+    levels, line = choice.recompute, choice.line
     assert levels == tuple(sorted(levels))
-    said = rf"recompute keep_attention\*\d+\+none\*{levels.count('none')} \(auto: \d+\.\d GiB predicted of 139.8 GiB\)$"
+    said = rf"recompute keep_attention\*\d+\+none\*{levels.count('none')} \(auto: \d+\.\d GiB predicted of 139.8 GiB\); weights sharded$"
     assert re.search(said, line)
 
 
 def test_a_level_set_by_hand_is_kept_while_it_may_fit():
     assert "may run out" not in chosen(1 << 17, recompute="block").line
-    need = float(chosen(1 << 17, recompute="none").line.split("(")[1].split()[0])
+    need = float(chosen(1 << 17, recompute="none", weights="sharded").line.split("(")[1].split()[0])
     choice = chosen(1 << 17, need + 0.5, recompute="none")
     assert choice.recompute == ("none",) * 32 and choice.line.endswith("may run out")
     said = r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute and memory.offload to "auto"'
     with pytest.raises(ConfigError, match=said):
         chosen(1 << 17, need - 0.5, recompute="none")
+
+
+def test_weights_stay_where_that_is_faster_and_fits():
+    """32 layers of short sequences wait for weights; of a longer one the room is worth more for activations."""
+    short, long = chosen(1 << 15), chosen(1 << 20)
+    assert short.resident and short.line.endswith("; weights resident")
+    assert not long.resident and long == chosen(1 << 20, weights="sharded")
+    assert chosen(1 << 15, weights="sharded")._replace(resident=True) != short
+    # what does not fit on every GPU is sharded, unless that is asked for
+    assert not chosen(1 << 13, 30.0).resident and chosen(1 << 13, 30.0, recompute="block").recompute
+    with pytest.raises(ConfigError, match="weights, optimizer and gradients"):
+        chosen(1 << 13, 30.0, weights="resident")
+    assert chosen(1 << 13, gpus=1, gib=200.0, weights="sharded").resident  # nothing to share
 
 
 def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():

@@ -65,7 +65,7 @@ def measured(row: dict[str, Any]) -> Case:
     levels = tuple(level for level, _, count in parts for _ in range(int(count or row["layers"])))
     return case(
         row["tokens"], "", model, node(row["gpus"]), row["sp"],
-        levels=levels, offloaded_layers=row["offload"], common_heads=common,
+        levels=levels, offloaded_layers=row["offload"], common_heads=common, weights=row.get("weights", "sharded"),
     )  # fmt: skip
 
 

@@ -3,20 +3,22 @@
     allocated = states + the largest moment
         head:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
         layer:   all that the layers up to it keep; two gathered layers, one's gradients, its attention or its MLP
+                 (CUDA graphs hold both moments, and every layer's gradients, in memory of their own)
         forward: a pass without gradient, of the model itself or of another one; nothing is kept yet
         rollout: PPO's whole policy, KV cache and first pass over the prompts; nothing is kept yet
     gpu  = allocated * SLACK + CUDA context + NCCL's buffers    (the allocator gives its cache back when it must)
     host = the process + optimizer, parameters and activations moved there + the copy that a checkpoint passes through
 
 ZeRO-3 states of a trained parameter: 2 (weight) + 4 (master) + 8 (moments) + 4 (accumulated gradient) = 18 bytes over
-all ranks in bfloat16; a frozen one costs its weight. Measured steps judge all this (tests/unit/test_plan.py).
+all ranks in bfloat16; a frozen one costs its weight. Resident weights take their 2 bytes on every rank, and nothing is
+gathered. Measured steps judge all this (tests/unit/test_plan.py).
 
 Shapes: S local tokens, D width, F feed-forward width, V vocabulary, N a layer's matrices, W processes.
 """
 
 from bisect import bisect_left
 from collections import Counter
-from math import gcd
+from math import gcd, inf
 from typing import NamedTuple
 
 from ulysses.memory.levels import LEVELS
@@ -37,7 +39,7 @@ CONTEXT_BYTES = 1.3e9  # CUDA context and libraries, outside the allocator, on a
 COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
 # Rates measured on H200, as shares of the peaks.
-MATRICES = 0.55  # matrix products, the elementwise kernels between them included
+MATRICES = 0.6  # matrix products
 ATTENTION = 0.63  # attention kernels
 EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
 GATHER = 0.37  # all-gathers and reduce-scatters
@@ -45,7 +47,12 @@ LINK = 450e9  # bytes/s between two GPUs of one node, one direction
 NODE_LINK = 50e9  # of two nodes
 MEMORY_RATE = 0.6 * 4.8e12  # bytes/s of GPU memory in the optimizer's update
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
-STEP_SECONDS = 0.015  # per micro-batch: metadata, the first gather, the last reduction, metrics
+ELEMENTWISE = 1e-11  # seconds of a layer's elementwise kernels, for each token and unit of D + F
+STEP_SECONDS = 0.005  # per micro-batch: metadata, the first gather, the last reduction, metrics
+# Seconds in which the host launches one layer, forward and backward, with weights that are gathered and that stay;
+# CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
+LAUNCH, LAUNCH_RESIDENT = 7e-3, 3e-3
+GRAPH_SECONDS = 5e-3
 PREFILL_TOKENS = 8192  # of prompts that the sampler computes together
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
 
@@ -144,6 +151,7 @@ class Case(NamedTuple):
     levels: every layer's recompute level, the first layer's first; at most two levels, and the later layers' keeps
     more. Their backward comes first, and what they kept is free again when the others start to recompute.
     offloaded_layers: how many, from the first on, keep their tensors on the host.
+    weights: "sharded" over all ranks, "resident" on each, or "auto": what is faster and fits.
     allowed: the levels to choose from, the fastest first.
     offload: "none"; "auto", the fewest layers that make the GPU suffice, else all that the host holds; "checkpoints",
     all that the host holds.
@@ -161,6 +169,7 @@ class Case(NamedTuple):
     common_heads: int = 0
     levels: tuple[str, ...] = ()
     offloaded_layers: int = 0
+    weights: str = "auto"
     allowed: tuple[str, ...] = LEVELS
     offload: str = "none"
     element_size: int = 2
@@ -171,6 +180,19 @@ class Case(NamedTuple):
     @property
     def local(self) -> int:
         return -(-self.tokens // self.sp)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the weights stay whole on every rank; one process has them all in any case."""
+        stay = self.weights == "resident" or self.machine.gpus == 1
+        return stay and not self.offload_parameters
+
+    @property
+    def graphs(self) -> bool:
+        """Whether the layers run as CUDA graphs (memory/graphs.py)."""
+        layer = 6 * self.local * self.model.layer_parameters / MATRICES / self.machine.peak_flops
+        keeps_all = {*self.levels} == {"none"} and self.resident and self.sp == 1
+        return keeps_all and layer < GRAPH_SECONDS and self.machine.gpu_bytes < inf
 
     @property
     def name(self) -> str:
@@ -218,7 +240,8 @@ class Prediction(NamedTuple):
 def predict(case: Case) -> Prediction:
     """Predict the bytes of a rank."""
     model, machine, world = case.model, case.machine, case.machine.gpus
-    weights = case.element_size * sum(m.parameters for m in (model, *case.others)) / world
+    weights = case.element_size * sum(m.parameters for m in (model, *case.others))
+    weights /= 1 if case.resident else world
     trained = 16 * model.trained / world  # float32 weights have a separate master too
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
     level, upper = case.levels[0], case.levels[-1]
@@ -230,9 +253,13 @@ def predict(case: Case) -> Prediction:
     above = kept_bytes(case, upper) * (model.layers - below)
     kept = kept_bytes(case, level) * here + above
     # the upper layers are done when the others work, and what they kept is free
-    working = max(
-        _head_moment(case), _layer_moment(case, upper), _layer_moment(case, level) - above
+    head, layer = (
+        _head_moment(case),
+        max(_layer_moment(case, upper), _layer_moment(case, level) - above),
     )
+    working = max(head, layer)
+    if case.graphs:
+        working = head + layer + case.element_size * model.layers * model.layer_parameters
     passes = [_forward_moment(case._replace(model=m)) for m in (model, *case.others)]
     allocated = states + max(kept + working, _rollout_bytes(case), *passes)
     gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
@@ -283,7 +310,7 @@ def _packed(case: Case) -> int:
 def _base(case: Case) -> int:
     """Return the bytes that every moment needs: two layers' gathered weights and the rotary table."""
     model = case.model
-    gathered = 2 * case.element_size * model.layer_parameters * (case.machine.gpus > 1)
+    gathered = 2 * case.element_size * model.layer_parameters * (not case.resident)
     return gathered + 4 * model.head_dim * case.local
 
 
@@ -291,7 +318,7 @@ def _head(case: Case) -> tuple[int, int]:
     """Return the bytes of the gathered vocabulary, and of a tile of logits in float32 and in the weights' dtype."""
     size, V = case.element_size, case.model.vocabulary
     rows = max(1, LOGITS_TILE_BYTES // (4 * V))
-    words = size * case.model.vocabulary_parameters * (case.machine.gpus > 1)
+    words = size * case.model.vocabulary_parameters * (not case.resident)
     return words, min(case.local, rows) * V * (4 + size)
 
 
@@ -350,7 +377,7 @@ def _rollout_bytes(case: Case) -> float:
     prefill = size * prompts * (3 * model.intermediate + 4 * model.width)
     # float64 logits, log-probabilities, what top_p keeps, their sums: in the CUDA graphs' memory and outside
     drawing = 2 * 4 * 8 * count * model.vocabulary
-    weights = size * (layers + 2 * words) * (1 + rollout.merged)
+    weights = size * (layers + 2 * words) * ((not case.resident) + rollout.merged)
     return weights + cache * count * length + prefill + drawing
 
 
@@ -382,6 +409,10 @@ def step_seconds(case: Case) -> float:
     model, machine, W = case.model, case.machine, case.machine.gpus
     matrices, attention = step_flops(case)
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
+    width = ELEMENTWISE * (model.width + model.intermediate)
+    seconds += case.local * width * model.layers * (1 + case.forwards / 3)
+    launches = LAUNCH_RESIDENT * (not case.graphs) if case.resident else LAUNCH
+    launches *= model.layers * (1 + case.forwards / 3) * (machine.gpu_bytes < inf)
     # exchanges: twice forward and backward, three times where the layers exchange again
     head_ranks, _, keys = case.shards
     heads = 2 * model.heads // head_ranks * (head_ranks - 1) + 2 * keys * (case.sp - 1)
@@ -389,12 +420,13 @@ def step_seconds(case: Case) -> float:
     sent = times * case.element_size * model.head_dim * heads * case.local
     seconds += sent / (EXCHANGE * machine.link(case.sp))
     # during the computation: weights are gathered twice and gradients reduced; copies to and from the host
-    traffic = case.element_size * ((2 + case.forwards) * model.parameters + model.trained)
+    gathers = 1 / case.micro_batches if case.resident else 2 + case.forwards
+    traffic = case.element_size * (gathers * model.parameters + model.trained)
     traffic *= (W - 1) / W / (GATHER * machine.link(W))
     moved = 4 * model.trained / W * case.offload_optimizer
     moved += 2 * case.element_size * model.parameters / W * case.offload_parameters
     moved += 2 * case.offloaded_layers * kept_bytes(case, case.levels[0])
-    micro_batch = max(seconds, traffic, moved / HOST_LINK) + STEP_SECONDS
+    micro_batch = max(seconds, traffic, moved / HOST_LINK, launches) + STEP_SECONDS
     update = UPDATE_BYTES * model.trained / W
     update /= HOST_LINK if case.offload_optimizer else MEMORY_RATE
     return case.micro_batches * micro_batch + update
@@ -416,6 +448,13 @@ def one_level(case: Case, level: str) -> Case:
 
 
 def choose(case: Case) -> Case | None:
+    """Return where the weights are and what the layers keep, the fastest choice that fits, or None."""
+    places = ["resident", "sharded"] if case.weights == "auto" else [case.weights]
+    found = (_choose_levels(case._replace(weights=place)) for place in places)
+    return min(filter(None, found), key=step_seconds, default=None)
+
+
+def _choose_levels(case: Case) -> Case | None:
     """Return the fastest level that fits, with the next faster one on as many of the last layers as fit, or None.
 
     A level that fits only with layers on the host is not mixed.

@@ -79,7 +79,12 @@ def layer_memory(memory: MemoryChoice | None) -> LayerMemory:
     away = memory.offloaded_layers
     device = "cuda" if torch.cuda.is_available() else "cpu"
     offloader = Offloader(device, memory.host_bytes) if away else None
-    return LayerMemory(memory.recompute, offloader=offloader, offloaded_layers=away)
+    return LayerMemory(
+        memory.recompute,
+        offloader=offloader,
+        offloaded_layers=away,
+        graphs=memory.graphs and torch.cuda.is_available(),
+    )
 
 
 def build_engine(
@@ -89,8 +94,11 @@ def build_engine(
     memory: MemoryChoice | None = None,
     *,
     reward: bool = False,
+    resident: bool = False,
 ) -> ZeroEngine:
     """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together.
+
+    `resident` keeps a frozen model's weights whole on every rank; `memory` says so for a trained one.
 
     With `memory`, what its layers keep for the backward pass, the model is trained and of the stage's kind: a causal
     language model, a reward model, or a policy with a value. Without, it is a frozen causal language model, or a
@@ -130,4 +138,7 @@ def build_engine(
     else:
         model.requires_grad_(False)
     between = getattr(torch, config.optimizer.reduce_dtype)
-    return ZeroEngine(model, settings, optimizer, (DecoderLayer,), between)
+    # a graph of all layers gathers and reduces nothing in between
+    units = () if kept.graphs else (DecoderLayer,)
+    resident = memory.resident if memory else resident
+    return ZeroEngine(model, settings, optimizer, units, between, resident=resident)

@@ -188,6 +188,9 @@ class GradientsSection(Section):
 class MemorySection(Section):
     recompute: Literal["auto", "none", "keep_attention", "block", "pair"] = "auto"
     """What the backward pass computes again: nothing, all but attention, each layer, or each pair of layers."""
+    weights: Literal["auto", "sharded", "resident"] = "auto"
+    """Whether every process holds a share of the weights and gathers each layer for its use, or all of them, gathered
+    once after an update; "auto" is what is faster and fits."""
     offload: Literal["auto", "none", "checkpoints"] = "none"
     """Whether the layers' saved inputs wait in pinned host memory; "auto" moves as few as must be."""
     offload_optimizer: bool = False
@@ -347,6 +350,11 @@ class Config(Section):
             yield (
                 'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
                 'memory.recompute to "auto", or memory.offload to "none"'
+            )
+        if memory.weights == "resident" and memory.offload_parameters:
+            yield (
+                'memory.weights is "resident" but memory.offload_parameters keeps them in host memory; set '
+                'memory.weights to "auto", or memory.offload_parameters to false'
             )
         if bool(run.steps) == bool(run.epochs):
             yield (

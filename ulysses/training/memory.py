@@ -33,12 +33,17 @@ ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not give
 
 
 class MemoryChoice(NamedTuple):
-    """What each of the trained model's layers keeps, the first layer's first, and where; `line` says why."""
+    """What each of the trained model's layers keeps, the first layer's first, and where; `line` says why.
+
+    resident: whether the weights of all models stay whole on every rank. graphs: whether layers run as CUDA graphs.
+    """
 
     recompute: tuple[str, ...]
     offloaded_layers: int = 0
     host_bytes: int = 0  # budget of pinned memory of one process
     line: str = ""
+    resident: bool = False
+    graphs: bool = False
 
 
 def adapter_parameters(config: Config, shape: Shape) -> int:
@@ -139,7 +144,7 @@ def choose_memory(case: Case) -> MemoryChoice:
     away, p = choice.offloaded_layers, predict(choice)
     if machine.gpu_bytes == math.inf:
         line = f"memory: recompute {choice.name}{' (auto: CPU)' * auto}"
-        return MemoryChoice(choice.levels, away, 0, line)
+        return MemoryChoice(choice.levels, away, 0, line, choice.resident)
     if not p.fits_host:
         raise ConfigError(
             f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
@@ -161,12 +166,15 @@ def choose_memory(case: Case) -> MemoryChoice:
         f"memory: recompute {choice.name} ({'auto: ' * auto}{p.gpu / GIB:.1f} GiB predicted of "
         f"{machine.gpu_bytes / GIB:.1f} GiB)"
     )
+    line += f"; weights {'resident' if choice.resident else 'sharded'}"
+    if choice.graphs:
+        line += ", layers run as CUDA graphs"
     if away:
         line += f"; {away} of {layers} layers' activations in host memory"
     if not p.fits:
         line += "; this leaves less than the usual reserve and may run out"
     room = int(machine.host_budget - p.host + p.offloaded) if away else 0
-    return MemoryChoice(choice.levels, away, room, line)
+    return MemoryChoice(choice.levels, away, room, line, choice.resident, choice.graphs)
 
 
 def planned_machine(config: Config, options: Options, world: int) -> Machine:

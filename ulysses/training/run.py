@@ -132,7 +132,7 @@ class TrainingRun:
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data:
                 self.say(f"{name} data: {data.report}")
-        memory = choose_memory(case)
+        memory = self.memory = choose_memory(case)
         self.say(memory.line)
         self.watch.phase("building the model", long=True)
         self.engine = build_engine(config, prepared.weights, mesh, memory)
@@ -178,7 +178,9 @@ class TrainingRun:
         """Build a frozen engine of another model, or of a copy of the initial policy."""
         weights = self.prepared.others[other.setting] if other else self.prepared.weights
         reward = bool(other and other.reward)
-        engine = build_engine(self.config, weights, self.mesh, reward=reward)
+        engine = build_engine(
+            self.config, weights, self.mesh, reward=reward, resident=self.memory.resident
+        )
         self.resources.callback(engine.destroy)
         return engine
 
