@@ -47,7 +47,9 @@ LINK = 450e9  # bytes/s between two GPUs of one node, one direction
 NODE_LINK = 50e9  # of two nodes
 MEMORY_RATE = 0.6 * 4.8e12  # bytes/s of GPU memory in the optimizer's update
 HOST_LINK = 15e9  # bytes/s between GPU and host, all GPUs of a node copying at once
-ELEMENTWISE = 1e-11  # seconds of a layer's elementwise kernels, for each token and unit of D + F
+ELEMENTWISE = (
+    1e-11  # seconds of a layer's elementwise kernels, for each token and unit of D + F
+)
 STEP_SECONDS = 0.005  # per micro-batch: metadata, the first gather, the last reduction, metrics
 # Seconds in which the host launches one layer, forward and backward, with weights that are gathered and that stay;
 # CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
@@ -190,7 +192,9 @@ class Case(NamedTuple):
     @property
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
-        layer = 6 * self.local * self.model.layer_parameters / MATRICES / self.machine.peak_flops
+        layer = (
+            6 * self.local * self.model.layer_parameters / MATRICES / self.machine.peak_flops
+        )
         keeps_all = {*self.levels} == {"none"} and self.resident and self.sp == 1
         return keeps_all and layer < GRAPH_SECONDS and self.machine.gpu_bytes < inf
 

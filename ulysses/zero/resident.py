@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ulysses.zero.deepspeed_internals import own_slice, stay_whole
 
-ALIGNMENT = 64  # elements between the starts of parameters: kernels read aligned matrices faster
+ALIGNMENT = (
+    64  # elements between the starts of parameters: kernels read aligned matrices faster
+)
 
 
 class ResidentWeights:
@@ -36,7 +38,9 @@ class ResidentWeights:
         first = own_slice(parameters[0])[0]
         self.device = first.device
         flat = torch.empty(sum(room), dtype=first.dtype, device=self.device)
-        self._wholes: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # with padding, and this rank's slice
+        self._wholes: dict[
+            nn.Parameter, tuple[Tensor, Tensor]
+        ] = {}  # with padding, and this rank's slice
         for parameter, size, part in zip(parameters, sizes, flat.split(room)):
             whole = part[:size]
             own = whole.chunk(self.world)[dist.get_rank()]
