@@ -174,18 +174,20 @@ class Partition:
         zero, resident = self._zero, self._resident
         if resident is None:
             zero._partition_all_parameters()
-        for group in range(len(self.masters)):
+        else:
+            resident.wait()
+        for group, (master, parameters) in enumerate(zip(self.masters, zero.fp16_groups)):
             if update:
                 zero._optimizer_step(group)
             if resident is None:
                 zero._reassign_or_swap_out_partitioned_parameters(group)
+                continue
+            # the next group is updated while this one is gathered
+            own = [p.ds_tensor for p in parameters]
+            torch._foreach_copy_(own, master.split([slice.numel() for slice in own]))
+            resident.gather(parameters)
         if resident is None:
             zero._post_step(set())  # gathers the small parameters that are kept whole
-            return
-        own = [s.parameter.ds_tensor for s in self.slices]
-        masters = [s.master.narrow(0, s.offset, s.size) for s in self.slices]
-        torch._foreach_copy_(own, masters)
-        resident.gather()
 
     def begin_step(self) -> None:
         """Let DeepSpeed forget the backward passes so far; the master weights keep their gradients."""

@@ -88,7 +88,7 @@ class ZeroEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
         if self.weights is not None:
-            self.weights.wait(units=False)
+            self.weights.wait_for_others()
         if self.partition is None or self.weights is not None:
             return self.module(*args, **kwargs)
         if torch.is_grad_enabled():

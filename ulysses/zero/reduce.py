@@ -143,7 +143,7 @@ class GradientReduction:
                 if grad.numel() < self._bucket:
                     self._waiting.append((s, grad))
                 else:
-                    self._store(s, self._summed(s, grad.reshape(-1)), 1 / self._world)
+                    self._reduce(s, grad.reshape(-1))
             if sum(grad.numel() for _, grad in self._waiting) >= self._bucket:
                 self._send_waiting()
 
@@ -159,16 +159,24 @@ class GradientReduction:
             self._events[-1].record()
 
     @torch.no_grad()
-    def _summed(self, s: ParameterSlice, flat: Tensor) -> Tensor:
-        """Return this rank's slice of a whole gradient, summed over all ranks in float32 (one rank: as it is)."""
+    def _reduce(self, s: ParameterSlice, flat: Tensor) -> None:
+        """Average a whole gradient over all ranks in float32, and store this rank's slice."""
         W, size, length = self._world, s.size, len(s.grad)
         if W == 1:
-            return flat
+            self._store(s, flat)
+            return
         if self._nodes == 1:
             sizes = [max(0, min(size, s.numel - r * size)) for r in range(W)]
-            copies = flat.new_empty(W * length)
-            dist.all_to_all_single(copies, flat, [length] * W, sizes, group=self._inside)
-            return copies.view(W, length).sum(0, dtype=torch.float32)
+            copies = flat.new_empty(W, length)
+            dist.all_to_all_single(
+                copies.view(-1), flat, [length] * W, sizes, group=self._inside
+            )
+            if s.name in self._written or s.grad.device != flat.device:
+                self._store(s, copies.mean(0, dtype=torch.float32))
+            else:  # in one pass over memory
+                torch.mean(copies, 0, dtype=torch.float32, out=s.grad)
+                self._written.add(s.name)
+            return
         padded = F.pad(flat, (0, W * size - s.numel))
         by_place = padded.view(self._nodes, -1, size).transpose(0, 1).contiguous()
         copies = torch.empty_like(by_place)
@@ -176,7 +184,7 @@ class GradientReduction:
         sums = copies.sum(0, dtype=torch.float32).to(self._between)
         total = sums.new_empty(size)
         dist.reduce_scatter_tensor(total, sums.view(-1), group=self._across)
-        return total[:length]
+        self._store(s, total[:length], 1 / W)
 
     @torch.no_grad()
     def _send_waiting(self) -> None:
@@ -209,7 +217,7 @@ class GradientReduction:
 
     @torch.no_grad()
     def _store(self, s: ParameterSlice, total: Tensor, share: float = 1.0) -> None:
-        """Write or add this rank's part of a sum, times `share`, to its slice."""
+        """Write or add this rank's part of a sum or mean, times `share`, to its slice."""
         target, first = s.grad, s.name not in self._written
         self._written.add(s.name)
         if target.device == total.device:

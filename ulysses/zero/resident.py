@@ -1,7 +1,7 @@
 """Weights that stay whole on every rank: gathered once after each update, without any of DeepSpeed's hooks.
 
     one flat tensor    | parameter a: slice of rank 0, of rank 1, ... | parameter b: slice of rank 0, ... |
-    after an update    every rank has written its own slices; an all-gather per unit brings those of the others
+    after an update    every rank has written its own slices; all-gathers bring those of the others while it goes on
 
 ZeRO-3 goes on sharding the master weights, the optimizer's state and the gradients. Its slices of the weights become
 parts of the flat tensor, so nothing is held twice, and on one process nothing is ever gathered, copied or freed.
@@ -26,13 +26,12 @@ class ResidentWeights:
 
     Args:
         module: built by `build_partitioned`; afterwards its parameters are plain tensors.
-        units: modules, in the order of their use, each of which waits for its own weights only; the rest of the
-            weights arrives before them all.
+        units: modules each of which waits for its own weights only.
     """
 
     def __init__(self, module: nn.Module, units: Iterable[nn.Module] = ()) -> None:
         self.world = dist.get_world_size()
-        parameters = list(module.parameters())
+        parameters, units = list(module.parameters()), list(units)
         sizes = [parameter.partition_numel() * self.world for parameter in parameters]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         first = own_slice(parameters[0])[0]
@@ -47,39 +46,35 @@ class ResidentWeights:
             own.copy_(own_slice(parameter)[0])
             stay_whole(parameter, own, whole)
             self._wholes[parameter] = whole, own
-        # Gathers on their way; None is for what belongs to no unit, which is used first and last.
-        self._coming: dict[nn.Module | None, Any] = {}
-        self._units: dict[nn.Module | None, list[nn.Parameter]] = {None: []}
-        of_units = {p: unit for unit in units for p in unit.parameters()}
-        for parameter in parameters:
-            self._units.setdefault(of_units.get(parameter), []).append(parameter)
+        self._coming: dict[nn.Parameter, Any] = {}  # gathers on their way
+        of_units = {p for unit in units for p in unit.parameters()}
+        self._others = [p for p in parameters if p not in of_units]  # used first and last
         self._hooks = [
-            unit.register_forward_pre_hook(self._wait_for)
-            for unit in self._units
-            if unit is not None and self.world > 1
+            unit.register_forward_pre_hook(lambda unit, _: self.wait(unit.parameters()))
+            for unit in units
+            if self.world > 1
         ]
-        self.gather()
+        self.gather(parameters)
 
-    def gather(self) -> None:
-        """Begin to bring every rank's slices to all ranks; a unit's forward, or `wait`, waits for them."""
+    def gather(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Begin to bring every rank's slices of these to all ranks; whoever reads them waits for them first."""
         if self.world == 1:
             return
-        self.wait()
-        for unit, parameters in self._units.items():
-            with dist._coalescing_manager(async_ops=True) as coming:
-                for parameter in parameters:
-                    dist.all_gather_into_tensor(*self._wholes[parameter])
-            self._coming[unit] = coming
+        parameters = list(parameters)
+        with dist._coalescing_manager(async_ops=True) as coming:
+            for parameter in parameters:
+                dist.all_gather_into_tensor(*self._wholes[parameter])
+        self._coming |= dict.fromkeys(parameters, coming)
 
-    def wait(self, *, units: bool = True) -> None:
-        """Wait for what is still on its way: everything, or all but the units, which wait for themselves."""
-        for unit in list(self._coming) if units else [None]:
-            self._wait_for(unit)
-
-    def _wait_for(self, unit: nn.Module | None, *_: Any) -> None:
-        coming = self._coming.pop(unit, None)
-        if coming is not None:
+    def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Wait for parameters that are still on their way: for all, or all of these."""
+        chosen = list(self._coming) if parameters is None else parameters
+        for coming in {self._coming.pop(p, None) for p in chosen} - {None}:
             coming.wait()
+
+    def wait_for_others(self) -> None:
+        """Wait for what belongs to no unit."""
+        self.wait(self._others)
 
     def close(self) -> None:
         """Let gathers end, and remove the hooks."""

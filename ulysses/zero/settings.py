@@ -45,7 +45,7 @@ def derive(
         # itself keeps the host from running far ahead of the GPU.
         "stage3_max_live_parameters": vocabulary_matrices + 4 * layer_matrices,
         "stage3_max_reuse_distance": 0,  # a layer is released after its forward pass, whatever comes next
-        "sub_group_size": int(1e9),
+        "sub_group_size": 10**8,  # updated at a time
         # Off: DeepSpeed would replace torch.nn.functional.linear in the whole process; our projections need
         # no such help.
         "memory_efficient_linear": False,
