@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from models.arch import ModelConfig
@@ -24,6 +25,7 @@ from ulysses.training.prepare import prepare
 from ulysses.training.section import ConfigError
 
 DATA = ROOT / "configs/demo/data"
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(folder / "model/model.safetensors")
     write_model(folder / "small", vocab_size=100)
     shutil.copytree(folder / "model", folder / "lacking")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    del tensors[UP]
     save_file(tensors, folder / "lacking/model.safetensors")
+    for name, value in (("int8", torch.ones(64, 32, dtype=torch.int8)), ("nan", torch.full((64, 32), torch.nan))):
+        shutil.copytree(folder / "model", folder / name)
+        save_file(tensors | {UP: value}, folder / name / "model.safetensors")
     return folder
 
 
@@ -84,6 +89,10 @@ CASES = {
     "lacking weights": (
         "pretrained lacking",
         r"does not fit .*: model.layers.1.mlp.up_proj.weight has no shape .*the first of 1 diff",
+    ),
+    "quantised weights": (
+        "pretrained int8",
+        rf"model.path: .*/int8/model.safetensors holds {UP} as torch.int8, but quantised weights cannot be trained",
     ),
     "no such model": ("pretrained nowhere", r"there is no folder /.*nowhere"),
     "not a checkpoint": ("sft run.resume=PLACE/model", r"run.resume: .*/model is not a complete checkpoint"),
@@ -137,6 +146,17 @@ def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, t
     assert "Traceback" not in outcome.stderr + outcome.stdout
     assert len(lines[0]) < 500
     assert not (place / "run").exists(), "nothing is created for a refused run"
+
+
+def test_weights_that_are_no_numbers_end_every_process_in_one_sentence(place: Path, tmp_path: Path) -> None:
+    """One rank finds them while the others build the model: none is left behind in a collective."""
+    started = Ranks(pretrained(place, "nan"), 2, tmp_path)
+    outcome = started.wait(60)
+    assert 0 not in started.codes, outcome.stderr
+    lines = [line for line in outcome.stderr.splitlines() if "error" in line.lower()]
+    assert len(lines) == 1 and "Traceback" not in outcome.stderr, outcome.stderr
+    wanted = rf"error: rank \d, {UP} in /.*/nan/model.safetensors holds infinite .*; download it again"
+    assert re.fullmatch(wanted, lines[0]), lines
 
 
 def test_the_process_that_tells_leaves_first(place: Path, tmp_path: Path) -> None:
