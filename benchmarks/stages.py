@@ -85,7 +85,8 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
         "batch.examples": 1 if stage in ("dpo", "rm") else 2,
         "batch.tokens_per_microbatch": max(2, a.answers) * a.tokens,
         "parallel.sequence_parallel_size": a.sp or a.gpus, "optimizer.lr": 1e-6,
-        "run.steps": a.steps, "run.output": output, "run.export": "false", "run.save_last": "false",
+        "run.steps": a.steps, "run.output": output,
+        "run.export": "false", "run.save_last": "false", "run.save_minutes": 0,
     }  # fmt: skip
     if stage == "ppo":
         given |= {

@@ -154,14 +154,15 @@ class StoredTensor(NamedTuple):
             part = file.get_tensor(self.name).view(-1)[start:stop]
         # the least and the greatest are not numbers if any element is not one
         if part.numel() and not torch.isfinite(torch.stack(part.aminmax())).all():
-            raise ValueError(
-                f"{self.file.absolute()} holds infinite weights, or some that are not numbers; download it again"
+            raise FloatingPointError(
+                f"{self.name} in {self.file.absolute()} holds infinite weights, or some that are not numbers; download "
+                "it again"
             )
         return part
 
 
 def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Read a safetensors file's header."""
+    """Read a safetensors file's header; ValueError if it is broken, or holds quantised weights."""
     found = {}
     try:
         with safe_open(path, "pt") as file:
@@ -172,6 +173,12 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{path.absolute()} is not a whole safetensors file ({error}); download it again"
         ) from None
+    for name, tensor in found.items():
+        if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
+            raise ValueError(
+                f"{path.absolute()} holds {name} as {tensor.dtype}, but quantised weights cannot be trained; use the "
+                "model that they were made from, or dequantise them to bfloat16"
+            )
     return found
 
 

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             merge_adapter(source, out)
         else:
             export_checkpoint(source, out, merge=merge)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"exported {out}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from models.arch import ModelConfig
@@ -24,6 +25,7 @@ from ulysses.training.prepare import prepare
 from ulysses.training.section import ConfigError
 
 DATA = ROOT / "configs/demo/data"
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = load_file(folder / "model/model.safetensors")
     write_model(folder / "small", vocab_size=100)
     shutil.copytree(folder / "model", folder / "lacking")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    del tensors[UP]
     save_file(tensors, folder / "lacking/model.safetensors")
+    for name, value in (("int8", torch.ones(64, 32, dtype=torch.int8)), ("nan", torch.full((64, 32), torch.nan))):
+        shutil.copytree(folder / "model", folder / name)
+        save_file(tensors | {UP: value}, folder / name / "model.safetensors")
     return folder
 
 
@@ -79,11 +84,15 @@ CASES = {
     "too long": ("sft batch.tokens_per_microbatch=16", r"tokens_per_microbatch.* 16"),
     "no template": ("sft model.tokenizer=PLACE/no_template", r"chat template"),
     "kernel on CPU": ("sft model.attention=flash4", r"model.attention: .*flash4"),
-    "full disk": ("sft", r"GiB free but 3 checkpoints and the export need"),
+    "full disk": ("sft", r"GiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f"),
     "held folder": ("sft run.output=PLACE/held", r'held already holds checkpoints; set run.resume = "auto"'),
     "lacking weights": (
         "pretrained lacking",
         r"does not fit .*: model.layers.1.mlp.up_proj.weight has no shape .*the first of 1 diff",
+    ),
+    "quantised weights": (
+        "pretrained int8",
+        rf"model.path: .*/int8/model.safetensors holds {UP} as torch.int8, but quantised weights cannot be trained",
     ),
     "no such model": ("pretrained nowhere", r"there is no folder /.*nowhere"),
     "not a checkpoint": ("sft run.resume=PLACE/model", r"run.resume: .*/model is not a complete checkpoint"),
@@ -139,6 +148,17 @@ def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, t
     assert not (place / "run").exists(), "nothing is created for a refused run"
 
 
+def test_weights_that_are_no_numbers_end_every_process_in_one_sentence(place: Path, tmp_path: Path) -> None:
+    """One rank finds them while the others build the model: none is left behind in a collective."""
+    started = Ranks(pretrained(place, "nan"), 2, tmp_path)
+    outcome = started.wait(60)
+    assert 0 not in started.codes, outcome.stderr
+    lines = [line for line in outcome.stderr.splitlines() if "error" in line.lower()]
+    assert len(lines) == 1 and "Traceback" not in outcome.stderr, outcome.stderr
+    wanted = rf"error: rank \d, {UP} in /.*/nan/model.safetensors holds infinite .*; download it again"
+    assert re.fullmatch(wanted, lines[0]), lines
+
+
 def test_the_process_that_tells_leaves_first(place: Path, tmp_path: Path) -> None:
     """A launcher ends all processes as soon as one has left; here the one that tells is the last to start."""
 
@@ -166,7 +186,8 @@ def test_what_the_run_holds_already_counts_as_free_disk(place: Path, tmp_path: P
     config = parse_command_line([*map(str, pretrained(place, "model")), *more]).config
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ConfigError, match="GiB free but 4 checkpoints and the export need"):
+    counted = r"4 checkpoints of run.save_every \(run.keep = 2, the best and one being written\)"
+    with pytest.raises(ConfigError, match=f"GiB free but {counted} and the export need"):
         prepare(config, 1)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/old").write_bytes(bytes(10_000_000))

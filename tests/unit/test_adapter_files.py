@@ -104,3 +104,14 @@ def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, monkeypatc
         file.unlink()
     with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors; convert the adapter to safetensors"):
         WeightFiles(folder)
+
+
+def test_an_adapter_that_is_not_finite_is_not_merged(base, tmp_path, capsys):
+    adapter_by_peft(base, folder := tmp_path / "adapter")
+    capsys.readouterr()
+    weights = load_file(folder / "adapter_model.safetensors")
+    next(iter(weights.values()))[0, 0] = torch.nan
+    save_file(weights, folder / "adapter_model.safetensors")
+    assert export.main(["--merge", str(folder), str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "lora_A.weight in " in said and "holds infinite weights, or some" in said

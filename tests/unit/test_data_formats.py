@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import shutil
 
 import datasets
 import pytest
@@ -276,6 +277,61 @@ def test_file_kinds_give_the_same_records(tmp_path):
         records, _ = load(tmp_path / name, "sequence")
         assert [flat(r) for r in records] == expected, name
         assert [r.where[-5:] for r in records] == ["row 1", "row 2", "row 3"]
+
+
+SHARDED = "data/{}-0000{}-of-0000{}.jsonl"
+# a folder's files by split; those of "" belong to none
+LAYOUTS = {
+    "shards": {"train": [SHARDED.format("train", 0, 2), SHARDED.format("train", 1, 2)],
+               "test": [SHARDED.format("test", 0, 1)]},
+    "shards of any name": {"test_sft": [SHARDED.format("test_sft", 0, 1)],
+                           "train_sft": [SHARDED.format("train_sft", 0, 1)]},
+    "names": {"train": ["train.jsonl", "training_2.jsonl"], "validation": ["dev.jsonl"], "test": ["my-eval.jsonl"],
+              "": ["more.jsonl"]},
+    "names below": {"train": ["data/train.jsonl"], "validation": ["data/val.jsonl"]},
+    "folders": {"train": ["train/a.jsonl", "train/b/test.jsonl"], "test": ["testing/a.jsonl"]},
+    "whole words only": {"train": ["latest.jsonl", "trainer.jsonl", "evaluated/a.jsonl"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_folder_gives_the_split_that_the_hub_would_give(tmp_path, name):
+    layout, folder = LAYOUTS[name], tmp_path / "folder"
+    files = {file for own in layout.values() for file in own}
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        write_rows(folder / file, [{"text": file}])
+    (folder / "eval").mkdir()
+    (folder / "eval/train.py").touch()  # names of splits, but no data
+    (folder / "README.md").touch()
+    for split in layout.keys() - {""}:
+        records, report = load(folder, split=split)
+        assert [record.text for record in records] == sorted(layout[split])
+        left = files - {*layout[split]}
+        assert report.notes == ({f"files left out, not of split {split}": len(left)} if left else {})
+        assert all(str(folder / file) in str(report) for file in left)
+    there = ", ".join(split for split in layout if split)
+    with pytest.raises(DataError, match=rf"/folder has no split 'other', only {there}; set split to one of them"):
+        load(folder, split="other")
+    with pytest.raises(DataError, match="has no split 'other'"):
+        source_digest(Source(str(folder), split="other"), tmp_path)
+    records = load(folder)[0] if "train" in layout else []
+    assert [record.text for record in records] == sorted(layout.get("train", []))
+    shutil.rmtree(folder / "eval")  # the hub's loader would take it for a split without data
+    for split in layout.keys() - {""}:
+        hub = datasets.load_dataset(str(folder), split=split, cache_dir=str(tmp_path / "cache"))
+        assert sorted(hub["text"]) == sorted(layout[split])
+
+
+def test_splits_of_a_saved_folder_and_of_a_folder_without_data_for_the_hub(tmp_path):
+    rows = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test")}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
+    assert [load(tmp_path / "saved", split=name)[0][0].text for name in rows] == [*rows]
+    with pytest.raises(DataError, match=r"^/.*/saved has no split 'other', only train, test; set split to one of them"):
+        load(tmp_path / "saved", split="other")
+    (tmp_path / "few").mkdir()
+    write_rows(tmp_path / "few/config.json", [{"text": "a"}])  # a name that the hub never takes for data
+    assert load(tmp_path / "few")[0][0].text == "a"
 
 
 def test_hub_datasets_go_through_datasets(tmp_path, monkeypatch):

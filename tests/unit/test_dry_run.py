@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,43 @@ def test_settings_that_do_nothing_are_named(capsys, tmp_path):
     assert re.search(r"a step takes 5000 examples \(batch.examples\) but the data has only \d+: every step", text)
     _, text = run(capsys, *common, "--optimizer.lr", 0)
     assert "optimizer.lr is 0: no weight will change" in text and "every step" not in text
+
+
+NOTHING = "--run.export false --run.save_last false"
+KEPT = "(run.keep = 2 and one being written)"
+
+
+@pytest.mark.parametrize(
+    "code, settings, said",
+    [
+        (0, f"{NOTHING} --run.save_minutes 0", ""),
+        (0, NOTHING, f"3 checkpoints of run.save_minutes {KEPT} need 93.7 GiB; set run.save_minutes = 0 or "
+                     "run.keep = 1"),
+        (0, f"{NOTHING} --run.keep 1", ""),
+        (0, "", f"3 checkpoints of run.save_minutes {KEPT} and the export need 98.9 GiB; set run.save_minutes = 0 or "
+                "run.export = false or run.keep = 1"),
+        (3, "--run.save_every 2", "4 checkpoints of run.save_every (run.keep = 2, the best and one being written) and "
+            "the export need 130.2 GiB; set run.save_every = 0 or run.export = false or run.keep = 1"),
+        (3, f"{NOTHING} --run.save_every 2 --run.keep 1", "3 checkpoints of run.save_every (run.keep = 1, the best and "
+            "one being written) need 93.7 GiB; set run.save_every = 0"),
+        (3, "--model.config.num_hidden_layers 32", "1 checkpoint of run.save_last and the export need 104.7 GiB; set "
+            "run.save_last = false or run.export = false"),
+        (0, "--model.config.num_hidden_layers 32 --model.lora.rank 8", ""),  # 15 GiB of weights that are not exported
+    ],
+)  # fmt: skip
+def test_the_disk_must_hold_what_is_saved_by_step_and_the_timer_only_warns(
+    code, settings, said, capsys, tmp_path, monkeypatch
+):
+    """Four steps of a model as large as a benchmark's, on a disk of 64 GiB (14 GiB for adapters)."""
+    free = (64 << 30) if "lora" not in settings else (14 << 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(free))
+    own = f"""--model.config.num_hidden_layers 8 --run.steps 4 --model.tokenizer {DEMO}/data/tokenizer
+        --data.train {DEMO}/data/sft_eval.jsonl --data.cache {tmp_path} --run.output {tmp_path}/run {settings}"""
+    found, text = run(capsys, *arch(length=4096), *own.split(), *NODE)
+    assert found == code
+    wanted = f"run.output {tmp_path} has 64.0 GiB free but {said}, or use another disk"
+    lines = [line for line in text.splitlines() if "run.output" in line]
+    assert lines == ["finding: " * (code == 3) + wanted] * bool(said)
 
 
 def test_a_factor_of_one_is_named(capsys):

@@ -140,9 +140,18 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, bad, dtype):
     files = WeightFiles(tmp_path)
     assert files.read("a", 0, 7).tolist() == [1.0] * 7 and files.read("b").numel() == 0
     with pytest.raises(
-        ValueError, match=r"/model.safetensors holds infinite weights, or some that are not numbers; download"
+        FloatingPointError,
+        match=r"^a in /.*/model.safetensors holds infinite weights, or some that are not numbers; download it again$",
     ):
         files.read("a")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_quantised_weights_are_refused_before_they_are_read(tmp_path, dtype):
+    write_weights(tmp_path, [("a", torch.ones(3)), ("b", torch.ones(3, 5).to(dtype))])
+    message = rf"^/.*/model.safetensors holds b as {dtype}, but quantised weights cannot be trained; use the model "
+    with pytest.raises(ValueError, match=message):
+        WeightFiles(tmp_path)
 
 
 def test_deep_config_is_one_sentence(tmp_path):

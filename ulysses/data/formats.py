@@ -25,7 +25,15 @@ from ulysses.data.messages import (
     string,
     type_name,
 )
-from ulysses.data.sources import ANSWER_KEYS, FORMATS, PROMPT_KEYS, Source, read_rows
+from ulysses.data.sources import (
+    ANSWER_KEYS,
+    FORMATS,
+    PROMPT_KEYS,
+    Source,
+    is_hub_id,
+    read_rows,
+    source_files,
+)
 
 Row = Mapping[str, Any]
 # the index of its source, its file and number, and the row as it was read: a line of bytes, or the row itself
@@ -122,6 +130,8 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
     for index, source in enumerate(sources):
         last = source.path
         try:
+            for file in [] if is_hub_id(source) else source_files(source, left_out=True):
+                report.count("notes", f"files left out, not of split {source.split}", str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):
                 report.read += where != last  # a long document comes in several parts
                 last = where

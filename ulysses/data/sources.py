@@ -11,10 +11,12 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import field, fields
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError
@@ -52,7 +54,8 @@ class Source:
         format: one of FORMATS, or "auto" to detect that of each row from its keys.
         weight: how often each example is taken in an epoch; 0.5 takes half of them, another half in each epoch.
         columns: maps our key to the key that the file uses.
-        split, subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
+        split: of a hub dataset, a folder saved by `datasets`, or one whose files or folders have names of splits.
+        subset, revision: of a hub dataset; the subset is what `datasets` calls a configuration.
         separator: the text between two documents of a .txt file; without it the file is one document.
         max_examples: use only this many of the first rows; 0 uses all.
 
@@ -106,8 +109,11 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
     ]
 
 
-def source_files(source: Source) -> list[Path]:
-    """List the files of a local source in reading order; DataError if there are none."""
+def source_files(source: Source, *, left_out: bool = False) -> list[Path]:
+    """List the files of a local source in reading order, of a folder those of its split, or the others (`left_out`).
+
+    Raises DataError if there are none, or no such split.
+    """
     path = source.place
     if not path.exists():
         raise DataError(_absent(source))
@@ -119,7 +125,36 @@ def source_files(source: Source) -> list[Path]:
             f"{path.absolute()} is none of {', '.join(SUFFIXES)} (or .gz of one), nor a folder of them; "
             "convert or rename it"
         )
-    return files
+    own = files if is_saved or path.is_file() else _chosen(source, _splits(path, files))
+    return sorted({*files} - {*own}) if left_out else own
+
+
+def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
+    """Sort files by the split that their names or folders tell, as the hub does; all are of train if none tells one."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    # only data may tell splits, not a README or a log, so the rules see a folder of nothing but the data's names
+    with TemporaryDirectory() as names, suppress(FileNotFoundError):
+        for file in files:
+            name = names / file.relative_to(folder)
+            name.parent.mkdir(parents=True, exist_ok=True)
+            name.touch()
+        found = DataFilesDict.from_patterns(get_data_patterns(names), names)
+        return {
+            str(split): sorted({folder / Path(name).relative_to(names) for name in own})
+            for split, own in found.items()
+        }
+    return {"train": files}  # the hub reads none of them
+
+
+def _chosen(source: Source, splits: Mapping[str, Any]) -> Any:
+    """Return the source's split; DataError if there is none of that name."""
+    if source.split not in splits:
+        raise DataError(
+            f"{source.place.absolute()} has no split {source.split!r}, only {', '.join(splits)}; set split to one of "
+            "them, or name the files themselves"
+        )
+    return splits[source.split]
 
 
 def source_digest(source: Source, cache: Path) -> str:
@@ -200,6 +235,8 @@ def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
         try:
             for number, row in read(source, file):
                 yield f"{source.path if is_one else file} row {number}", row
+        except DataError:
+            raise
         except Exception as error:  # every format and library has its own classes
             problem = " ".join(str(error).split())[:300] or type(error).__name__
             if file.exists():
@@ -261,7 +298,7 @@ def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
         rows = datasets.load_dataset(
             source.path, source.subset, split=source.split, revision=source.revision
         )
-    return enumerate(rows[source.split] if isinstance(rows, dict) else rows, 1)
+    return enumerate(_chosen(source, rows) if isinstance(rows, dict) else rows, 1)
 
 
 def _suffix(path: Path) -> str:

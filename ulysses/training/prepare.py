@@ -26,7 +26,7 @@ from ulysses.data.dataset import TokenizedDataset, open_dataset
 from ulysses.data.encode import DataSettings
 from ulysses.data.sources import is_hub_id, missing_sources, parse_sources
 from ulysses.data.steps import StepLoader
-from ulysses.memory.plan import divisors
+from ulysses.memory.plan import GIB, divisors
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.training.build import InitialWeights
 from ulysses.training.checkpoint import read_run_state, resume_point
@@ -61,6 +61,7 @@ class Prepared:
     others: dict[str, InitialWeights] = field(default_factory=dict)
     kernel: KernelChoice | None = None
     resume_from: Path | None = None
+    disk_warning: str = ""
 
     def open_data(self) -> tuple[TokenizedDataset, TokenizedDataset | None]:
         """Open the training and held-out data, tokenising it once per node if needed.
@@ -146,6 +147,8 @@ class Prepared:
 
     def remarks(self, loader: StepLoader) -> Iterator[str]:
         """Yield a line for every setting that has no effect, or not the one that its number promises."""
+        if self.disk_warning:
+            yield self.disk_warning
         config, total = self.config, self.config.total_steps(loader)
         rate, warmup = config.optimizer.lr, config.optimizer.warmup
         if not rate:
@@ -255,7 +258,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             shape, config.run.seed, plan.folder if pretrained else None
         )
         with collect():
-            _check_disk(config, shape)
+            plan.disk_warning = _check_disk(plan, shape)
     refuse(complaints, findings)
     return plan
 
@@ -423,27 +426,43 @@ def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
     return checkpoint
 
 
-def _check_disk(config: Config, shape: Shape) -> None:
-    """Refuse a disk that cannot hold the checkpoints that are kept, one more while saving, and the export.
+def _check_disk(plan: Prepared, shape: Shape) -> str:
+    """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
 
-    What the run folder holds already counts as free: those are checkpoints that are kept or go.
+    Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
+    holds already counts as free: those are checkpoints that are kept or go.
     """
-    run, output = config.run, config.output.absolute()
-    count = max(2 * run.save_last, bool(run.save_minutes) * (1 + run.keep))
-    if run.save_every:  # the newest, the best, and one more while saving
-        count = 2 + (run.keep or run.steps // run.save_every)
-    need = 12 * planner_model(config, shape).trained * count
-    if run.export:
-        need += count_parameters(shape) * config.dtype.itemsize
+    config, run, output = plan.config, plan.config.run, plan.config.output.absolute()
     place = next(folder for folder in (output, *output.parents) if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise ConfigError(
             f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
         )
-    old = sum(file.stat().st_size for file in output.rglob("*"))
-    free = shutil.disk_usage(place).free + old
-    if need > free:
-        raise AbsentError(
-            f"run.output {place} has {free / 2**30:.1f} GiB free but {count} checkpoints and the export need "
-            f"{need / 2**30:.1f} GiB; lower run.keep, set run.export = false, or use another disk"
+    free = shutil.disk_usage(place).free
+    free += sum(file.stat().st_size for file in output.rglob("*"))
+    trained = planner_model(config, shape).trained
+    exported = trained if config.model.lora.rank else count_parameters(shape)
+    asked = "run.save_last", run.save_last * (1 + bool(plan.resume_from))
+    if run.save_every:
+        asked = "run.save_every", 2 + (run.keep or run.steps // run.save_every)
+    timed = "run.save_minutes", bool(run.save_minutes) * (1 + run.keep)
+    for setting, count in (asked, timed):
+        need = 12 * trained * count + run.export * exported * config.dtype.itemsize
+        if need <= free:
+            continue
+        what, changes = ["the export"] * run.export, ["run.export = false"] * run.export
+        if count:
+            best = ", the best" * bool(run.save_every)
+            kept = f" (run.keep = {run.keep}{best} and one being written)" * (count > 2)
+            what.insert(0, f"{count} checkpoint{'s' * (count > 1)} of {setting}{kept}")
+            changes.insert(0, f"{setting} = {'false' if setting == 'run.save_last' else 0}")
+        if count > 2 and run.keep != 1:
+            changes.append("run.keep = 1")
+        sentence = (
+            f"run.output {place} has {free / GIB:.1f} GiB free but {' and '.join(what)} need {need / GIB:.1f} GiB; "
+            f"set {' or '.join(changes)}, or use another disk"
         )
+        if setting != "run.save_minutes":
+            raise AbsentError(sentence)
+        return sentence
+    return ""
