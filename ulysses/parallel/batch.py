@@ -203,7 +203,9 @@ def pack_shard(
         num_valid=valid.numel(),
         valid_index=move(valid),
         mesh=mesh,
-        attention_plan=packed_plan(cu, sets, mesh, device, prefixes=prefixes),
+        attention_plan=packed_plan(
+            cu, sets, mesh, device, prefixes=prefixes, tail=len(tail) > 0
+        ),
         sum_levels=sum_levels(ids, num_sequences, device),
     )
 

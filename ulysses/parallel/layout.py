@@ -215,12 +215,17 @@ def packed_plan(
     device: torch.device | str,
     batch: int = 1,
     prefixes: tuple[Tensor, Tensor] | None = None,
+    tail: bool = False,
 ) -> AttentionPlan:
     """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail.
 
-    `prefixes` says how many rows of which sequence come before those of each sequence: lengths [N] and owners [N].
+    `tail` says that the last entry is a tail. After a single document causal calls take it as a part of that, which no
+    row of the document sees, so that kernels for one document may be used. `prefixes` says how many rows of which sequence come before those of each sequence: lengths [N] and owners [N].
     """
     cu, row = cu_seqlens.tolist(), 0
+    merged = tail and len(cu) == 3
+    if merged:
+        del cu[1]
     shared: dict[int, list[Range]] = {}  # the rows of every branch's prefix
     for i, (length, owner) in enumerate(zip(*(x.tolist() for x in prefixes or ()))):
         if length:
@@ -244,6 +249,8 @@ def packed_plan(
         calls[False].append(calls[True][-1] if b in cu else _call(whole, device))
         unshared.append(alone)
         row += b - a
+    if merged:
+        calls[False] = packed_plan(cu_seqlens, sets, mesh, device).calls[False]
     return AttentionPlan(
         mesh=mesh,
         total=cu[-1],
