@@ -9,6 +9,7 @@ One optimizer step on every rank:
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,10 @@ from ulysses.training.stages.base import Stage
 from ulysses.training.watch import Watch
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import load_state
+
+
+LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are compiled and graphs recorded by then
+LEAST_WAIT = 0.05  # share of a step
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,6 +83,8 @@ class Trainer:
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
         self._next = None  # what `_prepare` returned for the coming step
+        # shares of the last steps in which the host waited for the device
+        self._waits: deque[float] = deque(maxlen=LOOK_AT // 2)
 
     # ---------------------------------------------------------------- the loop
 
@@ -93,6 +100,8 @@ class Trainer:
                 values = self.train_step()
                 # the first step takes longer than others
                 if self.step == 2 and (note := grace_note(values["seconds"])):
+                    self.say(note)
+                if self.step == LOOK_AT and (note := self._host_note()):
                     self.say(note)
                 if self.finished or (run.eval_every and self.step % run.eval_every == 0):
                     values |= self.evaluate()
@@ -123,6 +132,16 @@ class Trainer:
                 f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with "
                 "--run.resume auto"
             )
+
+    def _host_note(self) -> str:
+        """Return what to set if the device had nothing to do while the host prepared its work, or an empty text."""
+        share = sum(self._waits) / len(self._waits)
+        if self.engine.device.type != "cuda" or share > LEAST_WAIT:
+            return ""
+        return (
+            f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give each step more "
+            "work by a larger batch.tokens_per_microbatch or more batch.examples, or use fewer GPUs"
+        )
 
     @property
     def finished(self) -> bool:
@@ -171,7 +190,9 @@ class Trainer:
         metrics.add("stop", float(self.watch.stop_wanted))
         late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
         metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
+        launched = time.perf_counter()
         values = metrics.reduce()
+        waited = time.perf_counter() - launched
         self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
         work = values["tokens"], values.pop("squares"), values.pop("projected")
         values = self.stage.derive(values)
@@ -201,6 +222,7 @@ class Trainer:
         on_gpu = self.engine.device.type == "cuda"
         self.watch.step_done(torch.cuda.current_stream().record_event() if on_gpu else None)
         seconds = time.perf_counter() - began
+        self._waits.append(waited / seconds)
         values |= report | {
             "lr": lr,
             "tokens_per_second": work[0] / seconds,
