@@ -220,7 +220,8 @@ def packed_plan(
     """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail.
 
     `tail` says that the last entry is a tail. After a single document causal calls take it as a part of that, which no
-    row of the document sees, so that kernels for one document may be used. `prefixes` says how many rows of which sequence come before those of each sequence: lengths [N] and owners [N].
+    row of the document sees, so that kernels for one document may be used. `prefixes` says how many rows of which
+    sequence come before those of each sequence: lengths [N] and owners [N].
     """
     cu, row = cu_seqlens.tolist(), 0
     merged = tail and len(cu) == 3

@@ -33,7 +33,6 @@ from ulysses.training.watch import Watch
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import load_state
 
-
 LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are compiled and graphs recorded by then
 LEAST_WAIT = 0.05  # share of a step
 
