@@ -9,6 +9,10 @@ Shapes: M projected positions, D width, V vocabulary, R rows of one tile of logi
 A step costs two matrix products for the logits (one in forward, one more in backward) and two for the gradients. Saved
 for backward are the inputs and one log-sum-exp per row. The log-sum-exp is always float32 (float64 for float64
 inputs): a bfloat16 log-softmax over 128,256 words is off by more than 1 in a sum over 256 tokens.
+
+With the weights w of a loss nll = sum_m w_m (-log p_m), forward has all that its gradient by the logits needs,
+w (p - onehot): it makes both gradients from its own tiles, and backward only multiplies them by the gradient of nll.
+So the logits are computed once (Liger Kernel, 2410.10989).
 """
 
 from typing import Any, Literal, NamedTuple
@@ -19,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from . import logprobs_triton
 from .precision import at_least_float32, has_wide_products, wide_product
+from .token_nll import weighted_sum
 
 IGNORE_INDEX = -100
 # Bytes of the float32 logits of one tile; a large tile means that the weight gradient is rewritten less often.
@@ -31,13 +36,15 @@ class LogProbs(NamedTuple):
 
     logps: log-probability of the target. entropy: -sum_v p_v log p_v. lse: log-sum-exp of the (tempered) logits.
     mean_logit: mean of the logits over the vocabulary, so that `lse - mean_logit` is the mean over v of -log p_v.
-    All four carry gradients; those that were not asked for are None.
+    nll: sum of loss_weights * -logps, a scalar. Those that were not asked for are None. All carry gradients, but next
+    to nll the logps carry none.
     """
 
     logps: Tensor
     entropy: Tensor | None = None
     lse: Tensor | None = None
     mean_logit: Tensor | None = None
+    nll: Tensor | None = None
 
 
 def linear_logprobs(
@@ -51,6 +58,7 @@ def linear_logprobs(
     temperature: float = 1.0,
     tile_rows: int | Literal["auto"] = "auto",
     bias: Tensor | None = None,
+    loss_weights: Tensor | None = None,
 ) -> LogProbs:
     """Compute log softmax((hidden @ weight.T + bias) / temperature)[targets] in tiles of rows.
 
@@ -59,6 +67,8 @@ def linear_logprobs(
     Gradients of hidden, weight and bias are exact under any upstream gradient on any output. The weight gradient is
     accumulated in float32 and returned in the weight's dtype. `tile_rows` is the most rows that one tile of logits may
     have; "auto" limits its bytes instead (1 GiB on CUDA, 64 MiB on CPU). On CUDA the host never waits for the device.
+    `loss_weights` [M], which get no gradient, ask for `nll`. Its gradient is computed at once if gradients are enabled,
+    and held until backward: as much as hidden, and a float32 (float64) value for each one of the weight.
     Raises ValueError if a shape, a dtype, a target (checked on CPU only) or a setting is wrong.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
@@ -87,6 +97,17 @@ def linear_logprobs(
         raise ValueError(
             f'tile_rows is {tile_rows!r} but must be "auto" or a number of rows, at least 1'
         )
+    if loss_weights is not None:
+        if loss_weights.shape != targets.shape:
+            raise ValueError(
+                f"loss_weights are {list(loss_weights.shape)} but must be {list(targets.shape)}, one per target"
+            )
+        if entropy or lse or mean_logit or bias is not None:
+            raise ValueError(
+                "loss_weights give the gradient of nll alone; leave them out, or entropy, lse, mean_logit and bias"
+            )
+        if not torch.is_grad_enabled():  # inside the Function it never is
+            hidden, weight = hidden.detach(), weight.detach()
     if targets.device.type == "cpu" and targets.numel():  # on CUDA the host would have to wait
         bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= weight.shape[0]))
         if bad.any():
@@ -97,7 +118,16 @@ def linear_logprobs(
     rows = _auto_rows(hidden, weight) if tile_rows == "auto" else tile_rows
     return LogProbs(
         *_LinearLogProbs.apply(
-            hidden, weight, bias, targets, temperature, rows, entropy, lse, mean_logit
+            hidden,
+            weight,
+            bias,
+            targets,
+            loss_weights,
+            temperature,
+            rows,
+            entropy,
+            lse,
+            mean_logit,
         )
     )
 
@@ -120,6 +150,7 @@ class _LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        loss_weights: Tensor | None,
         temperature: float,
         rows: int,
         want_entropy: bool,
@@ -133,52 +164,76 @@ class _LinearLogProbs(torch.autograd.Function):
         ignored = targets < 0
         safe = targets.masked_fill(ignored, 0)
         projection = _operand(weight)
+        gradients = tile_dtype = None
+        if loss_weights is not None:
+            loss_weights = loss_weights.to(work).masked_fill(ignored, 0.0)
+            gradients = _Gradients(ctx, hidden, weight, projection, loss_weights / temperature)
+            tile_dtype = projection.dtype if any(ctx.needs_input_grad) else None
         for start in range(0, M, rows):
-            part = slice(start, start + rows)
+            part, tile = slice(start, start + rows), None
             logits = _tile_logits(hidden[part], projection, bias, temperature, work)
             if entropy is None and mean is None and logprobs_triton.usable(logits):
-                logprobs_triton.log_softmax_at(logits, safe[part], lse[part], logps[part])
-                del logits
-                continue
-            if mean is not None:
-                mean[part] = logits.mean(-1)
-            top, at = logits.max(-1)
-            logp = torch.log_softmax(logits, -1)
+                tile = logprobs_triton.log_softmax_at(
+                    logits, safe[part], lse[part], logps[part], tile_dtype
+                )
+            else:
+                if mean is not None:
+                    mean[part] = logits.mean(-1)
+                top, at = logits.max(-1)
+                logp = torch.log_softmax(logits, -1)
+                # lse comes from the largest logit: log p is small there, so no digits are lost even if logits are huge
+                lse[part] = top - logp.gather(1, at[:, None])[:, 0]
+                logps[part] = logp.gather(1, safe[part, None])[:, 0]
+                if entropy is not None:  # the logits are no longer needed
+                    entropy[part] = -torch.exp(logp, out=logits).mul_(logp).sum(-1)
+                del logp
+                if tile_dtype is not None:
+                    tile = _one_hot_difference(logits, lse[part], safe[part], tile_dtype)
             del logits
-            # lse comes from the largest logit: log p is small there, so no digits are lost even if logits are huge
-            lse[part] = top - logp.gather(1, at[:, None])[:, 0]
-            logps[part] = logp.gather(1, safe[part, None])[:, 0]
-            if entropy is not None:
-                entropy[part] = -logp.exp().mul_(logp).sum(-1)
-            del logp
+            if gradients is not None and tile is not None:
+                gradients.add(part, tile)
+            del tile
         logps.masked_fill_(ignored, 0.0)
+        ctx.dtypes = None
+        if loss_weights is not None and gradients is not None:
+            ctx.mark_non_differentiable(logps)
+            ctx.save_for_backward(gradients.hidden, gradients.weight)
+            ctx.dtypes = hidden.dtype, weight.dtype
+            nll, _ = weighted_sum(-logps, loss_weights)
+            return logps, None, None, None, nll
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
         # the caller may change the returned log-sum-exp in place, so the saved one is another tensor
-        return logps, entropy, lse.clone() if want_lse else None, mean
+        return logps, entropy, lse.clone() if want_lse else None, mean, None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        if ctx.dtypes is not None:
+            # a scalar would be rounded to the gradient's dtype first
+            factor = upstream[-1][None]
+            grads = [
+                g if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
+                for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
+            ]
+            return *grads, *[None] * 8
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        g_logp, g_entropy, g_lse, g_mean = upstream
+        need_bias = ctx.needs_input_grad[2]
+        g_logp, g_entropy, g_lse, g_mean, _ = upstream
         ignored = targets < 0
         g_logp = torch.zeros_like(lse) if g_logp is None else g_logp.masked_fill(ignored, 0.0)
         safe = targets.masked_fill(ignored, 0)
         # in the common case the row's gradient scales the small operands, which saves a pass over the tile
         only_logps = g_entropy is None and g_lse is None and g_mean is None and not need_bias
-        row_scale = g_logp[:, None] / -ctx.temperature
+        scale = g_logp / -ctx.temperature if only_logps else torch.ones_like(lse)
         others = (g_lse, g_entropy, g_mean, entropy)
         projection = _operand(weight)
-        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        grad_weight: Tensor | None = None
+        gradients = _Gradients(ctx, hidden, weight, projection, scale)
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             logits = _tile_logits(hidden[part], projection, bias, ctx.temperature, lse.dtype)
-            scale = row_scale[part] if only_logps else None
             if only_logps:
                 tile = _one_hot_difference(logits, lse[part], safe[part], projection.dtype)
             else:
@@ -193,24 +248,41 @@ class _LinearLogProbs(torch.autograd.Function):
                     grad_bias += tile.sum(0)
                 tile = tile.to(projection.dtype)
             del logits
-            if grad_hidden is not None:
-                product = wide_product(tile, projection, lse.dtype)
-                grad_hidden[part] = product if scale is None else product.mul_(scale)
-                del product
-            if need_weight:
-                rows = hidden[part].to(lse.dtype)
-                rows = (rows if scale is None else rows * scale).to(projection.dtype)
-                grad_weight = wide_product(tile.t(), rows, lse.dtype, grad_weight)
+            gradients.add(part, tile)
             del tile
-        if need_weight:
-            grad_weight = (
-                torch.zeros_like(weight)
-                if grad_weight is None
-                else grad_weight.to(weight.dtype)
-            )
+        grad_weight = gradients.weight
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return gradients.hidden, grad_weight, grad_bias, *[None] * 7
+
+
+class _Gradients:
+    """Add up the gradients of hidden [M, D] and weight [V, D], None for one that is not needed, over tiles [R, V].
+
+    Every row of a tile still lacks its factor in `scale` [M]. The weight's gradient stays float32 (float64).
+    """
+
+    def __init__(
+        self, ctx: Any, hidden: Tensor, weight: Tensor, projection: Tensor, scale: Tensor
+    ) -> None:
+        self.rows, self.projection, self.scale = hidden, projection, scale[:, None]
+        need_hidden, self.need_weight, *_ = ctx.needs_input_grad
+        self.hidden = torch.empty_like(hidden) if need_hidden else None
+        # the first tile's product, if there is a tile
+        no_rows = self.need_weight and not len(hidden)
+        self.weight = torch.zeros_like(weight) if no_rows else None
+
+    def add(self, part: slice, tile: Tensor) -> None:
+        scale = self.scale[part]
+        if self.hidden is not None:
+            product = wide_product(tile, self.projection, scale.dtype)
+            self.hidden[part] = product.mul_(scale)
+            del product
+        if self.need_weight:
+            rows = (self.rows[part] * scale).to(tile.dtype)
+            self.weight = wide_product(tile.t(), rows, scale.dtype, self.weight)
 
 
 def _one_hot_difference(

@@ -1,5 +1,5 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""Triton kernels of logprobs.py, which read a tile of float32 logits once in forward and once in backward.
+"""Triton kernels of logprobs.py, each of which reads a tile of float32 logits from memory once.
 
 Shapes: R rows of the tile, V vocabulary. Row offsets are 64-bit. Without atomics every run gives the same bits.
 """
@@ -19,22 +19,37 @@ _WARPS = 8
 if triton is not None:
 
     @triton.jit
-    def _log_softmax_at_kernel(logits, at_target, lse, logps, width, BLOCK: tl.constexpr):
+    def _log_softmax_at_kernel(
+        logits, targets, at_target, lse, logps, out, width, BLOCK: tl.constexpr
+    ):
         row = tl.program_id(0)
-        values = logits + row.to(tl.int64) * width
-        top = -float("inf")
-        total = 0.0
+        offset = row.to(tl.int64) * width
+        target = tl.load(targets + row)
+        own = tl.load(at_target + row)
+        top = own
+        others = 0.0  # sum of exp(x - top) over all words but the target
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            x = tl.load(values + column, mask=column < width, other=-float("inf"))
+            x = tl.load(logits + offset + column, mask=column < width, other=-float("inf"))
+            x = tl.where(column == target, -float("inf"), x)
             higher = tl.maximum(top, tl.max(x, axis=0))
             # while all words so far are masked, the maximum is -inf and cannot be subtracted
             shift = tl.where(higher == -float("inf"), 0.0, higher)
-            total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
+            others = others * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
             top = higher
+        total = others + tl.exp(own - top)
         rest = tl.log(total)
         tl.store(lse + row, top + rest)
-        tl.store(logps + row, tl.load(at_target + row) - top - rest)
+        tl.store(logps + row, own - top - rest)
+        if out is not None:
+            last = (width - 1) // BLOCK * BLOCK
+            for start in range(0, width, BLOCK):  # backwards: the end was read last
+                column = last - start + tl.arange(0, BLOCK)
+                mask = column < width
+                p = tl.exp(tl.load(logits + offset + column, mask=mask, other=0.0) - top - rest)
+                # p - 1 would lose 1 - p where p is close to 1
+                p = tl.where(column == target, -others / total, p)
+                tl.store(out + offset + column, p.to(out.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _one_hot_difference_kernel(
@@ -54,15 +69,28 @@ def usable(logits: Tensor) -> bool:
     return triton is not None and logits.is_cuda and logits.dtype == torch.float32
 
 
-def log_softmax_at(logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor) -> None:
-    """Write each row's log-sum-exp into lse [R] and its target's log-probability into logps [R]; logits are [R, V]."""
+def log_softmax_at(
+    logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor, dtype: torch.dtype | None
+) -> Tensor | None:
+    """Write each row's log-sum-exp into lse [R] and its target's log-probability into logps [R]; logits are [R, V].
+
+    With a `dtype`, return p - onehot(target) [R, V] in it; float32 overwrites the logits.
+    """
     rows, width = logits.shape
     # gather reports a target outside the vocabulary; a kernel would read other memory
     at_target = logits.gather(1, targets[:, None])
+    out, large = None, 1
+    if dtype is not None:
+        out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+        large = (
+            4  # few rows at a time, so that a row is still in the cache when it is read again
+        )
+    size = {"BLOCK": _BLOCK * large, "num_warps": _WARPS * large}
     with torch.cuda.device(logits.device):
         _log_softmax_at_kernel[(rows,)](
-            logits, at_target, lse, logps, width, BLOCK=_BLOCK, num_warps=_WARPS
+            logits, targets, at_target, lse, logps, out, width, **size
         )
+    return out
 
 
 def one_hot_difference(

@@ -175,13 +175,15 @@ class CausalLM(HeadedDecoder):
         self,
         batch: ShardedBatch,
         *,
+        nll: bool = False,
         noise_alpha: float = 0.0,
         noise_seed: int = 0,
         **options: Any,
     ) -> LogProbs:
         """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
 
-        Positions of weight 0 cost no vocabulary projection. `noise_alpha` > 0 adds NEFTune noise drawn from
+        Positions of weight 0 cost no vocabulary projection. `nll` asks for this rank's sum of loss weights * -logps,
+        which then has the only gradient and costs one projection less. `noise_alpha` > 0 adds NEFTune noise drawn from
         `noise_seed`. `options` are those of linear_logprobs: `entropy`, `lse` and `mean_logit` ask for those of the
         same positions, `temperature` divides the logits. All ranks of the sequence-parallel group call together.
         """
@@ -191,6 +193,8 @@ class CausalLM(HeadedDecoder):
         hidden = self.model(batch, noise)
         index = batch.valid_index
         rows = self.model.norm(hidden.index_select(0, index))
+        if nll:
+            options["loss_weights"] = batch.loss_weights.index_select(0, index)
         out = self.lm_head(rows, batch.targets.index_select(0, index), **options)
         S = len(batch.tokens)
         return LogProbs._make(None if x is None else scatter_rows(x, index, S) for x in out)

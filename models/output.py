@@ -22,7 +22,7 @@ class VocabularyHead(nn.Module):
 
     `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs
     with M = 0 too, so that its collectives and zero gradients happen on every rank. Further keywords (entropy, lse,
-    mean_logit, temperature) are those of linear_logprobs.
+    mean_logit, temperature, loss_weights) are those of linear_logprobs.
     """
 
     def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
@@ -70,5 +70,8 @@ class _Score(torch.autograd.Function):
 
 
 def scatter_rows(values: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Place values [M] at `index` of a zero vector [rows]; index has no duplicates, so the order does not matter."""
-    return values.new_zeros(rows).index_copy(0, index, values)
+    """Place values [M] at `index` of a zero vector [rows]; index has no duplicates, so the order does not matter.
+
+    A scalar is returned as it is.
+    """
+    return values if values.dim() == 0 else values.new_zeros(rows).index_copy(0, index, values)

@@ -53,8 +53,8 @@ def test_all_outputs_and_gradients_equal_naive(tile_rows, temperature):
     theirs = naive(hidden, weight, targets, temperature, bias)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    ours_grad = torch.autograd.grad(ours, [hidden, weight, bias], upstream)
-    theirs_grad = torch.autograd.grad(theirs, [hidden, weight, bias], upstream)
+    ours_grad = torch.autograd.grad(ours[:4], [hidden, weight, bias], upstream)
+    theirs_grad = torch.autograd.grad(theirs[:4], [hidden, weight, bias], upstream)
     for a, b in zip(ours_grad, theirs_grad):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
@@ -201,10 +201,14 @@ def test_bfloat16_weight_gradient_is_accumulated_in_float32():
     logps = linear_logprobs(hidden, weight, torch.zeros(rows, dtype=torch.long), tile_rows=1).logps
     (grad,) = torch.autograd.grad(logps.sum(), weight)
     assert grad.flatten().tolist() == [rows / 2, -rows / 2]
+    targets = torch.zeros(rows, dtype=torch.long)
+    nll = linear_logprobs(hidden, weight, targets, loss_weights=torch.ones(rows), tile_rows=1).nll
+    (grad,) = torch.autograd.grad(nll / 128, weight)
+    assert grad.flatten().tolist() == [-rows / 256, rows / 256]
 
 
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("flags", [{}, {"lse": True}])
+@pytest.mark.parametrize("flags", [{}, {"lse": True}, {"loss_weights": -torch.ones(1)}])
 def test_confident_rows_keep_their_small_gradient(monkeypatch, wide, flags):
     """1 - p is far below a bfloat16 unit of p; it must not round to zero."""
     if wide:
@@ -212,9 +216,109 @@ def test_confident_rows_keep_their_small_gradient(monkeypatch, wide, flags):
     hidden = torch.tensor([[1.0]]).bfloat16().requires_grad_()
     weight = torch.tensor([[10.0], [0.0]]).bfloat16()
     out = linear_logprobs(hidden, weight, torch.tensor([0]), **flags)
-    (out.logps.sum() + 0.0 * sum(t.sum() for t in out if t is not None)).backward()
+    total = out.logps.sum() if out.nll is None else out.nll
+    (total + 0.0 * sum(t.sum() for t in out if t is not None)).backward()
     want = 10 / (1 + torch.e**10)
     assert abs(hidden.grad.item() - want) < 1e-2 * want
+
+
+def naive_nll(hidden, weight, targets, loss_weights, temperature=1.0):
+    return -(naive(hidden, weight, targets, temperature).logps * loss_weights.double()).sum()
+
+
+def random_weights(m=M, seed=1):
+    """Some negative, some zero."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(m, generator=g) * (torch.rand(m, generator=g) < 0.8)
+
+
+@pytest.mark.parametrize("tile_rows", [1, 4, M, "auto"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_nll_and_its_gradients_equal_naive(tile_rows, temperature):
+    hidden, weight, targets = inputs()
+    loss_weights = random_weights()
+    options = {"temperature": temperature, "tile_rows": tile_rows}
+    ours = linear_logprobs(hidden, weight, targets, loss_weights=loss_weights, **options)
+    plain = linear_logprobs(hidden, weight, targets, **options)
+    theirs = naive_nll(hidden, weight, targets, loss_weights, temperature)
+    torch.testing.assert_close(ours.nll, theirs, rtol=1e-12, atol=1e-12)
+    assert torch.equal(ours.logps, plain.logps) and not ours.logps.requires_grad
+    for upstream in (1.0, 8 / 1234, -0.3, 0.0):  # another backward pass finds the gradients as they were
+        got = torch.autograd.grad(ours.nll * upstream, [hidden, weight], retain_graph=True)
+        want = torch.autograd.grad(theirs * upstream, [hidden, weight], retain_graph=True)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_gradcheck_of_nll():
+    hidden, weight, targets = inputs(5, 3, 7, seed=3)
+    options = {"loss_weights": random_weights(5), "tile_rows": 2, "temperature": 1.3}
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_logprobs(h, w, targets, **options).nll ** 2, (hidden, weight)
+    )
+
+
+def test_nll_of_tied_embeddings():
+    _, weight, targets = inputs()
+    tokens, loss_weights = targets.roll(1).clamp(min=0), random_weights()
+    ours = linear_logprobs(weight[tokens].tanh(), weight, targets, loss_weights=loss_weights, tile_rows=4).nll
+    theirs = naive_nll(weight[tokens].tanh(), weight, targets, loss_weights)
+    got, want = (torch.autograd.grad(3 * loss, weight)[0] for loss in (ours, theirs))
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("m", [0, M])
+def test_nll_without_a_target_connects_both_inputs(m):
+    hidden, weight, targets = inputs(m, ignored=range(m))
+    out = linear_logprobs(hidden, weight, targets, loss_weights=torch.ones(m))
+    assert out.nll == 0 and out.logps.shape == (m,) and not out.logps.any()
+    (out.nll * 2).backward()
+    assert hidden.grad.shape == (m, D) and not hidden.grad.any()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize(("frozen", "products"), [((), 3), ((0,), 2), ((1,), 2), ((0, 1), 1), ("no_grad", 1)])
+def test_nll_computes_the_logits_once_and_no_gradient_that_is_not_needed(frozen, products):
+    *tensors, targets = inputs()
+    loss_weights, made = random_weights(), 0
+    want = torch.autograd.grad(naive_nll(*tensors, targets, loss_weights), tensors)
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal made
+            made += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+            return func(*args, **(kwargs or {}))
+
+    trained = [x for i, x in enumerate(tensors) if frozen != "no_grad" and i not in frozen]
+    for x in tensors:
+        x.requires_grad_(frozen == "no_grad" or any(x is y for y in trained))
+    with Count(), torch.set_grad_enabled(frozen != "no_grad"):
+        nll = linear_logprobs(*tensors, targets, loss_weights=loss_weights, tile_rows=4).nll
+        assert nll.requires_grad == bool(trained)
+        if trained:
+            nll.backward()
+    assert made == 3 * products  # 3 tiles
+    for x, gradient in zip(tensors, want):
+        if any(x is y for y in trained):
+            torch.testing.assert_close(x.grad, gradient)
+        else:
+            assert x.grad is None
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("upstream", [1 / 3, 1 + 2**-8])  # the second would round to 1
+def test_bfloat16_gradients_of_nll(monkeypatch, wide, upstream):
+    if wide:
+        emulate_wide_products(monkeypatch)
+    hidden, weight, targets = inputs(40, 16, 300, torch.bfloat16)
+    exact_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    loss_weights = random_weights(40)
+    ours = linear_logprobs(hidden, weight, targets, loss_weights=loss_weights, tile_rows=16).nll
+    exact = naive_nll(*exact_inputs, targets, loss_weights)
+    assert ours.dtype == torch.float32 and abs(ours - exact) < 1e-5 * abs(exact)
+    got = torch.autograd.grad(ours * upstream, [hidden, weight])
+    for a, b in zip(got, torch.autograd.grad(exact * upstream, exact_inputs)):
+        assert a.dtype == torch.bfloat16 and (a.double() - b).norm() < (5e-3 if wide else 3e-3) * b.norm()
 
 
 class Head(nn.Module):
@@ -268,6 +372,7 @@ def test_logits_never_exist_whole():
     hidden, weight, targets = inputs(300, 4, 997, torch.float32)
     with Watch():
         linear_logprobs(hidden, weight, targets, tile_rows=32, entropy=True).logps.sum().backward()
+        linear_logprobs(hidden, weight, targets, tile_rows=32, loss_weights=torch.ones(300)).nll.backward()
     assert largest == 32
 
 
@@ -284,6 +389,9 @@ def test_logits_never_exist_whole():
         ({"tile_rows": 0}, "tile_rows is 0"),
         ({"tile_rows": "big"}, "tile_rows is 'big'"),
         ({"bias": torch.zeros(4)}, r"bias is \[4\] but must be \[5\]"),
+        ({"loss_weights": torch.ones(3)}, r"loss_weights are \[3\] but must be \[2\]"),
+        ({"loss_weights": torch.ones(2), "lse": True}, "gradient of nll alone; leave them out, or entropy, lse"),
+        ({"loss_weights": torch.ones(2), "bias": torch.zeros(5)}, "gradient of nll alone"),
     ],
 )
 def test_bad_arguments_are_refused(change, message):
@@ -313,6 +421,10 @@ def test_gpu_tiles_equal_float64(dtype, vocabulary, scale):
     exact = torch.autograd.grad((naive(*wide, targets).logps * upstream.double()).sum(), wide)
     for mine, want in zip(grads, exact):
         assert (mine.double() - want).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * want.norm()
+    fused = linear_logprobs(hidden, weight, targets, loss_weights=-upstream, tile_rows=128)
+    torch.testing.assert_close(fused.logps, ours.logps)
+    for mine, want in zip(torch.autograd.grad(fused.nll / 3, (hidden, weight)), exact):
+        assert (mine.double() * 3 - want).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * want.norm()
 
 
 @pytest.mark.gpu

@@ -367,7 +367,7 @@ SIGNATURES = {
     "reward_loss": "chosen_rewards rejected_rewards margin=None center_coefficient=0.0",
     "ld_dpo_weights": "token_index public_lengths alpha",
     "linear_logprobs": "hidden weight targets * entropy=False lse=False mean_logit=False temperature=1.0 "
-    "tile_rows='auto' bias=None",
+    "tile_rows='auto' bias=None loss_weights=None",
     "token_nll": "logps weights",
     "weighted_sum": "values weights",
     "label_smoothed_nll": "logps lse mean_logit label_smoothing",
@@ -382,7 +382,7 @@ SIGNATURES = {
     "whiten": "values mask * shift_mean=True mean=None variance=None",
     "token_rewards": "kl scores last_index kl_coefficient * score_clip=None missing_eos_penalty=None has_eos=None",
     "AdaptiveKLController": "coefficient=0.2 target=6.0 horizon=10000",
-    "LogProbs": "logps entropy=None lse=None mean_logit=None",
+    "LogProbs": "logps entropy=None lse=None mean_logit=None nll=None",
     "PolicyLoss": "losses ratios clipped",
     "ValueLoss": "losses clipped",
 }

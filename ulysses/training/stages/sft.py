@@ -67,8 +67,10 @@ class SftStage(Stage):
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         smoothing = config.label_smoothing
+        plain = config.loss_type == "nll" and not (smoothing or config.z_loss)
         out = self.model(
             batch,
+            nll=plain,
             lse=bool(smoothing or config.z_loss),
             mean_logit=bool(smoothing),
             # no noise in evaluation
@@ -87,7 +89,9 @@ class SftStage(Stage):
                 metrics.add(f"nll/{name}", *weighted_sum(nll, inside))
                 metrics.add(f"nll_se/{name}", *weighted_sum(nll.square(), inside))
                 metrics.add(f"weights/{name}", inside.sum())
-        if config.loss_type == "dft":
+        if plain:
+            loss = out.nll
+        elif config.loss_type == "dft":
             loss, _ = weighted_sum(dft_nll(out.logps), weights)
         elif smoothing:
             each = label_smoothed_nll(out.logps, out.lse, out.mean_logit, smoothing)
