@@ -34,6 +34,7 @@ OLDEST_GPU = 9  # the major compute capability that flash4 and cudnn need
 HALF = (torch.float16, torch.bfloat16)
 # flash4 4.0.0b36 on H200: gradients right for these (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16
 FLASH4_HEAD_DIMS = (32, 64, 128)
+ONE_DOCUMENT = 8192  # rows of a single document from which on flash4 has kernels of its own for it
 
 
 class KernelChoice(NamedTuple):
@@ -221,8 +222,8 @@ def varlen_backward(
 
 
 def _is_one_document(segments: Segments) -> bool:
-    """Tell whether flash4 needs no bounds, which cost it up to 7% (H200, one document of 32k tokens, 16 heads)."""
-    return segments.cu_q.numel() == 2
+    """Tell whether flash4 runs without bounds, which cost it up to 7% (H200, one document of 32k tokens, 16 heads)."""
+    return segments.cu_q.numel() == 2 and segments.max_q >= ONE_DOCUMENT
 
 
 def _document_kernel(kernel: str, q: Tensor) -> DocumentKernel | None:

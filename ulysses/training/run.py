@@ -115,6 +115,7 @@ class TrainingRun:
             heads.query,
             heads.key,
             shape.head_dim,
+            config.facts.longest_example,
         )
         check_deepspeed(self.device)
         if mesh.is_main:
