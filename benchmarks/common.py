@@ -157,7 +157,7 @@ def take_step(
     """Run forward, backward, gradient policies and the update; return this rank's sum of losses."""
     engine = bench.engine
     for left in reversed(range(micro_batches)):
-        loss = -engine(batch).logps.sum()
+        loss = engine(batch, nll=True).nll
         engine.backward(loss * (bench.mesh.world_size / count / micro_batches), last=not left)
     bench.config.gradients.chain().apply(
         engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)

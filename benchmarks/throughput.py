@@ -43,7 +43,8 @@ from ulysses.training.watch import Watch
 from ulysses.zero.construct import common_store, initialize_distributed
 
 COLUMNS = (
-    "engine", "peer", "sp", "seq", "documents", "micro_batches", "recompute", "weights", "graphs", "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
+    "engine", "peer", "sp", "seq", "documents", "micro_batches", "recompute", "weights", "graphs",
+    "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
     "mfu", "executed", "peak_gib", "host_gib", "ratio", "fit_seconds", "watch", "note",
 )  # fmt: skip
 # What only a training step tells.

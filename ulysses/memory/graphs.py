@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ulysses.parallel.kernels import VARLEN, resolve_kernel
 from ulysses.parallel.layout import Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
@@ -36,6 +37,8 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers: Any = layers
+        self._hooks: list[Any] = []  # of all modules inside, which a graph would not run
+        self._places: list[int] = []  # of the weights in memory
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._seen: set[tuple[int, ...]] = set()
         self._pool = torch.cuda.graph_pool_handle()
@@ -44,11 +47,17 @@ class LayerGraphs:
 
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
-        calls = plan.calls[True]
-        rows = len(hidden)
-        if plan.mesh.sequence_parallel_size > 1 or plan.prefix_calls or self._owner():
+        if not self._hooks:
+            kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+            self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in kinds]
+        alone = plan.mesh.sequence_parallel_size == 1 and not plan.prefix_calls
+        if not alone or self._owner() or any(self._hooks) or not self._is_varlen(hidden):
             return None
-        segments = calls[0].segments
+        places = [p.data_ptr() for p in self.layers.parameters()]
+        if places != self._places:
+            self._recorded.clear()
+            self._places = places
+        segments, rows = plan.calls[True][0].segments, len(hidden)
         total = padded(rows, SMALLEST, 8)
         size = (
             total,
@@ -65,6 +74,14 @@ class LayerGraphs:
         owner = _Owner()
         self._owner = weakref.ref(owner)
         return _Replay.apply(hidden, rope, segments.cu_q, self._recorded[size], owner)
+
+    def _is_varlen(self, hidden: Tensor) -> bool:
+        """Tell whether the attention kernel reads the documents' bounds on the device."""
+        attention = self.layers[0].self_attn.attention
+        case = hidden.device, hidden.dtype, attention.head_dim
+        return isinstance(attention.kernel, str) and (
+            resolve_kernel(attention.kernel, *case).name in VARLEN and hidden.is_cuda
+        )
 
 
 class _Owner:

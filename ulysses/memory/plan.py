@@ -196,7 +196,8 @@ class Case(NamedTuple):
             6 * self.local * self.model.layer_parameters / MATRICES / self.machine.peak_flops
         )
         keeps_all = {*self.levels} == {"none"} and self.resident and self.sp == 1
-        return keeps_all and layer < GRAPH_SECONDS and self.machine.gpu_bytes < inf
+        on_gpu = self.element_size == 2 and self.machine.gpu_bytes < inf
+        return keeps_all and on_gpu and layer < GRAPH_SECONDS
 
     @property
     def name(self) -> str:

@@ -30,6 +30,7 @@ from .layout import Segments
 # Fastest first. H200, causal, head dim 128, 32k to 128k tokens, forward / backward TFLOP/s: flash4 640-734 / 591-608,
 # cudnn 560-656 / 530-552 (one long document), torch 330-357 / 315-324.
 KERNELS = ("flash4", "cudnn", "torch", "reference")
+VARLEN = ("flash4", "torch")  # on a GPU; the others take document by document
 OLDEST_GPU = 9  # the major compute capability that flash4 and cudnn need
 HALF = (torch.float16, torch.bfloat16)
 # flash4 4.0.0b36 on H200: gradients right for these (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16

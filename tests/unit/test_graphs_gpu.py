@@ -1,0 +1,108 @@
+"""Layers that run as CUDA graphs give the numbers of layers that run one by one, whatever comes in between."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models import CausalLM, LayerMemory, ModelConfig, init_weights
+from ulysses.memory.graphs import padded
+from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+
+SHAPE = ModelConfig.from_hf({
+    "model_type": "qwen2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True,
+})  # fmt: skip
+QWEN3 = replace(SHAPE, model_type="qwen3", attention_bias=False, qk_norm=True)
+
+
+def pack(*lengths: int, seed: int = 0) -> ShardedBatch:
+    draw = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(0, 512, (n,), generator=draw) for n in lengths]
+    return pack_shard([Sequence(r, torch.ones(len(r))) for r in rows], ParallelMesh(), "cuda")
+
+
+def model(shape: ModelConfig, graphs: bool) -> CausalLM:
+    made = CausalLM(shape, memory=LayerMemory(graphs=graphs)).to("cuda", torch.bfloat16)
+    init_weights(made, seed=1)
+    return made
+
+
+def step(trained: CausalLM, batch: ShardedBatch) -> list[torch.Tensor]:
+    """Return the log-probabilities and all gradients of a batch."""
+    logps = trained(batch).logps
+    (logps * torch.linspace(0.5, 1.5, len(logps), device="cuda")).sum().backward()
+    found = [logps.detach().clone(), *(p.grad.clone() for p in trained.parameters())]
+    trained.zero_grad()
+    return found
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Kernels may choose other tiles for other numbers of rows, so bits may differ."""
+    return all(float((a - b).double().norm()) <= 1e-2 * float(b.double().norm()) for a, b in zip(found, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [SHAPE, QWEN3], ids=["qwen2", "qwen3"])
+def test_packs_of_many_sizes_weights_that_change_and_passes_in_between(shape: ModelConfig) -> None:
+    graphs, plain = model(shape, True), model(shape, False)
+    layers = graphs.model.graphs
+    packs = [pack(200, 1, 300), pack(150, 350, seed=1), pack(90, 60, 50, 290, seed=2), pack(*[20] * 40, seed=3)]
+    for _ in range(3):
+        for batch in packs:
+            with torch.no_grad():
+                evaluated = graphs(batch).logps
+            assert same([evaluated], [plain(batch).logps.detach()])
+            assert same(step(graphs, batch), step(plain, batch))
+        graphs(packs[0])  # a pass that is never differentiated
+        with torch.no_grad():  # an update in place
+            for ours, theirs in zip(graphs.parameters(), plain.parameters()):
+                change = 0.01 * torch.randn_like(ours)
+                ours += change
+                theirs += change
+    assert {size[0] for size in layers._recorded} == {512, 1024 - 128}, "three packs share one size"
+
+
+@pytest.mark.gpu
+def test_what_graphs_cannot_do_runs_without_them() -> None:
+    graphs, plain, batch = model(SHAPE, True), model(SHAPE, False), pack(100, 200)
+    for _ in range(2):
+        step(graphs, batch)
+    layers = graphs.model.graphs
+    assert len(layers._recorded) == 1
+    # two forward passes before the first backward: the second may not overwrite what the first one keeps
+    other = pack(120, 180, seed=5)
+    (graphs(batch).logps.sum() + 2 * graphs(other).logps.sum()).backward()
+    (plain(batch).logps.sum() + 2 * plain(other).logps.sum()).backward()
+    expected = [p.grad for p in plain.parameters()]
+    assert same([p.grad for p in graphs.parameters()], expected)
+    graphs.zero_grad()
+    plain.zero_grad()
+    # two backward passes add up
+    for trained in (graphs, plain):
+        for one in (batch, other):
+            trained(one).logps.sum().backward()
+    assert same([p.grad for p in graphs.parameters()], [p.grad for p in plain.parameters()])
+    # a hook sees every call
+    seen: list[int] = []
+    handle = graphs.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
+    graphs(batch)
+    handle.remove()
+    assert seen == [1]
+    # weights elsewhere
+    graphs.zero_grad()
+    for p in graphs.parameters():
+        p.data = p.data.clone() * 0.5
+    for p in plain.parameters():
+        p.data = p.data * 0.5
+    plain.zero_grad()
+    for _ in range(3):
+        assert same(step(graphs, batch), step(plain, batch))
+
+
+def test_sizes_are_few_and_at_most_an_eighth_too_large() -> None:
+    for count in (1, 127, 128, 129, 1000, 6500, 7168, 100_001):
+        size = padded(count, 128, 8)
+        assert count <= size < max(count + 128, 1.125 * count) and padded(size, 128, 8) == size
+    assert len({padded(n, 128, 8) for n in range(4096, 8193)}) == 9
