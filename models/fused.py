@@ -2,7 +2,7 @@
 
 On CUDA with Triton the passes are the kernels of fused_triton.py; elsewhere the same arithmetic in plain torch. Both
 compute in float32 (float64 for float64 inputs) and round once at the end. Nothing here records a graph except
-`rms_norm`, `RotateNode.apply` and `SwiGLUNode.apply`, which take what their `forward` does, except ctx.
+`RotateNode.apply` and `SwiGLUNode.apply`, which take what their `forward` does, except ctx.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
@@ -19,7 +19,9 @@ from models import fused_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, without a graph."""
+    if _on_gpu(x):
+        return fused_triton.rms_norm(x.contiguous(), weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -101,7 +103,7 @@ def rms_norm_backward(
         )
     v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
     with torch.enable_grad():
-        normal = rms_norm(v, w, eps)
+        normal = F.rms_norm(v, w.shape, w, eps)
     grad_x, grad_weight = torch.autograd.grad(normal, (v, w), at_least_float32(grad))
     if residual is not None:
         grad_x = grad_x.add_(residual)

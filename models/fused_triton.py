@@ -154,6 +154,25 @@ if triton is not None:
         _store(grad_gate + at, d * u * (s + silu * (1 - s)), mask)
 
     @triton.jit
+    def _rms_norm_kernel(
+        x,
+        weight,
+        out,
+        rows,
+        eps,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, BLOCK)[None, :]
+        at = row * WIDTH + column
+        mask = (row < rows) & (column < WIDTH)
+        v = _load(x + at, mask)
+        scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1)[:, None] / WIDTH + eps)
+        _store(out + at, v * scale * _load(weight + column, column < WIDTH), mask)
+
+    @triton.jit
     def _rms_norm_backward_kernel(
         grad,
         x,
@@ -162,30 +181,30 @@ if triton is not None:
         grad_x,
         partial,
         rows,
-        rows_each,
         eps,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
     ):
         program = tl.program_id(0)
-        column = tl.arange(0, BLOCK)
-        mask = column < WIDTH
-        w = _load(weight + column, mask)
-        grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-        first = program * rows_each
-        for row in range(first, tl.minimum(first + rows_each, rows)):
-            at = row.to(tl.int64) * WIDTH + column  # type: ignore[attr-defined]
+        column = tl.arange(0, BLOCK)[None, :]
+        w = _load(weight + column, column < WIDTH)
+        grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+            row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
+            at = row * WIDTH + column
+            mask = (row < rows) & (column < WIDTH)
             v = _load(x + at, mask)
             d = _load(grad + at, mask)
-            scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / WIDTH + eps)
+            more = _load(residual + at, mask) if residual is not None else 0.0
+            scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1)[:, None] / WIDTH + eps)
             normal = v * scale
             grad_weight += d * normal
             d = d * w
-            d = (d - normal * (tl.sum(d * normal, axis=0) / WIDTH)) * scale
-            if residual is not None:
-                d += _load(residual + at, mask)
-            _store(grad_x + at, d, mask)
-        _store(partial + program.to(tl.int64) * WIDTH + column, grad_weight, mask)
+            d = (d - normal * (tl.sum(d * normal, axis=1)[:, None] / WIDTH)) * scale
+            _store(grad_x + at, d + more, mask)
+        sums = tl.sum(grad_weight, axis=0)[None, :]
+        _store(partial + program.to(tl.int64) * WIDTH + column, sums, column < WIDTH)
 
 
 def rotate(
@@ -244,31 +263,36 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return grad_gate, grad_up, out
 
 
+def _by_rows(width: int) -> dict[str, int]:
+    """Return how a norm's program is cut: several narrow rows at a time, 16 numbers of each tensor in a thread."""
+    block = triton.next_power_of_2(width)
+    rows, warps = max(1, 2048 // block), min(16, max(4, block // 512))
+    return {"WIDTH": width, "BLOCK": block, "ROWS": rows, "num_warps": warps}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the contiguous rows x [..., D], scaled to unit mean square, times weight."""
+    out, cut = torch.empty_like(x), _by_rows(x.shape[-1])
+    rows = x.numel() // x.shape[-1]
+    with torch.cuda.device(x.device):
+        _rms_norm_kernel[(triton.cdiv(rows, cut["ROWS"]),)](x, weight, out, rows, eps, **cut)
+    return out
+
+
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [..., D] (plus `residual`) and of weight (float32); contiguous tensors."""
     width = x.shape[-1]
     rows = x.numel() // width
+    cut = _by_rows(width)
     grad_x = torch.empty_like(x)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    # one warp does a narrow row, such as a head's: it takes more of them to fill the GPU
-    programs = min(rows, max(4, 4096 // width) * processors)
+    # as many as run at once
+    programs = min(triton.cdiv(rows, cut["ROWS"]), 20 // cut["num_warps"] * processors)
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    rows_each = triton.cdiv(rows, programs)
     with torch.cuda.device(x.device):
         _rms_norm_backward_kernel[(programs,)](
-            grad,
-            x,
-            weight,
-            residual,
-            grad_x,
-            partial,
-            rows,
-            rows_each,
-            eps,
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=1 if width <= 256 else 4 if width <= 2048 else 8 if width <= 8192 else 16,
+            grad, x, weight, residual, grad_x, partial, rows, eps, **cut
         )
     return grad_x, partial.sum(0)

@@ -151,14 +151,15 @@ def test_kernels_are_launched_on_their_tensors_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
     monkeypatch.setattr(fused_triton, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=int))
-    for name in ("_rotate_kernel", "_swiglu_kernel", "_swiglu_backward_kernel", "_rms_norm_backward_kernel"):
-        monkeypatch.setattr(fused_triton, name, Kernel(), raising=False)
+    for name in ("rotate", "swiglu", "swiglu_backward", "rms_norm", "rms_norm_backward"):
+        monkeypatch.setattr(fused_triton, f"_{name}_kernel", Kernel(), raising=False)
     x, q = torch.ones(4, 8), torch.ones(4, 2, 8)
     fused_triton.rotate(q, q, x, x, 1.0, (q, q))
     fused_triton.swiglu(x, x)
     fused_triton.swiglu_backward(x, x, x)
+    fused_triton.rms_norm(x, x[0], 1e-5)
     fused_triton.rms_norm_backward(x, x, x[0], 1e-5, None)
-    assert seen == [[x.device]] * 4 and not current
+    assert seen == [[x.device]] * 5 and not current
 
 
 @pytest.mark.gpu
@@ -167,8 +168,8 @@ def test_kernels_run_where_the_current_device_is_another():
     def run(device):
         x, up, grad, weight = draw((40, 96), (40, 96), (40, 96), (96,), device=device)
         q, angles = x.view(40, 2, 48), up[:, :24]
-        norm, _ = rms_norm_backward(grad, x, weight, 1e-5)
-        found = [activate(x, up), *activate_backward(grad, x, up), norm, *rotate_pair(q, q, angles.cos(), angles.sin())]
+        found = [rms_norm(x, weight, 1e-5), rms_norm_backward(grad, x, weight, 1e-5)[0], activate(x, up)]
+        found += [*activate_backward(grad, x, up), *rotate_pair(q, q, angles.cos(), angles.sin())]
         return [tensor.cpu() for tensor in found]
 
     all_near(run("cuda:1"), run("cpu"), torch.float32)
@@ -186,5 +187,6 @@ def test_more_than_two_to_the_31_elements():
     assert torch.equal(whole, rotate_pair(q[tail], q[tail, :1], angles[tail].cos(), angles[tail].sin())[0])
     del whole
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(rms_norm(x, weight, 1e-5)[tail], rms_norm(x[tail], weight, 1e-5))
     grad_x, _ = rms_norm_backward(x, x, weight, 1e-5)
     assert torch.equal(grad_x[tail], rms_norm_backward(x[tail], x[tail], weight, 1e-5)[0])
