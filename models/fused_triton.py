@@ -4,9 +4,10 @@
 Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: every result is the same on every run.
 Triton launches on the current device, so every launch makes that of its tensors current.
 
-Shapes: S rows, D width, H query heads, K kv heads, E head dim.
+Shapes: S rows, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,27 +132,30 @@ if triton is not None:
         )
 
     @triton.jit
-    def _swiglu_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+    def _swiglu_kernel(gate, up, out, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = at < count
-        g = _load(gate + at, mask)
-        u = _load(up + at, mask)
+        source = at + at // WIDTH * gap
+        g = _load(gate + source, mask)
+        u = _load(up + source, mask)
         _store(out + at, g * tl.sigmoid(g) * u, mask)
 
     @triton.jit
     def _swiglu_backward_kernel(
-        grad, gate, up, grad_gate, grad_up, out, count, BLOCK: tl.constexpr
+        grad, gate, up, both, out, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     ):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = at < count
+        source = at + at // WIDTH * gap
         d = _load(grad + at, mask)
-        g = _load(gate + at, mask)
-        u = _load(up + at, mask)
+        g = _load(gate + source, mask)
+        u = _load(up + source, mask)
         s = tl.sigmoid(g)
         silu = g * s
         _store(out + at, silu * u, mask)
-        _store(grad_up + at, d * silu, mask)
-        _store(grad_gate + at, d * u * (s + silu * (1 - s)), mask)
+        target = both + at + at // WIDTH * WIDTH
+        _store(target, d * u * (s + silu * (1 - s)), mask)
+        _store(target + WIDTH, d * silu, mask)
 
     @triton.jit
     def _rms_norm_kernel(
@@ -178,10 +182,14 @@ if triton is not None:
         x,
         weight,
         residual,
-        grad_x,
         partial,
         rows,
         eps,
+        grad_row,
+        grad_head,
+        x_row,
+        x_head,
+        HEADS: tl.constexpr,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
         ROWS: tl.constexpr,
@@ -192,17 +200,19 @@ if triton is not None:
         grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
             row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
-            at = row * WIDTH + column
+            token = row // HEADS
+            head = row % HEADS
             mask = (row < rows) & (column < WIDTH)
-            v = _load(x + at, mask)
-            d = _load(grad + at, mask)
-            more = _load(residual + at, mask) if residual is not None else 0.0
+            v = _load(x + token * x_row + head * x_head + column, mask)
+            target = grad + token * grad_row + head * grad_head + column
+            d = _load(target, mask)
+            more = _load(residual + row * WIDTH + column, mask) if residual is not None else 0.0
             scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1)[:, None] / WIDTH + eps)
             normal = v * scale
             grad_weight += d * normal
             d = d * w
             d = (d - normal * (tl.sum(d * normal, axis=1)[:, None] / WIDTH)) * scale
-            _store(grad_x + at, d + more, mask)
+            _store(target, d + more, mask)
         sums = tl.sum(grad_weight, axis=0)[None, :]
         _store(partial + program.to(tl.int64) * WIDTH + column, sums, column < WIDTH)
 
@@ -213,7 +223,7 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     sign: float,
-    out: tuple[Tensor, Tensor],
+    out: Sequence[Tensor],
     *norms: Any,
 ) -> None:
     """Rotate query [S, H, E] and key [S, K, E] into `out`, which may be the inputs; the last axis must be dense.
@@ -244,23 +254,25 @@ def rotate(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up of contiguous tensors."""
-    out = torch.empty_like(gate)
-    count = gate.numel()
+    """Return silu(gate) * up of dense rows [S, F]; gate and up have the same strides."""
+    out = gate.new_empty(gate.shape)
+    count, width = gate.numel(), gate.shape[1]
     with torch.cuda.device(gate.device):
-        _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](gate, up, out, count, BLOCK=_BLOCK)
+        _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](
+            gate, up, out, count, gate.stride(0) - width, WIDTH=width, BLOCK=_BLOCK
+        )
     return out
 
 
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate and up, and silu(gate) * up again; contiguous tensors."""
-    grad_gate, grad_up, out = (torch.empty_like(gate) for _ in range(3))
-    count = gate.numel()
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up side by side [S, 2F], and silu(gate) * up again; grad is contiguous."""
+    (rows, width), count = gate.shape, gate.numel()
+    both, out = gate.new_empty(rows, 2 * width), gate.new_empty(gate.shape)
     with torch.cuda.device(gate.device):
         _swiglu_backward_kernel[(triton.cdiv(count, _BLOCK),)](
-            grad, gate, up, grad_gate, grad_up, out, count, BLOCK=_BLOCK
+            grad, gate, up, both, out, count, gate.stride(0) - width, WIDTH=width, BLOCK=_BLOCK
         )
-    return grad_gate, grad_up, out
+    return both, out
 
 
 def _by_rows(width: int) -> dict[str, int]:
@@ -282,17 +294,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [..., D] (plus `residual`) and of weight (float32); contiguous tensors."""
+    """Turn grad into the gradient of x [S, D] or [S, H, D] (plus `residual`), and return weight's too, in float32.
+
+    The last axis must be dense, and `residual` contiguous.
+    """
     width = x.shape[-1]
     rows = x.numel() // width
     cut = _by_rows(width)
-    grad_x = torch.empty_like(x)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     # as many as run at once
     programs = min(triton.cdiv(rows, cut["ROWS"]), 20 // cut["num_warps"] * processors)
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.device):
         _rms_norm_backward_kernel[(programs,)](
-            grad, x, weight, residual, grad_x, partial, rows, eps, **cut
+            grad,
+            x,
+            weight,
+            residual,
+            partial,
+            rows,
+            eps,
+            *grad.stride()[:2],
+            *x.stride()[:2],
+            HEADS=x.shape[1:-1].numel(),
+            **cut,
         )
-    return grad_x, partial.sum(0)
+    return grad, partial.sum(0)
