@@ -2,11 +2,12 @@
 
 On CUDA with Triton the passes are the kernels of fused_triton.py; elsewhere the same arithmetic in plain torch. Both
 compute in float32 (float64 for float64 inputs) and round once at the end. Nothing here records a graph except
-`rms_norm`, `RotateNode.apply` and `SwiGLUNode.apply`, which take what their `forward` does, except ctx.
+`RotateNode.apply` and `SwiGLUNode.apply`, which take what their `forward` does, except ctx.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from models import fused_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, without a graph."""
+    if _on_gpu(x):
+        return fused_triton.rms_norm(x.contiguous(), weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -33,11 +36,14 @@ def rotate_pair(
     key_norm: Tensor | None = None,
     *,
     back: bool = False,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Do `RotateNode` without a graph; `back` turns the other way, which is the gradient of turning."""
-    out = (query, key) if in_place else (query.new_empty(query.shape), key.new_empty(key.shape))
-    if _on_gpu(query) and query.stride(-1) == key.stride(-1) == 1:
+    out: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """Do `RotateNode` without a graph, into `out`, which may be query and key.
+
+    `back` turns the other way, which is the gradient of turning.
+    """
+    out = out or (query.new_empty(query.shape), key.new_empty(key.shape))
+    if _on_gpu(query) and _on_gpu(key):
         fused_triton.rotate(
             query, key, cos, sin, -1.0 if back else 1.0, out, eps, query_norm, key_norm
         )
@@ -53,59 +59,58 @@ def rotate_pair(
 
 
 def rotate_backward(
-    query: Tensor, key: Tensor, eps: float, cos: Tensor, sin: Tensor, *kept: Tensor
-) -> tuple[Tensor, ...]:
-    """Turn the gradients of `RotateNode`'s results into those of its query, key and, if there are any, norms' weights.
+    out: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *kept: Tensor,
+) -> list[Tensor]:
+    """Turn the gradients of `RotateNode`'s results into those of its query and key, `out`.
 
-    The weights' are float32 or better. `kept` is query, key and weights as the node received them, or nothing without
-    norms.
+    Return those of the norms' weights, if there are any, in float32 or better. `kept` is query, key and weights as the
+    node received them, or nothing without norms.
     """
-    turned = rotate_pair(query, key, cos, sin, back=True)
-    if not kept:
-        return turned
-    each = (
-        rms_norm_backward(grad, x, norm, eps) for grad, x, norm in zip(turned, kept, kept[2:])
-    )
-    grads, of_norms = zip(*each)
-    return *grads, *of_norms
+    rotate_pair(query, key, cos, sin, back=True, out=out)
+    each = zip(out, kept, kept[2:])
+    return [rms_norm_backward(grad, x, norm, eps)[1] for grad, x, norm in each]
 
 
 def activate(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, without a graph."""
+    """Return silu(gate) * up of rows [S, F], without a graph; both have the same strides."""
     if _on_gpu(gate):
-        return fused_triton.swiglu(gate.contiguous(), up.contiguous())
+        return fused_triton.swiglu(gate, up)
     return (F.silu(at_least_float32(gate)) * up).to(gate.dtype)
 
 
-def activate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate and up, and the activation itself, which the weight gradient needs."""
+def activate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up side by side [S, 2F], and the activation, which the weight gradient needs."""
     if _on_gpu(gate):
-        return fused_triton.swiglu_backward(
-            grad.contiguous(), gate.contiguous(), up.contiguous()
-        )
+        return fused_triton.swiglu_backward(grad.contiguous(), gate, up)
     d, g = at_least_float32(grad), at_least_float32(gate)
     s = torch.sigmoid(g)
     silu = g * s
-    grad_gate = d * up * (s + silu * (1 - s))
-    grad_up = d * silu
-    return grad_gate.to(gate.dtype), grad_up.to(gate.dtype), (silu * up).to(gate.dtype)
+    both = torch.cat((d * up * (s + silu * (1 - s)), d * silu), -1)
+    return both.to(gate.dtype), (silu * up).to(gate.dtype)
 
 
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [..., D], `residual` (contiguous) added, and of weight [D], in float32 or better."""
+    """Turn grad into the gradient of x [S, D] or [S, H, D], and return weight's too, in float32 or better.
+
+    `residual` is contiguous and added to the former.
+    """
     if _on_gpu(x):
-        return fused_triton.rms_norm_backward(
-            grad.contiguous(), x.contiguous(), weight, eps, residual
-        )
+        return fused_triton.rms_norm_backward(grad, x, weight, eps, residual)
     v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
     with torch.enable_grad():
-        normal = rms_norm(v, w, eps)
+        normal = F.rms_norm(v, w.shape, w, eps)
     grad_x, grad_weight = torch.autograd.grad(normal, (v, w), at_least_float32(grad))
     if residual is not None:
         grad_x = grad_x.add_(residual)
-    return grad_x.to(x.dtype), grad_weight
+    return grad.copy_(grad_x), grad_weight
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -114,6 +119,7 @@ def _on_gpu(x: Tensor) -> bool:
         and fused_triton.triton is not None
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and x.numel() > 0
+        and x.stride(-1) == 1
     )
 
 
@@ -133,7 +139,7 @@ class RotateNode(torch.autograd.Function):
         sin: Tensor,
         eps: float = 0.0,
         *norms: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Sequence[Tensor]:
         ctx.save_for_backward(cos, sin, *((query, key, *norms) if norms else ()))
         ctx.eps = eps
         return rotate_pair(query, key, cos, sin, eps, *norms)
@@ -141,8 +147,9 @@ class RotateNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, *norms = rotate_backward(query, key, ctx.eps, *ctx.saved_tensors)
-        return query, key, None, None, None, *norms
+        out = [grad.new_empty(grad.shape) for grad in (query, key)]
+        norms = rotate_backward(out, query, key, ctx.eps, *ctx.saved_tensors)
+        return *out, None, None, None, *norms
 
 
 class SwiGLUNode(torch.autograd.Function):
@@ -150,10 +157,12 @@ class SwiGLUNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
         return activate(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return activate_backward(grad, *ctx.saved_tensors)[:2]
+        to_gate, to_up = activate_backward(grad, *ctx.saved_tensors)[0].chunk(2, 1)
+        return to_gate, to_up

@@ -4,9 +4,10 @@
 Row offsets are 64-bit: a tensor may hold more than 2^31 elements. No atomics: every result is the same on every run.
 Triton launches on the current device, so every launch makes that of its tensors current.
 
-Shapes: S rows, D width, H query heads, K kv heads, E head dim.
+Shapes: S rows, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -131,27 +132,49 @@ if triton is not None:
         )
 
     @triton.jit
-    def _swiglu_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+    def _swiglu_kernel(gate, up, out, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = at < count
-        g = _load(gate + at, mask)
-        u = _load(up + at, mask)
+        source = at + at // WIDTH * gap
+        g = _load(gate + source, mask)
+        u = _load(up + source, mask)
         _store(out + at, g * tl.sigmoid(g) * u, mask)
 
     @triton.jit
     def _swiglu_backward_kernel(
-        grad, gate, up, grad_gate, grad_up, out, count, BLOCK: tl.constexpr
+        grad, gate, up, both, out, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     ):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = at < count
+        source = at + at // WIDTH * gap
         d = _load(grad + at, mask)
-        g = _load(gate + at, mask)
-        u = _load(up + at, mask)
+        g = _load(gate + source, mask)
+        u = _load(up + source, mask)
         s = tl.sigmoid(g)
         silu = g * s
         _store(out + at, silu * u, mask)
-        _store(grad_up + at, d * silu, mask)
-        _store(grad_gate + at, d * u * (s + silu * (1 - s)), mask)
+        target = both + at + at // WIDTH * WIDTH
+        _store(target, d * u * (s + silu * (1 - s)), mask)
+        _store(target + WIDTH, d * silu, mask)
+
+    @triton.jit
+    def _rms_norm_kernel(
+        x,
+        weight,
+        out,
+        rows,
+        eps,
+        WIDTH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        column = tl.arange(0, BLOCK)[None, :]
+        at = row * WIDTH + column
+        mask = (row < rows) & (column < WIDTH)
+        v = _load(x + at, mask)
+        scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1)[:, None] / WIDTH + eps)
+        _store(out + at, v * scale * _load(weight + column, column < WIDTH), mask)
 
     @triton.jit
     def _rms_norm_backward_kernel(
@@ -159,33 +182,39 @@ if triton is not None:
         x,
         weight,
         residual,
-        grad_x,
         partial,
         rows,
-        rows_each,
         eps,
+        grad_row,
+        grad_head,
+        x_row,
+        x_head,
+        HEADS: tl.constexpr,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
     ):
         program = tl.program_id(0)
-        column = tl.arange(0, BLOCK)
-        mask = column < WIDTH
-        w = _load(weight + column, mask)
-        grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-        first = program * rows_each
-        for row in range(first, tl.minimum(first + rows_each, rows)):
-            at = row.to(tl.int64) * WIDTH + column  # type: ignore[attr-defined]
-            v = _load(x + at, mask)
-            d = _load(grad + at, mask)
-            scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / WIDTH + eps)
+        column = tl.arange(0, BLOCK)[None, :]
+        w = _load(weight + column, column < WIDTH)
+        grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for start in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
+            row = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
+            token = row // HEADS
+            head = row % HEADS
+            mask = (row < rows) & (column < WIDTH)
+            v = _load(x + token * x_row + head * x_head + column, mask)
+            target = grad + token * grad_row + head * grad_head + column
+            d = _load(target, mask)
+            more = _load(residual + row * WIDTH + column, mask) if residual is not None else 0.0
+            scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1)[:, None] / WIDTH + eps)
             normal = v * scale
             grad_weight += d * normal
             d = d * w
-            d = (d - normal * (tl.sum(d * normal, axis=0) / WIDTH)) * scale
-            if residual is not None:
-                d += _load(residual + at, mask)
-            _store(grad_x + at, d, mask)
-        _store(partial + program.to(tl.int64) * WIDTH + column, grad_weight, mask)
+            d = (d - normal * (tl.sum(d * normal, axis=1)[:, None] / WIDTH)) * scale
+            _store(target, d + more, mask)
+        sums = tl.sum(grad_weight, axis=0)[None, :]
+        _store(partial + program.to(tl.int64) * WIDTH + column, sums, column < WIDTH)
 
 
 def rotate(
@@ -194,7 +223,7 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     sign: float,
-    out: tuple[Tensor, Tensor],
+    out: Sequence[Tensor],
     *norms: Any,
 ) -> None:
     """Rotate query [S, H, E] and key [S, K, E] into `out`, which may be the inputs; the last axis must be dense.
@@ -225,50 +254,69 @@ def rotate(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up of contiguous tensors."""
-    out = torch.empty_like(gate)
-    count = gate.numel()
+    """Return silu(gate) * up of dense rows [S, F]; gate and up have the same strides."""
+    out = gate.new_empty(gate.shape)
+    count, width = gate.numel(), gate.shape[1]
     with torch.cuda.device(gate.device):
-        _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](gate, up, out, count, BLOCK=_BLOCK)
+        _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](
+            gate, up, out, count, gate.stride(0) - width, WIDTH=width, BLOCK=_BLOCK
+        )
     return out
 
 
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate and up, and silu(gate) * up again; contiguous tensors."""
-    grad_gate, grad_up, out = (torch.empty_like(gate) for _ in range(3))
-    count = gate.numel()
+def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up side by side [S, 2F], and silu(gate) * up again; grad is contiguous."""
+    (rows, width), count = gate.shape, gate.numel()
+    both, out = gate.new_empty(rows, 2 * width), gate.new_empty(gate.shape)
     with torch.cuda.device(gate.device):
         _swiglu_backward_kernel[(triton.cdiv(count, _BLOCK),)](
-            grad, gate, up, grad_gate, grad_up, out, count, BLOCK=_BLOCK
+            grad, gate, up, both, out, count, gate.stride(0) - width, WIDTH=width, BLOCK=_BLOCK
         )
-    return grad_gate, grad_up, out
+    return both, out
+
+
+def _by_rows(width: int) -> dict[str, int]:
+    """Return how a norm's program is cut: several narrow rows at a time, 16 numbers of each tensor in a thread."""
+    block = triton.next_power_of_2(width)
+    rows, warps = max(1, 2048 // block), min(16, max(4, block // 512))
+    return {"WIDTH": width, "BLOCK": block, "ROWS": rows, "num_warps": warps}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the contiguous rows x [..., D], scaled to unit mean square, times weight."""
+    out, cut = torch.empty_like(x), _by_rows(x.shape[-1])
+    rows = x.numel() // x.shape[-1]
+    with torch.cuda.device(x.device):
+        _rms_norm_kernel[(triton.cdiv(rows, cut["ROWS"]),)](x, weight, out, rows, eps, **cut)
+    return out
 
 
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [..., D] (plus `residual`) and of weight (float32); contiguous tensors."""
+    """Turn grad into the gradient of x [S, D] or [S, H, D] (plus `residual`), and return weight's too, in float32.
+
+    The last axis must be dense, and `residual` contiguous.
+    """
     width = x.shape[-1]
     rows = x.numel() // width
-    grad_x = torch.empty_like(x)
+    cut = _by_rows(width)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    # one warp does a narrow row, such as a head's: it takes more of them to fill the GPU
-    programs = min(rows, max(4, 4096 // width) * processors)
+    # as many as run at once
+    programs = min(triton.cdiv(rows, cut["ROWS"]), 20 // cut["num_warps"] * processors)
     partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    rows_each = triton.cdiv(rows, programs)
     with torch.cuda.device(x.device):
         _rms_norm_backward_kernel[(programs,)](
             grad,
             x,
             weight,
             residual,
-            grad_x,
             partial,
             rows,
-            rows_each,
             eps,
-            WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
-            num_warps=1 if width <= 256 else 4 if width <= 2048 else 8 if width <= 8192 else 16,
+            *grad.stride()[:2],
+            *x.stride()[:2],
+            HEADS=x.shape[1:-1].numel(),
+            **cut,
         )
-    return grad_x, partial.sum(0)
+    return grad, partial.sum(0)

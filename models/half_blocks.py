@@ -10,11 +10,13 @@ Their `apply` takes what `forward` does, except ctx.
 
 All save parameters, never views of them: ZeRO-3 replaces a parameter's memory between forward and backward, and a
 view would keep the gathered weights alive. They read the weights directly, so they stand in for the modules only where
-these are plain (`is_plain`): adapters, hooks and partitioned parameters need a call of the module.
+these are plain (`is_plain`): adapters, hooks and partitioned parameters need a call of the module. Weights of q, k and
+v, or of gate and up, that are neighbours in memory (zero/resident.py) take part in one product.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from models.fused import (
     rotate_pair,
 )
 from ulysses.memory.tiling import tiles
+from ulysses.parallel.exchange import copy
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -46,6 +49,42 @@ def is_plain(*modules: Any) -> bool:
         type(m).__module__.startswith("models.") and not is_watched(m) and m.weight.numel() > 0
         for m in modules
     )
+
+
+def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return one view over matrices [N, D] that lie one after the other in memory, or else the matrices."""
+    first = matrices[0]
+    end = first.storage_offset()
+    for m in matrices:
+        alike = (
+            m.is_contiguous()
+            and m.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        )
+        if not alike or m.storage_offset() != end:
+            return matrices
+        end += m.numel()
+    return [first.as_strided((sum(map(len, matrices)), first.shape[1]), first.stride())]
+
+
+def products(
+    x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Any] = (None, None)
+) -> Sequence[Tensor]:
+    """Return x W^T + b of each matrix and bias; those of stacked matrices are parts of one product."""
+    whole, *others = stacked(matrices)
+    if others:
+        return [F.linear(x, matrix, bias) for matrix, bias in zip(matrices, biases)]
+    bias = None if biases[0] is None else torch.cat(tuple(biases))
+    return F.linear(x, whole, bias).split([len(m) for m in matrices], 1)
+
+
+def products_backward(grad: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of `products`' x, from those of its results side by side."""
+    first, *others = matrices = stacked(matrices)
+    part, *parts = grad.split([len(m) for m in matrices], 1)
+    total = part @ first
+    for part, matrix in zip(parts, others):
+        total.addmm_(part, matrix)
+    return total
 
 
 class LinearNode(torch.autograd.Function):
@@ -87,27 +126,30 @@ class ProjectNode(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         matrices, norms = weights[:3], weights[6:]
         x = rms_norm(hidden, norm, eps)
-        query, key, value = (
-            F.linear(x, matrix, bias).unflatten(1, (-1, head_dim))
-            for matrix, bias in zip(matrices, weights[3:])
-        )
+        results = products(x, matrices, weights[3:6])
+        query, key, value = (result.unflatten(1, (-1, head_dim)) for result in results)
         kept = (query, key, *norms) if norms else ()
         ctx.save_for_backward(hidden, norm, *matrices, cos, sin, *kept)
         ctx.eps = eps
-        return *rotate_pair(query, key, cos, sin, eps, *norms, in_place=not norms), value
+        out = None if norms else (query, key)
+        return *rotate_pair(query, key, cos, sin, eps, *norms, out=out), value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, norm, query, key, value, *rotated = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[6:12]
-        to_query, to_key, *of_norms = rotate_backward(grads[0], grads[1], ctx.eps, *rotated)
-        flat = [g.flatten(1) for g in (to_query, to_key, grads[2])]
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hidden, norm, *kept = ctx.saved_tensors
+        matrices, wanted = kept[:3], ctx.needs_input_grad[6:12]
+        sizes = [len(m) for m in matrices]
+        flat = hidden.new_empty(len(hidden), sum(sizes))
+        parts = [part.view_as(grad) for part, grad in zip(flat.split(sizes, 1), grads)]
+        of_norms = rotate_backward(parts[:2], *grads[:2], ctx.eps, *kept[3:])
+        copy(parts[2], grads[2])
         x = rms_norm(hidden, norm, ctx.eps)
-        grads_matrices = [g.t() @ x if want else None for g, want in zip(flat, wanted[:3])]
+        nothing = None, None, None
+        grads_matrices = (flat.t() @ x).split(sizes) if any(wanted[:3]) else nothing
         del x
-        biases = [_column_sums(g) if want else None for g, want in zip(flat, wanted[3:])]
-        grad_x = (flat[0] @ query).addmm_(flat[1], key).addmm_(flat[2], value)
+        biases = _column_sums(flat).split(sizes) if any(wanted[3:]) else nothing
+        grad_x = products_backward(flat, matrices)
         grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, norm, ctx.eps)
         grads_weights = grad_norm.to(norm.dtype), *grads_matrices, *biases, *of_norms
         return grad_hidden, None, None, None, None, *grads_weights
@@ -122,7 +164,7 @@ def mlp(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gate and up of the normalised rows [S, F], and their MLP's product [S, D], without a graph."""
     x = rms_norm(hidden, norm, eps)
-    gated, upward = F.linear(x, gate), F.linear(x, up)
+    gated, upward = products(x, (gate, up))
     del x
     return gated, upward, F.linear(activate(gated, upward), down)
 
@@ -157,23 +199,25 @@ def feed_forward_gradients(
 
     Several tiles' sums are float32 or better. `kept` holds gate and up if all rows are one tile.
     """
-    norm, of_gate, of_up, of_down, eps = weights
+    norm, *pair, of_down, eps = weights
     whole = tile >= len(hidden)
     grad = grad.contiguous()
     grad_hidden = None if whole else torch.empty_like(hidden)
-    grad_norm = grad_gate = grad_up = grad_down = None
+    grad_norm = grad_pair = grad_down = None
     for part in tiles(len(hidden), tile):
         rows, grad_rows = hidden[part], grad[part]
         x = rms_norm(rows, norm, eps)
-        gate, up = kept or (F.linear(x, of_gate), F.linear(x, of_up))
-        to_gate, to_up, active = activate_backward(grad_rows @ of_down, gate, up)
+        gate, up = kept or products(x, pair)
+        to_pair, active = activate_backward(grad_rows @ of_down, gate, up)
         del gate, up
-        grad_down = _add_product(grad_down, of_down, grad_rows, active, whole)
+        if of_down.requires_grad:
+            grad_down = _add_product(grad_down, grad_rows, active, whole)
         del active
-        grad_gate = _add_product(grad_gate, of_gate, to_gate, x, whole)
-        grad_up = _add_product(grad_up, of_up, to_up, x, whole)
-        grad_x = (to_gate @ of_gate).addmm_(to_up, of_up)
-        del x, to_gate, to_up
+        if any(p.requires_grad for p in pair):
+            grad_pair = _add_product(grad_pair, to_pair, x, whole)
+        del x
+        grad_x = products_backward(to_pair, pair)
+        del to_pair
         done, part_norm = rms_norm_backward(grad_x, rows, norm, eps, grad_rows)
         del grad_x
         if norm.requires_grad:
@@ -182,20 +226,17 @@ def feed_forward_gradients(
             grad_hidden = done
         else:
             grad_hidden[part] = done
-    sums = (grad_norm, grad_gate, grad_up, grad_down)
-    found = [None if s is None else s.to(p.dtype) for s, p in zip(sums, weights)]
+    halves = (None, None) if grad_pair is None else grad_pair.chunk(2)
+    sums = zip((grad_norm, *halves, grad_down), weights)
+    found = [s.to(p.dtype) if s is not None and p.requires_grad else None for s, p in sums]
     return grad_hidden, *found
 
 
-def _add_product(
-    total: Tensor | None, weight: Tensor, grad: Tensor, rows: Tensor, whole: bool
-) -> Tensor | None:
-    """Return the sum of a trainable weight's gradient with grad.T @ rows added.
+def _add_product(total: Tensor | None, grad: Tensor, rows: Tensor, whole: bool) -> Tensor:
+    """Return the sum of weights' gradients with grad.T @ rows added.
 
     It is kept in float32 or better unless one tile is the whole.
     """
-    if not weight.requires_grad:
-        return None
     wide = rows.dtype if whole else torch.promote_types(rows.dtype, torch.float32)
     left = grad.t()
     if not has_wide_products(rows):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from models.decoder import LayerMemory
+from models.half_blocks import stacked
 from models.layers import DecoderLayer
 from tests import engine_case
 from tests.harness import run_distributed
@@ -113,3 +114,15 @@ def test_weights_are_gathered_once_per_direction(levels: tuple[str, ...]) -> Non
             for name, count in calls.items():
                 allowed = (3,) if name.startswith(firsts) else (1, 2) if name.startswith(last) else (2,)
                 assert count in allowed, (case, name, count)
+
+
+def counts_of_products() -> set[int]:
+    engine = engine_of(engine_case.Case("sft", shape=replace(SHAPE, attention_bias=True)))
+    layers: Any = engine.module.model.layers
+    groups = [(a.q_proj, a.k_proj, a.v_proj) for a in (layer.self_attn for layer in layers)]
+    groups += [(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers]
+    return {len(stacked([module.weight for module in group])) for group in groups}
+
+
+def test_whole_weights_that_one_product_can_take_are_neighbours() -> None:
+    assert run_distributed(counts_of_products, 1, with_zero=True, cpu=True) == [{1}]

@@ -9,7 +9,13 @@ import torch.nn.functional as F
 
 from models import fused_triton
 from models.fused import activate, activate_backward, rms_norm, rms_norm_backward, rotate_pair
-from models.half_blocks import FeedForwardNode, ProjectNode, feed_forward_gradients, mlp
+from models.half_blocks import (
+    FeedForwardNode,
+    ProjectNode,
+    feed_forward_gradients,
+    mlp,
+    stacked,
+)
 from ulysses.memory.tiling import add_by_tiles
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -41,6 +47,12 @@ def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: s
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
+def neighbours(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Leaves that lie one after the other in memory."""
+    parts = torch.cat([t.flatten() for t in tensors]).split([t.numel() for t in tensors])
+    return [part.view_as(t) for part, t in zip(parts, tensors)]
+
+
 def turns(rows: int, pairs: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     angles = torch.rand(rows, pairs, generator=torch.Generator().manual_seed(0)).to(device) * 7
     return angles.cos(), angles.sin()
@@ -63,7 +75,7 @@ def test_norm_gradient(device, dtype, shape):
     x, grad, residual, weight = draw(shape, shape, shape, shape[1:], dtype=dtype, device=device)
     exact, grad_x, grad_w = in_float64(normalised, (x, weight), grad)
     near(rms_norm(x, weight, 1e-5), exact, dtype)
-    mine_x, mine_w = rms_norm_backward(grad, x, weight, 1e-5)
+    mine_x, mine_w = rms_norm_backward(grad.clone(), x, weight, 1e-5)
     near(mine_x, grad_x, dtype)
     near(mine_w, grad_w, dtype, torch.promote_types(dtype, torch.float32))
     near(rms_norm_backward(grad, x, weight, 1e-5, residual)[0], grad_x + residual.double(), dtype)
@@ -78,7 +90,7 @@ def test_rotation(device, dtype, heads, width):
     cos, sin = turns(19, width // 2, device)
     all_near(rotate_pair(q, k, cos, sin, back=True), (turned(q, cos, -sin), turned(k, cos, -sin)), dtype)
     wanted = turned(q, cos, sin), turned(k, cos, sin)
-    inside = rotate_pair(q, k, cos, sin, in_place=True)
+    inside = rotate_pair(q, k, cos, sin, out=(q, k))
     assert [x.data_ptr() for x in inside] == [q.data_ptr(), k.data_ptr()]
     all_near(inside, wanted, dtype)
 
@@ -87,10 +99,14 @@ def test_rotation(device, dtype, heads, width):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms of heads"])
 @pytest.mark.parametrize("heads, kv_heads, width", [(4, 2, 16), (32, 8, 128), (3, 1, 12)])
-def test_projecting_half(device, dtype, normed, heads, kv_heads, width):
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together):
     rows, kv = heads * width, kv_heads * width
     shapes = (40, 32), (32,), (rows, 32), (kv, 32), (kv, 32), (rows,), (kv,), (kv,), (width,), (width,)
     inputs = draw(*shapes[: 10 if normed else 8], dtype=dtype, device=device)
+    if together:
+        inputs[2:5] = neighbours(*inputs[2:5])
+    assert len(stacked(inputs[2:5])) == (1 if together else 3)
     grads = draw((40, heads, width), (40, 2 * kv_heads, width), (40, kv_heads, width), dtype=dtype, device=device)
     grads[1] = grads[1][:, :kv_heads]  # as the exchange hands it back
     cos, sin = turns(40, width // 2, device)
@@ -112,9 +128,13 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tile", [40, 16])
-def test_feed_forward_half(device, dtype, tile):
+@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+def test_feed_forward_half(device, dtype, tile, together):
     shapes = (40, 32), (40, 32), (32,), (97, 32), (97, 32), (32, 97)  # not whole blocks of the kernels
     grad, *inputs = draw(*shapes, dtype=dtype, device=device)
+    if together:
+        inputs[2:4] = neighbours(*inputs[2:4])
+    assert len(stacked(inputs[2:4])) == (1 if together else 2)
 
     def half(v, norm, gate, up, down):
         rows = normalised(v, norm)
@@ -151,14 +171,15 @@ def test_kernels_are_launched_on_their_tensors_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
     monkeypatch.setattr(fused_triton, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=int))
-    for name in ("_rotate_kernel", "_swiglu_kernel", "_swiglu_backward_kernel", "_rms_norm_backward_kernel"):
-        monkeypatch.setattr(fused_triton, name, Kernel(), raising=False)
+    for name in ("rotate", "swiglu", "swiglu_backward", "rms_norm", "rms_norm_backward"):
+        monkeypatch.setattr(fused_triton, f"_{name}_kernel", Kernel(), raising=False)
     x, q = torch.ones(4, 8), torch.ones(4, 2, 8)
     fused_triton.rotate(q, q, x, x, 1.0, (q, q))
     fused_triton.swiglu(x, x)
     fused_triton.swiglu_backward(x, x, x)
+    fused_triton.rms_norm(x, x[0], 1e-5)
     fused_triton.rms_norm_backward(x, x, x[0], 1e-5, None)
-    assert seen == [[x.device]] * 4 and not current
+    assert seen == [[x.device]] * 5 and not current
 
 
 @pytest.mark.gpu
@@ -167,8 +188,8 @@ def test_kernels_run_where_the_current_device_is_another():
     def run(device):
         x, up, grad, weight = draw((40, 96), (40, 96), (40, 96), (96,), device=device)
         q, angles = x.view(40, 2, 48), up[:, :24]
-        norm, _ = rms_norm_backward(grad, x, weight, 1e-5)
-        found = [activate(x, up), *activate_backward(grad, x, up), norm, *rotate_pair(q, q, angles.cos(), angles.sin())]
+        found = [rms_norm(x, weight, 1e-5), rms_norm_backward(grad.clone(), x, weight, 1e-5)[0], activate(x, up)]
+        found += [*activate_backward(grad, x, up), *rotate_pair(q, q, angles.cos(), angles.sin())]
         return [tensor.cpu() for tensor in found]
 
     all_near(run("cuda:1"), run("cpu"), torch.float32)
@@ -180,11 +201,15 @@ def test_more_than_two_to_the_31_elements():
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     tail = slice(rows - 64, rows)
     assert torch.equal(activate(x, x)[tail], activate(x[tail].clone(), x[tail].clone()))
+    halves = activate_backward(x[:, :2048].contiguous(), *x.chunk(2, 1))[0]
+    assert torch.equal(halves[tail], activate_backward(x[tail, :2048], *x[tail].chunk(2, 1))[0])
+    del halves
     angles = torch.rand(rows, 64, device="cuda")
     q = x.view(rows, 32, 128)
     whole = rotate_pair(q, q[:, :1], angles.cos(), angles.sin())[0][tail]
     assert torch.equal(whole, rotate_pair(q[tail], q[tail, :1], angles[tail].cos(), angles[tail].sin())[0])
     del whole
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
-    grad_x, _ = rms_norm_backward(x, x, weight, 1e-5)
-    assert torch.equal(grad_x[tail], rms_norm_backward(x[tail], x[tail], weight, 1e-5)[0])
+    assert torch.equal(rms_norm(x, weight, 1e-5)[tail], rms_norm(x[tail], weight, 1e-5))
+    grad_x, _ = rms_norm_backward(x.clone(), x, weight, 1e-5)
+    assert torch.equal(grad_x[tail], rms_norm_backward(x[tail].clone(), x[tail], weight, 1e-5)[0])

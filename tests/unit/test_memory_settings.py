@@ -77,7 +77,7 @@ def test_auto_gives_the_last_layers_most_and_says_so():
     choice = chosen(1 << 20)
     levels, line = choice.recompute, choice.line
     assert levels == tuple(sorted(levels))
-    said = rf"recompute keep_attention\*\d+\+none\*{levels.count('none')} \(auto: \d+\.\d GiB predicted of 139.8 GiB\); "
+    said = rf"recompute keep_attention\*\d+\+none\*{levels.count('none')} \(auto: \d+\.\d GiB predicted of 139.8 GiB\);"
     assert re.search(said, line)
 
 

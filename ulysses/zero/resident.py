@@ -1,6 +1,6 @@
 """Weights that stay whole on every rank: gathered once after each update, without any of DeepSpeed's hooks.
 
-    one flat tensor    | parameter a: slice of rank 0, of rank 1, ... | parameter b: slice of rank 0, ... |
+    one flat tensor    | matrix a: slice of rank 0, of rank 1, ... | matrix b: slice of rank 0, ... | ... | vectors
     after an update    every rank has written its own slices; all-gathers bring those of the others while it goes on
 
 ZeRO-3 goes on sharding the master weights, the optimizer's state and the gradients. Its slices of the weights become
@@ -31,7 +31,9 @@ class ResidentWeights:
 
     def __init__(self, module: nn.Module, units: Iterable[nn.Module] = ()) -> None:
         self.world = dist.get_world_size()
-        parameters, units = list(module.parameters()), list(units)
+        units = list(units)
+        # matrices first: those that one product can take together then have no bias between them
+        parameters = sorted(module.parameters(), key=lambda p: -len(p.ds_shape))
         sizes = [parameter.partition_numel() * self.world for parameter in parameters]
         room = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         first = own_slice(parameters[0])[0]
