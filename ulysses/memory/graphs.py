@@ -167,8 +167,10 @@ class _Replay(torch.autograd.Function):
         ctx.recorded = ctx.owner = None
         recorded.grad[:rows] = grad
         recorded.grad[rows:] = 0
+        pairs = list(zip(recorded.parameters, recorded.grads))
+        # what nobody took from an earlier pass would be overwritten
+        kept = [p.grad.clone() if p.grad is of_it else p.grad for p, of_it in pairs]
         recorded.backward.replay()
-        for parameter, of_it in zip(recorded.parameters, recorded.grads):
-            before = parameter.grad
+        for (parameter, of_it), before in zip(pairs, kept):
             parameter.grad = of_it if before is None else before + of_it
         return recorded.grad_hidden[:rows], None, None, None, None
