@@ -3,12 +3,13 @@
     YAML, JSON or a shell command  ->  {their name: value}  ->  {our key: value} with comments  ->  TOML
 
 The rules are data: ulysses/training/foreign_names.toml, which is applied here. What has no counterpart is listed below
-the settings, with what to do.
+the settings, with what to do; a file that would train something else here is refused, with the line that says so.
 """
 
 import argparse
 import json
 import math
+import re
 import shlex
 import sys
 import tomllib
@@ -20,13 +21,15 @@ import yaml
 import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
 from ulysses.training.command_line import check, known_keys, put
 from ulysses.training.foreign_names import foreign_names
-from ulysses.training.section import ConfigError, flat
+from ulysses.training.section import ConfigError, flat, refuse
 from ulysses.training.stages import STAGES
 
 # Their product over all GPUs is batch.examples.
 BATCH_FACTORS = (
     "per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "gradient_accumulation_steps",
 )  # fmt: skip
+# What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
+NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
 NOTHING = (None, "", "auto", -1, [], {})
 
 
@@ -40,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
         "file", type=Path, help="YAML, JSON, or a file that holds a shell command"
     )
     parser.add_argument(
-        "--stage", choices=STAGES, help="if the file does not say it (TRL's do not)"
+        "--stage",
+        choices=foreign_names()["ours"]["stage"]["values"],
+        help="if the file does not say it (TRL's do not)",
     )
     parser.add_argument(
         "--gpus", type=int, default=1, help="number of GPUs, for batch.examples"
@@ -50,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = read_settings(asked.file)
         if asked.stage:
             given["stage"] = asked.stage
-        print(translate(given, asked.file.parent, asked.gpus))
+        print(translate(given, asked.file, asked.gpus))
     except (OSError, ValueError, yaml.YAMLError) as error:
         print(f"error: {asked.file}: {error}", file=sys.stderr)
         return 2
@@ -67,17 +72,13 @@ def read_settings(path: Path) -> dict[str, Any]:
                 "this file holds no settings; give the YAML that the trainer reads"
             )
         return values
-    scripts = foreign_names()["scripts"]
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    while words and Path(words[0]).stem not in scripts:
-        del words[0]
-    if not words:
-        raise ConfigError(f"no command here starts a trainer: none of {', '.join(scripts)}")
+    method, arguments = _command(text)
     # llamafactory-cli train FILE
-    name, given = "config", {"stage": [scripts[Path(words[0]).stem]]}
-    for word in words[1:]:
+    name, given = "config", {"stage": [method]} if method else {}
+    for word in shlex.split(arguments):
         if word.startswith("--"):
             name, _, word = word[2:].partition("=")
+            name = name.replace("-", "_")
         given.setdefault(name, []).append(word)
     values = {name: [word for word in words if word] or True for name, words in given.items()}
     for file in values.pop("config", []):
@@ -85,88 +86,209 @@ def read_settings(path: Path) -> dict[str, Any]:
     return values
 
 
-def translate(given: dict[str, Any], folder: Path, gpus: int) -> str:
+def _command(text: str) -> tuple[str, str]:
+    """Return the method that a shell text's only command trains by ("" if its file says it), and its arguments."""
+    names = foreign_names()
+    commands, scripts = names["commands"], names["scripts"]
+    starts, programs = ("|".join(map(re.escape, table)) for table in (commands, scripts))
+    lines = text.replace("\\\n", " ").splitlines()
+    lines = [line for line in lines if not re.match(r"\s*(#|export\s|set\s|$)", line)]
+    # a launcher's own options lie before the first script or module
+    launched = rf"(?:{'|'.join(names['launchers'])})\s+(?:(?!\S*\.py\s|-m\s)\S+\s+)*?(?:-m\s+)?(?:\S*/)?({programs})"
+    found = re.match(
+        rf"\s*(?:\w+=\S*\s+)*(?:({starts})|{launched})(?:\s+(.*)|$)", "\n".join(lines)
+    )
+    if not found:
+        raise ConfigError(
+            f"no command here starts a trainer; what can be read is one command {', '.join(commands)}, or one of "
+            f"{', '.join(names['launchers'])} with one of {', '.join(scripts)}"
+        )
+    start, script, arguments = found.groups(default="")
+    # the shell would change them, or start something else besides
+    if len(lines) > 1 or re.search(NOT_PLAIN, arguments):
+        raise ConfigError(
+            "leave one command alone in this file, without variables, pipes or comments behind it"
+        )
+    return (commands | scripts)[start or script], arguments
+
+
+def translate(given: dict[str, Any], path: Path, gpus: int) -> str:
     """Return our settings as TOML with comments, and what is left to do.
 
     Args:
         given: their settings.
-        folder: where their file lies; what it names is looked for there and in the current folder.
+        path: their file; what it names is looked for in its folder and in the current one.
+
+    Raises ConfigError if no stage is named, or if the settings would train something else here.
     """
-    names, keys = foreign_names(), known_keys()
-    rules = names["ours"] | names["not_needed"] | names["not_supported"]
-    given = _complete(given, folder, names)
-    factors = {name: given.pop(name) for name in BATCH_FACTORS if name in given}
+    names = foreign_names()
+    given, method = _complete(given, path.parent, names)
     settings: dict[str, Any] = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
+    refused: dict[str, str] = {}
     # other rules depend on the stage
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
-        value, problem = given[name], ""
-        table = name if name in rules else name.partition(".")[0]
-        lower, rule = str(value).lower(), rules.get(table)
-        if table in names["not_needed"] or lower in names["harmless"].get(name, ()):
-            continue
-        if table in names["ours"]:
+        for value in [given[name]] if name in names["ours"] else _entries(given[name]):
             stage = settings.get("stage", "")
-            key, choices = rule["key"].replace("STAGE", stage), rule.get("values")
-            if rule.get("list") and isinstance(value, str):
-                value = value.split(",")
-            if key in ("data.train", "data.eval"):
-                entries = value if isinstance(value, list) else [value]
-                value = _plain([_source(each, names["sources"], remarks) for each in entries])
-            new = choices.get(lower) if choices and not isinstance(value, list) else value
-            if key not in keys or key.split(".")[0] in {*STAGES} - {stage}:
-                problem = "a run of this stage has no such setting; leave it out"
-            elif new is None:
-                problem = (
-                    f"{key} has no such choice, so its default stands; see train.py --help"
-                )
-            elif new != "":
-                key += name.removeprefix(table)
-                settings |= new if choices and isinstance(new, dict) else {key: new}
-                if "note" in rule:
-                    comments[key] = f"  # {name}: {rule['note']}"
-        elif value or not rule:
-            problem = rule or "unknown; train.py --help lists the settings"
-        if problem:
-            remarks.append(f"{name} = {value}: {problem}")
-    if "stage" not in settings:
-        raise ConfigError(f"no stage is named; add --stage with one of {', '.join(STAGES)}")
+            kind, rule = _rule(name, value, method, stage, names["rules"])
+            if kind == "ours":
+                if rule["key"] in ("data.train", "data.eval"):
+                    entries = _entries(value)
+                    value = _plain(
+                        [_source(entry, names["sources"], remarks) for entry in entries]
+                    )
+                kind, rule, new = _ours(value, rule, given, stage, names["free_choice"])
+                settings |= new
+                comments |= dict.fromkeys(new if rule else (), f"  # {name}: {rule}")
+            if kind == "by_hand":
+                remarks.append(f"{name} = {value}: {rule}")
+            elif kind == "not_supported":
+                refused[name] = rule
+    if not method:
+        methods = ", ".join(names["ours"]["stage"]["values"])
+        raise ConfigError(f"no stage is named; add --stage with one of {methods}")
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
-    settings["batch.examples"] = math.prod(map(int, factors.values())) * groups
-    product = " x ".join(f"{name} {value}" for name, value in factors.items())
-    comments["batch.examples"] = (
-        f"  # {product} x {groups} GPUs (those that share a sequence count once); --gpus N for others"
-    )
+    name, reason = names["one_step"].get(method, ("", ""))
+    settings |= _batch(given, groups, given["num_generations"] if name else 0, comments)
+    if given.get(name) and settings["ppo.minibatches"] * given["num_iterations"] > 1:
+        refused[name] = reason
+    text = path.read_text(encoding="utf-8-sig")
+    refuse([_refusal(name, given[name], reason, text) for name, reason in refused.items()])
+    return _toml(settings, comments, remarks)
+
+
+def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]) -> str:
+    """Write settings with their comments, and below them as comments what is left to do or wrong by our own check."""
     lines = [
         "# What every setting means: train.py --help. Settings that are not needed here are left out."
     ]
     for key, value in settings.items():
         # an inline table of TOML is a JSON object but for its colons
-        text = json.dumps(value, ensure_ascii=False, separators=(", ", " = "))
-        lines.append(f"{key} = {text}{comments.get(key, '')}")
+        written = json.dumps(value, ensure_ascii=False, separators=(", ", " = "), default=str)
+        lines.append(f"{key} = {written}{comments.get(key, '')}")
     try:
         remarks += check(tomllib.loads("\n".join(lines))).complaints()
     except ConfigError as error:
-        remarks += str(error).splitlines()
+        remarks.append(str(error))
     if remarks:
         lines += ["", "# Without a counterpart here or still wrong, and what to do:"]
-    return "\n".join([*lines, *(f"#   {line}" for line in remarks)])
+    for line in "\n".join(remarks).splitlines():
+        lines.append(re.sub(r"[\0-\x1f\x7f]", " ", f"#   {line}"))
+    return "\n".join(lines)
 
 
-def _complete(given: dict[str, Any], folder: Path, names: dict[str, Any]) -> dict[str, Any]:
-    """Add what their trainer takes where the file says nothing and what other files say; remove what is void."""
+def _rule(
+    name: str, value: Any, method: str, stage: str, rules: dict[str, Any]
+) -> tuple[str, Any]:
+    """Return the rule that says most about a setting, and the table that it stands in."""
+    said, table = f"{name}={value}".lower(), name.partition(".")[0]
+    places = (f"{method}:{name}", f"{stage}.{name}", said, name, table)
+    place = next((place for place in places if place in rules), said)
+    kind, rule = rules.get(place, ("by_hand", "unknown; train.py --help lists the settings"))
+    if kind == "ours":
+        key = rule["key"].replace("STAGE", stage)
+        return kind, rule | {"key": key + name[len(table) :] if place == table else key}
+    # what is off asks for nothing
+    return kind if value or place == said else "not_needed", rule
+
+
+def _ours(
+    value: Any, rule: dict[str, Any], given: dict[str, Any], stage: str, free: list[str]
+) -> tuple[str, str, dict[str, Any]]:
+    """Apply a rule of `ours`: return which table's the setting is after all, a comment, and our settings."""
+    key, choices, keys = rule["key"], rule.get("values"), (f"{key}." for key in known_keys())
+    if not f"{key}.".startswith(tuple(keys)) or key.split(".")[0] in {*STAGES} - {stage}:
+        return "by_hand", "a run of this stage has no such setting; leave it out", {}
+    if rule.get("list") and isinstance(value, str):
+        value = value.split(",")
+    if "per" in rule:
+        value = float(value) / float(given[rule["per"]])
+    if choices and not isinstance(value, list):
+        value = choices.get(str(value).lower())
+    if value is None:
+        listed = key.startswith(tuple(free))
+        kind, stands = (
+            ("by_hand", ", so its default stands") if listed else ("not_supported", "")
+        )
+        return kind, f"{key} has no such choice{stands}; see train.py --help", {}
+    new = value if choices and isinstance(value, dict) else {key: value}
+    return "ours", rule.get("note", ""), new if value != "" else {}
+
+
+def _batch(
+    given: dict[str, Any], groups: int, answers: int, comments: dict[str, str]
+) -> dict[str, int]:
+    """Return the examples of an optimizer step, or the prompts of a rollout.
+
+    Args:
+        groups: GPUs that do not share sequences.
+        answers: to each prompt, which TRL's batch sizes count; 0 is any other method.
+    """
+    factors = {name: int(given[name]) for name in BATCH_FACTORS if name in given}
+    examples = math.prod(factors.values()) * groups
+    product = " x ".join(f"{name} {value}" for name, value in factors.items())
+    comment = f"  # {product} x {groups} GPUs (those that share a sequence count once)"
+    settings = {"batch.examples": examples}
+    if answers:
+        parts = factors.get("gradient_accumulation_steps", 1)
+        rollout = examples // parts * given.get("steps_per_generation", parts)
+        rollout = given.get("generation_batch_size", rollout)
+        if rollout % examples or rollout % answers:
+            raise ConfigError(
+                f"a rollout of {rollout} answers must be whole optimizer steps of {examples} and whole prompts of "
+                f"num_generations {answers}; --gpus N says how many processes there are"
+            )
+        settings = {
+            "ppo.minibatches": rollout // examples,
+            "batch.examples": rollout // answers,
+        }
+        comment += f", a rollout of {rollout} answers / num_generations {answers}"
+    comments["batch.examples"] = f"{comment}; --gpus N for others"
+    return settings
+
+
+def _refusal(name: str, value: Any, reason: str, text: str) -> str:
+    """Say what cannot be translated, and on which line of their file it stands."""
+    last = re.escape(name.rpartition(".")[2])
+    found = re.search(rf"^[^#\n]*(--{last}\b|\b{last}[\"']? *:)", text, re.M)
+    line = f"line {text.count(chr(10), 0, found.end()) + 1}: " if found else ""
+    return f"{line}{name} = {' '.join(str(value).split())} has no counterpart here; {reason}"
+
+
+def _complete(
+    given: dict[str, Any], folder: Path, names: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Add what their trainer takes where the file says nothing and what other files say; remove what is void.
+
+    Returns the settings and the method, which says more than our stage.
+    """
     found = _find(str(given.get("deepspeed")), folder)
     if found.is_file():
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
-    given = {name: _plain(value) for name, value in flat(given).items()}
-    given = {name: value for name, value in given.items() if value not in NOTHING}
+    # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
+    plain = re.compile(r"^trl\.|[^\w.-]", re.A)
+    given = {plain.sub("", name): _plain(value) for name, value in flat(given).items()}
+    # "none" is a choice of scale_rewards
+    said = {name for name in given if given[name] not in NOTHING} | {"scale_rewards"}
+    given = {name: value for name, value in given.items() if name in said}
     marks, defaults = names["marks"], names["defaults"]
     system = next((name for name in marks if given.keys() & marks[name]), "trl")
     for name, stage in names["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
-    given = defaults[system] | defaults.get(f"{system}_{given.get('stage')}", {}) | given
+    method = str(given.get("rl", given.get("stage", defaults[system].get("stage", ""))))
+    for table in (f"{system}_{method}", method, system):
+        given = defaults.get(table, {}) | given
+    if not given.get("beta"):
+        given.pop("use_bias_correction_kl", None)
+    if "reward_funcs" in given:
+        rewards = [
+            re.sub(r"\.(\w+)$", r":\1", name) for name in _entries(given["reward_funcs"])
+        ]
+        rewards = _entries(given.pop("reward_model_name_or_path", [])) + rewards
+        weights = _entries(given.pop("reward_weights", [1.0] * len(rewards)))
+        given["reward_funcs"] = dict(zip(rewards, weights, strict=True))
     given.setdefault("lora_alpha", 2 * given.get("lora_rank", 8))
     for rule in names["replaces"]:
         if str(given.get(rule["name"], 0)).lower() not in rule["unless"]:
@@ -191,7 +313,7 @@ def _complete(given: dict[str, Any], folder: Path, names: dict[str, Any]) -> dic
                 most | described.get(each, {"path": each} | unknown)
                 for each in given[name].replace(" ", "").split(",")
             ]
-    return given
+    return given, method
 
 
 def _source(entry: Any, keys: dict[str, str], remarks: list[str]) -> Any:
@@ -212,6 +334,11 @@ def _source(entry: Any, keys: dict[str, str], remarks: list[str]) -> Any:
             f"{source.get('path')}: {', '.join(left)}: formats follow from the rows' keys; look with --inspect 3"
         )
     return source["path"] if source.keys() == {"path"} else source
+
+
+def _entries(value: Any) -> list[Any]:
+    """Return a list of their values as it is, and one value alone as a list."""
+    return value if isinstance(value, list) else [value]
 
 
 def _plain(value: Any) -> Any:

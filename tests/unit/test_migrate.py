@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
+from losses.ppo import kl_estimate
 from tests.e2e.launch import ROOT
 from ulysses.migrate import main
 from ulysses.training.command_line import check
@@ -65,7 +68,6 @@ do_train: true
 finetuning_type: lora
 lora_rank: 16
 lora_target: q_proj,v_proj
-use_dora: true
 dataset: identity
 eval_dataset: chats
 template: qwen
@@ -118,7 +120,6 @@ lr_scheduler_kwargs: {min_lr_rate: 0.1}
 warmup_steps: 20
 adam_beta2: 0.95
 output_dir: out
-sync_ref_model: true
 """
 
 TRL_SFT = """#!/bin/bash
@@ -128,6 +129,10 @@ accelerate launch --config_file zero3.yaml trl/scripts/sft.py \\
     --learning_rate 2e-5 --num_train_epochs 1 --packing --bf16 True \\
     --per_device_train_batch_size 4 --gradient_accumulation_steps 2 \\
     --use_peft --lora_r 32 --lora_target_modules q_proj k_proj v_proj --output_dir=out
+"""
+
+GRPO = """
+trl grpo --model_name_or_path m --dataset_name trl-lib/DeepMath-103K --output_dir out --reward_funcs os.path.basename
 """
 
 AXOLOTL_SFT = """
@@ -236,7 +241,7 @@ def test_llamafactory_lora(migrate: Any, tmp_path: Path) -> None:
     assert config.run.steps == 300 and config.run.epochs == 0 and config.run.save_every == 0
     assert config.run.eval_every == 50 and config.optimizer.schedule == "linear" and config.optimizer.warmup == 0
     assert config.model.dtype == "bfloat16" and "fp16: float16 is not supported" in shown
-    for remark in ("use_dora = True: use plain LoRA", "optim = paged_adamw_8bit: AdamW",
+    for remark in ("optim = paged_adamw_8bit: AdamW",
                    "save_strategy = epoch: set run.save_every",
                    "chats.json: formatting sharegpt, images images: formats follow"):  # fmt: skip
         assert remark in shown
@@ -261,7 +266,7 @@ def test_trl_yaml_and_a_command_that_names_it(migrate: Any, tmp_path: Path) -> N
     assert config.data.train == source and config.data.eval == source | {"split": "test"}
     assert (config.dpo.beta, config.dpo.loss_type, config.data.truncation) == (0.05, "sigmoid", "keep_end")
     assert (config.optimizer.min_lr, config.optimizer.warmup, config.optimizer.betas[1]) == (0.1, 20, 0.95)
-    assert config.run.eval_every == 50 and "sync_ref_model = True: the reference stays fixed" in shown
+    assert config.run.eval_every == 50 and "Without a counterpart" not in shown
     more = "[sigmoid, bco_pair]\nloss_weights: [0.8, 0.2]\nearly_stopping_patience: 3\nuse_rslora: true"
     config, _ = migrate(TRL_DPO.replace("[sigmoid]", more), "--stage", "dpo", name="list.yaml")
     assert (config.dpo.loss_type, config.dpo.loss_weights) == (["sigmoid", "bco_pair"], [0.8, 0.2])
@@ -320,3 +325,218 @@ def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate: A
     assert "template = mistral: data.chat_template has no such choice, so its default stands" in shown
     shown = migrate(text.replace("pref_loss: sigmoid", ""))[1]
     assert "\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0" in shown
+
+
+def test_grpo_of_trl_with_its_own_defaults(migrate: Any) -> None:
+    config, shown = migrate(GRPO, name="grpo.sh")
+    ppo = config.ppo
+    assert (ppo.advantage, ppo.kl_coefficient, ppo.epochs, ppo.minibatches) == ("group", 0, 1, 1)
+    assert (ppo.answers_per_prompt, ppo.max_new_tokens, ppo.temperature) == (8, 512, 1)
+    assert (ppo.loss_aggregation, ppo.clip, ppo.clip_high, ppo.scale_by_std) == ("token", 0.2, 0, True)
+    assert ppo.reward == {"os.path:basename": 1} and config.batch.examples == 1 and "kl_estimator" not in shown
+    # nothing cuts prompts there, and there is no max_length
+    assert config.data.truncation == "error" and "data.max_length" not in shown
+    assert config.optimizer.lr == 1e-6 and "Without a counterpart" not in shown
+
+
+def test_grpo_of_trl_with_everything_set(migrate: Any) -> None:
+    command = """trl grpo --model_name_or_path m --dataset_name d --output_dir out --reward_model_name_or_path rm
+        --reward_funcs os.path.basename --reward_weights 0.5 2 --beta 0.04 --use_bias_correction_kl false --epsilon 0.1
+        --epsilon_high 0.28 --loss_type dr_grpo --scale_rewards none --max_completion_length 1024 --temperature 0.9
+        --num_generations 4 --num_iterations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 3
+        --steps_per_generation 6 --use_vllm --vllm_mode colocate --log_completions"""
+    config, shown = migrate(command.replace("\n", "\\\n"), "--gpus", "8", name="grpo.sh")
+    ppo = config.ppo
+    # 4 answers x 8 GPUs x 6 micro-batches are a rollout, half of them an optimizer step
+    assert (config.batch.examples, ppo.minibatches, ppo.epochs) == (48, 2, 2)
+    assert "a rollout of 192 answers / num_generations 4" in shown
+    assert (ppo.kl_coefficient, ppo.kl_in, ppo.kl_estimator) == (0.04, "loss", "k3")
+    assert (ppo.loss_aggregation, ppo.clip, ppo.clip_high, ppo.scale_by_std) == ("constant", 0.1, 0.28, False)
+    assert (ppo.answers_per_prompt, ppo.max_new_tokens, ppo.temperature) == (4, 1024, 0.9)
+    assert ppo.reward == {"rm": 0.5, "os.path:basename": 2}
+    rollout = "--beta 0.1 --generation_batch_size 32 --gradient_accumulation_steps 4"
+    config, _ = migrate(f"{GRPO.strip()} {rollout}", name="grpo.sh")
+    assert (config.ppo.kl_estimator, config.batch.examples, config.ppo.minibatches) == ("k2", 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("grpo", "sequence"), ("dapo", "token"), ("bnpo", "token"), ("dr_grpo", "constant")]
+)
+def test_grpo_losses(migrate: Any, theirs: str, ours: str) -> None:
+    config, _ = migrate(f"{GRPO.strip()} --loss_type {theirs}", name="grpo.sh")
+    assert config.ppo.loss_aggregation == ours
+
+
+def test_the_kl_of_trl_has_the_gradient_of_k2_where_the_ratio_is_1() -> None:
+    logps = torch.tensor([-1.0, -2.0, -0.3], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.5, -1.2, -0.4], dtype=torch.float64)
+    ratio = (logps - logps.detach()).exp()
+    (theirs,) = torch.autograd.grad((ratio * kl_estimate(logps, reference, "k3")).sum(), logps)
+    (ours,) = torch.autograd.grad(kl_estimate(logps, reference, "k2").sum(), logps)
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-15)
+
+
+def test_rloo_of_trl(migrate: Any) -> None:
+    config, shown = migrate(GRPO.replace("trl grpo", "trl rloo"), "--gpus", "2", name="rloo.sh")
+    ppo = config.ppo
+    assert (ppo.advantage, ppo.answers_per_prompt, ppo.kl_coefficient) == ("leave_one_out", 2, 0.05)
+    assert (ppo.kl_in, ppo.kl_estimator, ppo.epochs, ppo.clip) == ("reward", "k1", 1, 0.2)
+    # TRL's loss is max_new_tokens times as large, which clipping and AdamW's eps see
+    assert (ppo.loss_aggregation, ppo.max_new_tokens, config.gradients.max_norm) == ("constant", 512, 1 / 512)
+    assert config.optimizer.eps == 1e-8 / 512 and config.batch.examples == 8
+    assert "TRL sums an answer's tokens" in shown
+
+
+def test_grpo_of_axolotl_and_of_a_yaml_file(migrate: Any) -> None:
+    table = "trl: {beta: 0.0, num_generations: 4, max_completion_length: 64, reward_funcs: [os.path.basename]}"
+    config, _ = migrate(AXOLOTL_SFT.replace("chat_template: llama3", f"rl: grpo\n{table}"))
+    assert (config.stage, config.ppo.advantage, config.batch.examples) == ("ppo", "group", 2)
+    assert (config.ppo.max_new_tokens, config.ppo.reward) == (64, {"os.path:basename": 1})
+    text = "model_name_or_path: m\ndataset_name: d\noutput_dir: out\nreward_funcs: [os.path.basename]\n"
+    assert migrate(text, "--stage", "grpo")[0].ppo.advantage == "group"
+    assert migrate(text, "--stage", "rloo")[0].ppo.advantage == "leave_one_out"
+
+
+REFUSED = {
+    # the algorithm
+    "rl: gdpo": "line 2: rl = gdpo has no counterpart here; stage has no such choice; see",
+    "rl: ebft": "line 2: rl = ebft",
+    "stage: gspo": "line 2: stage = gspo",
+    "base_model: m\ndiffusion: {noise_schedule: cosine}": "line 3: diffusion.noise_schedule = cosine has no",
+    "base_model: m\nprocess_reward_model: true": "line 3: process_reward_model = True",
+    "kd_trainer: true": "line 2: kd_trainer",
+    "stage: sft\ndo_predict: true": "line 3: do_predict = True has no counterpart here; this file predicts",
+    "stage: sft\ndo_train: false": "line 3: do_train = False",
+    "stage: ppo\ntemplate: llama3": "ppo_target = 6.0",
+    "stage: ppo\nnum_generations: 8": "line 3: num_generations = 8 has no counterpart here; add --stage grpo",
+    # which weights are trained
+    "finetuning_type: oft": "line 2: finetuning_type = oft has no counterpart here; train all weights",
+    "finetuning_type: freeze": "line 2: finetuning_type = freeze",
+    "adapter: llama-adapter": "line 2: adapter = llama-adapter",
+    "use_dora: true": "line 2: use_dora = True has no counterpart here; use plain LoRA",
+    "freeze_trainable_layers: 2": "line 2: freeze_trainable_layers = 2",
+    "unfrozen_parameters: [lm_head]": "line 2: unfrozen_parameters = lm_head",
+    "plugins: [axolotl.integrations.spectrum.SpectrumPlugin]": "line 2: plugins = ",
+    # the optimizer and its rate
+    "optim: adafactor": "line 2: optim = adafactor has no counterpart here; AdamW",
+    "lr_scheduler_type: polynomial": "line 2: lr_scheduler_type = polynomial has no counterpart here; optimizer.",
+    # the data and the loss
+    "default_system: Be brief.": "line 2: default_system = Be brief.",
+    "max_prompt_length: 512": "line 2: max_prompt_length = 512",
+    "chat_template_kwargs: {enable_thinking: false}": "line 2: chat_template_kwargs.enable_thinking = False",
+    "stage: dpo\nsync_ref_model: true": "line 3: sync_ref_model = True has no counterpart here; the reference stays",
+    "stage: dpo\npref_loss: kto_pair": "line 3: pref_loss = kto_pair",
+    "stage: grpo\nloss_type: cispo": "line 3: loss_type = cispo has no counterpart here; ppo.loss_aggregation has no",
+    "stage: grpo\nimportance_sampling_level: sequence": "line 3: importance_sampling_level = sequence",
+    "stage: grpo\nscale_rewards: batch": "line 3: scale_rewards = batch",
+    "stage: grpo\nmask_truncated_completions: true": "line 3: mask_truncated_completions = True",
+    "stage: grpo\ndelta: 1.5": "line 3: delta = 1.5",
+    "stage: grpo\nbeta: 0.1\nnum_iterations: 2": "use_bias_correction_kl = True has no counterpart here; its gradient",
+    "stage: grpo\nnum_generations: 3": "num_generations 3; --gpus N says",
+    "stage: rloo\nnum_iterations: 2": "line 3: num_iterations = 2",
+    "stage: rloo\nnormalize_advantages: true": "line 3: normalize_advantages = True",
+}
+
+
+@pytest.mark.parametrize("lines", REFUSED)
+def test_what_would_train_something_else_is_refused_with_its_line(
+    lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"# use_dora: true, max_prompt_length: 9\n{lines}\n")
+    stage = [] if "stage:" in lines or "rl:" in lines else ["--stage", "sft"]
+    assert main([str(file), *stage]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and REFUSED[lines] in shown.err and shown.err.count("\n") == 1
+
+
+def test_all_that_is_refused_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("stage: dpo\nuse_dora: true\nsync_ref_model: true\n")
+    assert main([str(tmp_path / "run.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert "2 settings are wrong" in error and "line 2: use_dora" in error and "line 3: sync_ref_model" in error
+
+
+def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(migrate: Any) -> None:
+    text = """finetuning_type: full\ndo_train: true\ndo_predict: true\nuse_dora: false\nuse_galore: false
+roles_to_train: [assistant, gpt]\noptim: adamw_torch\nsync_ref_model: false\nnew_special_tokens: null
+unknown_to_all: 1"""
+    config, shown = migrate(LLAMAFACTORY_KTO.replace("finetuning_type: lora", text))
+    assert config.model.lora.rank == 0 and shown.count("\n#   ") == 1
+    assert "unknown_to_all = 1: unknown; train.py --help lists the settings" in shown
+
+
+COMMANDS = {
+    "trl dpo": "dpo",
+    "WANDB_MODE=offline CUDA_VISIBLE_DEVICES=0,1 trl kto": "kto",
+    "accelerate launch --num_processes 8 --config_file a.yaml examples/scripts/dpo.py": "dpo",
+    "torchrun --standalone trl/scripts/reward.py": "rm",
+    "python3 sft.py": "sft",
+    "set -e\nexport A=b\n# trl sft --max_steps 9\n\ndeepspeed --num_gpus 2 dpo.py": "dpo",
+}
+NO_COMMANDS = {
+    "python mpo_vlm.py --model_name_or_path M --loss_type sigmoid bco_pair sft": "no command here starts a trainer",
+    "echo trl sft --output_dir out": "no command here starts a trainer",
+    "python other.py --script sft.py": "no command here starts a trainer",
+    "accelerate launch -m own.module sft.py": "no command here starts a trainer",
+    "python -m sft": "no command here starts a trainer",
+    "trl vllm-serve --model m": "no command here starts a trainer",
+    "llamafactory-cli chat run.yaml": "no command here starts a trainer",
+    "axolotl merge-lora run.yaml": "no command here starts a trainer",
+    "my_sft.py --max_steps 1": "no command here starts a trainer",
+    "python my_sft.py": "no command here starts a trainer",
+    "": "no command here starts a trainer",
+    "trl sft --max_steps 1\ntrl dpo --max_steps 1": "leave one command alone",
+    "trl sft --max_steps 1 && trl dpo --max_steps 2": "leave one command alone",
+    "trl sft --max_steps 1 | tee log": "leave one command alone",
+    'trl sft --model_name_or_path "$MODEL"': "leave one command alone",
+    "trl sft --max_steps 1  # trl dpo": "leave one command alone",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_that_are_known(migrate: Any, command: str) -> None:
+    options = "--model_name_or_path m --dataset_name d --eos_token '<|im_end|>' --max_steps 3 --output_dir out"
+    config, _ = migrate(f"{command} {options}", name="go.sh")
+    assert (config.stage, config.run.steps, config.model.path) == (COMMANDS[command], 3, "m")
+
+
+def test_commands_that_name_a_file(migrate: Any, tmp_path: Path) -> None:
+    (tmp_path / "kto.yaml").write_text(LLAMAFACTORY_KTO)
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL_SFT)
+    for command, stage in {
+        "llamafactory-cli train kto.yaml": "kto",
+        "torchrun --nproc_per_node 8 src/train.py kto.yaml": "kto",
+        "axolotl train axolotl.yaml --learning-rate 1e-6": "sft",
+        "accelerate launch -m axolotl.cli.train axolotl.yaml": "sft",
+    }.items():
+        assert migrate(command, name="go.sh")[0].stage == stage
+    assert migrate("axolotl train axolotl.yaml --learning-rate 1e-6", name="go.sh")[0].optimizer.lr == 1e-6
+
+
+@pytest.mark.parametrize("command", NO_COMMANDS)
+def test_other_shell_text_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "go.sh").write_text(command)
+    assert main([str(tmp_path / "go.sh")]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and NO_COMMANDS[command] in shown.err and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\v", "\f", "\0", "\x1b", "\x85", "\u2028", "\\", '"', '"""\n', "'''\n"])
+def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> None:
+    evil = f"x{end}run.overwrite = true{end}#{end}"
+    given = yaml.safe_load(LLAMAFACTORY_KTO) | {
+        "unknown_to_all": evil, f"unknown{evil}": 1, "chat_template": evil, "wandb_project": evil,
+        "special_tokens": {evil.replace(".", ""): "b"}, "flash_attn": evil,
+    }  # fmt: skip
+    config, shown = migrate(json.dumps(given), name="run.json")
+    assert not config.run.overwrite and config.run.wandb == evil
+    assert all(line.startswith("#   ") for line in shown[shown.index("# Without") :].splitlines()[1:])
+
+
+def test_a_chat_template_of_several_lines_is_a_comment_of_several_lines(migrate: Any) -> None:
+    lines = "chat_template: |\n  {% for m in messages %}\n  run.overwrite = true\n  {% endfor %}\n"
+    config, shown = migrate(LLAMAFACTORY_KTO + lines)
+    assert not config.run.overwrite and config.data.chat_template == "llama3"
+    comment = "\n#   chat_template = {% for m in messages %}\n#   run.overwrite = true\n#   {% endfor %}\n#   : data"
+    assert comment in shown

@@ -31,6 +31,8 @@ MISTAKES = {
     f"{BASE} --optimizer.learning_rate 1e-5": "optimizer.learning_rate: unknown; here it is optimizer.lr",
     f"{BASE} --pref_beta 0.1": "pref_beta: unknown; here it is dpo.beta",
     "--stage kto --model.path m --run.steps 3 --pref_beta 0.1": "pref_beta: unknown; here it is dpo.beta or kto.beta",
+    "--stage ppo --model.path m --run.steps 3 --ppo.beta 0.1": "ppo.beta: unknown; here it is ppo.kl_coefficient",
+    "--stage ppo --model.path m --run.steps 3 --ppo.max_completion_length 9": "here it is ppo.max_new_tokens",
     f"{BASE} --use_dora true": "use_dora: not supported; use plain LoRA",
     f"{BASE} --load_in_4bit": "load_in_4bit: not supported; use LoRA on bfloat16 weights",
     f"{BASE} --overwrite_cache": "overwrite_cache: not needed here",

@@ -14,6 +14,10 @@ def foreign_names() -> dict[str, Any]:
     names = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     rules = names["ours"].items()
     names["ours"] = {n: rule if isinstance(rule, dict) else {"key": rule} for n, rule in rules}
+    kinds = ("ours", "not_needed", "by_hand", "not_supported")
+    names["rules"] = {
+        name: (kind, rule) for kind in kinds for name, rule in names[kind].items()
+    }
     return names
 
 
@@ -25,15 +29,16 @@ def explain_unknown(key: str, keys: list[str]) -> str:
     """
     names, last = foreign_names(), key.rpartition(".")[2]
     for name in (key, last):
-        if rule := names["ours"].get(name):
+        kind, rule = names["rules"].get(name, ("", {}))
+        if kind == "ours":
             note = f" ({rule['note']})" if "note" in rule else ""
             end = rule["key"].removeprefix("STAGE")
             ours = " or ".join(known for known in keys if known.endswith(end))
             return f"{key}: unknown; here it is {ours}{note}"
-        if name in names["not_needed"]:
-            return f"{key}: not needed here ({names['not_needed'][name]}); leave it out"
-        if name in names["not_supported"]:
-            return f"{key}: not supported; {names['not_supported'][name]}"
+        if kind == "not_needed":
+            return f"{key}: not needed here ({rule}); leave it out"
+        if kind:
+            return f"{key}: not supported; {rule}"
     same_name = [known for known in keys if known.endswith(f".{last}")]
     if near := same_name or difflib.get_close_matches(key, keys, 1, 0.8):
         return f"{key}: unknown; did you mean {' or '.join(near)}?"
