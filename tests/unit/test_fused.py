@@ -107,7 +107,8 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
     if together:
         inputs[2:5] = neighbours(*inputs[2:5])
     assert len(stacked(inputs[2:5])) == (1 if together else 3)
-    grads = draw((40, heads, width), (40, 2 * kv_heads, width), (40, kv_heads, width), dtype=dtype, device=device)
+    upstream = (40, heads, width), (40, 2 * kv_heads, width), (40, kv_heads, width), (40, 32)
+    grads = draw(*upstream, dtype=dtype, device=device)
     grads[1] = grads[1][:, :kv_heads]  # as the exchange hands it back
     cos, sin = turns(40, width // 2, device)
 
@@ -116,7 +117,7 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
         q, k, v = (F.linear(rows, w, b).unflatten(1, (-1, width)) for w, b in zip(rest[:3], rest[3:6]))
         if normed:
             q, k = normalised(q, rest[6]), normalised(k, rest[7])
-        return turned(q, cos, sin), turned(k, cos, sin), v
+        return turned(q, cos, sin), turned(k, cos, sin), v, hidden
 
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
