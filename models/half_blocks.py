@@ -210,7 +210,7 @@ def feed_forward_gradients(
         rows, grad_rows = hidden[part], grad[part]
         x = rms_norm(rows, norm, eps)
         gate, up = kept or products(x, pair)
-        to_pair, active = activate_backward(grad_rows @ of_down, gate, up)
+        active, to_pair = activate_backward(grad_rows @ of_down, gate, up)
         del gate, up
         if of_down.requires_grad:
             grad_down = _add_product(grad_down, grad_rows, active, whole)
