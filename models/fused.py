@@ -22,7 +22,8 @@ from models import fused_triton
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last axis, without a graph."""
     if _on_gpu(x):
-        return fused_triton.rms_norm(x.contiguous(), weight, eps)
+        fused_triton.rms_norm(x, weight, eps, out := torch.empty_like(x))
+        return out
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -80,19 +81,19 @@ def rotate_backward(
 def activate(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up of rows [S, F], without a graph; both have the same strides."""
     if _on_gpu(gate):
-        return fused_triton.swiglu(gate, up)
+        return fused_triton.swiglu(gate, up)[0]
     return (F.silu(at_least_float32(gate)) * up).to(gate.dtype)
 
 
 def activate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up side by side [S, 2F], and the activation, which the weight gradient needs."""
+    """Return the activation, which the weight gradient needs, and the gradients of gate and up side by side [S, 2F]."""
     if _on_gpu(gate):
-        return fused_triton.swiglu_backward(grad.contiguous(), gate, up)
+        return fused_triton.swiglu(gate, up, grad.contiguous())
     d, g = at_least_float32(grad), at_least_float32(gate)
     s = torch.sigmoid(g)
     silu = g * s
     both = torch.cat((d * up * (s + silu * (1 - s)), d * silu), -1)
-    return both.to(gate.dtype), (silu * up).to(gate.dtype)
+    return (silu * up).to(gate.dtype), both.to(gate.dtype)
 
 
 def rms_norm_backward(
@@ -103,7 +104,7 @@ def rms_norm_backward(
     `residual` is contiguous and added to the former.
     """
     if _on_gpu(x):
-        return fused_triton.rms_norm_backward(grad, x, weight, eps, residual)
+        return grad, fused_triton.rms_norm(x, weight, eps, grad, residual, back=True)
     v, w = (at_least_float32(t).detach().requires_grad_() for t in (x, weight))
     with torch.enable_grad():
         normal = F.rms_norm(v, w.shape, w, eps)
@@ -164,5 +165,5 @@ class SwiGLUNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        to_gate, to_up = activate_backward(grad, *ctx.saved_tensors)[0].chunk(2, 1)
+        to_gate, to_up = activate_backward(grad, *ctx.saved_tensors)[1].chunk(2, 1)
         return to_gate, to_up

@@ -132,63 +132,36 @@ if triton is not None:
         )
 
     @triton.jit
-    def _swiglu_kernel(gate, up, out, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        mask = at < count
-        source = at + at // WIDTH * gap
-        g = _load(gate + source, mask)
-        u = _load(up + source, mask)
-        _store(out + at, g * tl.sigmoid(g) * u, mask)
-
-    @triton.jit
-    def _swiglu_backward_kernel(
-        grad, gate, up, both, out, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    def _swiglu_kernel(
+        gate, up, out, grad, both, count, gap, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     ):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        row = at // WIDTH
         mask = at < count
-        source = at + at // WIDTH * gap
-        d = _load(grad + at, mask)
-        g = _load(gate + source, mask)
-        u = _load(up + source, mask)
+        g = _load(gate + at + row * gap, mask)
+        u = _load(up + at + row * gap, mask)
         s = tl.sigmoid(g)
         silu = g * s
+        if grad is not None:
+            d = _load(grad + at, mask)
+            target = both + at + row * WIDTH
+            _store(target, d * u * (s + silu * (1 - s)), mask)
+            _store(target + WIDTH, d * silu, mask)
         _store(out + at, silu * u, mask)
-        target = both + at + at // WIDTH * WIDTH
-        _store(target, d * u * (s + silu * (1 - s)), mask)
-        _store(target + WIDTH, d * silu, mask)
 
     @triton.jit
     def _rms_norm_kernel(
         x,
         weight,
         out,
-        rows,
-        eps,
-        WIDTH: tl.constexpr,
-        BLOCK: tl.constexpr,
-        ROWS: tl.constexpr,
-    ):
-        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        column = tl.arange(0, BLOCK)[None, :]
-        at = row * WIDTH + column
-        mask = (row < rows) & (column < WIDTH)
-        v = _load(x + at, mask)
-        scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1)[:, None] / WIDTH + eps)
-        _store(out + at, v * scale * _load(weight + column, column < WIDTH), mask)
-
-    @triton.jit
-    def _rms_norm_backward_kernel(
-        grad,
-        x,
-        weight,
         residual,
         partial,
         rows,
         eps,
-        grad_row,
-        grad_head,
         x_row,
         x_head,
+        out_row,
+        out_head,
         HEADS: tl.constexpr,
         WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -203,18 +176,23 @@ if triton is not None:
             token = row // HEADS
             head = row % HEADS
             mask = (row < rows) & (column < WIDTH)
+            target = out + token * out_row + head * out_head + column
             v = _load(x + token * x_row + head * x_head + column, mask)
-            target = grad + token * grad_row + head * grad_head + column
-            d = _load(target, mask)
+            # every load comes before the first reduction, which would wait for each in turn
+            d = _load(target, mask) if partial is not None else w
             more = _load(residual + row * WIDTH + column, mask) if residual is not None else 0.0
             scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=1)[:, None] / WIDTH + eps)
-            normal = v * scale
-            grad_weight += d * normal
-            d = d * w
-            d = (d - normal * (tl.sum(d * normal, axis=1)[:, None] / WIDTH)) * scale
-            _store(target, d + more, mask)
-        sums = tl.sum(grad_weight, axis=0)[None, :]
-        _store(partial + program.to(tl.int64) * WIDTH + column, sums, column < WIDTH)
+            v *= scale
+            if partial is None:
+                d *= v
+            else:
+                grad_weight += d * v
+                d *= w
+                d = (d - v * (tl.sum(d * v, axis=1)[:, None] / WIDTH)) * scale + more
+            _store(target, d, mask)
+        if partial is not None:
+            sums = tl.sum(grad_weight, axis=0)[None, :]
+            _store(partial + program * WIDTH + column, sums, column < WIDTH)
 
 
 def rotate(
@@ -253,70 +231,61 @@ def rotate(
         )
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up of dense rows [S, F]; gate and up have the same strides."""
-    out = gate.new_empty(gate.shape)
-    count, width = gate.numel(), gate.shape[1]
+def swiglu(gate: Tensor, up: Tensor, grad: Tensor | None = None) -> tuple[Tensor, Any]:
+    """Return silu(gate) * up of dense rows [S, F], and for a contiguous `grad` the gradients side by side [S, 2F].
+
+    gate and up have the same strides.
+    """
+    (rows, width), count = gate.shape, gate.numel()
+    out = gate.new_empty(rows, width)
+    both = None if grad is None else gate.new_empty(rows, 2 * width)
+    gap = gate.stride(0) - width
     with torch.cuda.device(gate.device):
         _swiglu_kernel[(triton.cdiv(count, _BLOCK),)](
-            gate, up, out, count, gate.stride(0) - width, WIDTH=width, BLOCK=_BLOCK
+            gate, up, out, grad, both, count, gap, WIDTH=width, BLOCK=_BLOCK
         )
-    return out
+    return out, both
 
 
-def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up side by side [S, 2F], and silu(gate) * up again; grad is contiguous."""
-    (rows, width), count = gate.shape, gate.numel()
-    both, out = gate.new_empty(rows, 2 * width), gate.new_empty(gate.shape)
-    with torch.cuda.device(gate.device):
-        _swiglu_backward_kernel[(triton.cdiv(count, _BLOCK),)](
-            grad, gate, up, both, out, count, gate.stride(0) - width, WIDTH=width, BLOCK=_BLOCK
-        )
-    return both, out
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    residual: Tensor | None = None,
+    *,
+    back: bool = False,
+) -> Any:
+    """Write x [S, D] or [S, H, D], its last axis scaled to unit mean square, times weight into `out`.
 
-
-def _by_rows(width: int) -> dict[str, int]:
-    """Return how a norm's program is cut: several narrow rows at a time, 16 numbers of each tensor in a thread."""
-    block = triton.next_power_of_2(width)
-    rows, warps = max(1, 2048 // block), min(16, max(4, block // 512))
-    return {"WIDTH": width, "BLOCK": block, "ROWS": rows, "num_warps": warps}
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the contiguous rows x [..., D], scaled to unit mean square, times weight."""
-    out, cut = torch.empty_like(x), _by_rows(x.shape[-1])
-    rows = x.numel() // x.shape[-1]
-    with torch.cuda.device(x.device):
-        _rms_norm_kernel[(triton.cdiv(rows, cut["ROWS"]),)](x, weight, out, rows, eps, **cut)
-    return out
-
-
-def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Turn grad into the gradient of x [S, D] or [S, H, D] (plus `residual`), and return weight's too, in float32.
-
-    The last axis must be dense, and `residual` contiguous.
+    If `back`, turn `out` from the result's gradient into that of x, `residual` (contiguous) added, and return weight's
+    in float32. The last axis must be dense.
     """
     width = x.shape[-1]
     rows = x.numel() // width
-    cut = _by_rows(width)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    # as many as run at once
-    programs = min(triton.cdiv(rows, cut["ROWS"]), 20 // cut["num_warps"] * processors)
-    partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    # a thread has 16 numbers of each tensor
+    at_once, warps = max(1, 2048 // block), min(16, max(4, block // 512))
+    programs, partial = triton.cdiv(rows, at_once), None
+    if back:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        programs = min(programs, 20 // warps * processors)  # as many as run at once
+        partial = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.device):
-        _rms_norm_backward_kernel[(programs,)](
-            grad,
+        _rms_norm_kernel[(programs,)](
             x,
             weight,
+            out,
             residual,
             partial,
             rows,
             eps,
-            *grad.stride()[:2],
             *x.stride()[:2],
+            *out.stride()[:2],
             HEADS=x.shape[1:-1].numel(),
-            **cut,
+            WIDTH=width,
+            BLOCK=block,
+            ROWS=at_once,
+            num_warps=warps,
         )
-    return grad, partial.sum(0)
+    return None if partial is None else partial.sum(0)

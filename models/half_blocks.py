@@ -108,9 +108,10 @@ class LinearNode(torch.autograd.Function):
 
 
 class ProjectNode(torch.autograd.Function):
-    """Return query [S, H, E], key and value [S, K, E] of hidden [S, D], positions rotated in.
+    """Return query [S, H, E], key and value [S, K, E] of hidden [S, D], positions rotated in, and hidden itself.
 
-    `weights` are the three matrices, their biases or None, and the norms of heads where there are any.
+    Whoever adds to the latter hands its gradient to this node, which adds it in the norm's backward. `weights` are the
+    three matrices, their biases or None, and the norms of heads where there are any.
     """
 
     @staticmethod
@@ -123,7 +124,7 @@ class ProjectNode(torch.autograd.Function):
         eps: float,
         norm: Tensor,
         *weights: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         matrices, norms = weights[:3], weights[6:]
         x = rms_norm(hidden, norm, eps)
         results = products(x, matrices, weights[3:6])
@@ -132,7 +133,7 @@ class ProjectNode(torch.autograd.Function):
         ctx.save_for_backward(hidden, norm, *matrices, cos, sin, *kept)
         ctx.eps = eps
         out = None if norms else (query, key)
-        return *rotate_pair(query, key, cos, sin, eps, *norms, out=out), value
+        return *rotate_pair(query, key, cos, sin, eps, *norms, out=out), value, hidden
 
     @staticmethod
     @once_differentiable
@@ -150,7 +151,8 @@ class ProjectNode(torch.autograd.Function):
         del x
         biases = _column_sums(flat).split(sizes) if any(wanted[3:]) else nothing
         grad_x = products_backward(flat, matrices)
-        grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, norm, ctx.eps)
+        residual = grads[3].contiguous()
+        grad_hidden, grad_norm = rms_norm_backward(grad_x, hidden, norm, ctx.eps, residual)
         grads_weights = grad_norm.to(norm.dtype), *grads_matrices, *biases, *of_norms
         return grad_hidden, None, None, None, None, *grads_weights
 
@@ -208,7 +210,7 @@ def feed_forward_gradients(
         rows, grad_rows = hidden[part], grad[part]
         x = rms_norm(rows, norm, eps)
         gate, up = kept or products(x, pair)
-        to_pair, active = activate_backward(grad_rows @ of_down, gate, up)
+        active, to_pair = activate_backward(grad_rows @ of_down, gate, up)
         del gate, up
         if of_down.requires_grad:
             grad_down = _add_product(grad_down, grad_rows, active, whole)

@@ -134,15 +134,16 @@ class DecoderLayer(nn.Module):
             parameters = [p for stage in self.stage_parameters() for p in stage]
             return LayerNode.apply(self, rope, plan, pair, hidden, *parameters)
         else:
-            middle = self.output(hidden, attention(*self.project(hidden, rope), plan=plan))
+            *heads, hidden = self.project(hidden, rope)
+            middle = self.output(hidden, attention(*heads, plan=plan))
         return self.feed_forward(middle) if learns else self.feed_forward_tiles(middle)
 
-    def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query [S, H, E], key and value [S, K, E] of the layer's input."""
+    def project(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+        """Return query [S, H, E], key and value [S, K, E] of the layer's input, and the input, for `output`."""
         norm, a = self.input_layernorm, self.self_attn
         projections = a.q_proj, a.k_proj, a.v_proj
         if not half_blocks.is_plain(norm, *projections, *a.norms):
-            return a.project(norm(hidden), rope)
+            return *a.project(norm(hidden), rope), hidden
         weights = [module.weight for module in (norm, *projections)]
         weights += [*(p.bias for p in projections), *(n.weight for n in a.norms)]
         return half_blocks.ProjectNode.apply(hidden, *rope, a.head_dim, norm.eps, *weights)

@@ -107,7 +107,8 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
     if together:
         inputs[2:5] = neighbours(*inputs[2:5])
     assert len(stacked(inputs[2:5])) == (1 if together else 3)
-    grads = draw((40, heads, width), (40, 2 * kv_heads, width), (40, kv_heads, width), dtype=dtype, device=device)
+    upstream = (40, heads, width), (40, 2 * kv_heads, width), (40, kv_heads, width), (40, 32)
+    grads = draw(*upstream, dtype=dtype, device=device)
     grads[1] = grads[1][:, :kv_heads]  # as the exchange hands it back
     cos, sin = turns(40, width // 2, device)
 
@@ -116,7 +117,7 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
         q, k, v = (F.linear(rows, w, b).unflatten(1, (-1, width)) for w, b in zip(rest[:3], rest[3:6]))
         if normed:
             q, k = normalised(q, rest[6]), normalised(k, rest[7])
-        return turned(q, cos, sin), turned(k, cos, sin), v
+        return turned(q, cos, sin), turned(k, cos, sin), v, hidden
 
     wanted = in_float64(exact, inputs, *grads)
     x, *weights = (t.requires_grad_() for t in inputs)
@@ -171,14 +172,14 @@ def test_kernels_are_launched_on_their_tensors_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
     monkeypatch.setattr(fused_triton, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=int))
-    for name in ("rotate", "swiglu", "swiglu_backward", "rms_norm", "rms_norm_backward"):
+    for name in ("rotate", "swiglu", "rms_norm"):
         monkeypatch.setattr(fused_triton, f"_{name}_kernel", Kernel(), raising=False)
     x, q = torch.ones(4, 8), torch.ones(4, 2, 8)
     fused_triton.rotate(q, q, x, x, 1.0, (q, q))
     fused_triton.swiglu(x, x)
-    fused_triton.swiglu_backward(x, x, x)
-    fused_triton.rms_norm(x, x[0], 1e-5)
-    fused_triton.rms_norm_backward(x, x, x[0], 1e-5, None)
+    fused_triton.swiglu(x, x, x)
+    fused_triton.rms_norm(x, x[0], 1e-5, x)
+    fused_triton.rms_norm(x, x[0], 1e-5, x, back=True)
     assert seen == [[x.device]] * 5 and not current
 
 
@@ -201,8 +202,8 @@ def test_more_than_two_to_the_31_elements():
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     tail = slice(rows - 64, rows)
     assert torch.equal(activate(x, x)[tail], activate(x[tail].clone(), x[tail].clone()))
-    halves = activate_backward(x[:, :2048].contiguous(), *x.chunk(2, 1))[0]
-    assert torch.equal(halves[tail], activate_backward(x[tail, :2048], *x[tail].chunk(2, 1))[0])
+    halves = activate_backward(x[:, :2048].contiguous(), *x.chunk(2, 1))[1]
+    assert torch.equal(halves[tail], activate_backward(x[tail, :2048], *x[tail].chunk(2, 1))[1])
     del halves
     angles = torch.rand(rows, 64, device="cuda")
     q = x.view(rows, 32, 128)

@@ -12,9 +12,10 @@ All levels but "none" are one autograd.Function that covers the whole layer, so 
 parameters once per direction and reduces each gradient once. Its backward runs feed_forward tile by tile. At
 "keep_attention" that happens before q, k and v exist again.
 
-A layer offers its three parts, `project(hidden, rope)`, `output(hidden, attended)` and `feed_forward`, the last as
-`feed_forward_tiles(rows)` and `feed_forward_gradients(rows, grad)`; `stage_parameters()`, the trainable parameters of
-the three; and the kernel, `self_attn.attention`. Random numbers (dropout in an adapter) are drawn again as they were.
+A layer offers its three parts, `project(hidden, rope)`, which returns hidden too, so that one gradient comes back for
+both of its uses, `output(hidden, attended)` and `feed_forward`, the last as `feed_forward_tiles(rows)` and
+`feed_forward_gradients(rows, grad)`; `stage_parameters()`, the trainable parameters of the three; and the kernel,
+`self_attn.attention`. Random numbers (dropout in an adapter) are drawn again as they were.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', v', out' are head shards.
 """
@@ -84,7 +85,7 @@ class LayerNode(torch.autograd.Function):
         kept = [] if is_second else [group.keep(hidden)]
         attention = layer.self_attn.attention
         random = [random_state()]
-        query, key, value = layer.project(hidden, rope)
+        query, key, value, _ = layer.project(hidden, rope)
         shards = exchange_qkv_forward(query, key, value, plan)
         del query, key, value
         out, lse = attention.attend_forward(*shards, plan)
@@ -119,7 +120,7 @@ class LayerNode(torch.autograd.Function):
         in_project, in_output, _ = layer.stage_parameters()
 
         def exchanged() -> tuple[tuple[Tensor, ...], Callable[..., Any]]:
-            (query, key, value), gradients = _again(
+            (query, key, value, _), gradients = _again(
                 layer.project, in_project, random[0], [hidden], rope
             )
             return exchange_qkv_forward(query, key, value, plan), gradients
@@ -149,9 +150,9 @@ class LayerNode(torch.autograd.Function):
             query, key, value, plan, attention.num_heads, attention.num_kv_heads
         )
         del query, key, value
-        (grad_input,), grads_project = through_project(*grads)
+        (grad_hidden,), grads_project = through_project(*grads, grad_hidden)
         grads_of_parameters = *grads_project, *grads_output, *grads_feed_forward
-        return None, None, None, None, grad_hidden.add_(grad_input), *grads_of_parameters
+        return None, None, None, None, grad_hidden, *grads_of_parameters
 
 
 def _again(
