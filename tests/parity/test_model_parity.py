@@ -113,7 +113,7 @@ def test_logprobs_and_gradients(kind: str) -> None:
 @pytest.mark.parametrize("kind", RAW)
 def test_reward_scores(kind: str) -> None:
     model = filled(RewardModel(ModelConfig.from_hf(RAW[kind])))
-    model.score.weight.data.normal_()
+    model.score.weight.data.normal_(generator=torch.Generator().manual_seed(2))
     twin = hf_twin(model, RAW[kind], reward=True)
     rows = random_rows()
     batch = batch_of(rows)

@@ -48,7 +48,12 @@ class LayerGraphs:
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
         if not self._hooks:
-            kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+            kinds = (
+                "_forward_pre_hooks",
+                "_forward_hooks",
+                "_backward_pre_hooks",
+                "_backward_hooks",
+            )
             self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in kinds]
         alone = plan.mesh.sequence_parallel_size == 1 and not plan.prefix_calls
         if not alone or self._owner() or any(self._hooks) or not self._is_varlen(hidden):

@@ -35,7 +35,9 @@ OLDEST_GPU = 9  # the major compute capability that flash4 and cudnn need
 HALF = (torch.float16, torch.bfloat16)
 # flash4 4.0.0b36 on H200: gradients right for these (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16
 FLASH4_HEAD_DIMS = (32, 64, 128)
-ONE_DOCUMENT = 8192  # rows of a single document from which on flash4 has kernels of its own for it
+ONE_DOCUMENT = (
+    8192  # rows of a single document from which on flash4 has kernels of its own for it
+)
 
 
 class KernelChoice(NamedTuple):
