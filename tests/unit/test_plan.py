@@ -66,6 +66,7 @@ def measured(row: dict[str, Any]) -> Case:
     return case(
         row["tokens"], "", model, node(row["gpus"]), row["sp"],
         levels=levels, offloaded_layers=row["offload"], common_heads=common, weights=row.get("weights", "sharded"),
+        documents=row.get("documents", 1), micro_batches=row.get("micro_batches", 1),
     )  # fmt: skip
 
 
