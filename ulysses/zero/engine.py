@@ -29,12 +29,14 @@ class ZeroEngine:
     """A model whose parameters, gradients and optimizer state are partitioned over all ranks.
 
     Args:
-        model: built by `build_partitioned` (or any module; DeepSpeed then partitions it).
+        model: built by `build_partitioned`.
         config: from ulysses.zero.settings.derive.
         optimizer: a torch optimizer over the trainable parameters, or None for a frozen model.
         leaf_modules: module classes whose parameters are gathered and reduced as one unit (one hook instead
         of many).
         reduce_between: dtype in which sums of gradients travel between nodes.
+        resident: whether the weights stay whole on every rank (resident.py). On one process they do in any case, unless
+            they are kept in host memory.
     """
 
     def __init__(
