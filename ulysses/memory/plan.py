@@ -245,8 +245,8 @@ class Prediction(NamedTuple):
 def predict(case: Case) -> Prediction:
     """Predict the bytes of a rank."""
     model, machine, world = case.model, case.machine, case.machine.gpus
-    weights = case.element_size * sum(m.parameters for m in (model, *case.others))
-    weights /= 1 if case.resident else world
+    held = sum(m.parameters for m in (model, *case.others))
+    weights = case.element_size * held / (1 if case.resident else world)
     trained = 16 * model.trained / world  # float32 weights have a separate master too
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
     level, upper = case.levels[0], case.levels[-1]

@@ -206,22 +206,16 @@ def varlen_backward(
             unused,
             scale=scale,
         )
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    tensors = q, k, v, out, dout, lse, *grads
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    inputs, grads = [q, k, v, out, dout, lse], {"dq": dq, "dk": dk, "dv": dv}
     if _is_one_document(segments):
-        tensors, documents = tuple(x[None] for x in tensors), {}
-    dq, dk, dv = tensors[6:]
+        inputs, documents = [x[None] for x in inputs], {}
+        grads = {name: grad[None] for name, grad in grads.items()}
+    deterministic = torch.are_deterministic_algorithms_enabled()
     flash4()._flash_attn_bwd(
-        *tensors[:6],
-        scale,
-        causal,
-        **documents,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        dq=dq,
-        dk=dk,
-        dv=dv,
+        *inputs, scale, causal, **documents, **grads, deterministic=deterministic
     )
-    return grads
+    return dq, dk, dv
 
 
 def _is_one_document(segments: Segments) -> bool:
