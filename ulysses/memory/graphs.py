@@ -41,7 +41,9 @@ class LayerGraphs:
         self._places: list[int] = []  # of the weights in memory
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._seen: set[tuple[int, ...]] = set()
-        self._pool = torch.cuda.graph_pool_handle()
+        # Of every parameter, and written by the graphs of all sizes; what else they need for a moment is shared too.
+        self.grads: dict[nn.Parameter, Tensor] = {}
+        self.pool = torch.cuda.graph_pool_handle()
         # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
         self._owner: Any = lambda: None
 
@@ -75,7 +77,10 @@ class LayerGraphs:
         if size not in self._recorded:
             if len(self._recorded) == MOST_SIZES:
                 return None
-            self._recorded[size] = _Recorded(self.layers, hidden, rope, plan, size, self._pool)
+            if not self._recorded:
+                trained = [p for p in self.layers.parameters() if p.requires_grad]
+                self.grads = {p: torch.empty_like(p) for p in trained}
+            self._recorded[size] = _Recorded(self, hidden, rope, plan, size)
         owner = _Owner()
         self._owner = weakref.ref(owner)
         return _Replay.apply(hidden, rope, segments.cu_q, self._recorded[size], owner)
@@ -98,48 +103,63 @@ class _Recorded:
 
     def __init__(
         self,
-        layers: Any,
+        graphs: LayerGraphs,
         hidden: Tensor,
         rope: tuple[Tensor, Tensor],
         plan: Any,
         size: tuple[int, ...],
-        pool: Any,
     ) -> None:
         rows, bounds, longest = size
         self.hidden, *self.rope = (x.new_zeros(rows, *x.shape[1:]) for x in (hidden, *rope))
-        self.hidden.requires_grad_()
         cu = plan.calls[True][0].segments.cu_q
         self.bounds = cu.new_full((bounds,), rows)
         segments = Segments(self.bounds, self.bounds, longest, longest)
         every = slice(0, rows)
-        plan = replace(
+        self.plan = replace(
             plan,
             total=rows,
             documents=bounds - 1,
             calls={True: [VarlenCall(every, every, segments)]},
             pieces=(((0, rows),),),
         )
-        self.parameters = [p for p in layers.parameters() if p.requires_grad]
+        self.grads, self.grad = graphs.grads, torch.zeros_like(self.hidden)
         self.set(hidden.detach(), rope, cu)
-
-        def run(some: Any) -> Tensor:
-            out = self.hidden
-            for layer in some:
-                # not the module itself: its hooks belong to passes that gather and reduce layer by layer
-                out = layer.forward(out, self.rope, plan)
-            return out
-
+        self.save_untaken()
         # kernels are compiled before anything is recorded
-        torch.autograd.grad(run(layers[:1]).sum(), self.hidden)
+        self._backward(self._forward(graphs.layers[:1]))
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward, pool, capture_error_mode="thread_local"):
-            out = run(layers)
-        self.grad = torch.zeros_like(out)
-        with torch.cuda.graph(self.backward, pool, capture_error_mode="thread_local"):
-            self.grad_hidden, *self.grads = torch.autograd.grad(
-                out, (self.hidden, *self.parameters), self.grad
-            )
-        self.out = out.detach()
+        with torch.cuda.graph(self.forward, graphs.pool, capture_error_mode="thread_local"):
+            kept = self._forward(graphs.layers)
+        self.out = kept[-1][2].detach()
+        with torch.cuda.graph(self.backward, graphs.pool, capture_error_mode="thread_local"):
+            self.grad_hidden = self._backward(kept)
+
+    def _forward(self, layers: Any) -> list[tuple[nn.Module, Tensor, Tensor]]:
+        """Run layers, and return each with its input and its output, which has a graph of its own."""
+        kept, hidden = [], self.hidden
+        for layer in layers:
+            leaf = hidden.detach().requires_grad_()
+            # not the module itself: its hooks belong to passes that gather and reduce layer by layer
+            hidden = layer.forward(leaf, self.rope, self.plan)
+            kept.append((layer, leaf, hidden))
+        return kept
+
+    def _backward(self, kept: list[tuple[nn.Module, Tensor, Tensor]]) -> Tensor:
+        """Write the gradients of all parameters, and return that of the first layer's input."""
+        grad = self.grad
+        while kept:  # what a layer has kept is free when the next one works
+            layer, leaf, out = kept.pop()
+            trained = [p for p in layer.parameters() if p.requires_grad]
+            grad, *of_parameters = torch.autograd.grad(out, (leaf, *trained), grad)
+            if trained:
+                torch._foreach_copy_([self.grads[p] for p in trained], of_parameters)
+        return grad
+
+    def save_untaken(self) -> None:
+        """Copy gradients that nobody took since an earlier pass, before they are overwritten."""
+        for parameter, of_it in self.grads.items():
+            if parameter.grad is of_it:
+                parameter.grad = of_it.clone()
 
     @torch.no_grad()
     def set(self, hidden: Tensor, rope: tuple[Tensor, Tensor], cu: Tensor) -> None:
@@ -172,10 +192,9 @@ class _Replay(torch.autograd.Function):
         ctx.recorded = ctx.owner = None
         recorded.grad[:rows] = grad
         recorded.grad[rows:] = 0
-        pairs = list(zip(recorded.parameters, recorded.grads))
-        # what nobody took from an earlier pass would be overwritten
-        kept = [p.grad.clone() if p.grad is of_it else p.grad for p, of_it in pairs]
+        recorded.save_untaken()
         recorded.backward.replay()
-        for (parameter, of_it), before in zip(pairs, kept):
+        for parameter, of_it in recorded.grads.items():
+            before = parameter.grad
             parameter.grad = of_it if before is None else before + of_it
         return recorded.grad_hidden[:rows], None, None, None, None
