@@ -43,6 +43,7 @@ MATRICES = 0.6  # matrix products
 ATTENTION = 0.63  # attention kernels
 EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
 GATHER = 0.37  # all-gathers and reduce-scatters
+CONTENTION = 0.2  # of their time is added to that of the kernels beside them
 LINK = 450e9  # bytes/s between two GPUs of one node, one direction
 NODE_LINK = 50e9  # of two nodes
 MEMORY_RATE = 0.6 * 4.8e12  # bytes/s of GPU memory in the optimizer's update
@@ -428,6 +429,7 @@ def step_seconds(case: Case) -> float:
     gathers = 1 / case.micro_batches if case.resident else 2 + case.forwards
     traffic = case.element_size * (gathers * model.parameters + model.trained)
     traffic *= (W - 1) / W / (GATHER * machine.link(W))
+    seconds += CONTENTION * traffic
     moved = 4 * model.trained / W * case.offload_optimizer
     moved += 2 * case.element_size * model.parameters / W * case.offload_parameters
     moved += 2 * case.offloaded_layers * kept_bytes(case, case.levels[0])

@@ -114,7 +114,8 @@ def _plan_memory(prepared: Prepared, case: Case) -> None:
         f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), {host}:\n"
         f"{case.model.parameters:,} parameters, {case.model.trained:,} trained; {batches} "
         f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
-        f"{case.documents} sequence{'s' * (case.documents > 1)}"
+        f"{case.documents} sequence{'s' * (case.documents > 1)}; weights "
+        f"{'resident' if case.resident else 'sharded'}:"
     )
     print(
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
@@ -133,7 +134,11 @@ def _plan_memory(prepared: Prepared, case: Case) -> None:
         longest = longest_sequence(case._replace(sp=sp, documents=stage.sequences_per_example))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
     choice = choose_memory(case)
-    case = case._replace(levels=choice.recompute, offloaded_layers=choice.offloaded_layers)
+    case = case._replace(
+        levels=choice.recompute,
+        offloaded_layers=choice.offloaded_layers,
+        weights="resident" if choice.resident else "sharded",
+    )
     print(f"{choice.line}; {step_seconds(case):.2f} s / step")
 
 

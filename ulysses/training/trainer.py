@@ -35,7 +35,6 @@ from ulysses.zero.state import load_state
 
 LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are compiled and graphs recorded by then
 LEAST_WAIT = 0.05  # share of a step
-SHORT = 0.5  # seconds of a step that is logged while the device computes the next one
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,9 +81,6 @@ class Trainer:
         # agreed on by all ranks at a step's boundary
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
-        self._unreported: tuple[dict[str, float], bool] | None = (
-            None  # metrics of the last step
-        )
         self._next = None  # what `_prepare` returned for the coming step
         # shares of the last steps in which the host waited for the device
         self._waits: deque[float] = deque(maxlen=LOOK_AT // 2)
@@ -113,20 +109,18 @@ class Trainer:
                 if improved:
                     self.best = [self.step, loss]
                 last = self.finished
-                self._unreported = values, last or self.step % run.log_every == 0
+                if self.log is not None:
+                    self.log.report(self.step, values, last or self.step % run.log_every == 0)
+                    if self.log.failure is not None:
+                        self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
                 is_best = improved and (run.save_every or run.patience)
                 due = run.save_every and self.step % run.save_every == 0
                 due = due or self.save_due or self.stop_requested
-                saves = is_best or due or (last and run.save_last)
-                if saves or values["seconds"] > SHORT:
-                    self._report()
-                if saves:
+                if is_best or due or (last and run.save_last):
                     self.save()
         except Exception as error:
             error.add_note(f"step {current}")
             raise
-        finally:
-            self._report()
         if self.finished and self.step < self.total_steps:
             self.say(
                 f"stopped at step {self.step}: eval/loss was not below that of step {self.best[0]} in {run.patience} "
@@ -154,15 +148,6 @@ class Trainer:
         patience = self.run.patience * self.run.eval_every
         stale = self.best is not None and 0 < patience <= self.step - self.best[0]
         return stale or self.step >= self.total_steps
-
-    def _report(self) -> None:
-        """Log the last step, if that has not been done yet."""
-        if self.log is None or self._unreported is None:
-            return
-        (values, due), self._unreported = self._unreported, None
-        self.log.report(self.step, values, due)
-        if self.log.failure is not None:
-            self.watch.ask_to_stop()  # at the end of this step, with a checkpoint, which all ranks write
 
     # ---------------------------------------------------------------- one step
 
@@ -197,7 +182,6 @@ class Trainer:
             self.watch.phase("backward")
             self.engine.backward(loss * float(self.mesh.world_size), last=last)
         # Host work while the device still computes.
-        self._report()
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
             self._next = self._prepare(self.loader, step + 1)
         self.watch.phase("optimizer step")
