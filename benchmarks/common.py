@@ -24,20 +24,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ulysses.gradients.chain import build_chain
+
 # examples/ is not installed, and the engine need not be
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from models.arch import ModelConfig as Shape
 from models.decoder import count_parameters
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
 from ulysses.memory.plan import GIB, Case, Machine, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import InitialWeights, build_engine, layer_memory
-from ulysses.training.command_line import parse_command_line
-from ulysses.training.config import Config
-from ulysses.training.memory import (
+from ulysses.run.build import InitialWeights, build_engine, layer_memory
+from ulysses.run.memory_choice import (
     MemoryChoice,
     adapter_parameters,
     choose_memory,
@@ -45,8 +47,8 @@ from ulysses.training.memory import (
     planner_case,
     this_machine,
 )
-from ulysses.training.metrics import PEAK_FLOPS, device_peak_flops, model_flops
-from ulysses.training.prepare import read_shape
+from ulysses.run.metrics import PEAK_FLOPS, device_peak_flops, model_flops
+from ulysses.run.preflight import read_shape
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
@@ -114,7 +116,9 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
         config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads
     )
     # Refuse a kernel that cannot run before anything is allocated.
-    resolve_kernel(config.model.attention, device, config.dtype, shape.head_dim)
+    resolve_kernel(
+        config.model.attention, device, getattr(torch, config.model.dtype), shape.head_dim
+    )
     choice = planned(config, shape, device, tokens, documents)
     engine = build_engine(config, InitialWeights(shape, 0), mesh, choice)
     # where the weights are is decided once
@@ -159,9 +163,10 @@ def take_step(
     for left in reversed(range(micro_batches)):
         loss = engine(batch, nll=True).nll
         engine.backward(loss * (bench.mesh.world_size / count / micro_batches), last=not left)
-    bench.config.gradients.chain().apply(
-        engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
-    )
+    build_chain(
+        bench.config.gradients.policies or bench.config.gradients.preset,
+        bench.config.gradients.max_norm,
+    ).apply(engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0))
     engine.step([LR] * len(engine.optimizer.param_groups))
     return loss.detach()
 
@@ -253,7 +258,7 @@ def measure(
     # what a rank's step really computes, as the planner counts it
     executed = sum(step_flops(case)) * mesh.sequence_parallel_size / seconds
     executed *= groups * micro_batches / mesh.world_size
-    attention, dtype = bench.config.model.attention, bench.config.dtype
+    attention, dtype = bench.config.model.attention, getattr(torch, bench.config.model.dtype)
     kernel = resolve_kernel(
         attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents
     ).name

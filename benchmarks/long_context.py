@@ -25,8 +25,8 @@ from common import plain_parser, table
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ulysses.training.command_line import parse_command_line
-from ulysses.training.run import TrainingRun
+from ulysses.config.command_line import parse_command_line
+from ulysses.run.training_run import TrainingRun
 
 END = "<|endoftext|>"
 HEAD_DIM = 64

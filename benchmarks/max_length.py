@@ -17,8 +17,8 @@ from typing import Any
 from common import FIT, changed, launch, parser, settings, table
 
 from ulysses.memory.plan import GIB, Machine, longest_sequence
-from ulysses.training.memory import free_host_bytes, planner_case
-from ulysses.training.prepare import read_shape
+from ulysses.run.memory_choice import free_host_bytes, planner_case
+from ulysses.run.preflight import read_shape
 
 COLUMNS = (
     "sp", "dp", "seq", "recompute", "offload", "peak_gib", "device_gib", "host_gib", "fit_seconds", "seconds",

@@ -19,7 +19,7 @@ from common import plain_parser, say
 
 from models.arch import ModelConfig, architecture
 from models.decoder import empty_model
-from models.sampler import Completion, Sampler, SamplingOptions
+from ulysses.rl.sampler import Completion, Sampler, SamplingOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32

@@ -90,7 +90,7 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if stage == "ppo":
         given |= {
-            "ppo.reward": "ulysses.training.rewards:gsm8k_reward", "ppo.epochs": 1, "run.steps": 2,
+            "ppo.reward": "ulysses.rl.rewards:gsm8k_reward", "ppo.epochs": 1, "run.steps": 2,
             "batch.examples": a.examples, "data.max_length": a.prompt + 64,
         }  # fmt: skip
     if a.layers:

@@ -28,7 +28,7 @@ from examples.demo import launch, read_metrics
 NAMES, THINGS = ("Tom", "Anna", "Ben", "Mia"), ("apples", "pens", "eggs")
 LARGEST, HELD_OUT = 12, 384
 # 64 prompts with 8 answers each in every step
-SETTINGS = """--ppo.reward=ulysses.training.rewards:gsm8k_reward --ppo.answers_per_prompt=8 --batch.examples=64
+SETTINGS = """--ppo.reward=ulysses.rl.rewards:gsm8k_reward --ppo.answers_per_prompt=8 --batch.examples=64
     --ppo.epochs=1 --ppo.minibatches=1 --ppo.max_new_tokens=16 --optimizer.lr=2e-4 --optimizer.warmup=5
     --run.steps=160 --run.eval_every=160 --batch.tokens_per_microbatch=4096""".split()
 RUNS = {"group advantages": [], "learning rate 0": ["--optimizer.lr=0"]}

@@ -37,9 +37,9 @@ from common import (
     wait,
 )
 
+from ulysses.config.section import ConfigError
 from ulysses.parallel.attention import UlyssesAttention
-from ulysses.training.section import ConfigError
-from ulysses.training.watch import Watch
+from ulysses.run.watch import Watch
 from ulysses.zero.construct import common_store, initialize_distributed
 
 COLUMNS = (

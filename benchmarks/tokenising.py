@@ -29,9 +29,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.demo_data import COLOURS, MATERIALS, OWNERS, ROOMS, THINGS, write_demo
-from ulysses.data.dataset import open_dataset
-from ulysses.data.encode import DataSettings
-from ulysses.data.sources import parse_sources
+from ulysses.data.read.sources import parse_sources
+from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.serve.encode import DataSettings
 
 ENDING = (
     r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tokenizer of bytes whose turns are ChatML's."""
     from tests.tiny_tokenizer import CHATML, write_tokenizer
-    from ulysses.data.chat import load_tokenizer
+    from ulysses.data.read.chat import load_tokenizer
 
     return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>")
 

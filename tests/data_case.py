@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny_tokenizer import write_rows
-from ulysses.data.dataset import TokenizedDataset, open_dataset
-from ulysses.data.encode import DataSettings
-from ulysses.data.sources import Source
+from ulysses.data.read.sources import Source
+from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.encode import DataSettings
 
 
 def open_rows(

@@ -12,21 +12,21 @@ from torch import nn
 from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
+from models.lora import add_adapters
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import trained_engine, whole_gradients
-from ulysses.data.encode import Example
-from ulysses.data.steps import StepLoader
+from ulysses.config.schema import Config, LoraSection, RunSection
+from ulysses.data.serve.encode import Example
+from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import InitialWeights
-from ulysses.training.config import Config, LoraSection, RunSection
-from ulysses.training.lora import add_adapters
-from ulysses.training.stages import STAGES
-from ulysses.training.stages.base import Stage
-from ulysses.training.stages.referenced import ReferencedStage, cached_logps
-from ulysses.training.trainer import Trainer
+from ulysses.run.build import InitialWeights
+from ulysses.run.registry import STAGES
+from ulysses.run.trainer import Trainer
+from ulysses.stages.base import Stage
+from ulysses.stages.referenced import ReferencedStage, cached_logps
 from ulysses.zero.construct import initialize_distributed
 
 SHAPE = ModelConfig.from_hf(tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1))

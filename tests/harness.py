@@ -154,7 +154,7 @@ def _child(
         meet = f"file://{folder / 'store'}"
         begin_rank()
         if deterministic:
-            from ulysses.training.prepare import (
+            from ulysses.run.preflight import (
                 require_determinism,  # heavy, and needed here only
             )
 

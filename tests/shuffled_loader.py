@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ulysses.data.encode import Example
-from ulysses.data.steps import StepLoader
+from ulysses.data.serve.encode import Example
+from ulysses.data.serve.steps import StepLoader
 
 
 @dataclass(eq=False)

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.dpo import dpo_loss
+from models.lora import is_adapter
 from tests.engine_case import Case, run_case
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled
-from ulysses.data.steps import StepLoader
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.lora import is_adapter
 
 
 def compared(case: Case, world: int, step: int = 0, **changes: Any) -> dict[str, float]:

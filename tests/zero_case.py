@@ -10,10 +10,10 @@ from torch import nn
 
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
+from ulysses.config.schema import OptimizerSection
 from ulysses.gradients.gradients import Gradients
-from ulysses.training.build import InitialWeights
-from ulysses.training.config import OptimizerSection
-from ulysses.training.optim import adamw, parameter_groups
+from ulysses.run.build import InitialWeights
+from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive

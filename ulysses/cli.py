@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from ulysses.training.quiet import quiet
+from ulysses.run.quiet import quiet
 
 HELP = """usage: ulysses COMMAND [arguments]
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
+import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
 from models.hf_format import ADAPTER_CONFIG, CONFIG
-from ulysses.training.export_model import export_checkpoint, merge_adapter
+from ulysses.run.export_model import export_checkpoint, merge_adapter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
     YAML, JSON or a shell command  ->  {their name: value}  ->  {our key: value} with comments  ->  TOML
 
-The rules are data: ulysses/training/foreign_names.toml, which is applied here. What has no counterpart is listed below
+The rules are data: ulysses/config/foreign_names.toml, which is applied here. What has no counterpart is listed below
 the settings, with what to do; a file that would train something else here is refused, with the line that says so.
 """
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-import ulysses.training  # noqa: F401 - first: it refuses foreign packages named models or losses
-from ulysses.training.command_line import check, known_keys, put
-from ulysses.training.foreign_names import foreign_names
-from ulysses.training.section import ConfigError, flat, refuse
-from ulysses.training.stages import STAGES
+import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
+from ulysses.config.command_line import check, known_keys, put
+from ulysses.config.foreign_names import foreign_names
+from ulysses.config.section import ConfigError, flat, refuse
+from ulysses.run.registry import STAGES
 
 # Their product over all GPUs is batch.examples.
 BATCH_FACTORS = (

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
-from ulysses.training.quiet import quiet, wants_debug
+from ulysses.run.quiet import quiet, wants_debug
 
 
 def main(arguments: list[str]) -> int:
@@ -15,11 +15,11 @@ def main(arguments: list[str]) -> int:
     debug = wants_debug(arguments)
     if not debug:
         quiet()  # before the imports below: libraries speak while they are imported
-    from ulysses.training.command_line import parse_command_line
-    from ulysses.training.dry_run import dry_run, inspect
-    from ulysses.training.failure import complain, tell
-    from ulysses.training.run import TrainingRun
-    from ulysses.training.section import ConfigError
+    from ulysses.config.command_line import parse_command_line
+    from ulysses.config.section import ConfigError
+    from ulysses.run.dry_run import dry_run, inspect
+    from ulysses.run.failure import complain, tell
+    from ulysses.run.training_run import TrainingRun
 
     try:
         config, options = parse_command_line(arguments)

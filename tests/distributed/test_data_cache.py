@@ -9,10 +9,10 @@ from tests.harness import run_distributed
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.data import DataError
 from ulysses.data.cache import build_once
-from ulysses.data.chat import load_tokenizer
-from ulysses.data.dataset import open_dataset
-from ulysses.data.encode import DataSettings
-from ulysses.data.sources import Source
+from ulysses.data.read.chat import load_tokenizer
+from ulysses.data.read.sources import Source
+from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.serve.encode import DataSettings
 from ulysses.disk import file_system
 
 

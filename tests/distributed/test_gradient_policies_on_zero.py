@@ -19,10 +19,10 @@ from torch import nn
 
 from tests.engine_case import SHAPE, Case, build_trainer
 from tests.harness import device, run_distributed
+from ulysses.config.schema import OptimizerSection
 from ulysses.gradients import GradientPolicyChain, Gradients, StepContext, build_chain
 from ulysses.gradients.chain import GRADIENT_POLICIES
-from ulysses.training.config import OptimizerSection
-from ulysses.training.optim import adamw
+from ulysses.run.optim import adamw
 
 ODD = replace(SHAPE, vocab_size=2501, hidden_size=27, intermediate_size=45, num_hidden_layers=1, head_dim=6)
 LR = 1e-3

@@ -20,10 +20,10 @@ from tests.engine_case import QWEN3, SHAPE, Case
 from tests.harness import device, run_distributed
 from tests.shuffled_loader import ShuffledLoader
 from tests.unit.test_layout import simulated_mesh
-from ulysses.data.steps import StepLoader
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.stages.referenced import attach_reference, pairs_of_run
+from ulysses.stages.referenced import attach_reference, pairs_of_run
 
 # name: query heads, kv heads, head dim, processes, degree -> ranks that exchange heads x ranks that split rows
 TOPOLOGIES = {

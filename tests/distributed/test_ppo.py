@@ -13,20 +13,21 @@ from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
 from models.policy_value import PolicyValue
-from models.sampler import Completion, SamplingOptions
 from tests.engine_case import SHAPE, CaptureChain, ListDataset
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
+from ulysses.config.schema import RunSection
+from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.config import RunSection
-from ulysses.training.optim import parameter_groups
-from ulysses.training.rollout import Rollout, RolloutMaker
-from ulysses.training.stages.ppo import PpoSection, PpoStage
-from ulysses.training.stages.referenced import logps_of
-from ulysses.training.trainer import Trainer
+from ulysses.rl.ppo import PpoStage
+from ulysses.rl.rollout import Rollout, RolloutMaker
+from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.run.optim import parameter_groups
+from ulysses.run.trainer import Trainer
+from ulysses.stages.referenced import logps_of
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import gathered_weights

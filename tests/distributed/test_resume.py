@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from tests.engine_case import SHAPE, Case, build_trainer
 from tests.harness import device, run_distributed
+from ulysses.config.schema import RunSection
 from ulysses.disk import DiskError
-from ulysses.training.checkpoint import (
+from ulysses.run.checkpoint import (
     check_share,
     read_run_state,
     save_checkpoint,
     saved_checkpoints,
 )
-from ulysses.training.config import RunSection
 from ulysses.zero.state import KINDS, slice_state
 
 BEFORE, AFTER = 3, 3

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 from examples.demo_data import write_demo  # noqa: E402
 from tests.e2e.launch import metrics, words  # noqa: E402
 from tests.harness import free_port  # noqa: E402
-from ulysses.data.chat import load_tokenizer  # noqa: E402
+from ulysses.data.read.chat import load_tokenizer  # noqa: E402
 
 START = {"sft": "pt", "rm": "sft", "dpo": "sft", "kto": "sft", "ppo": "sft", "grpo": "sft"}
 HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "rm": "accuracy", "dpo": "rewards/accuracies",

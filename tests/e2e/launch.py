@@ -95,7 +95,7 @@ class Ranks:
     def __init__(
         self, arguments: list[Any], processes: int, logs: Path, before: Any = None, script: str = "train.py"
     ) -> None:
-        preload("torch.utils.tensorboard", "tqdm", "ulysses.training.lora", "ulysses.training.run")
+        preload("torch.utils.tensorboard", "tqdm", "models.lora", "ulysses.run.training_run")
         logs.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -166,7 +166,7 @@ def _become_rank(rank: int, world: int, port: int, line: list[str], logs: Path, 
 
 def steps_taken() -> Callable[[], int]:
     """Return what tells a fault, planted in a rank before its run, how many steps this rank has taken."""
-    from ulysses.training.trainer import Trainer
+    from ulysses.run.trainer import Trainer
 
     train_step, trainers = Trainer.train_step, []
 

@@ -25,9 +25,9 @@ from tests.e2e.chain import (
 )
 from tests.e2e.launch import ROOT, Ranks, environment, metrics
 from tests.e2e.test_export import assert_same_folder
-from ulysses.training.checkpoint import saved_checkpoints
-from ulysses.training.export_model import export_checkpoint
-from ulysses.training.prepare import check_weights
+from ulysses.run.checkpoint import saved_checkpoints
+from ulysses.run.export_model import export_checkpoint
+from ulysses.run.preflight import check_weights
 
 # A model whose matrices are gathered ahead and given back, and whose small ones stay whole, as on GPUs
 # (tests.harness.AS_LARGE says why); with fewer layers nothing would be in flight when an evaluation ends
@@ -44,7 +44,7 @@ def dies_after(step: int) -> Callable[[int], None]:
     """Plant the death of rank 0 right after it logged `step`, and take the package datasets away: json needs none."""
 
     def before(_: int) -> None:
-        import ulysses.training.metrics as metrics
+        import ulysses.run.metrics as metrics
 
         report = metrics.MetricsLog.report
         sys.modules["datasets"] = None  # type: ignore[assignment]

@@ -19,10 +19,10 @@ from models.hf_format import copy_side_files
 from tests import model_folder
 from tests.e2e import launch
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, steps_taken, tiny
-from ulysses.training.checkpoint import FORMAT
-from ulysses.training.command_line import parse_command_line
-from ulysses.training.prepare import prepare
-from ulysses.training.section import ConfigError
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.section import ConfigError
+from ulysses.run.checkpoint import FORMAT
+from ulysses.run.preflight import prepare
 
 DATA = ROOT / "configs/demo/data"
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -214,7 +214,7 @@ def test_an_error_on_one_process_ends_all_and_is_told_once(stuck: bool, place: P
     """The other process waits in a collective or, if `stuck`, outside of one."""
 
     def before(rank: int) -> None:
-        from ulysses.training.stages.sft import SftStage
+        from ulysses.stages.sft import SftStage
 
         losses, taken = SftStage.losses, steps_taken()
 

@@ -16,13 +16,13 @@ from models.decoder import empty_model, init_parameter
 from models.hf_format import WeightFiles, write_json, write_weights
 from tests.e2e.launch import environment, ranks, tiny
 from tests.harness import run_distributed
+from ulysses.config.command_line import check
 from ulysses.export import main
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import InitialWeights, build_engine
-from ulysses.training.checkpoint import FORMAT
-from ulysses.training.command_line import check
-from ulysses.training.export_model import export_checkpoint, export_model
-from ulysses.training.prepare import read_shape
+from ulysses.run.build import InitialWeights, build_engine
+from ulysses.run.checkpoint import FORMAT
+from ulysses.run.export_model import export_checkpoint, export_model
+from ulysses.run.preflight import read_shape
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.gather import full_parameters
 
@@ -85,7 +85,7 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
     engine = build_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1))
     loaded = memory()
     small = partial(write_weights, max_shard_bytes=32 << 20)
-    with mock.patch("ulysses.training.export_model.write_weights", small):
+    with mock.patch("ulysses.run.export_model.write_weights", small):
         export_model(partial(full_parameters, engine), out, shape, config, step=0)
     return loaded["VmHWM"] - before["VmRSS"], memory()["VmHWM"] - loaded["VmRSS"]
 

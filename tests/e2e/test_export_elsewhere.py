@@ -23,9 +23,9 @@ from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.export_model import whole_folder
-from ulysses.training.prepare import read_other
-from ulysses.training.stages.base import OtherModel
+from ulysses.run.export_model import whole_folder
+from ulysses.run.preflight import read_other
+from ulysses.stages.base import OtherModel
 
 OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]
 BELOW = ["requests", "urllib3", "charset-normalizer"]  # which huggingface_hub 0 needs and 1 does not

@@ -36,7 +36,7 @@ def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) ->
 
     def before(rank: int) -> None:
         os.environ["ULYSSES_DEBUG"] = str(rank) if name == "whole" else "0"
-        from ulysses.training.stages.sft import SftStage
+        from ulysses.stages.sft import SftStage
 
         losses, taken = SftStage.losses, steps_taken()
 

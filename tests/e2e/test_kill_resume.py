@@ -41,7 +41,7 @@ def kill_at(place: str, step: int):
     """Plant a kill of rank 0 at a place inside the saving of checkpoint `step`, or let every save take longer."""
 
     def before(rank: int) -> None:
-        import ulysses.training.checkpoint as checkpoint
+        import ulysses.run.checkpoint as checkpoint
         import ulysses.zero.state as state
 
         def die(*_: object, **__: object) -> None:
@@ -133,7 +133,7 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path, uninterrupted
     """It comes just after a step's metrics were reduced: nobody may stop a step before the others."""
 
     def before(rank: int) -> None:
-        from ulysses.training.metrics import MetricSums
+        from ulysses.stages.metric_sums import MetricSums
 
         reduce, count = MetricSums.reduce, [0]
 
@@ -163,7 +163,7 @@ def test_going_back_deletes_what_came_after(tmp_path: Path, uninterrupted) -> No
     older = tmp_path / f"run/checkpoints/step-{STEPS - 1}"
 
     def before(rank: int) -> None:
-        from ulysses.training.trainer import Trainer
+        from ulysses.run.trainer import Trainer
 
         Trainer.train_step = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 

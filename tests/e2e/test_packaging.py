@@ -47,7 +47,7 @@ def test_wheel_holds_every_module_and_no_more(installed: Path, tmp_path: Path) -
     kinds = (".py", ".jinja", ".toml")
     ours = {str(p.relative_to(ROOT)) for name in PACKAGES for p in (ROOT / name).rglob("*") if p.suffix in kinds}
     assert ours <= found
-    script = "import losses, models, ulysses.training.run; print(*(m.__file__ for m in (losses, models, ulysses)))"
+    script = "import losses, models, ulysses.run.training_run; print(*(m.__file__ for m in (losses, models, ulysses)))"
     done = python(["-c", script], tmp_path, installed)  # from an empty folder
     assert [Path(p).parent.parent for p in done.stdout.split()[-3:]] == [installed] * 3, done.stderr
 
@@ -58,7 +58,7 @@ def test_a_foreign_package_is_named_by_its_file(name: str, installed: Path, tmp_
     foreign.parent.mkdir()
     foreign.touch()
     sentence = f"ImportError: {foreign} shadows the engine's own package {name} ({installed / name})"
-    for arguments in (["-c", "import ulysses.training.run"], ["-m", "ulysses.export", "a", "b"]):
+    for arguments in (["-c", "import ulysses.run.training_run"], ["-m", "ulysses.export", "a", "b"]):
         done = python(arguments, tmp_path, installed)  # the working directory comes first
         assert done.returncode == 1 and sentence in done.stderr
     done = python(["-c", "from ulysses import UlyssesAttention"], tmp_path, installed)

@@ -12,10 +12,10 @@ import pytest
 from losses import DPO_LOSS_TYPES
 from models import ARCHITECTURES
 from ulysses.cli import HELP
+from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.gradients.chain import GRADIENT_POLICIES, build_chain
+from ulysses.run.registry import STAGES
 from ulysses.train import main
-from ulysses.training.command_line import known_keys, parse_command_line
-from ulysses.training.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 READMES = ("README.md", "README.zh-CN.md")

@@ -43,7 +43,7 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
     """The second node's own disk stands where the first one's folder is."""
 
     def before(rank: int) -> None:
-        import ulysses.training.agreement as agreement
+        import ulysses.run.agreement as agreement
 
         if rank:
             agreement.HOLDER = "../elsewhere"
@@ -58,14 +58,14 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fact", "sentence"),
     [
-        ("ulysses/training/trainer.py", r"error: ulysses/training/trainer.py is 'x' on .* \(rank 1\) but '\w{32}' on"),
+        ("ulysses/run/trainer.py", r"error: ulysses/run/trainer.py is 'x' on .* \(rank 1\) but '\w{32}' on"),
         ("the tokenizer", r"error: the tokenizer is 'x' on .* \(rank 1\) but '\w{64}' on .* \(rank 0\); start all"),
         ("torch", r"error: torch is 'x' on \S+ \(rank 1\) but '[\d.]+\S*' on \S+ \(rank 0\); start all"),
     ],
 )
 def test_what_differs_on_a_node_is_named(tmp_path: Path, fact: str, sentence: str) -> None:
     def before(rank: int) -> None:
-        import ulysses.training.run as run
+        import ulysses.run.training_run as run
 
         facts_of = run.facts_of
         run.facts_of = lambda *data, **more: facts_of(*data, **more) | ({fact: "x"} if rank else {})
@@ -105,7 +105,7 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
 @pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
 def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path: Path, file: str) -> None:
     def before(rank: int) -> None:
-        from ulysses.training.metrics import MetricsLog
+        from ulysses.run.metrics import MetricsLog
 
         report = MetricsLog.report
 
@@ -141,7 +141,7 @@ def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path: Path, kind: st
     def before(rank: int) -> None:
         import resource
 
-        from ulysses.training import export_model
+        from ulysses.run import export_model
         from ulysses.zero import state
 
         def limited(function):

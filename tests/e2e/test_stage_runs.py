@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 
 from examples.demo_data import write_demo
 from models.hf_format import read_config
+from models.lora import is_adapter
 from tests.harness import AS_LARGE, run_distributed
 from tests.model_folder import tiny_config
 from tests.zero_case import filled
-from ulysses.training.build import InitialWeights
-from ulysses.training.command_line import check
-from ulysses.training.lora import is_adapter
-from ulysses.training.memory import adapter_parameters
-from ulysses.training.prepare import prepare
-from ulysses.training.run import TrainingRun
+from ulysses.config.command_line import check
+from ulysses.run.build import InitialWeights
+from ulysses.run.memory_choice import adapter_parameters
+from ulysses.run.preflight import prepare
+from ulysses.run.training_run import TrainingRun
 from ulysses.zero.gather import full_parameters
 
 SHAPE = tiny_config(vocab_size=1024, initializer_range=0.1)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from tests.e2e.test_stage_runs import demo  # noqa: F401 (a fixture)
 from tests.harness import free_port, run_distributed
-from ulysses.training import run as run_module
-from ulysses.training.command_line import parse_command_line
-from ulysses.training.failure import POLL_SECONDS
-from ulysses.training.run import TrainingRun
+from ulysses.config.command_line import parse_command_line
+from ulysses.run import training_run as run_module
+from ulysses.run.failure import POLL_SECONDS
+from ulysses.run.training_run import TrainingRun
 from ulysses.zero.construct import initialize_distributed
 
 TOML = """

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from tests.e2e.drills import Drills
 from tests.e2e.launch import Ranks, metrics, steps_taken, tiny
-from ulysses.training.checkpoint import resume_point
-from ulysses.training.config import RunSection
-from ulysses.training.failure import grace_note
-from ulysses.training.watch import Watch
+from ulysses.config.schema import RunSection
+from ulysses.run.checkpoint import resume_point
+from ulysses.run.failure import grace_note
+from ulysses.run.watch import Watch
 
 # where it happens: the rank and what becomes of it; the rank that is named, where it is and what is said of it
 FAULTS: dict[str, tuple[int, int, str]] = {
@@ -38,8 +38,8 @@ def plant(name: str) -> Any:
     victim, number, _ = FAULTS[name]
 
     def before(rank: int) -> None:
-        from ulysses.training.prepare import Prepared
-        from ulysses.training.stages.sft import SftStage
+        from ulysses.run.preflight import Prepared
+        from ulysses.stages.sft import SftStage
 
         losses, opened, taken = SftStage.losses, Prepared.open_data, steps_taken()
 
@@ -94,7 +94,7 @@ def start(folder: Path, before: Any = None, processes: int = 2, **settings: Any)
 
 
 def slow_steps(rank: int) -> None:
-    from ulysses.training.trainer import Trainer
+    from ulysses.run.trainer import Trainer
 
     step = Trainer.train_step
     Trainer.train_step = lambda self: (time.sleep(0.2), step(self))[1]
@@ -141,7 +141,7 @@ def test_a_gpu_that_is_behind_is_said() -> None:
 
 def test_what_the_watch_reads_itself_is_no_progress(monkeypatch) -> None:
     """As many seconds as a stuck save may take pass in three: it reads its own counters in each."""
-    monkeypatch.setattr("ulysses.training.watch.BEAT_SECONDS", 0.005)
+    monkeypatch.setattr("ulysses.run.watch.BEAT_SECONDS", 0.005)
     store = dist.HashStore()
     watch = Watch(store=store)
     watch.phase("save", long=True)
@@ -179,7 +179,7 @@ def test_a_checkpoint_after_some_time_on_one_clock(tmp_path: Path) -> None:
 
 def test_an_error_while_saving_names_the_step_that_was_saved(tmp_path: Path) -> None:
     def before(rank: int) -> None:
-        import ulysses.training.trainer as trainer
+        import ulysses.run.trainer as trainer
 
         def full(*_: Any, **__: Any) -> None:
             raise OSError(28, "No space left on device")

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from models import CausalLM, ModelConfig
 from models.hf_format import WeightFiles, read_config
+from models.lora import add_adapters, merged, save_adapters
 from tests.model_folder import tiny_config, write_model
 from ulysses import export
-from ulysses.training.config import LoraSection, ModelSection
-from ulysses.training.lora import add_adapters, merged, save_adapters
+from ulysses.config.schema import LoraSection, ModelSection
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 

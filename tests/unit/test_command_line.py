@@ -2,9 +2,9 @@
 
 import pytest
 
-from ulysses.training.command_line import known_keys, parse_command_line
-from ulysses.training.foreign_names import foreign_names
-from ulysses.training.stages import STAGES
+from ulysses.config.command_line import known_keys, parse_command_line
+from ulysses.config.foreign_names import foreign_names
+from ulysses.run.registry import STAGES
 
 BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
 

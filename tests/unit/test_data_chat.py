@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_tokenizer import CHATML, LLAMA3, write_tokenizer
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.chat import ChatTemplate, TextEncoder, load_tokenizer
-from ulysses.data.messages import Message
+from ulysses.data.read.chat import ChatTemplate, TextEncoder, load_tokenizer
+from ulysses.data.read.messages import Message
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}

@@ -8,11 +8,11 @@ import pytest
 
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data import DataError
-from ulysses.data.chat import load_tokenizer
-from ulysses.data.dataset import TokenizedDataset, open_dataset
-from ulysses.data.encode import DataSettings
-from ulysses.data.preview import preview_examples
-from ulysses.data.sources import Source, safe_parts
+from ulysses.data.read.chat import load_tokenizer
+from ulysses.data.read.sources import Source, safe_parts
+from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.encode import DataSettings
+from ulysses.data.serve.preview import preview_examples
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
@@ -207,7 +207,7 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(tmp_path, tokenizer,
     path.write_text(text if name == "t.txt" else json.dumps({"text": text}))
     arguments = [Source(str(path))], "text", tokenizer, DataSettings(1000)
     whole = open_dataset(*arguments, tmp_path / "one")
-    monkeypatch.setattr("ulysses.data.sources.CHUNK_CHARACTERS", 5000)
+    monkeypatch.setattr("ulysses.data.read.sources.CHUNK_CHARACTERS", 5000)
     parts = list(safe_parts(text))
     assert "".join(parts) == text and len(parts) > 5 and max(map(len, parts)) <= 10_064
     in_parts = open_dataset(*arguments, tmp_path / "two")

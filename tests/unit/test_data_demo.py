@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from examples.demo_data import main, write_demo
-from ulysses.data.chat import load_tokenizer
-from ulysses.data.dataset import open_dataset
-from ulysses.data.encode import DataSettings
-from ulysses.data.sources import Source
+from ulysses.data.read.chat import load_tokenizer
+from ulysses.data.read.sources import Source
+from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.serve.encode import DataSettings
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 
 from tests.tiny_tokenizer import write_rows
 from ulysses.data import DataError
-from ulysses.data.formats import Report, locate_rows, read_records
-from ulysses.data.sources import Source, missing_sources, parse_sources, source_digest
+from ulysses.data.read.formats import Report, locate_rows, read_records
+from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
 
 USER, BOT, OTHER = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
 HUMAN, GPT, GPT_OTHER = ({"from": f, "value": v} for f, v in (("human", "q"), ("gpt", "a"), ("gpt", "b")))
@@ -362,7 +362,7 @@ def test_sources_and_their_mistakes(tmp_path):
 
 def test_digest_follows_content_and_bytes_are_hashed_once(tmp_path, monkeypatch):
     """A second process, and a later run, find the digest under the file's size and times."""
-    monkeypatch.setattr("ulysses.data.sources.SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr("ulysses.data.read.sources.SETTLED_SECONDS", 0.0)
     source = Source(write_rows(tmp_path / "a.jsonl", [GOOD]))
     hashed = []
     digest = hashlib.file_digest

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.shuffled_loader import ShuffledLoader
-from ulysses.data.encode import Example
-from ulysses.data.steps import StepLoader, pack_step, sequence_cost, shuffled
+from ulysses.data.serve.encode import Example
+from ulysses.data.serve.steps import StepLoader, pack_step, sequence_cost, shuffled
 
 
 def packed_lengths(lengths, budget, groups, attention_length=50_000.0):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ulysses.data.preview import preview_examples
+from ulysses.data.serve.preview import preview_examples
 
 PAIRS = [{"prompt": "a prompt of some length", "chosen": "good", "rejected": "not good"},
          {"prompt": "p", "chosen": "same start, one", "rejected": "same start, two"}]

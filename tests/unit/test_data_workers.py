@@ -8,9 +8,11 @@ from multiprocessing import active_children
 import pytest
 
 from tests.tiny_tokenizer import write_rows
-from ulysses.data import DataError, dataset, sources, workers
-from ulysses.data.sources import Source, count_rows
-from ulysses.data.workers import in_order
+from ulysses.data import DataError
+from ulysses.data.read import sources
+from ulysses.data.read.sources import Source, count_rows
+from ulysses.data.serve import dataset, workers
+from ulysses.data.serve.workers import in_order
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 ROWS = {

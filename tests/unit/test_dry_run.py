@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.section import ConfigError
 from ulysses.memory.levels import LEVELS
+from ulysses.run.dry_run import dry_run
 from ulysses.train import main
-from ulysses.training.command_line import parse_command_line
-from ulysses.training.dry_run import dry_run
-from ulysses.training.section import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs/demo"
 NODE = ["--gpus", 8, "--gpu-memory", 139.8, "--host-memory", 550]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ulysses.training.trainer import Trainer
+from ulysses.run.trainer import Trainer
 
 
 @pytest.mark.parametrize(

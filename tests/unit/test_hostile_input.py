@@ -14,7 +14,7 @@ from models.hf_format import WeightFiles, copy_side_files, read_config, write_we
 from tests import data_case
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.data import DataError
-from ulysses.data.chat import load_tokenizer
+from ulysses.data.read.chat import load_tokenizer
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 CALL = {"name": "f", "arguments": "[" * 700 + "]" * 700}
@@ -66,8 +66,8 @@ def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("prints", [False, True])
 def test_a_template_that_does_not_end_is_stopped_and_names_its_row(tmp_path, open_rows, monkeypatch, workers, prints):
-    monkeypatch.setattr("ulysses.data.bounded.RENDER_SECONDS", 60.0 if prints else 1.0)
-    monkeypatch.setattr("ulysses.data.bounded.RENDER_CHARACTERS", 100_000)
+    monkeypatch.setattr("ulysses.data.read.bounded.RENDER_SECONDS", 60.0 if prints else 1.0)
+    monkeypatch.setattr("ulysses.data.read.bounded.RENDER_CHARACTERS", 100_000)
     template = tmp_path / "loop.jinja"
     template.write_text(CHAT + ON_A_WORD.replace("LOOP", LOOP.replace("X", "X" if prints else "")))
     hurt = {"messages": [{"role": "user", "content": "hurt"}, GOOD["messages"][1]]}

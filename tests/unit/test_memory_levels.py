@@ -9,6 +9,7 @@ from torch import nn
 
 import ulysses.parallel.attention as attention_module
 from models.arch import ModelConfig
+from models.lora import add_adapters
 from models.rope import rotary_table
 from tests.memory_case import (
     CONFIG,
@@ -20,12 +21,11 @@ from tests.memory_case import (
     build,
     gradients,
 )
+from ulysses.config.schema import LoraSection as Adapters
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES, Offloader
 from ulysses.memory.plan import GIB, Case, Machine, Model, kept_bytes, pinned_bytes
 from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients, tile_rows
-from ulysses.training.config import LoraSection as Adapters
-from ulysses.training.lora import add_adapters
 
 # memory_case's shape, as the planner sees it
 PLANNED = Model(24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000)

@@ -15,12 +15,13 @@ from models.arch import architecture
 from models.decoder import count_parameters
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
+from ulysses.config.command_line import check
+from ulysses.config.schema import Config, Options
+from ulysses.config.section import ConfigError
 from ulysses.memory.plan import GIB, PROCESS_BYTES, Case, Machine, choose
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.build import InitialWeights, build_engine
-from ulysses.training.command_line import check
-from ulysses.training.config import Config, Options
-from ulysses.training.memory import (
+from ulysses.run.build import InitialWeights, build_engine
+from ulysses.run.memory_choice import (
     MemoryChoice,
     choose_memory,
     plain_model,
@@ -28,7 +29,6 @@ from ulysses.training.memory import (
     planner_case,
     this_machine,
 )
-from ulysses.training.section import ConfigError
 
 LLAMA = architecture("llama3-8b")
 CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def test_every_stage_counts_its_own_models_and_passes():
     assert stage_case("dpo").others == () and stage_case("dpo", reference="live", loss_type="simpo").forwards == 0
     sections = {}, {"reference": "live"}, {"loss_type": "apo_zero_unpaired"}
     assert [stage_case("kto", **s).forwards for s in sections] == [1, 3, 0]
-    ppo = {"reward": "ulysses.training.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
+    ppo = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
     case = stage_case("ppo", **ppo)
     assert (case.model.parameters, case.others, case.forwards) == (N + LLAMA.hidden_size, (whole,), 1)
     assert case.rollout == (1, 64, 4096, 256, False)

@@ -14,9 +14,9 @@ import yaml
 
 from losses.ppo import kl_estimate
 from tests.e2e.launch import ROOT
+from ulysses.config.command_line import check
+from ulysses.config.schema import Config
 from ulysses.migrate import main
-from ulysses.training.command_line import check
-from ulysses.training.config import Config
 
 LLAMAFACTORY_DPO = """
 ### model

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.launch import ROOT, tiny
-from ulysses.training.command_line import check, parse_command_line
-from ulysses.training.dry_run import dry_run, inspect
-from ulysses.training.prepare import prepare
-from ulysses.training.section import ConfigError
+from ulysses.config.command_line import check, parse_command_line
+from ulysses.config.section import ConfigError
+from ulysses.run.dry_run import dry_run, inspect
+from ulysses.run.preflight import prepare
 
 BASE = "--stage dpo --model.path m --run.steps 3"
 

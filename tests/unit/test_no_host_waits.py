@@ -15,7 +15,7 @@ from models.policy_value import PolicyValue
 from tests.engine_case import SHAPE, Case, dataset, make_stage
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.metrics import MetricSums
+from ulysses.stages.metric_sums import MetricSums
 
 META = torch.device("meta")
 

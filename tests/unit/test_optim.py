@@ -6,8 +6,8 @@ import pytest
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
-from ulysses.training.config import OptimizerSection
-from ulysses.training.optim import learning_rate, parameter_groups
+from ulysses.config.schema import OptimizerSection
+from ulysses.run.optim import learning_rate, parameter_groups
 
 TOTAL = 100
 

@@ -8,11 +8,11 @@ from urllib.error import URLError
 import pytest
 import torch
 
-import ulysses.training.servers as servers
-from models.sampler import SamplingOptions
+import ulysses.rl.servers as servers
 from tests.sampling_server import SamplingServer
-from ulysses.training.outside_sampler import OutsideSampler
-from ulysses.training.stages.ppo import PpoSection
+from ulysses.config.stage_sections import PpoSection
+from ulysses.rl.outside_sampler import OutsideSampler
+from ulysses.rl.sampler import SamplingOptions
 
 STOP = 3
 OPTIONS = SamplingOptions(6, temperature=0.7, top_p=0.9, stop_tokens=(STOP,), seed=5, batch=4)

@@ -25,7 +25,7 @@ from ulysses.memory.plan import (
     step_flops,
     step_seconds,
 )
-from ulysses.training.memory import plain_model
+from ulysses.run.memory_choice import plain_model
 
 ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
 LLAMA = plain_model(architecture("llama3-8b"))

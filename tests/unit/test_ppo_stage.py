@@ -9,24 +9,25 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-import ulysses.training.servers as servers
+import ulysses.rl.servers as servers
 from losses.logprobs import LogProbs
 from losses.ppo import gae, group_advantages
-from models.sampler import Completion
 from tests.e2e.launch import tiny
 from tests.engine_case import ListDataset, sequences
 from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
-from ulysses.data.steps import StepLoader
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.stage_sections import PpoSection, is_function
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.training.command_line import parse_command_line
-from ulysses.training.metrics import MetricSums
-from ulysses.training.prepare import prepare
-from ulysses.training.rewards import Rewards, gsm8k_reward, is_function
-from ulysses.training.rollout import Rollout, RolloutMaker
-from ulysses.training.stages.ppo import PpoSection, PpoStage
-from ulysses.training.watch import Watch
+from ulysses.rl.ppo import PpoStage
+from ulysses.rl.rewards import Rewards, gsm8k_reward
+from ulysses.rl.rollout import Rollout, RolloutMaker
+from ulysses.rl.sampler import Completion
+from ulysses.run.preflight import prepare
+from ulysses.run.watch import Watch
+from ulysses.stages.metric_sums import MetricSums
 
 EOS = 2
 # Three ragged answers; the second is cut at the limit; the first prompt holds an EOS token itself.

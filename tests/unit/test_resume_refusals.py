@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from models.arch import ARCHITECTURES
-from ulysses.training.checkpoint import FORMAT
-from ulysses.training.command_line import check, put
-from ulysses.training.config import Config
-from ulysses.training.prepare import prepare
-from ulysses.training.section import ConfigError, flat
+from ulysses.config.command_line import check, put
+from ulysses.config.schema import Config
+from ulysses.config.section import ConfigError, flat
+from ulysses.run.checkpoint import FORMAT
+from ulysses.run.preflight import prepare
 
 
 def config(output: Path, **changes: Any) -> Config:

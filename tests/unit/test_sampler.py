@@ -10,11 +10,11 @@ import torch
 
 from models.arch import ModelConfig, RopeScaling
 from models.decoder import CausalLM
-from models.sampler import Completion, Sampler, SamplingOptions, cache_bytes, fitting_slots
 from tests.engine_case import QWEN3, SHAPE
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, cache_bytes, fitting_slots
 
 QWEN = replace(SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, attention_bias=True,
                tie_word_embeddings=True)  # fmt: skip

@@ -12,20 +12,21 @@ from safetensors.torch import save_file
 from models.arch import ARCHITECTURES
 from tests.engine_case import dataset
 from tests.shuffled_loader import ShuffledLoader
-from ulysses.data.steps import StepLoader
+from ulysses.config.section import ConfigError
+from ulysses.config.stage_sections import KtoSection
+from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
-from ulysses.training.build import InitialWeights
-from ulysses.training.metrics import MetricSums
-from ulysses.training.section import ConfigError
-from ulysses.training.stages.kto import KtoSection, KtoStage, weight_hint
-from ulysses.training.stages.referenced import (
+from ulysses.run.build import InitialWeights
+from ulysses.stages.kto import KtoStage, weight_hint
+from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.referenced import (
     attach_reference,
     mismatched_lengths,
     pairs_of_run,
 )
-from ulysses.training.stages.rm import RmStage
+from ulysses.stages.rm import RmStage
 
 CPU = torch.device("cpu")
 

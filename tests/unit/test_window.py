@@ -10,11 +10,11 @@ import pytest
 
 from models.arch import ModelConfig, RopeScaling
 from tests.model_folder import tiny_config, write_model
-from ulysses.training.command_line import parse_command_line
-from ulysses.training.config import Config
-from ulysses.training.dry_run import dry_run, inspect
-from ulysses.training.prepare import Prepared, prepare
-from ulysses.training.section import ConfigError
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.schema import Config
+from ulysses.config.section import ConfigError
+from ulysses.run.dry_run import dry_run, inspect
+from ulysses.run.preflight import Prepared, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = tiny_config(model_type="qwen2", vocab_size=704, max_position_embeddings=128)

@@ -63,7 +63,9 @@ class LayerGraphs:
         places = [p.data_ptr() for p in self.layers.parameters()]
         if places != self._places:
             self._recorded.clear()
-            self.pool = torch.cuda.graph_pool_handle()  # the allocator forgets a pool with its last graph
+            self.pool = (
+                torch.cuda.graph_pool_handle()
+            )  # the allocator forgets a pool with its last graph
             self._places = places
         segments, rows = plan.calls[True][0].segments, len(hidden)
         total = padded(rows, SMALLEST, 8)

@@ -1,0 +1,139 @@
+"""Low-rank adapters: PEFT puts them into our modules, and only they are trained, saved and exported.
+
+    y = W x + alpha / rank * B A x        W frozen and partitioned; A random, B zero: training starts at the base model
+
+The base with its adapters switched off is the reference of DPO and KTO, so that no second model is needed.
+Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from models.hf_format import ADAPTER_WEIGHTS, write_tensors
+from models.layers import Linear
+
+ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
+
+
+def add_adapters(model: nn.Module, config: Any) -> nn.Module:
+    """Add adapters to the target modules, freeze everything else but a score head, and return the model.
+
+    Works while the model is created in partitions: no value is drawn here, since InitialWeights provides them.
+    """
+    inject_adapter_in_model(_peft_config(config), model)
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            # our own class, which keeps no view of a gathered weight in the autograd graph
+            for pair in (layer.lora_A, layer.lora_B):
+                plain = pair[ADAPTER]
+                pair[ADAPTER] = Linear(
+                    plain.in_features,
+                    plain.out_features,
+                    bias=False,
+                    device=plain.weight.device,
+                    dtype=plain.weight.dtype,
+                )
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.requires_grad_(True)
+    return model
+
+
+def _peft_config(config: Any, **options: Any) -> PeftConfig:
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        use_rslora=config.rslora,
+        lora_dropout=config.dropout,
+        target_modules=list(config.targets),
+        init_lora_weights=False,
+        **options,
+    )
+
+
+def base_name(name: str) -> str:
+    """Return a parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is trained although the base is frozen: an adapter's, or the score head."""
+    return ".lora_" in name or name.endswith("score.weight")
+
+
+def merged(
+    weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], config: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights under the base model's names with the scaled B A added, in float32, where it belongs.
+
+    The adapters among `weights` are left out; the adapted matrices are copies.
+    """
+    scale = config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
+    for name, weight in weights:
+        if ".lora_" in name:
+            continue
+        stem = name.removesuffix(".base_layer.weight")
+        if stem != name:
+            a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"].float() for k in "AB")
+            weight = (weight.float() + scale * (b @ a)).to(weight.dtype)
+        yield base_name(name), weight
+
+
+@dataclass
+class BasePolicy:
+    """The engine with its adapters switched off: a reference without a second model. It owns nothing."""
+
+    engine: Any
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Evaluation mode without gradients and adapters."""
+        layers = [m for m in self.engine.module.modules() if isinstance(m, LoraLayer)]
+        with self.engine.inference():
+            for layer in layers:
+                layer.enable_adapters(False)
+            try:
+                yield
+            finally:
+                for layer in layers:
+                    layer.enable_adapters(True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+
+def save_adapters(
+    folder: Path, tensors: dict[str, Tensor], config: Any, *, reward: bool
+) -> None:
+    """Write adapter_model.safetensors and adapter_config.json as PEFT reads them.
+
+    Args:
+        tensors: adapters (and score head) by our parameter names.
+        config: names the base model, which is written as an absolute path or a hub id.
+    """
+    base = config.path if config.init == "pretrained" else None
+    if base and Path(base).expanduser().is_dir():
+        base = str(Path(base).expanduser().absolute())
+    named = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous()
+        for name, t in tensors.items()
+    }
+    write_tensors(folder / ADAPTER_WEIGHTS, named, format="pt")
+    saved = _peft_config(
+        config.lora,
+        task_type="SEQ_CLS" if reward else "CAUSAL_LM",
+        modules_to_save=["score"] if reward else None,
+        base_model_name_or_path=base,
+        revision=config.revision,
+        inference_mode=True,
+    )
+    saved.save_pretrained(str(folder))

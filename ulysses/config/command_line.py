@@ -1,0 +1,186 @@
+"""From the command line to a checked configuration: a TOML file, with settings written `--key value` laid over it.
+
+--config dpo.toml --optimizer.lr 1e-6   ->   {"optimizer": {"lr": "1e-6", ...}, ...}   ->   Config
+"""
+
+import json
+import tomllib
+from contextlib import suppress
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from ulysses.config.foreign_names import explain_unknown
+from ulysses.config.schema import Config, Options
+from ulysses.config.section import ConfigError, flat, refuse
+
+
+class CommandLine(NamedTuple):
+    """What was asked for: the run's configuration and the options of train.py."""
+
+    config: Config
+    options: Options
+
+
+def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
+    """Read the options of train.py, the TOML file and the settings that override it, the keyword arguments last.
+
+    Raises ConfigError for anything that is not a valid configuration, all at once; --help prints and exits.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(_help_text())
+        raise SystemExit(0)
+    given = _read_arguments(arguments)
+    asked = {name: given.pop(name) for name in Options.model_fields if name in given}
+    options = check(asked, Options)
+    if (options.gpus or options.gpu_memory or options.host_memory) and not options.dry_run:
+        raise ConfigError(
+            "--gpus, --gpu-memory and --host-memory describe a machine to plan for; add --dry-run or leave them out"
+        )
+    values = _read_file(options.config) if options.config else {}
+    for key, value in (given | overrides).items():
+        put(values, key, value)
+    if not values:
+        raise ConfigError(
+            "there is no configuration; give one with --config FILE.toml (configs/ has one for every stage), or read "
+            "train.py --help"
+        )
+    put(values, "optimizer.lr", check(values).optimizer.lr * options.adjust_lr)
+    return CommandLine(check(values), options)
+
+
+def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
+    """Validate nested tables of settings, and return a `table` that holds them.
+
+    Raises ConfigError: a sentence for every complaint, with the key, what was given and what is required.
+    """
+    try:
+        return table.model_validate(values)
+    except ValidationError as error:
+        complaints = _sentences(error, known_keys(table))
+    refuse(complaints)
+
+
+def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
+    """Return pydantic's description of every setting by its dotted key, in the order of the schema."""
+    keys: dict[str, Any] = {}
+    for name, info in table.model_fields.items():
+        if hasattr(info.annotation, "model_fields"):
+            keys |= known_keys(info.annotation, f"{prefix}{name}.")
+        else:
+            keys[prefix + name] = info
+    return keys
+
+
+def _read_arguments(arguments: list[str]) -> dict[str, Any]:
+    """Read `--key value`, `--key=value` and bare switches; a list that is given several times collects its values."""
+    forms = {key: _forms(info.annotation) for key, info in _everything().items()}
+    given, rest = {}, list(arguments)
+    while rest:
+        argument, equals, value = rest.pop(0).partition("=")
+        key = argument.removeprefix("--")
+        if key == argument:
+            _refuse_yaml(key)
+            raise ConfigError(
+                f"{argument!r} has no key before it; write --config {argument} for a file, and settings as --key value"
+            )
+        if "." not in key:
+            key = key.replace("-", "_")
+        # an unknown key is refused with all others, when the settings are checked
+        takes = forms.get(key, [])
+        if not equals:
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif key == "adjust_lr" or "bool" in takes or not takes:
+                value = "1"
+            else:
+                raise ConfigError(f"--{key} needs a value")
+        # what the text of a number or a word means, the schema decides
+        if not takes or value.startswith(("[", "{")):
+            with suppress(ValueError):
+                value = json.loads(value)
+        if "list" in takes:
+            value = given.get(key, []) + (value if isinstance(value, list) else [value])
+        given[key] = value
+    return given
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested tables, in place of what was there."""
+    *tables, name = key.split(".")
+    for table in tables:
+        if not isinstance(values.get(table), dict):
+            values[table] = {}
+        values = values[table]
+    values[name] = value
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    _refuse_yaml(path)
+    try:
+        content = Path(path).read_bytes()
+        return tomllib.loads(content.decode(json.detect_encoding(content)))
+    except (OSError, ValueError) as error:
+        sentence = f"{Path(path).absolute()} cannot be read as one table of settings: {error}"
+        raise ConfigError(sentence, "--config") from None
+
+
+def _refuse_yaml(path: str) -> None:
+    if path.endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"{path} is YAML, but settings are written in TOML; `ulysses migrate {path}` translates files of "
+            "LLaMA-Factory, TRL and axolotl"
+        )
+
+
+def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
+    """Put each of pydantic's complaints into one sentence, unknown keys before all others."""
+    unknown: list[str] = []
+    # what all types of a setting refuse is one complaint
+    wrong: dict[str, str] = {}
+    for problem in error.errors():
+        message, given = problem["msg"], repr(problem["input"])
+        key = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            names = flat({key: problem["input"]})
+            unknown += [explain_unknown(name, list(keys)) for name in names]
+            continue
+        if problem["type"] == "missing":
+            given = "missing"
+        while key not in keys and "." in key:
+            # without the position in a list, or the member of a union
+            key = key.rpartition(".")[0]
+        start = f"{wrong[key]}, or " if key in wrong else f"{key} is {given}: "
+        wrong[key] = start + message[0].lower() + message[1:]
+    about = {key: info.description.rstrip(".").replace("\n", " ") for key, info in keys.items()}
+    hints = (f"{text} ({about.get(key, 'a table of settings')})" for key, text in wrong.items())
+    return [*unknown, *hints]
+
+
+def _help_text() -> str:
+    text = """Train a language model on long sequences: train.py --config FILE.toml [--key value ...]
+
+Options, and settings, which are also the keys of the TOML file:"""
+    for key, info in _everything().items():
+        known = not info.is_required() and info.default is not None
+        default = f" (default {info.default!r})" if known else ""
+        shown = key if "." in key else key.replace("_", "-")
+        text += f"\n  --{shown} {'|'.join(_forms(info.annotation))}\n        {info.description}{default}"
+    return text
+
+
+def _everything() -> dict[str, Any]:
+    """Return what the command line knows: the options of train.py, then the settings."""
+    return known_keys(Options) | known_keys()
+
+
+def _forms(annotation: Any) -> list[str]:
+    """Return the forms that a setting may have, such as ["int", "auto"]."""
+    if get_origin(annotation) in (UnionType, Union, Literal):
+        members = (_forms(member) for member in get_args(annotation))
+        return [form for forms in members for form in forms if form != "NoneType"]
+    if isinstance(annotation, str):
+        return [annotation]
+    return [getattr(annotation, "__origin__", annotation).__name__]

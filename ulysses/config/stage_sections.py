@@ -1,0 +1,206 @@
+"""The tables of the stages: the settings that one training algorithm reads, and its usual learning rate."""
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from ulysses.config.section import Section
+
+ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?$"
+ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+WEIGHED = BeforeValidator(
+    lambda value: {str(name): 1.0 for name in value} if isinstance(value, list) else value
+)
+
+
+class PtSection(Section):
+    default_lr: ClassVar[float] = 2e-5
+    lr_reason: ClassVar[str] = (
+        "continued pre-training keeps what the model knows; from random weights 3e-4 is usual"
+    )
+
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of mean log-sum-exp squared, which keeps logits small (PaLM uses 1e-4); 0 is off."""
+
+
+class SftSection(Section):
+    default_lr: ClassVar[float] = 1e-5
+    lr_reason: ClassVar[str] = (
+        "fine-tuning all weights of a pre-trained model commonly takes 1e-5 to 2e-5"
+    )
+
+    loss_type: Literal["nll", "dft"] = "nll"
+    """"nll", or "dft" (dynamic fine-tuning: each token's loss times its own probability)."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of mean log-sum-exp squared (PaLM uses 1e-4); 0 is off."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target spread evenly over the vocabulary; 0 is off."""
+    neftune_alpha: NonNegativeFloat = 0.0
+    """NEFTune: in training, uniform noise of alpha / sqrt(length * width) on the embeddings (paper: 5); 0 is off."""
+
+
+class RmSection(Section):
+    default_lr: ClassVar[float] = 5e-6
+    lr_reason: ClassVar[str] = (
+        "a reward model overfits its pairs within an epoch at higher rates"
+    )
+
+    center_coefficient: NonNegativeFloat = 0.0
+    """Weight of (chosen + rejected score)^2, which centres the scores (0.01 in arXiv 2312.09244); 0 is off."""
+
+
+class DpoSection(Section):
+    default_lr: ClassVar[float] = 5e-7
+    lr_reason: ClassVar[str] = (
+        "preference losses move far on small differences: 5e-7 to 1e-6 is usual"
+    )
+
+    beta: PositiveFloat = 0.1
+    """Strength of the implicit KL constraint."""
+    loss_type: str | list[str] = Field(
+        "sigmoid",
+        description="Preference loss, or a list of losses to add (losses/dpo.py): sigmoid, robust, hinge, ipo, "
+        "ipo_sum, "
+        "simpo, sigmoid_norm, orpo, exo_pair, nca_pair, bco_pair, sppo_hard, aot, apo_zero, apo_down, discopop.",
+    )
+    loss_weights: list[NonNegativeFloat] = []
+    """Weight of each loss in a list; an empty list weighs all with 1."""
+    label_smoothing: float = 0.0
+    """Assumed share of flipped labels (cDPO), at least 0 and below 0.5."""
+    simpo_gamma: NonNegativeFloat = 0.5
+    """SimPO's target margin (with loss_type "simpo")."""
+    discopop_tau: float = 0.05
+    """Temperature of the blend between the two parts of "discopop", above 0 and at most 1."""
+    f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """Divergence from the reference in sigmoid, robust, hinge, exo_pair and discopop; "reverse_kl" is plain DPO."""
+    f_alpha: float = 0.5
+    """Parameter of the "alpha" divergence; not 1."""
+    ld_alpha: float = Field(1.0, ge=0, le=1)
+    """LD-DPO: weight of the tokens beyond the shorter answer's length, for policy and reference; 1 is plain DPO."""
+    sft_weight: NonNegativeFloat = 0.0
+    """Weight of the token-mean negative log-likelihood of the chosen answers."""
+    reference: str = "cached"
+    """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
+
+    @property
+    def loss_types(self) -> list[str]:
+        return [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+
+
+class KtoSection(Section):
+    default_lr: ClassVar[float] = 5e-7
+    lr_reason: ClassVar[str] = (
+        "its authors recommend 5e-7 to 5e-6, and the lowest is safe without tuning"
+    )
+
+    beta: PositiveFloat = 0.1
+    """Strength of the implicit KL constraint."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """"kto", or "apo_zero_unpaired", which has no KL baseline and costs no pass for it."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of good answers; keep desirable_weight * good / (undesirable_weight * bad) within 1 and 4/3."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of bad answers."""
+    reference: str = "cached"
+    """"cached" (the initial policy's log-probabilities, computed once), "live" (a frozen copy) or a model's path."""
+
+
+def is_function(reward: str) -> bool:
+    """Return whether ppo.reward names a Python function or a server rather than a model."""
+    return re.fullmatch(r"https?://.*|[\w.]+:\w+", reward) is not None
+
+
+class PpoSection(Section):
+    default_lr: ClassVar[float] = 1e-6
+    lr_reason: ClassVar[str] = "the policy must stay close to the one that made the rollout"
+
+    reward: Annotated[dict[str, float], WEIGHED, ONE_OR_MORE] = {}
+    """What scores an answer: module:function of (prompt, completion, row) or (prompts, completions, rows), a server's
+    http://address, a reward model's folder or hub id, a list of these, whose scores are added, or {reward = weight}."""
+    reward_workers: NonNegativeInt = 0
+    """Processes beside each training process that call reward functions of one answer; 0 calls them in line."""
+    reward_timeout: PositiveFloat = 60.0
+    """Seconds that a worker or a server may take for one answer."""
+    reference: str = "live"
+    """What the KL penalty is measured against: "live", a frozen copy of the initial policy, or another model's path."""
+    advantage: Literal["gae", "group", "leave_one_out", "reinforce++"] = "gae"
+    """Where advantages come from: gae trains a value model; the others need none, and compare answers instead. Those of
+    gae and reinforce++ are shifted and scaled to mean 0 and variance 1 over the whole rollout."""
+    answers_per_prompt: PositiveInt = 1
+    """Answers sampled for each prompt; group and leave_one_out need at least 2."""
+    scale_by_std: bool = True
+    """Divide group advantages by the standard deviation of the group's scores; false is Dr. GRPO (2503.20783)."""
+    value_lr_factor: NonNegativeFloat = 1.0
+    """Learning rate of the value's parameters as a multiple of optimizer.lr."""
+    epochs: PositiveInt = 4
+    """Passes over each rollout, the answers to batch.examples prompts."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per pass, each on its own share of the rollout's prompts."""
+    max_new_tokens: PositiveInt = 256
+    """Longest answer in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits, in sampling and in training alike."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample among the likeliest tokens that hold this probability; 1 is all. The KL penalty assumes 1."""
+    top_k: NonNegativeInt = 0
+    """Sample among this many of the likeliest tokens; 0 is all. The KL penalty assumes 0."""
+    generation_batch: PositiveInt | Literal["auto"] = "auto"
+    """Answers that each process decodes, or asks servers for, at a time; changes memory and speed only. auto is what a
+    GPU's free memory holds, up to 512, and 64 elsewhere."""
+    sampler: Annotated[list[Annotated[str, Field(pattern=ADDRESS)]], ONE_OR_MORE] = []
+    """Servers that sample instead of this engine: vllm+http://host:port or sglang+http://host:port, or a list."""
+    sampler_folder: str = ""
+    """Where the policy is exported for the servers, on a disk that they share with rank 0; default OUTPUT/sampler."""
+    sampler_reload: dict[str, Any] = {}
+    """{path = body} of the calls that make a server read that folder (FOLDER in a body); empty takes the dialect's."""
+    sampler_sync_every: PositiveInt = 1
+    """Rollouts from one export for the servers to the next."""
+    sampler_timeout: PositiveFloat = 600.0
+    """Seconds that a server may take for one request."""
+    missing_eos_penalty: NonNegativeFloat = 0.0
+    """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""
+    kl_coefficient: NonNegativeFloat = 0.05
+    """Weight of the per-token KL penalty; 0 is off and needs no reference."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Subtract the KL from the reward of each token, or add it to the loss as GRPO does (with k2 or k3: the gradient of
+    k1 in a loss is zero on average)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimate of the KL: d, d^2 / 2 or exp(-d) - 1 + d, with d the log-ratio to the reference."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(0.95, ge=0, le=1)
+    """GAE's lambda: 1 is the plain return minus the value, 0 one step ahead only."""
+    loss_aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens (DAPO); mean over answers of their tokens' means (GRPO); or the tokens' sum divided by
+    answers times max_new_tokens (Dr. GRPO)."""
+    importance_cap: NonNegativeFloat = 0.0
+    """Weigh each token's loss by the ratio of its probabilities in trainer and sampler, at most this (commonly 2); 0
+    does not weigh."""
+    clip: float = Field(0.2, ge=0, lt=1)
+    """Clip range of the probability ratio."""
+    clip_high: NonNegativeFloat = 0.0
+    """Upper side of the clip range if it differs (0.28 in DAPO, arXiv 2503.14476); 0 means clip."""
+    value_clip: NonNegativeFloat = 0.2
+    """Clip range of the value around the rollout's; 0 is off."""
+    value_coefficient: NonNegativeFloat = 0.1
+    """Weight of the value loss."""
+    entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+
+    @property
+    def reward_model(self) -> str:
+        """The reward that is a model, or nothing."""
+        return next((name for name in self.reward if not is_function(name)), "")
+
+    @property
+    def planned_batch(self) -> int:
+        """Answers at a time that a plan counts on."""
+        return 64 if self.generation_batch == "auto" else self.generation_batch

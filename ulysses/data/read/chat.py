@@ -1,0 +1,498 @@
+"""Tokenise conversations, and find exactly the tokens that the assistant wrote (only this file imports transformers).
+
+    messages --template--> "<header>question<end><header>" "answer<end>" ...    cut where the assistant begins and ends,
+                            tokens, not trained             tokens, trained     then each piece is tokenised on its own
+
+Because pieces are tokenised on their own, a prompt has the same tokens with and without its answer, as it has at
+inference. Strings inside a message that look like special tokens stay text; only the template writes special tokens.
+Templates of reasoning models write earlier turns differently, without their thinking. Each answer is then rendered as
+the end of its own conversation, so that it follows the history that the model will see.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.read.bounded import bounded_time, join_bounded
+from ulysses.data.read.messages import Message
+from ulysses.data.read.sources import in_batches, safe_parts
+from ulysses.data.read.templates import NAMED_TEMPLATES, template_text
+
+TURN_ENDS = (
+    "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
+)
+# Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
+OPEN, CLOSE, GUARD, BEGUN = MARKS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
+GUARDS = re.compile(f"[{GUARD}{BEGUN}]")
+THINK_TAG = re.compile(f"</?think{GUARD}?>")
+NEWLINE = re.compile(r"\s*[\r\n]")
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template need not show
+# keys of what the assistant wrote
+SAID = ("content", "reasoning_content", "reasoning", "thinking")
+# of texts that are tokenised together; the results of more would not stay in the processor's cache
+CHARACTERS_AT_ONCE = 1 << 15
+Piece = list[str | int]  # texts, and ids of special tokens
+Span = tuple[int, int]  # start and stop
+
+
+def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from a folder, a hub id or a bare tokenizer.json; code in the folder is never run.
+
+    Args:
+        special: the texts of bos_token, eos_token, ...; a bare tokenizer.json needs at least eos_token.
+
+    Raises DataError: there is no tokenizer, or a named token is not in its vocabulary.
+    """
+    place = Path(path).expanduser()
+    try:
+        if place.is_file():
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
+        # vocab.json, merges.txt
+        elif place.is_dir() and not (place / "tokenizer.json").exists():
+            tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
+        else:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(place))
+    except Exception as error:  # every layer below has its own classes
+        problem = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"no tokenizer could be loaded from {path} ({place.absolute()}): {problem}"
+        ) from None
+    added = tokenizer.added_tokens_decoder.values()
+    known = ", ".join(token.content for token in added if token.special) or "none"
+    for name, text in special.items():
+        if name not in SPECIAL_NAMES:
+            raise DataError(
+                f"special token {name!r} is unknown; name {', '.join(SPECIAL_NAMES)}"
+            )
+        if text not in tokenizer.get_vocab():
+            raise DataError(
+                f"{name} is {text!r}, which is not in the vocabulary of {path}; its special tokens are {known}"
+            )
+        setattr(tokenizer, name, text)
+    if tokenizer.eos_token is None:
+        raise DataError(
+            f"the tokenizer {path} names no EOS token; name one, for example "
+            f'model.special_tokens = {{ eos_token = "<|endoftext|>" }} (its special tokens are {known})'
+        )
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Hash everything of a tokenizer that decides tokens, which its chat template does not."""
+    names = [getattr(tokenizer, name) for name in SPECIAL_NAMES]
+    text = tokenizer.backend_tokenizer.to_str() + json.dumps(names)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class TextEncoder:
+    """Tokenise plain text: strings in it that look like special tokens stay text, and nothing is put around it.
+
+    Attributes:
+        special: ids of the special tokens by their text.
+        special_pattern: matches a special token, which is the match's last group, with the white space that it strips.
+        bos: None unless the tokenizer itself begins texts with it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        # A copy, so that these settings do not change the caller's tokenizer.
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = True
+        added = self.backend.get_added_tokens_decoder().items()
+        self.special = {token.content: number for number, token in added if token.special}
+        # One group per way of stripping, not one per token: `re` then skips to the first characters that they share.
+        groups: dict[tuple[str, str], list[str]] = {}
+        for _, token in sorted(added, key=lambda item: -len(item[1].content)):
+            if token.special:
+                strips = (r"\s*" * token.lstrip, r"\s*" * token.rstrip)
+                groups.setdefault(strips, []).append(re.escape(token.content))
+        patterns = (
+            f"{left}({'|'.join(texts)}){right}" for (left, right), texts in groups.items()
+        )
+        self.special_pattern = re.compile("|".join(patterns) or r"(?!)")
+        self.eos = int(tokenizer.eos_token_id)
+        first = tokenizer("a")["input_ids"][:1]
+        self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text.
+
+        The tokenizer gets few characters at once, because its own result takes 200 bytes for each token.
+        """
+        encoded: list[list[int]] = [[] for _ in texts]
+        parts = ((i, part) for i, text in enumerate(texts) for part in safe_parts(text))
+        for batch in in_batches(parts, CHARACTERS_AT_ONCE):
+            places, strings = zip(*batch)
+            results = self.backend.encode_batch_fast(strings, add_special_tokens=False)
+            for i, result in zip(places, results):
+                encoded[i] += result.ids
+        return encoded
+
+    def guard(self, value: Any) -> Any:
+        """Break strings in data that look like special tokens with a mark that split_special takes out again."""
+        if isinstance(value, str):
+            if not value.isascii() and any(mark in value for mark in MARKS):
+                raise DropRowError("it holds one of the Unicode noncharacters U+FDD0 to U+FDD3")
+            return self.special_pattern.sub(_broken, value)
+        if isinstance(value, dict):
+            return {self.guard(key): self.guard(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guard(entry) for entry in value]
+        return value
+
+    def split_special(self, text: str) -> Piece:
+        """Cut rendered text into plain texts and the ids of the special tokens between them."""
+        parts = self.special_pattern.split(text)
+        if GUARD in text or BEGUN in text:
+            parts = [part and GUARDS.sub("", part) for part in parts]
+        every = self.special_pattern.groups + 1  # of so many parts the first is plain
+        return [self.special[p] if i % every else p for i, p in enumerate(parts) if p]
+
+
+def _broken(match: re.Match[str]) -> str:
+    token = match[match.lastindex]
+    return match[0].replace(token, GUARD.join(token))
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation; every second one of its pieces is an assistant message: `written`, in order."""
+
+    pieces: list[Piece]
+    written: list[Message]
+
+
+class Encoded(NamedTuple):
+    """Tokens of a conversation; spans[i] is (start, stop) of written[i] with its end-of-turn token."""
+
+    tokens: list[int]
+    spans: list[Span]
+    written: list[Message]
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} puts marks around what the assistant wrote."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        opens, closes = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
+        return nodes.Scope([opens, *body, closes]).set_lineno(line)
+
+
+class ChatTemplate:
+    """A compiled chat template together with its tokenizer.
+
+    Args:
+        template: "tokenizer" (its own), one of NAMED_TEMPLATES, or the path of a .jinja file.
+
+    Raises DataError: there is no such template, or it writes special tokens that the tokenizer does not have.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str = "tokenizer") -> None:
+        self.encoder = TextEncoder(tokenizer)
+        self.text = template_text(tokenizer, template)
+        self.marks_generation = re.search(r"\{%-?\s*generation\b", self.text) is not None
+        self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        # There is no strftime_now: templates then write their fixed date, and tokens do not change by the day.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.globals["raise_exception"] = _raise_exception
+        try:
+            self._compiled = environment.from_string(self.text)
+        except TemplateError as error:
+            raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
+        tree = environment.parse(self.text)
+        self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
+        self._reads |= {node.value for node in tree.find_all(nodes.Const)}
+        self._check(template, tokenizer)
+
+    @property
+    def end_of_turn(self) -> int:
+        """The id of the token that ends an assistant's turn: EOS where the template writes none."""
+        # some templates begin every answer with thinking
+        for answer in ("<think>\na\n</think>\n\na", "a"):
+            with suppress(DropRowError):
+                messages = [Message("user", "a"), Message("assistant", answer)]
+                return self.encode_batch(self.render(messages, answers=[1]))[0].tokens[-1]
+        raise DataError(
+            "the chat template writes no answer where it opens the assistant's turn"
+        )
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Ids of the tokens that end an assistant turn: the template's end-of-turn token and EOS."""
+        return sorted({self.end_of_turn, self.encoder.eos})
+
+    def encode_batch(
+        self, conversations: Sequence[Rendered], *, as_whole: bool = False
+    ) -> list[Encoded]:
+        """Tokenise several conversations at once, which is faster.
+
+        Args:
+            as_whole: an answer that begins with a newline may share its first token with the end of its prompt, as in
+                the tokens of the whole text; otherwise its prompt has the tokens that it has alone.
+        """
+        parts = {part for pieces, _ in conversations for piece in pieces for part in piece}
+        texts = [part for part in parts if isinstance(part, str)]
+        ids = dict(zip(texts, self.encoder.encode_texts(texts)))
+        encoded = []
+        for pieces, written in conversations:
+            tokens: list[int] = []
+            spans = []
+            for index, piece in enumerate(pieces):
+                start = len(tokens)
+                for part in piece:
+                    tokens += ids[part] if isinstance(part, str) else [part]
+                if index % 2:
+                    around = [*pieces[index - 1][-1:], *piece[:1]]
+                    if (
+                        as_whole
+                        and [*map(type, around)] == [str, str]
+                        and NEWLINE.match(around[1])
+                    ):
+                        alone, begins = (ids[text] for text in around)
+                        (both,) = self.encoder.encode_texts(["".join(around)])
+                        tokens[start - len(alone) : start + len(begins)] = both
+                        while alone != both[: len(alone)]:
+                            alone, start = alone[:-1], start - 1
+                    spans.append((start, len(tokens)))
+            encoded.append(Encoded(tokens, spans, written))
+        return encoded
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        answers: Sequence[int] = (),
+        turns: str = "together",
+    ) -> list[Rendered]:
+        """Render a conversation, and cut it where the assistant begins and ends.
+
+        Every text begins with one BOS where the tokenizer or the template asks for one, and ends with the end-of-turn
+        token of its last answer (EOS where the template writes none).
+
+        Args:
+            answers: the assistant messages that are to be told apart, by their places; without any, the conversation is
+                a prompt, which ends with the opening of the assistant's turn or with the beginning of its answer.
+            turns: "together" renders all answers in one text; "auto" uses a further text, the conversation up to the
+                answer, where the template writes an answer differently in a longer conversation; "separate" gives every
+                answer its own text. The last answer's text comes first.
+
+        Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
+        """
+        if tools and "tools" not in self.text:
+            raise DropRowError("the chat template has no place for tools")
+        if any(message.tool_calls for message in messages) and "tool_calls" not in self.text:
+            raise DropRowError("the chat template has no place for tool calls")
+        plain = [self._plain(message) for message in messages]
+        guarded_tools = self.encoder.guard(tools) or None
+        if not answers:
+            begun = bool(messages) and messages[-1].begun > 0
+            text = "".join(_at_marks(self._render(plain, guarded_tools, not begun)))
+            return [self._cut(text.partition(BEGUN)[0], [], [])]
+        last = answers[-1]
+        text, spans = self._up_to(plain, guarded_tools, last)
+        groups = [(text, {last: spans[last]})]
+        known = {}
+        if self.marks_generation:
+            # Only templates that know of thinking are known to write earlier turns differently.
+            if turns == "together" or (turns == "auto" and "think" not in self.text):
+                known = spans
+        elif turns != "separate" and len(answers) > 2:
+            known = self._at_once(plain, guarded_tools, text, spans)
+        for i in reversed(answers[:-1]):
+            if i not in known:
+                text, spans = self._up_to(plain, guarded_tools, i)
+                if turns == "separate" or not groups[-1][0].startswith(text.rstrip("\n")):
+                    groups.append((text, {}))
+            groups[-1][1][i] = (known or spans)[i]
+        if turns == "together" and len(groups) > 1:
+            raise DropRowError(
+                "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
+                'mark them in the template with {% generation %}, or train each turn with data.turns = "auto"'
+            )
+        rendered = []
+        for text, found in groups:
+            if any(_is_lost(plain[i], text[slice(*span)]) for i, span in found.items()):
+                raise DropRowError("the chat template leaves out a part of an answer")
+            written = [messages[i] for i in sorted(found)]
+            rendered.append(self._cut(text, sorted(found.values()), written))
+        return rendered
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        """Return a message as templates read it, its text guarded; BadRowError if it holds what nobody would see."""
+        for key, value in message.more.items():
+            if value and key not in self._reads and key not in IDENTITIES:
+                raise BadRowError(
+                    f"has a message with the key {key!r}, which the chat template does not read; remove it from the "
+                    "data, or use a template that shows it"
+                )
+        if "<image>" in message.content and message.role != "assistant":
+            raise BadRowError("has the mark <image> in a message; only text is supported")
+        begun, rest = message.content[: message.begun], message.content[message.begun :]
+        content = self.encoder.guard(rest)
+        if begun:
+            content = self.encoder.guard(begun) + BEGUN + content
+        plain = {**self.encoder.guard(message.more), "role": message.role, "content": content}
+        if message.tool_calls:
+            plain["tool_calls"] = self.encoder.guard(message.tool_calls)
+        return plain
+
+    def _up_to(self, messages: list[Any], tools: Any, last: int) -> tuple[str, dict[int, Span]]:
+        """Render the messages up to answer `last`; return the text, and where this answer and other marked ones are."""
+        if self.marks_generation:
+            text = self._render(messages[: last + 1], tools, False)
+            parts = _at_marks(text)
+            places = [i for i in range(last + 1) if messages[i]["role"] == "assistant"]
+            if (shown := len(parts) // 2) != len(places):
+                count = f"{shown} of {len(places)} assistant messages"
+                raise DropRowError(f"the chat template shows {count}")
+            ends = list(accumulate(map(len, parts)))
+            return "".join(parts), dict(zip(places, zip(ends[::2], ends[1::2])))
+        opened = self._render(messages[:last], tools, True)
+        # Some templates cut the thinking off every answer, although the model begins its own with it.
+        content = messages[last]["content"].replace("</think>", f"</think{GUARD}>")
+        for message in (messages[last], {**messages[last], "content": content}):
+            text = self._render([*messages[:last], message], tools, False)
+            if text.startswith(opened) and not _is_lost(message, text[len(opened) :]):
+                return text, {last: (len(opened), len(text))}
+        raise DropRowError(
+            "the chat template does not write an answer, or not all of it, where it opens the assistant's turn"
+        )
+
+    def _at_once(
+        self, messages: list[Any], tools: Any, text: str, last: dict[int, Span]
+    ) -> dict[int, Span]:
+        """Find all answers by marks in the last one's text, in time linear in the turns; {} if there is a doubt."""
+        marked = messages[: max(last) + 1]
+        places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
+        for i in places:
+            content = marked[i]["content"]
+            if not content or content != content.strip() or "tool_calls" in marked[i]:
+                return {}
+            marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
+        start, first = self._up_to(messages, tools, places[0])
+        parts = _at_marks(self._render(marked, tools, False))
+        ends, tail = list(accumulate(map(len, parts))), parts[-1]
+        spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
+        is_certain = (
+            "".join(parts) == text
+            and len(parts) == 2 * len(places) + 1
+            and text.startswith(start.rstrip("\n"))
+            and {**first, **last}.items() <= spans.items()
+            and all(part.endswith(self._opening) for part in parts[:-1:2])
+            and all(part.startswith(tail) for part in parts[2::2])
+            and not any(_is_lost(messages[i], text[slice(*spans[i])]) for i in places)
+        )
+        return spans if is_certain else {}
+
+    def _cut(self, text: str, spans: list[Span], written: list[Message]) -> Rendered:
+        """Cut a rendered text around its answers, which end just after their end-of-turn tokens."""
+        cuts = [0]
+        for start, stop in spans:
+            cuts += [max(start, text.find(BEGUN, start, stop) + 1), stop]
+        texts = [text[a:b] for a, b in pairwise([*cuts, len(text)])]
+        eos = self._special_names["eos_token"]
+        for i in range(1, len(texts), 2):
+            answer, rest = texts[i : i + 2]
+            inside = list(self.encoder.special_pattern.finditer(answer))
+            after = self.encoder.special_pattern.match(rest)
+            end = len(answer)
+            if inside and not answer[inside[-1].end() :].strip():
+                end = inside[-1].end()
+            elif after and after[0].strip() in (*TURN_ENDS, eos):
+                end += after.end()
+            elif i == len(texts) - 2:
+                end, answer = end + len(eos), answer + eos
+            texts[i : i + 2] = (answer + rest)[:end], (answer + rest)[end:]
+        if spans:
+            texts.pop()
+        pieces = [self.encoder.split_special(text) for text in texts]
+        if self.encoder.bos not in (None, *pieces[0][:1]):
+            pieces[0].insert(0, self.encoder.bos)
+        return Rendered(pieces, written)
+
+    def _render(self, messages: list[Any], tools: Any, generation_prompt: bool) -> str:
+        try:
+            return join_bounded(
+                self._compiled.generate(
+                    messages=messages,
+                    tools=tools,
+                    add_generation_prompt=generation_prompt,
+                    **self._special_names,
+                )
+            )
+        except (TemplateError, TypeError) as error:
+            raise DropRowError(f"the chat template refuses it: {error}") from None
+
+    def _check(self, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+        question = [{"role": "user", "content": "a"}]
+        answer = {"role": "assistant", "content": "a"}
+        try:
+            with bounded_time():
+                opened, closed = (
+                    self._render(question, None, opens) for opens in (True, False)
+                )
+                answered = self._render([*question, answer], None, False)
+        except (DropRowError, BadRowError) as error:
+            raise DataError(
+                f"chat template {name} cannot render one question: {error}"
+            ) from None
+        self._opening = opened.removeprefix(closed)  # of the assistant's turn
+        if opened == closed and not self.marks_generation:
+            raise DataError(
+                f"chat template {name} knows neither add_generation_prompt nor {{% generation %}}, so "
+                "the assistant's tokens cannot be told apart; add one of them"
+            )
+        written = set(TEXT_TOKEN.findall(opened + answered))
+        known = tokenizer.backend_tokenizer.token_to_id
+        absent = sorted(text for text in written if known(text) is None)
+        if absent:
+            raise DataError(
+                f"chat template {name} writes {', '.join(absent)}, which the tokenizer does not have; "
+                f"set data.chat_template to another of "
+                f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
+            )
+        whole, *parts = self.encoder.encode_texts(["\na", "\n", "a"])
+        if whole != parts[0] + parts[1]:
+            raise DataError(
+                "this tokenizer puts a space before every text (SentencePiece style), so the parts of a "
+                "chat cannot be tokenised on their own; use a byte-level tokenizer such as Llama-3's"
+            )
+
+
+def _is_lost(message: dict[str, Any], answer: str) -> bool:
+    """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
+    said = (str(message.get(key) or "") for key in SAID)
+    changed = (text for text in said if text.strip() not in answer)
+    return any(part.strip() not in answer for text in changed for part in THINK_TAG.split(text))
+
+
+def _at_marks(text: str) -> list[str]:
+    """Cut a rendered text where answers are marked; its odd parts are the answers."""
+    return text.replace(CLOSE, OPEN).split(OPEN)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)

@@ -1,0 +1,455 @@
+"""Turn rows into records: a conversation, a pair of answers to one prompt, a prompt alone, or a document.
+
+The format of a row, which its keys tell, says how the prompt is written; how the answers are written follows from
+their own keys.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.read.messages import (
+    Message,
+    Messages,
+    first_key,
+    number,
+    parse_messages,
+    parse_tools,
+    parse_transcript,
+    string,
+    type_name,
+)
+from ulysses.data.read.sources import (
+    ANSWER_KEYS,
+    FORMATS,
+    PROMPT_KEYS,
+    Source,
+    is_hub_id,
+    read_rows,
+    source_files,
+)
+
+Row = Mapping[str, Any]
+# the index of its source, its file and number, and the row as it was read: a line of bytes, or the row itself
+LocatedRow = tuple[int, str, Any]
+Event = tuple[str, str, str]  # the arguments of Report.count
+PAIR_KEYS = {"chosen", "rejected"}
+RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
+LABEL_KEYS = ("label", "kto_tag")
+MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
+EXAMPLES_PER_REASON = 5
+
+
+@dataclass
+class Record:
+    """One training example before tokenisation.
+
+    Attributes:
+        prompt: the messages before the answer; they are not trained.
+        answers: one list of messages (sequence, unpaired), chosen and rejected (pair), several (ranked), or an empty
+            list (prompt). Their assistant messages are trained.
+        ranks: of ranked answers; the best have 0.
+        columns: numbers that go with the example, such as the margin of a pair.
+        text: a document of stage pt, or a part of one; parts of the same document have the same source and `where`.
+        where: file and row number, for messages; source: index of the source; row: of a prompt, as it was read.
+    """
+
+    prompt: Messages
+    answers: list[Messages]
+    tools: Sequence[Any] = ()
+    columns: Mapping[str, float] = field(default_factory=dict)
+    text: str = ""
+    where: str = ""
+    source: int = 0
+    row: Any = None
+    ranks: Sequence[int] = ()
+
+
+@dataclass
+class Report:
+    """Counts of what happened to the rows, with examples that name file and row; vars() of it is JSON data."""
+
+    read: int = 0
+    kept: int = 0
+    tokens: int = 0
+    shared: int = 0  # of the tokens: prompts that a further answer does not repeat
+    dropped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def count(self, name: str, what: str, where: str) -> None:
+        """Count a row in `dropped` or `notes`."""
+        counts: Counter[str] = getattr(self, name)
+        counts[what] += 1
+        if counts[what] <= EXAMPLES_PER_REASON:
+            self.examples.setdefault(what, []).append(where)
+
+    def __str__(self) -> str:
+        lines = [
+            f"read {self.read} rows, kept {self.kept} examples, dropped {sum(self.dropped.values())} rows"
+        ]
+        if self.shared:
+            lines.append(
+                f"  {self.shared / self.tokens:.1%} of the tokens are prompts that another answer has"
+            )
+        for title, counts in (("dropped, ", self.dropped), ("", self.notes)):
+            for reason, count in Counter(counts).most_common():
+                examples = ", ".join(self.examples[reason])
+                more = ", ..." if count > EXAMPLES_PER_REASON else ""
+                lines.append(f"  {title}{reason}: {count} ({examples}{more})")
+        return "\n".join(lines)
+
+
+@contextmanager
+def dropping(events: list[Event], where: str, bad_rows: str) -> Iterator[None]:
+    """Drop and count a row that cannot be used; DataError if it breaks its format and `bad_rows` is "error"."""
+    try:
+        yield
+    except DropRowError as error:
+        events.append(("dropped", str(error), where))
+    except (BadRowError, RecursionError) as error:
+        too_deep = isinstance(error, RecursionError)
+        problem = "is nested too deeply" if too_deep else str(error)
+        if bad_rows != "drop":
+            raise DataError(f"{where} {problem}") from None
+        events.append(("dropped", problem.split(":")[0], where))
+
+
+def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRow]:
+    """Stream the rows of all sources in order, and count them in `report`.
+
+    A file that cannot be read comes as a DataError in the place of its next row.
+    """
+    for index, source in enumerate(sources):
+        last = source.path
+        try:
+            for file in [] if is_hub_id(source) else source_files(source, left_out=True):
+                report.count("notes", f"files left out, not of split {source.split}", str(file))
+            for where, row in islice(read_rows(source), source.max_examples or None):
+                report.read += where != last  # a long document comes in several parts
+                last = where
+                yield index, where, row
+        except DataError as error:
+            yield index, last, error
+
+
+def read_records(
+    rows: Iterable[LocatedRow],
+    sources: Sequence[Source],
+    kind: str,
+    events: list[Event],
+    *,
+    bad_rows: str = "error",
+) -> Iterator[Record]:
+    """Read rows as records.
+
+    Args:
+        events: where to add what a Report is to count.
+        kind: text, sequence, pair, ranked, unpaired or prompt: what the stage needs.
+        bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
+
+    Raises DataError: a missing or broken file, or a row that breaks its format.
+    """
+    for index, where, found in rows:
+        source = sources[index]
+        with dropping(events, where, bad_rows):
+            row = _checked(found)
+            records = parse_row(_renamed(row, source.columns), source.format, kind)
+            if len(records) > 1:
+                events.append(("notes", "rows that gave several examples", where))
+            for record in records:
+                record.where, record.source = where, index
+                if kind == "prompt":
+                    record.row = row
+                yield record
+
+
+def _checked(found: Any) -> Row:
+    """Return the row that was found, which may be a line of JSON; BadRowError if it is none, or not all Unicode."""
+    if isinstance(found, ValueError):
+        raise found
+    row = found
+    try:
+        if is_line := isinstance(found, bytes):
+            row = _from_line(found)
+        if not is_line or ESCAPED_SURROGATE.search(found):
+            json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeError:
+        raise BadRowError("is not valid UTF-8, or holds an unpaired surrogate") from None
+    if not isinstance(row, Mapping):
+        raise BadRowError(f"is {type_name(row)}, not an object with keys")
+    return row
+
+
+def _from_line(line: bytes) -> Any:
+    text = line.decode("utf-8-sig")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"is not valid JSON: {error}") from None
+
+
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return the row under our keys; BadRowError if it lacks a key that `columns` names."""
+    renamed = {key: value for key, value in row.items() if key not in columns.values()}
+    renamed |= {ours: _column(row, theirs) for ours, theirs in columns.items()}
+    if media := next((key for key in MEDIA_KEYS if renamed.get(key)), None):
+        raise BadRowError(
+            f"has the column {media!r}, but only text is supported; to train on the text alone set "
+            f'columns = {{unused = "{media}"}}'
+        )
+    return renamed
+
+
+def _column(row: Row, name: str) -> Any:
+    """Return what a row holds under a name; "a.b" is the key b of the object a, unless the row has it as it is."""
+    value: Any = row
+    for key in (name,) if name in row else name.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise BadRowError(
+                f"has no column {name!r}, which columns names (it has {_keys(row)})"
+            )
+        value = value[key]
+    return value
+
+
+def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
+    """Read one row as records of `kind`: several for ranked lists, and for unpaired answers from preference data.
+
+    Raises BadRowError: the row breaks its format. Raises DropRowError: it cannot be trained on.
+    """
+    # parquet fills with None
+    row = {key: value for key, value in row.items() if value is not None}
+    if kind == "text":
+        key = _required(row, FORMATS["text"])
+        if not string(row[key], key).strip():
+            raise DropRowError("empty text")
+        return [Record([], [], text=row[key])]
+    if row_format == "auto":
+        found = (name for name, keys in FORMATS.items() if first_key(row, keys))
+        row_format = next(found, "text")
+    if row_format == "sharegpt":  # messages tell themselves how they are written
+        row_format = "messages"
+    if row_format == "text":
+        raise BadRowError(
+            f"has the keys {_keys(row)}, which fit none of the formats {', '.join(FORMATS)} (but text, which holds "
+            'plain text, which only stage pt trains on); map the keys with columns = {prompt = "their_name", ...}'
+        )
+    prompt, answers = _read(row, row_format, kind)
+    record = Record(prompt, answers, parse_tools(row.get("tools")))
+    if kind == "prompt":
+        while _role(prompt, -1) == "assistant" and not prompt[-1].begun:
+            prompt = prompt[:-1]
+        if _role(prompt, -1) in ("", "system"):
+            raise DropRowError("no user message to answer")
+        record.prompt, record.answers = prompt, [[]]
+        return [record]
+    if len(answers) > 1:
+        return _comparisons(row, kind, record)
+    if kind in ("pair", "ranked"):
+        raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
+    key = first_key(row, LABEL_KEYS)
+    try:
+        label = json.loads(str(row.get(key)).lower())
+    except ValueError:
+        label = None
+    if label not in (0, 1) and (key or kind == "unpaired"):
+        raise BadRowError(
+            f"has no {_either(LABEL_KEYS)} that is true for a desirable answer and false for an undesirable one "
+            f"(it has {_keys(row)})"
+        )
+    if not answers and row_format != "messages":
+        raise BadRowError(f"has no answer: none of {', '.join(ANSWER_KEYS)}")
+    answer = sum(answers, [])
+    # the assistant's turns in the history of an alpaca row are training data too
+    if not answers or (row_format == "alpaca" and kind == "sequence"):
+        turns, begin = prompt + answer, 0 if kind == "sequence" else -1
+        prompt, answer = turns[:begin], turns[begin:]
+    if kind == "sequence" and label == 0:
+        raise DropRowError("its label is false")
+    _check_answer(answer, kind)
+    record.prompt, record.answers = prompt, [answer]
+    if kind == "unpaired":
+        record.columns = {"label": float(label)}
+    return [record]
+
+
+def _comparisons(row: Row, kind: str, record: Record) -> list[Record]:
+    """Turn the record of a row with several answers into what is compared: all of them, pairs or labelled answers."""
+    if kind == "sequence":
+        raise BadRowError(
+            'holds chosen and rejected answers; to train on one set columns = {completion = "chosen"}'
+        )
+    for answer in record.answers:
+        _check_answer(answer, kind)
+    ranks = _ranks(row, len(record.answers))
+    ranked = list(zip(ranks, record.answers))
+    pairs = [[good, bad] for first, good in ranked for later, bad in ranked if first < later]
+    if not pairs:
+        raise DropRowError("no answer is ranked above another")
+    if any(chosen == rejected for chosen, rejected in pairs):
+        raise DropRowError("chosen and rejected are the same")
+    if kind == "ranked":
+        margin = number(row.get("margin", 0.0), "margin")
+        return [replace(record, columns={"margin": margin}, ranks=ranks)]
+    if kind == "pair":
+        return [replace(record, answers=pair) for pair in pairs]
+    return [
+        replace(record, answers=[answer], columns={"label": label})
+        for pair in pairs
+        for answer, label in zip(pair, (1.0, 0.0))
+    ]
+
+
+def _check_answer(answer: Messages, kind: str) -> None:
+    trained = [message for message in answer if message.role == "assistant"]
+    if not trained:
+        raise DropRowError("no assistant message")
+    if any(message.is_empty for message in trained):
+        raise DropRowError("empty answer")
+    if kind != "sequence" and {_role(answer, 0), _role(answer, -1)} != {"assistant"}:
+        raise DropRowError("an answer does not begin and end with an assistant message")
+
+
+# ---------------------------------------------------------------------------------------------- prompts and answers
+
+
+def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
+    """Read the prompt and its answers; of rows with messages alone, the whole conversation as the prompt."""
+    prompt, is_conversation = _prompt(row, row_format), row_format == "messages"
+    is_begun = _role(prompt, -1) == "assistant"
+    asked = {message.content for message in prompt if message.role != "system"}
+    values: list[tuple[str, Any]] = []
+    # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
+    if kind != "prompt" or not asked or row_format == "preference":
+        values = _answer_values(row)
+    if is_conversation and is_begun and len(values) == 1:
+        values = []
+    may_hold_prompt = len(values) > 1 or not asked
+    answers = [_answer(key, value, may_hold_prompt) for key, value in values]
+    first_roles = {_role(answer, 0) for answer in answers}
+    if may_hold_prompt and first_roles and not first_roles & {"", "assistant"}:
+        for (key, _), conversation in zip(values, answers):
+            if _role(conversation, -1) != "assistant":
+                raise DropRowError(f"{key} does not end with an assistant message")
+        inner, *others = (conversation[:-1] for conversation in answers)
+        if any(other != inner for other in others):
+            raise DropRowError("the prompts of chosen and rejected differ")
+        if not asked <= {message.content for message in inner}:
+            raise DropRowError("the prompt differs from the one inside chosen and rejected")
+        if _role(inner, 0) != "system":
+            inner = [message for message in prompt if message.role == "system"] + inner
+        return inner, [conversation[-1:] for conversation in answers]
+    if not prompt and (values or not is_conversation):
+        raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {_keys(row)})")
+    is_alone = is_conversation and not values
+    if is_begun and not is_alone and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
+        *prompt, begun = prompt
+        size = len(begun.content)
+        if kind == "prompt":
+            prompt.append(replace(begun, begun=size))
+        for answer in answers:
+            text = begun.content + answer[0].content
+            more = {**begun.more, **answer[0].more}
+            answer[0] = replace(answer[0], content=text, more=more, begun=size)
+    return prompt, answers
+
+
+def _prompt(row: Row, row_format: str) -> Messages:
+    key = first_key(row, PROMPT_KEYS)
+    value, history = row[key] if key else [], []
+    if row_format == "messages":
+        value = row[_required(row, FORMATS[row_format])]
+    if row_format == "alpaca":
+        texts = (string(row.get(name, ""), name) for name in ("instruction", "input"))
+        value, history = "\n".join(filter(None, texts)), row.get("history") or []
+        if not isinstance(history, list) or not all(
+            isinstance(turn, list) and len(turn) == 2 for turn in history
+        ):
+            raise BadRowError("'history' must be a list of [user, assistant] pairs")
+    prompt = [
+        Message(role, string(said, "history"))
+        for turn in history
+        for role, said in zip(("user", "assistant"), turn)
+    ]
+    if row_format == "messages" or isinstance(value, list):
+        prompt = parse_messages(value)
+    elif not string(value, key).strip():
+        raise DropRowError("empty prompt")
+    else:
+        prompt += parse_transcript(value) or [Message("user", value)]
+        if prompt[-1].is_empty:
+            del prompt[-1]
+    if row.get("system") and _role(prompt, 0) != "system":
+        prompt.insert(0, Message("system", string(row["system"], "system")))
+    return prompt
+
+
+def _answer_values(row: Row) -> list[tuple[str, Any]]:
+    """Return the answers of a row with their keys: chosen and rejected, a ranked list, or a single one."""
+    if PAIR_KEYS <= row.keys():
+        return [("chosen", row["chosen"]), ("rejected", row["rejected"])]
+    key = first_key(row, RANKED_KEYS)
+    values = row.get(key)
+    # a list at "output" may be one answer, written as messages
+    if isinstance(values, list) and (
+        key != "output" or all(isinstance(value, str) for value in values)
+    ):
+        if len(values) < 2:
+            raise DropRowError("no answer is ranked above another")
+        return [(key, value) for value in values]
+    key = first_key(row, ANSWER_KEYS)
+    return [(key, row[key])] if key else []
+
+
+def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
+    """Read an answer; one that may hold its prompt is also read as a transcript."""
+    if isinstance(value, Mapping):
+        value = [value]
+    if isinstance(value, list):
+        return parse_messages(value)
+    text = string(value, key)
+    turns = parse_transcript(text) if may_hold_prompt else []
+    return turns or [Message("assistant", text)]
+
+
+def _ranks(row: Row, count: int) -> list[int]:
+    """Rank the answers, from 0, by `scores` (higher is better), `ranks` (lower) or their places in the list."""
+    scores = [-float(place) for place in range(count)]
+    for name, sign in (("scores", 1.0), ("ranks", -1.0)):
+        if name in row and not PAIR_KEYS <= row.keys():
+            if not isinstance(row[name], list) or len(row[name]) != count:
+                raise BadRowError(
+                    f"has {count} answers but its {name!r} is not a list of as many numbers"
+                )
+            scores = [sign * number(value, name) for value in row[name]]
+    return [sorted(set(scores), reverse=True).index(score) for score in scores]
+
+
+# ------------------------------------------------------------------------------------------------------ small checks
+
+
+def _role(messages: Messages, place: int) -> str:
+    return messages[place].role if messages else ""
+
+
+def _required(row: Row, keys: tuple[str, ...]) -> str:
+    key = first_key(row, keys)
+    if not key:
+        raise BadRowError(f"has no {_either(keys)} (it has {_keys(row)})")
+    return key
+
+
+def _either(keys: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, keys))
+
+
+def _keys(row: Row) -> str:
+    return ", ".join(sorted(map(str, row)))

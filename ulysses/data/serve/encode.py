@@ -1,0 +1,217 @@
+"""Tokenise records, with a weight in the loss for every token, and cut those that are too long.
+
+sequence   prompt answer            every assistant turn is trained (or the last one, or everything); where the chat
+                                    template rewrites earlier turns, an example has several sequences
+pair       prompt chosen | prompt rejected     both sides have the same prompt tokens; the answers are trained
+ranked     prompt answer | prompt answer ...   the same with any number of answers
+unpaired   prompt answer            the answer is trained
+prompt     prompt with the assistant's turn opened, nothing is trained
+text       BOS document EOS         cut into pieces of max_length that overlap by one token, so that every token but the
+                                    first is predicted exactly once
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import Any
+
+import numpy as np
+
+from ulysses.data import DataError, DropRowError
+from ulysses.data.read.bounded import bounded_time
+from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
+from ulysses.data.read.formats import Event, Record, dropping
+from ulysses.parallel.batch import Sequence
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What decides tokens besides sources, tokenizer and template.
+
+    Args:
+        max_length: the most tokens of one sequence (for pairs: of each side); at least 2.
+        truncation: what happens to a longer one. "keep_start" cuts its end. "keep_end" cuts its beginning but keeps
+            BOS; for pairs and unpaired answers it shortens the prompt from its beginning, to no less than a quarter
+            of max_length, before it cuts the end of an answer. "drop" leaves the example out, "error" stops. A
+            prompt without an answer always keeps its end, which opens the assistant's turn.
+        train_on: "assistant" (every assistant turn), "last" (the last one) or "all" (every token); sequences only.
+        bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
+        turns: whether the answers of a conversation that are trained share one sequence ("together"), each have their
+            own ("separate"), or only where the template rewrites earlier turns ("auto"); sequences only.
+        eval_fraction: the share of the rows that is held out; 0 takes all rows. `held_out` takes those, not the others.
+    """
+
+    max_length: int
+    truncation: str = "keep_start"
+    train_on: str = "assistant"
+    bad_rows: str = "error"
+    turns: str = "auto"
+    eval_fraction: float = 0.0
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training example: its sequences (pair: chosen, rejected; separate turns: the last one first) and its numbers.
+
+    columns: prompt_length, but not of a sequence; margin (ranked, whose sequences have the column rank); label, 1 or 0
+    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset; source: index
+    of the source it came from; row: the whole row of a prompt, which only the writer of a dataset sees.
+    """
+
+    index: int
+    sequences: tuple[Sequence, ...]
+    columns: Mapping[str, float] = field(default_factory=dict)
+    source: int = 0
+    row: Any = None
+
+
+def encode_records(
+    records: Iterable[Record],
+    kind: str,
+    template: ChatTemplate,
+    settings: DataSettings,
+    events: list[Event],
+) -> Iterator[Example]:
+    """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
+    rendered = []
+    with bounded_time():
+        for record in records:
+            with dropping(events, record.where, settings.bad_rows):
+                rendered.append((record, _render(record, kind, template, settings)))
+    texts = [text for _, sides in rendered for text in sides]
+    encoded = iter(template.encode_batch(texts, as_whole=kind == "sequence"))
+    for record, sides in rendered:
+        tokens = [next(encoded) for _ in sides]
+        with dropping(events, record.where, settings.bad_rows):
+            yield _encode(record, kind, tokens, template.encoder.bos, settings, events)
+
+
+def _render(
+    record: Record, kind: str, template: ChatTemplate, settings: DataSettings
+) -> list[Rendered]:
+    """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
+    texts = []
+    first, turns = len(record.prompt), settings.turns if kind == "sequence" else "together"
+    for answer in record.answers:
+        messages = record.prompt + answer
+        trained = [i for i, m in enumerate(messages) if m.role == "assistant" and i >= first]
+        if kind == "sequence" and settings.train_on != "assistant":
+            trained = trained[-1:]
+        trained = [i for i in trained if messages[i].weight != 0] or trained
+        texts += template.render(messages, record.tools, trained, turns)
+    return texts
+
+
+def _encode(
+    record: Record,
+    kind: str,
+    sides: list[Encoded],
+    bos: int | None,
+    settings: DataSettings,
+    events: list[Event],
+) -> Example:
+    """Make an example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
+    columns = dict(record.columns)
+    sequences, problems, longest = [], [], 0
+    for group in [[side] for side in sides] if kind == "sequence" else [sides]:
+        try:
+            found, start = _weighed(record, kind, group, bos, settings)
+            sequences += found
+            longest = max(longest, *(len(side.tokens) for side in group))
+        except DropRowError as error:
+            problems.append(str(error))
+    if not sequences:
+        raise DropRowError(problems[0])
+    if kind != "sequence":
+        columns["prompt_length"] = start
+    for problem in problems:
+        events.append(("notes", f"turns left out, {problem}", record.where))
+    if kind == "sequence" and len(sides) > 1:
+        events.append(
+            ("notes", "conversations whose turns are trained separately", record.where)
+        )
+    if longest > settings.max_length:
+        events.append(("notes", "truncated", record.where))
+    return Example(0, tuple(sequences), columns, record.source, record.row)
+
+
+def _weighed(
+    record: Record, kind: str, sides: list[Encoded], bos: int | None, settings: DataSettings
+) -> tuple[list[Sequence], int]:
+    """Cut sequences with one prompt to max_length and weigh their tokens; return them and the prompt's length."""
+    limit, first = settings.max_length, sides[0].tokens
+    longest = max(len(side.tokens) for side in sides)
+    if not first:
+        raise DropRowError("the chat template writes nothing")
+    if longest > limit and settings.truncation == "drop":
+        raise DropRowError("longer than max_length")
+    if longest > limit and settings.truncation == "error":
+        raise DataError(
+            f"{record.where} has {longest} tokens but data.max_length is {limit}; raise it, or "
+            "set data.truncation to keep_start, keep_end or drop"
+        )
+    # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
+    start, room = len(first), limit
+    if kind in ("pair", "ranked", "unpaired"):
+        start = sides[0].spans[0][0]
+        prompt = start, first[:start]
+        if any((side.spans[0][0], side.tokens[:start]) != prompt for side in sides):
+            raise DropRowError(
+                "the prompts of chosen and rejected differ once the chat template is applied"
+            )
+        room = max(limit - (longest - start), min(start, limit // 4), 1)
+    keeps_end = settings.truncation == "keep_end" or kind == "prompt"
+    cut = max(0, start - room) if keeps_end else 0
+    has_bos = int(first[0] == bos)
+    sequences = []
+    ranks = list(record.ranks or range(len(sides)))
+    for side, rank in zip(sides, ranks):
+        tokens = np.asarray(side.tokens, np.int32)
+        weights = np.zeros(len(tokens), np.float32)
+        for (begin, end), message in zip(side.spans, side.written):
+            weights[begin:end] = 1.0 if message.weight is None else message.weight
+        if kind == "sequence" and settings.train_on == "all":
+            weights[:] = 1.0
+        if longest > limit:
+            removed = slice(has_bos, has_bos + cut)
+            tokens, weights = (np.delete(kept, removed)[:limit] for kept in (tokens, weights))
+        ranked = {"rank": rank} if kind == "ranked" else {}
+        sequences.append(Sequence(tokens, weights, columns=ranked))
+        if kind != "prompt" and not weights[1:].any():
+            after = " after truncation" if longest > limit else ""
+            raise DropRowError(f"no trained token is left{after}")
+    answers = {(sequence.tokens.tobytes(), rank) for sequence, rank in zip(sequences, ranks)}
+    if len({tokens for tokens, _ in answers}) < len(answers):
+        raise DropRowError("chosen and rejected are the same tokens")
+    return sequences, start - cut
+
+
+def encode_documents(
+    records: Iterable[Record], encoder: TextEncoder
+) -> list[tuple[str, int, np.ndarray]]:
+    """Tokenise documents or parts of them; return where each stands, the index of its source, and its tokens."""
+    records = list(records)
+    tokens = encoder.encode_texts([record.text for record in records])
+    return [(r.where, r.source, np.asarray(ids, np.int32)) for r, ids in zip(records, tokens)]
+
+
+def cut_documents(
+    parts: Iterable[tuple[str, int, np.ndarray]], encoder: TextEncoder, limit: int
+) -> Iterator[Example]:
+    """Join the parts of each document, and cut it into pieces of at most `limit` tokens.
+
+    Truncation does not apply: no token is lost.
+    """
+    for (_, source), document in groupby(parts, key=lambda part: part[:2]):
+        ends = np.asarray([encoder.eos], np.int32)
+        left = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
+        for *_, ids in chain(document, [(ends,)]):
+            left = np.append(left, ids)
+            is_end = ids is ends
+            while len(left) > limit or (is_end and len(left) > 1):
+                piece = left[:limit]
+                yield Example(
+                    0, (Sequence(piece, np.ones_like(piece, np.float32)),), source=source
+                )
+                left = left[limit - 1 :]  # the last token predicts the next piece's first

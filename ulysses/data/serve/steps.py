@@ -1,0 +1,182 @@
+"""Decide which examples each optimizer step trains on, and pack them into micro-batches.
+
+    order of an epoch    7 0 4 2 9 1 | 3 8 5 6              fixed by (seed, epoch); step k takes the next B examples
+    tokens of one step   7 3 3 2 9 1                        an example is never cut, and a pair stays together
+    data-parallel 0      [9 | 3 2 ]                         every micro-batch holds at most the budget of tokens,
+    data-parallel 1      [7 | 3 1 ]                         and all groups have the same number of micro-batches
+
+The order does not depend on the topology; packing only rearranges the examples inside a step. The last step of an epoch
+may be smaller and is trained too. The position in the data is (seed, epoch, k) and there is no other state, so every
+rank computes the whole plan and takes its own part of it.
+"""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+
+from ulysses.data.serve.encode import Example
+from ulysses.parallel.random_keys import STEP, scatter_bits, wrapped
+
+# At this many tokens attention costs as much as the rest of the model; it is about 12 times the model's width.
+ATTENTION_LENGTH = 50_000.0
+
+
+@dataclass(eq=False)
+class StepLoader:
+    """Serve the micro-batches of every step to one data-parallel group.
+
+    Args:
+        dataset: a TokenizedDataset, or a view of one.
+        examples_per_step: examples of one optimizer step, over all groups; at least 1.
+        tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
+        shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
+        attention_length: number of tokens at which attention costs as much as the rest of the model.
+
+    Attributes:
+        examples_per_epoch: number of examples in an epoch, with the weights of the sources applied.
+        steps_per_epoch: number of optimizer steps in an epoch.
+
+    Raises ValueError: the longest example does not fit into a micro-batch, or there is nothing to train on.
+    """
+
+    dataset: Any
+    examples_per_step: int
+    _: KW_ONLY
+    tokens_per_microbatch: int
+    seed: int = 0
+    data_parallel_size: int = 1
+    dp_rank: int = 0
+    shuffle: bool = True
+    attention_length: float = ATTENTION_LENGTH
+
+    def __post_init__(self) -> None:
+        self._last_order = (-1, np.arange(len(self.dataset)))  # an epoch and its order
+        self.examples_per_epoch = len(self.order(0))
+        if not self.examples_per_epoch:
+            raise ValueError("the weights of the data sources leave no example; raise them")
+        self.steps_per_epoch = math.ceil(self.examples_per_epoch / self.examples_per_step)
+        check_fits(int(self.dataset.lengths.max()), self.tokens_per_microbatch)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the dataset indices of an epoch in training order, int64 [examples_per_epoch]."""
+        if self.shuffle and self._last_order[0] != epoch:
+            parts = []
+            for source, weight in enumerate(self.dataset.source_weights):
+                members = np.flatnonzero(self.dataset.sources == source)
+                copies, rest = divmod(round(len(members) * weight), max(1, len(members)))
+                extra = shuffled(len(members), self.seed, epoch, source + 1)[:rest]
+                parts += [np.tile(members, copies), members[np.sort(extra)]]
+            chosen = np.concatenate(parts)
+            mixed = shuffled(len(chosen), self.seed, epoch, 0)
+            self._last_order = (epoch, chosen[mixed])
+        return self._last_order[1]
+
+    def indices(self, epoch: int, k: int) -> list[int]:
+        """Return the dataset indices of all examples of step k, in the order of the epoch."""
+        start = k * self.examples_per_step
+        return self.order(epoch)[start : start + self.examples_per_step].tolist()
+
+    def step(self, epoch: int, k: int) -> list[list[Example]]:
+        """Return this group's micro-batches of step k; a micro-batch may be empty."""
+        return self.micro_batches(self.dataset, self.indices(epoch, k))
+
+    def micro_batches(self, dataset: Any, indices: list[int]) -> list[list[Example]]:
+        """Pack some examples of a dataset for all groups, and return this group's micro-batches."""
+        lengths = dataset.sequence_lengths[indices]
+        prefixes = dataset.prefix_lengths[indices]
+        costs = sequence_cost(lengths, prefixes, self.attention_length).sum(axis=1)
+        groups = pack_step(
+            lengths.sum(axis=1).tolist(),
+            costs.tolist(),
+            self.tokens_per_microbatch,
+            self.data_parallel_size,
+        )
+        return [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
+
+    def mismatched_pairs(self, indices: list[int]) -> list[tuple[int, int]]:
+        """Pair each example of a step with the one whose completion it takes for KTO's baseline.
+
+        That is the next example of the step, cyclically, that has another prompt. Examples without one are left out.
+        """
+        prompts, pairs = self.dataset.columns["prompt_id"], []
+        for position, i in enumerate(indices):
+            following = indices[position + 1 :] + indices[:position]
+            partner = next((j for j in following if prompts[j] != prompts[i]), None)
+            if partner is not None:
+                pairs.append((i, partner))
+        return pairs
+
+
+def check_fits(longest: int, budget: int) -> None:
+    """Raise ValueError if an example of `longest` tokens does not fit into a micro-batch of `budget` tokens."""
+    if longest > budget:
+        raise ValueError(
+            f"the longest example has {longest} tokens but batch.tokens_per_microbatch is {budget}; "
+            f"raise it to at least {longest}, or lower data.max_length"
+        )
+
+
+def sequence_cost(
+    length: Any, prefix_length: Any = 0, attention_length: float = ATTENTION_LENGTH
+) -> Any:
+    """Estimate the relative work of sequences: linear in their tokens, and in what each of these attends to."""
+    return length * (1 + (length + 2 * prefix_length) / attention_length)
+
+
+def pack_step(
+    tokens: list[int], costs: list[float], budget: int, groups: int
+) -> list[list[list[int]]]:
+    """Deal the examples of a step to data-parallel groups and micro-batches.
+
+    Args:
+        tokens: tokens of each example.
+        costs: relative work of each example.
+        budget: the most tokens in one micro-batch.
+        groups: number of data-parallel groups.
+
+    Returns the micro-batches of each group as lists of positions in `tokens`. All groups get the same number of
+    micro-batches, as few as packing finds; some are empty if there are fewer examples than groups. Micro-batches with
+    the same index run at the same time on all groups, so they get similar costs.
+
+    Raises ValueError: an example is longer than the budget.
+    """
+    check_fits(max(tokens, default=0), budget)
+    count = max(1, -(-sum(tokens) // (budget * groups)))
+    while (bins := _fill(tokens, costs, budget, count * groups)) is None:
+        count += 1
+
+    # heaviest first, so that neighbours, which run at the same time, have similar work
+    bins.sort(key=lambda members: sum(costs[i] for i in members), reverse=True)
+    return [[sorted(members) for members in bins[group::groups]] for group in range(groups)]
+
+
+def _fill(
+    tokens: list[int], costs: list[float], budget: int, count: int
+) -> list[list[int]] | None:
+    """Put every example into a bin: balanced by cost if that fits, else tightly by length, else return None."""
+    for size in (costs, tokens):
+        bins: list[list[int]] = [[] for _ in range(count)]
+        room, load = [budget] * count, [0.0] * count
+        least = (load if size is costs else room).__getitem__
+        for i in sorted(range(len(tokens)), key=size.__getitem__, reverse=True):
+            open_bins = [b for b in range(count) if room[b] >= tokens[i]]
+            if not open_bins:
+                break
+            chosen = min(open_bins, key=least)
+            bins[chosen].append(i)
+            room[chosen] -= tokens[i]
+            load[chosen] += costs[i]
+        else:
+            return bins
+    return None
+
+
+def shuffled(count: int, *key: int) -> np.ndarray:
+    """Return a permutation of range(count) that depends on the key alone, not on any library's version."""
+    state = STEP
+    for part in key:
+        state = int(scatter_bits(np.asarray([wrapped((part + state) * STEP)]))[0])
+    numbers = scatter_bits(np.arange(count) * STEP + wrapped(state * STEP))
+    return np.argsort(numbers.view(np.uint64), kind="stable")

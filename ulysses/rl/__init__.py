@@ -1,0 +1,1 @@
+"""Reinforcement learning: the PPO stage, its rollouts, the sampler, servers and rewards."""

@@ -1,0 +1,141 @@
+"""Sampling on servers of vLLM or SGLang: prompts out, tokens with their log-probabilities back, weights by disk.
+
+    trained weights -> export folder -> reload calls to every server        before a rollout that synchronises
+    this process's prompts -> POST, one request for each answer -> tokens, log-probabilities
+
+    "vllm+http://host:8000"       POST /v1/completions with token ids (return_token_ids: vLLM 0.10.2 and newer)
+    "sglang+http://host:30000"    POST /generate with token ids
+
+The folder must be on a disk that servers and rank 0 share. Servers draw their own random numbers, so that a rollout
+does not repeat bit for bit; ppo.importance_cap corrects for what differs between their probabilities and the trainer's.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ulysses.parallel.random_keys import seed_of
+from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.servers import post
+
+# What reloads weights from FOLDER: {path: body}, in order. vLLM (with VLLM_SERVER_DEV_MODE=1) reads the folder that it
+# was started with.
+RELOAD: Mapping[str, dict[str, Any]] = {
+    "vllm": {"/collective_rpc": {"method": "reload_weights"}, "/reset_prefix_cache": {}},
+    "sglang": {"/update_weights_from_disk": {"model_path": "FOLDER"}},
+}
+
+
+@dataclass
+class OutsideSampler:
+    """Ask servers for completions.
+
+    Args:
+        config: the [ppo] table; prompts go to the servers of `config.sampler` in turn.
+        export: writes the policy's weights into a folder; all ranks call it together.
+        folder: where the servers read them.
+        main: this process writes to the servers.
+    """
+
+    config: Any
+    export: Callable[[Path], None]
+    folder: Path
+    main: bool
+
+    def synchronise(self) -> None:
+        """Export the weights and have every server read them; all ranks call it together.
+
+        Raises ValueError if a server does not.
+        """
+        self.export(self.folder)
+        for address in self.config.sampler if self.main else ():
+            calls = self.config.sampler_reload or RELOAD[address.partition("+")[0]]
+            for path, body in calls.items():
+                text = json.dumps(body).replace("FOLDER", str(self.folder.absolute()))
+                answer = self._post(address, path, json.loads(text))
+                if isinstance(answer, dict) and answer.get("success", True) is not True:
+                    raise ValueError(
+                        f"{address}{path} did not take the new weights: {str(answer)[:200]}"
+                    )
+
+    def sample(
+        self,
+        prompts: Mapping[int, Any],
+        options: SamplingOptions,
+        rollout: int = 0,
+        renew: Callable[[], None] = lambda: None,
+    ) -> dict[int, Completion]:
+        """Return the completion of every prompt, by the prompt's number in the rollout; `renew` is called after each.
+
+        Raises ValueError if a server fails several times or answers nonsense.
+        """
+        servers = self.config.sampler
+
+        def ask(number: int) -> Completion:
+            address = servers[number % len(servers)]
+            seed = seed_of(options.seed, rollout, number) % 2**31
+            try:
+                found = self._complete(address, prompts[number].tolist(), options, seed)
+                wrong = _what_is_wrong(found, options)
+            except (LookupError, TypeError) as error:
+                wrong = f"JSON of another form ({error!r})"
+            if wrong:
+                raise ValueError(f"{address} answered prompt {number} with {wrong}")
+            renew()
+            return found
+
+        pool = ThreadPoolExecutor(options.batch)
+        try:
+            return dict(zip(prompts, pool.map(ask, prompts), strict=True))
+        finally:  # after an error nobody waits for the other requests
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _complete(
+        self, address: str, prompt: list[int], options: SamplingOptions, seed: int
+    ) -> Completion:
+        settings = {
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "top_k": options.top_k or -1,
+            "stop_token_ids": options.stop_tokens,
+        }
+        limit = options.max_new_tokens
+        if address.startswith("vllm"):
+            body = {**settings, "prompt": prompt, "max_tokens": limit, "seed": seed}
+            body |= {"logprobs": 1, "return_token_ids": True}
+            choice = self._post(address, "/v1/completions", body)["choices"][0]
+            tokens, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            reason = choice["finish_reason"]
+        else:
+            settings |= {"max_new_tokens": limit, "sampling_seed": seed}
+            body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
+            found = self._post(address, "/generate", body)["meta_info"]
+            logps, tokens, *_ = zip(*found["output_token_logprobs"])
+            reason = found["finish_reason"]["type"]
+        return Completion([*tokens], [*logps], reason == "stop")
+
+    def _post(self, address: str, path: str, body: Any) -> Any:
+        url = address.partition("+")[2].rstrip("/") + path
+        try:
+            return post(url, body, self.config.sampler_timeout)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the sampling server {url} failed ({error}); look at its log, start it again and continue with "
+                "--run.resume auto"
+            ) from None
+
+
+def _what_is_wrong(found: Completion, options: SamplingOptions) -> str:
+    """Return what a completion lacks to be trained on, or nothing."""
+    tokens, logps = found.tokens, found.logps
+    if not tokens or len(tokens) != len(logps) or len(tokens) > options.max_new_tokens:
+        return f"{len(tokens)} tokens and {len(logps)} log-probabilities"
+    if not all(math.isfinite(p) and p <= 1e-3 for p in logps):
+        return "log-probabilities that are none"
+    if found.ended and tokens[-1] not in options.stop_tokens:
+        return f"an end but without the token that ends it (its last one is {tokens[-1]})"
+    return ""

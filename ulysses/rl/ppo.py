@@ -1,0 +1,256 @@
+"""PPO: a policy trained on its own answers with clipped losses (1707.06347), with a value model or without one.
+
+    loss = mean_t max(-A rho, -A clip(rho))  +  value_coefficient * mean_t max((V - G)^2, (V_clip - G)^2) / 2
+                                             +  kl_coefficient * mean_t KL (if it is not part of the reward)
+                                             -  entropy_coefficient * mean_t H
+
+    advantage = "gae"              A from a value of every token (1506.02438)
+                "group"            the score among those of the other answers to the prompt (GRPO, 2402.03300)
+                "leave_one_out"    the score minus the mean of the other answers' scores (RLOO, 2402.14740)
+                "reinforce++"      what the answer earns from here on, whitened over the rollout (2501.03262)
+
+The means run over the answers' tokens of one optimizer step, with the weights that loss_aggregation gives them.
+Rollouts (ulysses.rl.rollout) come through the loader; the stage sees their columns.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
+from ulysses.config.schema import Config
+from ulysses.config.stage_sections import is_function
+from ulysses.memory.plan import PlannedRollout
+from ulysses.parallel.batch import ShardedBatch
+from ulysses.rl.outside_sampler import OutsideSampler
+from ulysses.rl.rewards import Rewards, load_function
+from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
+from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.stages.base import Facts, OtherModel, Term
+from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.referenced import ReferencedStage
+
+ROLLOUT = "rollout.safetensors"
+HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
+
+
+@dataclass(eq=False)
+class PpoStage(ReferencedStage):
+    """Proximal policy optimisation; `model` is an engine around models.policy_value.PolicyValue, or CausalLM.
+
+    Args:
+        maker: makes the rollouts.
+        tolerance: largest mean |log-probability difference| per token allowed at step 0.
+    """
+
+    name, kind = "ppo", "prompt"
+    reference_words = ("live",)
+
+    maker: RolloutMaker | None = None
+
+    # ---------------------------------------------------------------- checks and facts
+
+    @classmethod
+    def check(cls, config: Config) -> Iterator[str]:
+        ppo, budget = config.ppo, config.batch.tokens_per_microbatch
+        functions = [*filter(is_function, ppo.reward)]
+        if not ppo.reward or "" in ppo.reward:
+            yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
+        for name in functions:
+            load_function(name)
+        if len(ppo.reward) - len(functions) > 1:
+            yield (
+                f"ppo.reward names several reward models ({', '.join(ppo.reward)}) but only one is computed; serve the "
+                "others by http"
+            )
+        if ppo.advantage in ("group", "leave_one_out") and ppo.answers_per_prompt < 2:
+            yield (
+                f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
+                "set it to at least 2 (commonly 8)"
+            )
+        longest, prompts, *_ = cls.facts(config)
+        if prompts < ppo.minibatches:
+            yield (
+                f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
+                f"batch.examples"
+            )
+        if budget != "auto" and budget < longest:
+            yield (
+                f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
+                f"{longest}; raise it to at least {longest}, or lower one of them"
+            )
+        if ppo.kl_coefficient:
+            yield from super().check(config)
+
+    @classmethod
+    def check_model(cls, plan: Any) -> Iterator[str]:
+        ppo, scorer = plan.config.ppo, plan.others.get("ppo.reward")
+        if scorer is not None and scorer.shape.vocab_size != plan.shape.vocab_size:
+            yield (
+                f"ppo.reward {ppo.reward_model} has {scorer.shape.vocab_size} tokens and the policy "
+                f"{plan.shape.vocab_size}, but it must read the policy's tokens; train the reward model from the same "
+                "base model"
+            )
+        yield from super().check_model(plan)
+
+    @classmethod
+    def facts(cls, config: Config) -> Facts:
+        ppo, facts = config.ppo, super().facts(config, needed=config.ppo.kl_coefficient > 0)
+        # the passes over a rollout, which is trained on `epochs` times
+        value, K = ppo.advantage == "gae", ppo.answers_per_prompt
+        scorers = bool(ppo.reward_model)
+        scorer = OtherModel("ppo.reward", ppo.reward_model, reward=True)
+        steps, longest = ppo.epochs * ppo.minibatches, facts.longest_example
+        sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens
+        return facts._replace(
+            longest_example=longest + ppo.max_new_tokens,
+            examples_per_step=-(-config.batch.examples // ppo.minibatches) * K,
+            steps_per_load=steps,
+            extra_forwards=(1 + facts.extra_forwards + scorers) / ppo.epochs,
+            value=value,
+            scopes={"policy": 1.0, "value": ppo.value_lr_factor} if value else None,
+            others=facts.others + (scorer,) * scorers,
+            rollout=None
+            if ppo.sampler
+            else PlannedRollout(*sampled, config.model.lora.rank > 0),
+        )
+
+    @classmethod
+    def build(cls, run: Any) -> ReferencedStage:
+        stage = super().build(run)
+        prepared, config, ppo = run.prepared, run.config, run.config.ppo
+        tokenizer, budget = prepared.tokenizer, prepared.budget()
+        reward = outside = None
+        if functions := [*filter(is_function, ppo.reward)]:
+            limits = ppo.reward_workers, ppo.reward_timeout
+            reward = Rewards(functions, tokenizer, *limits, run.watch.renew)
+            run.resources.callback(reward.close)
+        if ppo.sampler:
+            folder = Path(ppo.sampler_folder or config.output / "sampler")
+            export = partial(run.export, for_servers=True)
+            outside = OutsideSampler(ppo, export, folder, run.mesh.is_main)
+        stage.maker = RolloutMaker(
+            engine=run.engine,
+            mesh=run.mesh,
+            config=ppo,
+            options=SamplingOptions(
+                ppo.max_new_tokens,
+                ppo.temperature,
+                ppo.top_p,
+                ppo.top_k,
+                prepared.shape.eos_token_id,
+                config.run.seed,
+                ppo.planned_batch,
+            ),
+            budget=budget,
+            shared_budget=budget * config.batch.share_prompts,
+            reference=stage.reference,
+            reward=reward,
+            scorer=run.frozen(cls.facts(config).others[-1]) if ppo.reward_model else None,
+            lora=config.model.lora if config.model.lora.rank else None,
+            outside=outside,
+            renew=run.watch.renew,
+            phase=run.watch.phase,
+        )
+        return stage
+
+    # ---------------------------------------------------------------- what the loop reads
+
+    def loader(self, prompts: Any) -> RolloutMaker:
+        self.maker.prompts = prompts
+        return self.maker
+
+    def may_prepare(self, step: int) -> bool:
+        """A rollout needs the weights of its moment."""
+        return step % self.maker.steps_per_rollout != 0
+
+    # ---------------------------------------------------------------- the loss
+
+    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+        if self.config.loss_aggregation == "constant":
+            return {"tokens": self.once(batch.num_sequences * self.config.max_new_tokens)}
+        return super().counts(batch)
+
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+        config, weights = self.config, batch.loss_weights
+        # a batch without sequences has no columns
+        columns = defaultdict(partial(torch.zeros_like, weights), batch.token_columns)
+        old, advantages = columns["old_logps"], columns["advantages"]
+        out = self.model(batch, entropy=True, temperature=config.temperature)
+        policy = ppo_policy_loss(
+            out.logps,
+            old,
+            advantages,
+            config.clip,
+            clip_high=config.clip_high or None,
+        )
+        policy_losses, gap = policy.losses, out.logps.detach() - old
+        if config.importance_cap:
+            policy_losses = policy_losses * columns["importance"]
+        means = {
+            "policy/approxkl_avg": 0.5 * gap.square(),
+            "policy/clipfrac_avg": policy.clipped,
+            "policy/logp_change": gap.abs(),
+            "val/ratio": policy.ratios,
+            "policy/entropy_avg": out.entropy,
+            "loss/policy_avg": policy_losses,
+        }
+        trained = [(policy_losses, 1.0)]
+        if config.advantage == "gae":
+            value = ppo_value_loss(
+                out.values, columns["old_values"], columns["returns"], config.value_clip
+            )
+            means |= {"val/clipfrac_avg": value.clipped, "loss/value_avg": value.losses}
+            trained.append((value.losses, config.value_coefficient))
+        if config.kl_in == "loss" and config.kl_coefficient:
+            kl = kl_estimate(out.logps, columns["reference_logps"], config.kl_estimator)
+            means["loss/kl_avg"] = kl
+            trained.append((kl, config.kl_coefficient))
+        if config.entropy_coefficient:
+            trained.append((out.entropy, -config.entropy_coefficient))
+        count = weights.sum(dtype=torch.float64)
+        for name, values in means.items():
+            metrics.add(name, (values.detach() * weights).sum(dtype=torch.float64), count)
+        return [Term((losses * weights).sum(), "tokens", factor) for losses, factor in trained]
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {**metrics, **self.maker.rollout.metrics}
+
+    def check_first_step(self, metrics: dict[str, float]) -> None:
+        super().check_first_step(metrics)
+        change, allowed = metrics["policy/logp_change"], self.tolerance
+        if not change <= allowed:
+            raise RuntimeError(
+                f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
+                f"{change:.3g} per token (at most {allowed:g} is rounding): the model is not deterministic; look for "
+                "dropout"
+            )
+
+    # ---------------------------------------------------------------- held-out prompts
+
+    def evaluate(self, loader: Any) -> dict[str, float]:
+        """Answer the held-out prompts and return their mean score; eval/loss is its negative."""
+        self.maker.synchronise()
+        answers: list[Completion] = []
+        for k in range(loader.steps_per_epoch):
+            asked = loader.dataset, loader.indices(0, k)
+            answers += self.maker.answer(HELD_OUT + k, *asked).answers
+        found = answer_metrics(answers)
+        metrics = {f"eval/{name}": float(x) for name, x in found.items()}
+        return {"eval/loss": -metrics["eval/objective/scores"], **metrics}
+
+    # ---------------------------------------------------------------- state
+
+    def save(self, folder: Path) -> None:
+        """Write the last rollout, of which steps may be left."""
+        self.maker.rollout.save(folder / ROLLOUT)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote; the next rollout is made with the restored weights."""
+        self.maker.rollout = Rollout.load(folder / ROLLOUT)

@@ -1,0 +1,449 @@
+"""PPO's data: prompts -> answers of the current policy -> rewards and advantages, the same on every rank.
+
+    step r of the prompts, dealt to all ranks
+      -> every rank decodes its own        (weights gathered once, no lockstep)
+      -> exchange: all answers everywhere   so that packing does not depend on who decoded what
+      -> one packed pass each of policy with value, reference and reward model: log-probabilities, values, scores
+      -> rewards, advantages (of GAE with its returns, or of each answer among the others of its prompt)
+
+    answers to prompt 0          to prompt 1
+    [ p p p a a ]                [ p a a a ]        the answers of a prompt lie one after the other; those that fit
+          [ p a a a ]            [ p a ]            into a micro-batch together share its prompt, which then is
+          [ p a ]                      [ p a a ]    computed once, and form one example
+
+All columns are in prediction coordinates: row i of a sequence belongs to the prediction of its token i + 1.
+Letters: N sequences (answers with their prompts), T tokens of all sequences, K answers to each prompt.
+"""
+
+import json
+import time
+from collections import ChainMap
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from losses.ppo import (
+    MAX_LOG_RATIO,
+    group_advantages,
+    kl_estimate,
+    packed_gae,
+    token_rewards,
+    whiten,
+)
+from models.hf_format import write_tensors
+from ulysses.data.serve.encode import Example
+from ulysses.data.serve.steps import StepLoader, shuffled
+from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.mesh import ParallelMesh, gather
+from ulysses.rl.outside_sampler import OutsideSampler
+from ulysses.rl.sampler import (
+    MOST_SLOTS,
+    Completion,
+    Sampler,
+    SamplingOptions,
+    fitting_slots,
+)
+from ulysses.stages.passes import token_values
+
+
+@dataclass
+class Rollout:
+    """Prompts with their answers and what training on them needs, as a dataset whose examples may share prompts.
+
+    layout [3, N]: lengths, the tokens that each answer's sequence holds; owners, the first of the answers that share a
+    prompt with this one (an example has its owner's number); prefixes, the tokens of the prompt that only the owner
+    holds, 0 for owners. columns, flat [T]: the tokens, their weights in the loss (0 in prompts) and, once the rollout
+    is finished, float32 columns for the loss. answers: [N], which a checkpoint leaves out. answers_per_prompt: K.
+
+    sequence_lengths, prefix_lengths: of each sequence of an example, [N, K]; 0 where there is none.
+    """
+
+    number: int
+    layout: Tensor
+    columns: dict[str, Tensor]
+    answers: list[Completion] = field(default_factory=list)
+    answers_per_prompt: int = 1
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        prompts: list[Tensor],
+        answers: list[Completion],
+        *,
+        budget: int = 0,
+        by_length: bool = False,
+    ) -> "Rollout":
+        """Lay out the answers, K to each prompt one after the other.
+
+        Args:
+            budget: tokens of a micro-batch in which answers share their prompt; 0 shares nothing.
+            by_length: every answer weighs 1 in the loss, and not each of its tokens.
+        """
+        K = len(answers) // len(prompts)
+        parts, weights, layout = [], [], []
+        owner = room = 0
+        for n, answer in enumerate(answers):
+            prompt, count = prompts[n // K], len(answer.tokens)
+            room -= 1 + count
+            if n % K == 0 or room < 0:
+                owner, room = n, budget - len(prompt) - count
+            # the last token of a prompt predicts, so that every sequence keeps it
+            prefix = len(prompt) - 1 if owner < n else 0
+            held = len(prompt) - prefix
+            parts += [prompt[prefix:], torch.tensor(answer.tokens)]
+            weights += [0.0] * held + [1 / count if by_length else 1.0] * count
+            layout.append((held + count, owner, prefix))
+        columns = {"tokens": torch.cat(parts).int(), "weights": torch.tensor(weights)}
+        return cls(number, torch.tensor([*zip(*layout)]), columns, answers, K)
+
+    def __post_init__(self) -> None:
+        self.lengths, self.owners, self.prefixes = self.layout
+        self.ends = self.lengths.cumsum(0)
+        places = torch.arange(len(self.ends)) - self.owners
+        tables = self.layout.new_zeros(2, len(places), self.answers_per_prompt)
+        tables[:, self.owners, places] = self.layout[[0, 2]]
+        self.sequence_lengths, self.prefix_lengths = tables.numpy()
+
+    def examples(self, prompts: list[int]) -> list[int]:
+        """Return the numbers of the examples that hold all answers to these prompts."""
+        K = self.answers_per_prompt
+        return [n for p in prompts for n in range(p * K, p * K + K) if self.owners[n] == n]
+
+    def __getitem__(self, i: int) -> Example:
+        sequences = []
+        for n in (self.owners == i).nonzero().flatten().tolist():
+            end, length, prefix = (int(x[n]) for x in (self.ends, self.lengths, self.prefixes))
+            own = {name: column[end - length : end] for name, column in self.columns.items()}
+            both = own.pop("tokens"), own.pop("weights")
+            sequences.append(Sequence(*both, own, {}, prefix, n - i))
+        return Example(i, tuple(sequences))
+
+    def save(self, path: Path) -> None:
+        """Write a finished rollout as safetensors."""
+        kept = ("number", "answers_per_prompt", "metrics")
+        numbers = {name: getattr(self, name) for name in kept}
+        tensors = {"layout": self.layout, **self.columns}
+        write_tensors(path, tensors, rollout=json.dumps(numbers))
+
+    @classmethod
+    def load(cls, path: Path) -> "Rollout":
+        """Read what `save` wrote."""
+        with safe_open(path, "pt") as file:
+            columns = {name: file.get_tensor(name) for name in file.keys()}
+            numbers = json.loads(file.metadata()["rollout"])
+        return cls(layout=columns.pop("layout"), columns=columns, **numbers)
+
+
+def answer_table(answers: list[Completion]) -> Tensor:
+    """Return every answer's length, score and whether a stop token ended it, [3, N] float64."""
+    rows = [(len(answer.tokens), answer.score, answer.ended) for answer in answers]
+    return torch.tensor(rows, dtype=torch.float64).T
+
+
+def answer_metrics(answers: list[Completion]) -> dict[str, Tensor]:
+    """Return the metrics of answers and of each reward; held-out prompts have them too."""
+    lengths, scores, ended = answer_table(answers)
+    parts = {
+        f"objective/scores/{name}": torch.tensor([a.scores[name] for a in answers]).mean()
+        for name in answers[0].scores
+    }
+    return {
+        "objective/scores": scores.mean(),
+        "objective/scores_std": scores.std(correction=0),
+        "val/num_eos_tokens": ended.sum(),
+        "response_length/mean": lengths.mean(),
+        "response_length/clip_ratio": 1 - ended.mean(),
+        **parts,
+    }
+
+
+@dataclass(eq=False, kw_only=True)
+class RolloutMaker:
+    """Make rollouts with the current weights, and serve the optimizer steps over them with the face of a StepLoader.
+
+    steps of an epoch   | rollout 0: pass 0 (minibatch 0 .. m-1), pass 1 (...) | rollout 1: ... |
+
+    A rollout is made when its first step is asked for, with the weights of that moment; `config.epochs` passes over it
+    take its prompts in a new order each, in `config.minibatches` steps. All ranks call every method together.
+
+    Args:
+        engine: trains models.policy_value.PolicyValue, or CausalLM without a value.
+        config: the [ppo] table.
+        options: of sampling; its temperature is the policy's everywhere.
+        budget: tokens per packed micro-batch.
+        shared_budget: tokens of the micro-batches in which answers to one prompt share it; 0 shares nothing.
+        reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
+        reward: scores answers by each function's name (ulysses.rl.rewards.Rewards); None without functions.
+        scorer: gives one more score, a frozen engine around models.decoder.RewardModel, or None.
+        lora: the table of the policy's adapters, which the sampler adds to a copy of the matrices they adapt, or None.
+        outside: samples on servers, or None.
+        renew, phase: are told of progress, and of every phase of the work by name.
+
+    Attributes:
+        prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
+        rollout: the one of the last step that was asked for.
+        synchronised: the sampling servers have had weights of this run.
+        told: a line has said that there are no CUDA graphs.
+    """
+
+    engine: Any
+    mesh: ParallelMesh
+    config: Any
+    options: SamplingOptions
+    budget: int
+    shared_budget: int = 0
+    reference: Callable[..., Tensor] | None = None
+    reward: Callable[..., list[dict[str, float]]] | None = None
+    scorer: Any = None
+    lora: Any = None
+    outside: OutsideSampler | None = None
+    renew: Callable[[], None] = lambda: None
+    phase: Callable[..., None] = lambda *_, **__: None
+    prompts: StepLoader | None = None
+    rollout: Rollout | None = None
+    synchronised: bool = False
+    told: bool = False
+
+    # ---------------------------------------------------------------- steps
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.config.epochs * self.config.minibatches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.prompts.steps_per_epoch * self.steps_per_rollout
+
+    def indices(self, epoch: int, k: int) -> list[int]:
+        """Return the rollout's examples of step k in a fixed order, after making a new rollout."""
+        load, within = divmod(k, self.steps_per_rollout)
+        number = epoch * self.prompts.steps_per_epoch + load
+        if self.rollout is None or self.rollout.number != number:
+            prompts = self.prompts.indices(epoch, load)
+            self.rollout = self.make(number, self.prompts.dataset, prompts)
+        minibatches = self.config.minibatches
+        one_pass, part = divmod(within, minibatches)
+        count = len(self.rollout.lengths) // self.rollout.answers_per_prompt
+        order = shuffled(count, self.prompts.seed, number, one_pass)
+        return self.rollout.examples(np.array_split(order, minibatches)[part].tolist())
+
+    def step(self, epoch: int, k: int) -> list[list[Example]]:
+        """Return this group's micro-batches of step k."""
+        indices = self.indices(epoch, k)
+        return self.prompts.micro_batches(self.rollout, indices)
+
+    # ---------------------------------------------------------------- answers
+
+    def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
+        """Answer the prompts `indices` and turn scores into advantages."""
+        began = time.perf_counter()
+        if number % self.config.sampler_sync_every == 0 or not self.synchronised:
+            self.synchronise()
+        rollout = self.answer(number, dataset, indices, self.config.answers_per_prompt)
+        sampled = time.perf_counter()
+        self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
+        rollout.metrics["time/sampling"] = sampled - began
+        rollout.metrics["time/rollout"] = time.perf_counter() - began
+        return rollout
+
+    def synchronise(self) -> None:
+        """Have the sampling servers, if there are any, read the current weights."""
+        if self.outside is not None:
+            self.outside.synchronise()
+            dist.barrier()
+            self.synchronised = True
+
+    def answer(
+        self, number: int, dataset: Any, indices: list[int], answers_per_prompt: int = 1
+    ) -> Rollout:
+        """Decode and score answers to every prompt; token t of answer n is drawn by the key (seed, number, n, t)."""
+        K = answers_per_prompt
+        prompts = [torch.as_tensor(dataset[i].sequences[0].tokens).int() for i in indices]
+        mine = range(self.mesh.rank, len(prompts), self.mesh.world_size)
+        own = {p * K + k: prompts[p] for p in mine for k in range(K)}
+        self.phase("sampling", long=True)
+        found = self._sample(own, max(map(len, prompts)), number)
+        self.phase("reward", long=True)
+        if self.reward is not None:
+            places = [indices[n // K] for n in found]
+            scores = self.reward(
+                [own[n].tolist() for n in found],
+                [answer.tokens for answer in found.values()],
+                [dataset.row(place) for place in places],
+                places,
+            )
+            for answer, scored in zip(found.values(), scores, strict=True):
+                answer.scores = scored
+        everyone = ChainMap(*gather(found))
+        self.phase("rollout")
+        answers = [everyone[n] for n in range(len(everyone))]
+        rollout = Rollout.of(
+            number,
+            prompts,
+            answers,
+            budget=self.shared_budget,
+            by_length=self.config.loss_aggregation == "sequence",
+        )
+        if self.scorer is not None:
+            with self.scorer.inference():
+                values = self._values(rollout, self.scorer)
+            for answer, score in zip(answers, values[rollout.ends - 1].tolist(), strict=True):
+                answer.scores[self.config.reward_model] = score
+        weights = self.config.reward.items()
+        for answer in answers:
+            answer.score = sum(weight * answer.scores[name] for name, weight in weights)
+        return rollout
+
+    def _sample(
+        self, own: dict[int, Tensor], longest: int, number: int
+    ) -> dict[int, Completion]:
+        """Decode this rank's answers, here or on servers; `longest` is the longest prompt of all ranks."""
+        if self.outside is not None:
+            return self.outside.sample(own, self.options, number, self.renew)
+        # deepspeed, which a configuration alone does without
+        from ulysses.zero.gather import free_bytes, gathered_weights
+
+        shape, dtype = self.engine.module.config, next(self.engine.module.parameters()).dtype
+        device, options = self.engine.device, self.options
+        on_gpu, auto = device.type == "cuda", self.config.generation_batch == "auto"
+        longest += options.max_new_tokens
+        with (
+            gathered_weights(self.engine) as weights,
+            tqdm(
+                desc="sampling",
+                unit=" tokens",
+                leave=False,
+                disable=not self.mesh.is_main,
+            ) as bar,
+        ):
+            if self.lora:
+                from models.lora import merged  # peft is an optional dependency
+
+                weights = dict(merged(weights.items(), weights, self.lora))
+            fitting, why = 0, "there is no GPU"
+            if on_gpu:
+                free = free_bytes(device)
+                fitting = fitting_slots(shape, longest, dtype, free)
+                if auto:
+                    options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
+                why = (
+                    f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
+                )
+            graphs = min(options.batch, len(own)) <= fitting
+            if not graphs and self.mesh.is_main and not self.told:
+                bar.write(f"sampling without CUDA graphs: {why}")
+                self.told = True
+
+            def progress(tokens: int) -> None:
+                self.renew()
+                bar.update(tokens)
+
+            found = Sampler(shape, weights, own, options, number, progress, graphs).sample()
+        if on_gpu:  # graphs and cache make room for training
+            torch.cuda.empty_cache()
+        return found
+
+    # ---------------------------------------------------------------- passes without gradient
+
+    def _policy_and_reference(self, batch: ShardedBatch) -> Tensor:
+        """Return the policy's log-probabilities and values and the reference's log-probabilities, [S, 3]."""
+        temperature = self.options.temperature
+        with self.engine.inference():
+            out = self.engine(batch, temperature=temperature)
+        gae = self.config.advantage == "gae"
+        values = out.values if gae else torch.zeros_like(out.logps)
+        reference = out.logps
+        if self.reference is not None:
+            reference = self.reference(batch, temperature=temperature)
+        return torch.stack([out.logps, values, reference], dim=-1)
+
+    def _values(
+        self, rollout: Rollout, compute: Callable[[ShardedBatch], Tensor], *columns: int
+    ) -> Tensor:
+        """Return what `compute` gives for all tokens, [T, *columns]."""
+        return token_values(
+            compute,
+            [rollout[i].sequences for i in rollout.owners.unique().tolist()],
+            self.mesh,
+            self.engine.device,
+            self.budget,
+            *columns,
+        )
+
+    # ---------------------------------------------------------------- rewards and advantages
+
+    def finish(self, rollout: Rollout, old: Tensor, values: Tensor, reference: Tensor) -> None:
+        """Give the rollout its columns and metrics, the same on every rank.
+
+        Args:
+            old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
+                reference's log-probabilities at all tokens, [T].
+        """
+        config, N = self.config, len(rollout.lengths)
+        # a prompt comes first, so the weight of what follows a sequence's last token is 0
+        predicts = rollout.columns["weights"].roll(-1).bool()
+        old, values, reference = (x[predicts].double() for x in (old, values, reference))
+        lengths, scores, ended = answer_table(rollout.answers)
+        counts = lengths.long()
+        bounds = F.pad(counts.cumsum(0), (1, 0))
+        kl = kl_estimate(old, reference, config.kl_estimator)
+        penalty = config.kl_coefficient * kl * (config.kl_in == "reward")
+        earned = token_rewards(
+            penalty,
+            scores,
+            bounds[1:] - 1,
+            1.0,
+            missing_eos_penalty=config.missing_eos_penalty,
+            has_eos=ended,
+        )
+        sampled = [logp for answer in rollout.answers for logp in answer.logps]
+        gap = old - torch.tensor(sampled, dtype=torch.float64)
+        metrics = {
+            **answer_metrics(rollout.answers),
+            "rollout": rollout.number,
+            "objective/kl": (old - reference).sum() / N,
+            "objective/entropy": -old.sum() / N,
+            "objective/non_score_reward": -penalty.sum() / N,
+            "objective/rlhf_reward": earned.sum() / N,
+            "reference_gap": (old - reference).abs().mean(),
+            "sampler/logp_gap": gap.abs().mean(),
+            "sampler/logp_gap_max": gap.abs().max(),
+        }
+        columns = {"old_logps": old}
+        if config.advantage in ("group", "leave_one_out"):
+            size, kind = rollout.answers_per_prompt, config.advantage
+            totals = torch.stack([part.sum() for part in earned.split(counts.tolist())])
+            own = group_advantages(totals, size, kind, scale=config.scale_by_std)
+            columns["advantages"] = own.repeat_interleave(counts)
+            groups = totals.view(-1, size)
+            metrics["advantages/zero_groups"] = (groups == groups[:, :1]).all(1).double().mean()
+        else:  # with reinforce++ what an answer earns from a token on
+            lam = config.lam if config.advantage == "gae" else 1.0
+            advantages, returns = packed_gae(earned, values, bounds, config.gamma, lam)
+            columns["advantages"] = whiten(advantages, torch.ones_like(advantages))
+        if config.advantage == "gae":
+            columns |= {"old_values": values, "returns": returns}
+            if variance := returns.var(correction=0):
+                left = (returns - values).var(correction=0)
+                metrics["val/explained_variance"] = 1 - left / variance
+        if config.kl_in == "loss":
+            columns["reference_logps"] = reference
+        if cap := config.importance_cap:
+            ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
+            columns["importance"] = ratio.clamp(max=cap)
+            metrics["sampler/importance_capped"] = (ratio > cap).double().mean()
+        rollout.metrics = {name: float(value) for name, value in metrics.items()}
+        for name, part in columns.items():
+            empty = torch.zeros(len(predicts))
+            rollout.columns[name] = empty.masked_scatter_(predicts, part.float())

@@ -1,0 +1,147 @@
+"""From configuration and weights to a partitioned model on every rank."""
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.arch import ModelConfig as Shape
+from models.decoder import CausalLM, LayerMemory, RewardModel, init_parameter
+from models.hf_format import WeightFiles
+from models.layers import DecoderLayer
+from models.policy_value import PolicyValue
+from ulysses.config.schema import Config
+from ulysses.memory.offload import Offloader
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.random_keys import keyed_generator
+from ulysses.run.memory_choice import MemoryChoice, plain_model
+from ulysses.run.optim import adamw, parameter_groups
+from ulysses.run.registry import STAGES, requirements
+from ulysses.zero.construct import build_partitioned
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.settings import derive
+
+
+class InitialWeights:
+    """The weights that training starts from, given slice by slice; the same on any number of ranks.
+
+    They come from safetensors files. What these lack (a new score head), or everything without a folder, is drawn at
+    random, keyed by (seed, name). A policy and its value both start from the same model. Of an adapter A is uniform in
+    +-1 / sqrt(inputs) and B zero.
+    """
+
+    def __init__(self, shape: Shape, seed: int, folder: Path | None = None) -> None:
+        self.shape = shape
+        self.seed = seed
+        self.files = WeightFiles(folder) if folder else None
+        self.stored = self.files.tensors if self.files else {}
+        self.paths = self.files.paths if self.files else []
+
+    def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
+        plain = name.removeprefix("value.")  # models.policy_value
+        plain = plain.replace(".base_layer.", ".")  # models.lora
+        stop = start + out.numel()
+        if plain in self.stored:
+            out.copy_(self.files.read(plain, start, stop))
+            return
+        if ".lora_B." in name:
+            whole = torch.zeros(shape, device=out.device)
+        elif ".lora_A." in name:
+            bound = 1 / math.sqrt(shape[1])
+            generator = keyed_generator(out.device, self.seed, name)
+            whole = torch.empty(shape, device=out.device)
+            whole.uniform_(-bound, bound, generator=generator)
+        else:
+            whole = init_parameter(
+                plain, shape, self.shape, self.seed, device=out.device, dtype=out.dtype
+            )
+        out.copy_(whole.view(-1)[start:stop])
+
+    def fingerprint(self) -> str:
+        """Return a digest of four blocks of every tensor, which changes when any matrix is trained."""
+        digest = hashlib.sha256(f"{self.shape} {not self.stored and self.seed}".encode())
+        for name, stored in sorted(self.stored.items()):
+            numel = stored.shape.numel()
+            digest.update(f"{name} {stored.dtype} {numel}".encode())
+            for start in range(0, numel, max(1, numel // 4)):
+                block = self.files.read(name, start, min(start + 2048, numel))
+                digest.update(block.view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def layer_memory(memory: MemoryChoice | None) -> LayerMemory:
+    """Return what the layers of the trained model keep, and where; None: of a frozen one, which keeps nothing."""
+    if memory is None:
+        return LayerMemory()
+    # the first layers' activations wait longest for their backward, so they leave the GPU first
+    away = memory.offloaded_layers
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    offloader = Offloader(device, memory.host_bytes) if away else None
+    return LayerMemory(
+        memory.recompute,
+        offloader=offloader,
+        offloaded_layers=away,
+        graphs=memory.graphs and torch.cuda.is_available(),
+    )
+
+
+def build_engine(
+    config: Config,
+    weights: InitialWeights,
+    mesh: ParallelMesh,
+    memory: MemoryChoice | None = None,
+    *,
+    reward: bool = False,
+    resident: bool = False,
+) -> ZeroEngine:
+    """Create a model as ZeRO-3 shards with its optimizer; all ranks call it together.
+
+    `resident` keeps a frozen model's weights whole on every rank; `memory` says so for a trained one.
+
+    With `memory`, what its layers keep for the backward pass, the model is trained and of the stage's kind: a causal
+    language model, a reward model, or a policy with a value. Without, it is a frozen causal language model, or a
+    frozen reward model if `reward` says so.
+    """
+    stage, lora, shape = STAGES[config.stage], config.model.lora, weights.shape
+    trained, sizes = memory is not None, plain_model(shape)
+    if trained:
+        reward = stage.reward
+    settings = derive(
+        dtype=getattr(torch, config.model.dtype),
+        offload_optimizer=config.memory.offload_optimizer and trained,
+        offload_parameters=config.memory.offload_parameters,
+        layer_matrices=sizes.layer_parameters,
+        vocabulary_matrices=2 * sizes.vocabulary_parameters,
+        raw=config.deepspeed.zero_optimization,
+    )
+    kept = layer_memory(memory)
+    kind: Any = RewardModel if reward else CausalLM
+    if trained and requirements(config).value:
+        kind = PolicyValue
+
+    def create() -> nn.Module:
+        model = kind(shape, mesh, attention=config.model.attention, memory=kept)
+        if not trained or not lora.rank:
+            return model
+        # peft is an optional dependency
+        from models.lora import add_adapters
+
+        return add_adapters(model, lora)
+
+    model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None
+    if trained:
+        on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
+        groups = parameter_groups(
+            model, config.optimizer.weight_decay, requirements(config).scopes
+        )
+        optimizer = adamw(groups, config.optimizer, on_gpu=on_gpu)
+    else:
+        model.requires_grad_(False)
+    between = getattr(torch, config.optimizer.reduce_dtype)
+    # a graph of all layers gathers and reduces nothing in between
+    units = () if kept.graphs else (DecoderLayer,)
+    resident = memory.resident if memory else resident
+    return ZeroEngine(model, settings, optimizer, units, between, resident=resident)

@@ -1,0 +1,170 @@
+"""Checkpoints: complete or absent, rotated, and found again after any death.
+
+    checkpoints/step-12/        run.json  rank-00000.json  rank-00000.master.safetensors ...  and a stage's own files
+    checkpoints/.step-16.tmp/   what a killed save leaves behind: never read, and removed by the next save
+
+Files and folders are on the disk before the rename, and the rename before the next step: a power cut, too, leaves a
+complete checkpoint or none. run.json holds the run's id and the digest of every other file, which is compared before
+any of them is read; each rank's index names the run, the step and the digests of its own slices.
+"""
+
+import json
+import os
+import shutil
+from collections import ChainMap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from models.hf_format import write_json
+from ulysses.config.schema import RunSection
+from ulysses.config.section import blame
+from ulysses.disk import check_files, digest_of, flush_to_disk, writing
+from ulysses.parallel.mesh import gather
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.state import save_state
+
+FORMAT = 4
+
+
+def save_checkpoint(
+    folder: Path,
+    engine: ZeroEngine,
+    state: dict[str, Any],
+    more: Callable[[Path], None],
+    *,
+    keep: int = 0,
+) -> None:
+    """Write FOLDER/step-N and remove what rotation no longer keeps; all ranks call it together.
+
+    Args:
+        folder: RUN/checkpoints, on a file system that all ranks see.
+        state: goes into run.json; its "step" names the checkpoint, and its "best" (step, loss), if there is one, stays.
+        more: adds files of its own to the checkpoint, on rank 0.
+        keep: how many of the newest checkpoints stay, in addition to the best one; 0 keeps all.
+    """
+    main = dist.get_rank() == 0
+    final = folder / f"step-{state['step']}"
+    temporary = final.with_name(f".{final.name}.tmp")
+    with writing(temporary):
+        if main:
+            for leftover in folder.glob(".step-*.tmp"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        dist.barrier()
+        own = save_state(engine, temporary, {key: state.get(key) for key in ("run", "step")})
+        flush_to_disk(temporary / name for name in own)
+        digests = gather(own)  # from here on no other process writes to the folder
+        if main:
+            more(temporary)
+            files = dict(ChainMap(*digests))
+            rest = [path for path in temporary.iterdir() if path.name not in files]
+            files |= {path.name: digest_of(path) for path in rest}
+            write_json(temporary / "run.json", {"format": FORMAT, **state, "files": files})
+            flush_to_disk([*rest, temporary / "run.json", temporary])
+            os.rename(temporary, final)
+            flush_to_disk([folder])
+            best, _ = state.get("best") or (None, None)
+            for path in saved_checkpoints(folder)[:-keep] if keep else []:
+                if path.name != f"step-{best}":
+                    remove_folder(path)
+    dist.barrier()
+
+
+def saved_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in RUN/checkpoints, oldest first."""
+    steps = (file.parent.name.removeprefix("step-") for file in folder.glob("step-*/run.json"))
+    return [folder / f"step-{n}" for n in sorted(int(step) for step in steps if step.isdigit())]
+
+
+def superseded(folder: Path, chosen: Path | None) -> list[Path]:
+    """Return the checkpoints in RUN/checkpoints that are neither `chosen` nor on the way to it, oldest first."""
+    saved = saved_checkpoints(folder.resolve())
+    if chosen is None or chosen.resolve() not in saved:
+        return saved
+    return saved[saved.index(chosen.resolve()) + 1 :]
+
+
+def read_run_state(path: Path) -> dict[str, Any]:
+    """Read a checkpoint's run.json.
+
+    Raises ValueError if the folder is not a complete checkpoint, or has another format.
+    """
+    try:
+        state = json.loads((path / "run.json").read_text())
+    except (OSError, ValueError):
+        raise ValueError(
+            f"{path.absolute()} is not a complete checkpoint; give a folder RUN/checkpoints/step-N"
+        ) from None
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} has checkpoint format {state.get('format')}, but this version reads format {FORMAT}; "
+            "continue it with the version that wrote it"
+        )
+    return state
+
+
+def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Compare a checkpoint's files with their digests, each on one rank; all ranks call it together.
+
+    Raises DiskError on the rank that finds a file missing or changed.
+    """
+    # kind by kind: each rank gets as much, and if it can its own files
+    files = sorted(state["files"].items(), key=lambda file: file[0].partition(".")[::-1])
+    check_files(checkpoint, dict(files[dist.get_rank() :: dist.get_world_size()]))
+    dist.barrier()  # no rank reads a file that another one is about to name
+
+
+def restarts(run: RunSection) -> bool:
+    """Return whether torchrun may restart the run, which continues its newest checkpoint then."""
+    return run.resume == "never" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def resume_point(run: RunSection) -> Path | None:
+    """Return the checkpoint that a run continues; None starts afresh.
+
+    Raises ValueError for a folder that is not a complete checkpoint, and for checkpoints in the run folder that could
+    later be mistaken for this run's own, unless run.overwrite allows their deletion.
+    """
+    folder, chosen, again = Path(run.output) / "checkpoints", None, restarts(run)
+    if again and run.overwrite:
+        raise ValueError(
+            "run.overwrite would delete the checkpoints that a restart continues; leave it out, or start torchrun with "
+            "--max-restarts 0"
+        )
+    if again or run.resume == "auto":
+        chosen = next(reversed(saved_checkpoints(folder)), None)
+    elif run.resume != "never":
+        chosen = Path(run.resume)
+        with blame("run.resume"):
+            read_run_state(chosen)
+    left = ", ".join(path.name for path in superseded(folder, chosen))
+    if left and not run.overwrite:
+        raise ValueError(
+            f'run.output {folder.absolute().parent} already holds checkpoints; set run.resume = "auto" to continue the '
+            f"newest, run.overwrite = true to delete {left}, or another run.output"
+        )
+    return chosen
+
+
+def clear_run_folder(output: Path, resume_from: Path | None) -> list[Path]:
+    """Delete what an earlier run left in its folder, or only what came after the checkpoint that is continued.
+
+    Rank 0 calls it. Returns the deleted checkpoints.
+    """
+    gone = superseded(output / "checkpoints", resume_from)
+    for path in gone:
+        remove_folder(path)
+    if resume_from is None:
+        for name in ("checkpoints", "export", "tensorboard"):
+            shutil.rmtree(output / name, ignore_errors=True)
+    return gone
+
+
+def remove_folder(path: Path) -> None:
+    """Rename a folder and remove it, so that a kill in the middle leaves nothing that looks complete."""
+    doomed = path.with_name(f".{path.name}.old.tmp")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,156 @@
+"""--dry-run and --inspect: what can be known of a run without training.
+
+A dry run needs no weights, no data and no GPU: it reports what is absent as findings and plans the rest.
+"""
+
+import math
+import os
+import sys
+
+from ulysses.config.schema import Config, Options
+from ulysses.config.section import AbsentError, ConfigError
+from ulysses.data.serve.preview import preview_examples
+from ulysses.memory.levels import LEVELS
+from ulysses.memory.plan import (
+    GIB,
+    Case,
+    Machine,
+    longest_sequence,
+    one_level,
+    predict,
+    step_seconds,
+)
+from ulysses.run.checkpoint import resume_point
+from ulysses.run.memory_choice import choose_memory, planned_machine, planner_case
+from ulysses.run.preflight import Prepared, prepare
+from ulysses.run.quiet import wants_debug
+from ulysses.run.registry import STAGES, requirements
+
+# exit code of a right configuration that names something which is not on this machine
+ABSENT = 3
+
+
+def dry_run(config: Config, options: Options) -> int:
+    """Check everything and print the plan and a verdict; return the exit code, 3 if weights or data are absent.
+
+    Raises ConfigError for a configuration that cannot be honoured, or that does not fit the GPU it names.
+    """
+    findings: list[str] = []
+    world = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    prepared = prepare(config, world, findings)
+    if wants_debug(sys.argv) or options.debug:
+        print(config.model_dump_json(indent=2))
+    verdict = "the run can start"
+    try:
+        resume_point(config.run)
+    except ValueError as error:
+        verdict = f"the run would be refused: {error}"
+    if prepared.shape is None:
+        print(
+            "without the model's config.json there is no plan of its memory",
+            *findings,
+            sep="\nfinding: ",
+        )
+    else:
+        machine = planned_machine(config, options, world)
+        _plan_memory(prepared, _plan_steps(prepared, machine, findings))
+    if findings:
+        verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
+    print(f"verdict: {verdict}")
+    return ABSENT if findings else 0
+
+
+def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Case:
+    """Print how the run is divided and how long it is; return the planner's view of its first step."""
+    config, train = prepared.config, None
+    stage, run, facts = STAGES[config.stage], config.run, requirements(config)
+    if not findings:
+        try:
+            train, _ = prepared.open_data()
+        except AbsentError as error:  # the hub may not have the data
+            findings.append(str(error))
+    case = planner_case(config, prepared.shape, machine, prepared.budget(train))
+    groups = machine.gpus // case.sp
+    print(
+        f"{machine.gpus} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
+    )
+    if train:
+        loader = prepared.loader(train, groups)
+        per_epoch, total = (
+            loader.steps_per_epoch * facts.steps_per_load,
+            STAGES[config.stage].total_steps(config, loader),
+        )
+        length = (
+            f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}"
+        )
+        lines = [length, *prepared.remarks(loader)]
+        squares = prepared.squares(train, case.tokens)
+        case = case._replace(micro_batches=len(loader.step(0, 0)), squares=squares)
+    else:
+        lines = [
+            f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs of unknown length"
+        ]
+        tokens = facts.examples_per_step * stage.sequences_per_example * facts.longest_example
+        case = case._replace(micro_batches=math.ceil(tokens / (groups * case.tokens)))
+    print(*lines, *(f"finding: {finding}" for finding in findings), sep="\n")
+    lr = config.optimizer.lr
+    if lr == config.default_lr:
+        more = "; adapters take ten times as much" * bool(config.model.lora.rank)
+        print(f"optimizer.lr {lr:g} is the default of {stage.name}: {stage.lr_reason}{more}")
+    return case
+
+
+def _plan_memory(prepared: Prepared, case: Case) -> None:
+    """Print what every level takes, the longest sequence and what the run itself would choose.
+
+    Raises ConfigError for a run that does not fit.
+    """
+    config, shape, machine = prepared.config, prepared.shape, case.machine
+    stage, world, batches = STAGES[config.stage], machine.gpus, case.micro_batches
+    if config.model.path and prepared.folder is None:
+        print(f"\nthe model is planned with the published shape of {config.model.path}")
+    host = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown)"
+    print(
+        f"\n{shape.describe_window()}\n"
+        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), {host}:\n"
+        f"{case.model.parameters:,} parameters, {case.model.trained:,} trained; {batches} "
+        f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
+        f"{case.documents} sequence{'s' * (case.documents > 1)}; weights "
+        f"{'resident' if case.resident else 'sharded'}:"
+    )
+    print(
+        f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
+    )
+    for level in LEVELS:
+        choice = one_level(case, level)
+        p = predict(choice)
+        print(
+            f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"
+            f"{choice.offloaded_layers:18}{step_seconds(choice):10.2f}{'' if p.fits else '   does not fit'}"
+        )
+    if case.rollout:
+        print("  (the time of sampling comes on top)")
+    note = " on each side of a pair" * (stage.sequences_per_example == 2)
+    for sp in sorted({case.sp, world}):
+        longest = longest_sequence(case._replace(sp=sp, documents=stage.sequences_per_example))
+        print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
+    choice = choose_memory(case)
+    case = case._replace(
+        levels=choice.recompute,
+        offloaded_layers=choice.offloaded_layers,
+        weights="resident" if choice.resident else "sharded",
+    )
+    print(f"{choice.line}; {step_seconds(case):.2f} s / step")
+
+
+def inspect(config: Config, samples: int) -> int:
+    """Print training samples as the loss sees them; return the exit code."""
+    # neither the number of processes nor the weights, the disk or the folder's checkpoints matter here
+    findings: list[str] = []
+    degree = config.parallel.sequence_parallel_size
+    prepared = prepare(config, 1 if degree == "auto" else degree, findings)
+    if prepared.tokenizer is None:
+        raise ConfigError(findings[0])
+    preview_examples(prepared.open_data()[0], prepared.tokenizer, samples)
+    print(prepared.shape.describe_window())
+    return 0

@@ -1,0 +1,287 @@
+"""Write the trained model as a Hugging Face folder: from a running engine, from a checkpoint, or by merging an adapter.
+
+    RUN/tokenizer/   tokenizer and generation_config.json, as the run's exports carry them; written at the start
+    RUN/export/      config.json, weights or adapters, the files of RUN/tokenizer, README.md (the model card)
+
+A folder is written under a temporary name next to its target and takes its place whole, so that no file of an earlier
+export stays in it.
+"""
+
+import json
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.arch import ModelConfig as Shape
+from models.decoder import empty_model
+from models.hf_format import (
+    CONFIG,
+    GENERATION,
+    TOKENIZER_FILES,
+    WeightFiles,
+    copy_side_files,
+    folder_with,
+    read_config,
+    resolve_model,
+    write_json,
+    write_weights,
+)
+from ulysses.config.command_line import check
+from ulysses.config.schema import Config
+from ulysses.data.read.chat import SPECIAL_NAMES
+from ulysses.data.read.sources import parse_sources
+from ulysses.disk import check_files, writing
+from ulysses.run.checkpoint import read_run_state
+from ulysses.run.registry import STAGES
+from ulysses.zero.state import SavedSlices
+
+if TYPE_CHECKING:
+    from ulysses.run.preflight import Prepared
+
+CARD = "README.md"
+
+
+# ---------------------------------------------------------------- whole folders
+
+
+@contextmanager
+def whole_folder(folder: Path, when: str = "") -> Iterator[Path]:
+    """Yield a new folder that replaces `folder` when the block ends without an error.
+
+    `when` says in a DiskError at what time the folder was written.
+    """
+    folder = folder.absolute()
+    new, old = (folder.with_name(f".{folder.name}.{word}.tmp") for word in ("new", "old"))
+    if old.exists() and not folder.exists():  # a kill came between the two renames below
+        old.rename(folder)
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        with writing(folder, when):
+            new.mkdir(parents=True)
+            yield new
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+    finally:
+        for leftover in (new, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def save_tokenizer(plan: "Prepared", target: Path) -> None:
+    """Write the tokenizer's own files and generation_config.json as every export of the run will carry them.
+
+    tokenizer.json is copied byte for byte. Of tokenizer_config.json only these keys change: a `tokenizer_class` that
+    transformers 4 does not know, `model_input_names` if that class is a generic one, special tokens that differ, and
+    `chat_template` if the run brings its own.
+    """
+    tokenizer, stage, source = plan.tokenizer, STAGES[plan.config.stage], plan.tokenizer_place
+    special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
+    chat = stage.kind != "text"
+    own_template = chat and plan.config.data.chat_template != "tokenizer"
+    with whole_folder(target) as new:
+        if plan.folder is not None:
+            copy_side_files(folder_with(plan.folder, GENERATION), new, (GENERATION,))
+        if source.is_file():
+            shutil.copyfile(source, new / "tokenizer.json")
+        else:
+            copy_side_files(source, new, TOKENIZER_FILES)
+        if not (new / "tokenizer.json").exists():  # only vocab.json and merges.txt
+            tokenizer.save_pretrained(str(new))
+        if own_template:
+            (new / "chat_template.json").unlink(missing_ok=True)
+        if chat:
+            if own_template or isinstance(tokenizer.chat_template, str):
+                text = plan.template.text
+                (new / "chat_template.jinja").write_text(text, encoding="utf-8")
+            if not stage.reward:
+                special["eos_token"] = tokenizer.convert_ids_to_tokens(
+                    plan.template.end_of_turn
+                )
+                with _edited(new / GENERATION) as generation:
+                    for name in ("bos_token_id", "eos_token_id"):
+                        if (token := plan.shape.to_hf()[name]) is not None:
+                            generation[name] = token
+        with _edited(new / "tokenizer_config.json") as settings:
+            if not settings:  # a bare tokenizer.json
+                settings["clean_up_tokenization_spaces"] = False
+            for name, token in special.items():
+                old = settings.get(name)  # may be an object with its text as "content"
+                if token not in (None, old["content"] if isinstance(old, dict) else old):
+                    settings[name] = token
+            generic = "PreTrainedTokenizerFast"  # transformers 4 also gives it token_type_ids, which no model takes
+            if settings.get("tokenizer_class", "Backend").endswith(("Backend", generic)):
+                settings["tokenizer_class"] = generic
+                settings["model_input_names"] = ["input_ids", "attention_mask"]
+            # transformers 5 writes a list, 4 reads only a dict under this name
+            if isinstance(settings.get("extra_special_tokens"), list):
+                settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+            if own_template:
+                settings.pop("chat_template", None)
+
+
+@contextmanager
+def _edited(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of a JSON file to be changed; a file that says all of it already is left as it is."""
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    after = dict(before)
+    yield after
+    if after != before:
+        write_json(path, after)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def export_model(
+    read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Any]]],
+    out: Path,
+    shape: Shape,
+    config: Config,
+    step: int,
+    *,
+    merge: bool = False,
+) -> None:
+    """Write everything that an export after `step` consists of; all ranks call it together, and the first one writes.
+
+    Args:
+        read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
+        merge: add adapters to their base's weights, as model.lora.merge does. Otherwise they are written alone.
+    """
+    lora, stage = config.model.lora, STAGES[config.stage]
+    whole = merge or lora.merge or not lora.rank
+    main = not (dist.is_initialized() and dist.get_rank())
+    with whole_folder(out, f" after step {step}") if main else nullcontext() as new:
+        weights = read(lambda name: whole and ".lora_" not in name)
+        if lora.rank:
+            from models.lora import is_adapter, merged, save_adapters
+
+            adapters = dict(read(is_adapter))
+            if main:
+                weights = merged(weights, adapters, lora)
+        if new is None:
+            deque(weights, maxlen=0)  # this rank only takes part in gathering them
+            return
+        if whole:
+            write_weights(new, weights)
+        else:
+            save_adapters(new, adapters, config.model, reward=stage.reward)
+        write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
+        copy_side_files(config.output / "tokenizer", new)
+        (new / CARD).write_text(model_card(config, step), encoding="utf-8")
+
+
+def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
+    """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
+
+    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights.
+    Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
+    checkpoint, or the base of merged adapters is in no file.
+    """
+    state = read_run_state(checkpoint)
+    check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
+    state["config"]["model"]["lora"]["merge"] |= merge
+    state["config"]["run"]["output"] = str(checkpoint.parent.parent)
+    config, shape = check(state["config"]), Shape.from_hf(state["shape"])
+    source, stage, saved = config.model, STAGES[config.stage], SavedSlices(checkpoint)
+    model = empty_model(shape, reward=stage.reward)
+    if source.lora.rank:
+        from models.lora import add_adapters, base_name
+
+        add_adapters(model, source.lora)
+        if source.lora.merge:
+            if source.init == "random":  # a GPU drew other numbers
+                raise ValueError(
+                    "the base of these adapters was drawn at random and is in no file; use the export that the run "
+                    "itself wrote"
+                )
+            base = WeightFiles(resolve_model(source.path, source.revision))
+
+    def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            if not wanted(name):
+                continue
+            if parameter.requires_grad:
+                tensor = torch.empty(parameter.numel())
+                saved.read_into(tensor, name, "master")
+            else:  # adapters left it as the run read it
+                tensor = base.read(base_name(name))
+            yield name, tensor.to(getattr(torch, config.model.dtype)).view(parameter.shape)
+
+    export_model(read, out, shape, config, state["step"])
+
+
+def merge_adapter(folder: Path, out: Path) -> None:
+    """Write the model that a LoRA adapter's folder and its base make together, one parameter at a time.
+
+    Raises ValueError if it is no plain LoRA adapter.
+    """
+    files, shape = WeightFiles(folder), read_config(folder)
+    reward = files.adapter.get("task_type") == "SEQ_CLS"
+    sizes = {n: p.shape for n, p in empty_model(shape, reward=reward).named_parameters()}
+    files.check(sizes)
+    with whole_folder(out) as new:
+        write_weights(
+            new,
+            (
+                (name, files.read(name).to(files.tensors[name].dtype).view(size))
+                for name, size in sizes.items()
+            ),
+        )
+        dtype = str(files.tensors["model.norm.weight"].dtype).removeprefix("torch.")
+        write_json(new / CONFIG, shape.to_hf(dtype=dtype, reward=reward))
+        for pattern in (GENERATION, "tokenizer*"):
+            copy_side_files(folder_with(folder, pattern), new)
+        copy_side_files(folder, new, (CARD,))
+
+
+# ---------------------------------------------------------------- model card
+
+
+def model_card(config: Config, step: int) -> str:
+    """Return README.md: the base, the data's names, the settings, the metrics at `step`, and the versions."""
+    base = config.model.path if config.model.init == "pretrained" else None
+    settings = config.model_dump(
+        mode="json", exclude_defaults=True, exclude={"run", "data", "deepspeed"}
+    )
+    settings["data"] = {
+        key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
+        for key in ("train", "eval")
+    }
+    metrics: dict[str, Any] = {}
+    log = config.output / "metrics.jsonl"
+    for line in map(json.loads, log.read_text().splitlines() if log.exists() else ()):
+        if line["step"] <= step:
+            metrics |= line
+    packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
+    facts = {
+        "settings": settings,
+        # speed and memory say nothing about the model
+        f"metrics at step {step}": {
+            k: v
+            for k, v in metrics.items()
+            if k == "loss" or ("/" in k and not k.startswith("time/"))
+        },
+        "versions": {name: d.version for name in packages for d in distributions(name=name)},
+    }
+    named = f"base_model: {json.dumps(base)}\n" if base else ""
+    return f"""---
+{named}tags: [ulysses-engine, {config.stage}]
+---
+# Trained by {config.stage} from {base or "a random start"}
+
+```json
+{json.dumps(facts, indent=2)}
+```
+"""

@@ -1,0 +1,147 @@
+"""What a step costs in FLOPs, and where metrics are written."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.arch import ModelConfig
+from ulysses.disk import DiskError, writing
+
+SHOWN = {"loss": ".4f", "lr": ".2e", "tokens_per_second": ".0f"}  # by the progress bar
+PEAK_FLOPS = {  # dense bfloat16 FLOP/s by part of the device name, from the vendors' data sheets
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
+
+
+def model_flops(
+    shape: ModelConfig,
+    parameters: int,
+    adapters: int,
+    tokens: float,
+    squared_lengths: float,
+    projected: float,
+) -> float:
+    """Return the FLOPs of one forward and backward pass, the numerator of MFU: 6 N T + 6 L (H E) sum(length^2).
+
+    6 = 2 forward + 2 for the gradient of the activations + 2 for that of the weights. Frozen weights have no
+    gradient: with adapters it is 4 N T + 6 A T. Causal attention counts half of the full square. Recomputation, passes
+    without gradient (references, rollouts) and the optimizer count nothing.
+
+    Args:
+        parameters: N, without adapters.
+        adapters: A, the trained weights of a model whose other weights are frozen; 0 if all are trained.
+        projected: tokens that meet the vocabulary projection: those whose target is trained.
+    """
+    head = shape.vocab_size * shape.hidden_size
+    weights = (parameters - head) * tokens + head * projected
+    linear = 4.0 * weights + 6.0 * adapters * tokens if adapters else 6.0 * weights
+    width = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
+    return linear + 6.0 * width * squared_lengths
+
+
+def device_peak_flops() -> float | None:
+    """Return this GPU's dense bfloat16 FLOP/s, or None where it is not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+class MetricsLog:
+    """Write metrics.jsonl, TensorBoard and optionally W&B, and show a progress bar. Rank 0 only.
+
+    Args:
+        first_step: what metrics.jsonl holds of later steps is dropped, because a resumed run writes it again.
+        run_id: stands in every line.
+        wandb: a run of Weights & Biases that receives the metrics, or None.
+
+    Attributes:
+        failure: the first failure to write; the loop stops once it has tried to save a checkpoint.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        total_steps: int,
+        first_step: int,
+        run_id: str,
+        wandb: Any,
+    ) -> None:
+        # both take long to import, and only rank 0 needs them
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+
+        self.run_id, self.wandb = run_id, wandb
+        self.failure: DiskError | None = None
+        self.path, board = folder / "metrics.jsonl", str(folder / "tensorboard")
+        with writing(self.path):
+            if self.path.exists():
+                lines = self.path.read_text().splitlines(keepends=True)
+                whole = (
+                    line for line in lines if line.endswith("}\n")
+                )  # a kill may cut the last one short
+                kept = (line for line in whole if json.loads(line)["step"] <= first_step)
+                temporary = self.path.with_suffix(".tmp")
+                temporary.write_text("".join(kept))
+                temporary.rename(self.path)
+            self.file = self.path.open("a")
+            self.board = SummaryWriter(board, purge_step=first_step + 1)
+        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
+
+    def report(self, step: int, values: dict[str, float], due: bool) -> None:
+        """Move the progress bar to `step`, and log the values if that is due or if there was an evaluation.
+
+        Numbers that are not finite become null. What cannot be written is kept as `failure`.
+        """
+        self.bar.update(step - self.bar.n)
+        shown = {name: format(values[name], style) for name, style in SHOWN.items()}
+        self.bar.set_postfix(shown, refresh=False)
+        evaluated = [
+            f"{k} {v:.4f}"
+            for k, v in values.items()
+            if k.startswith("eval/") and "_se/" not in k
+        ]
+        if evaluated:
+            self.bar.write(f"step {step}: " + ", ".join(evaluated))
+        elif not due:
+            return
+        clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        when = f" at step {step}"
+        with self._trying("metrics.jsonl", when):
+            line = json.dumps({"step": step, "run": self.run_id, **clean})
+            print(line, file=self.file, flush=True)
+        with self._trying("tensorboard", when):
+            for name, value in clean.items():
+                if value is not None:
+                    self.board.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log(clean, step=step)
+
+    @contextmanager
+    def _trying(self, name: str, when: str) -> Iterator[None]:
+        try:
+            with writing(self.path.with_name(name), when):
+                yield
+        except DiskError as error:
+            self.failure = self.failure or error
+
+    def close(self) -> None:
+        """Close everything; DiskError if something could not be written, which nobody has been told yet."""
+        self.bar.close()
+        for name, sink in (("metrics.jsonl", self.file), ("tensorboard", self.board)):
+            with self._trying(name, " at the end of the run"):
+                sink.close()
+        if self.failure is not None:
+            raise self.failure

@@ -1,0 +1,440 @@
+"""Every check of a run, made before processes meet and memory is taken.
+
+    settings -> data files -> model: shape and weights -> tokenizer -> the stage's other models -> attention kernel
+             -> checkpoint to resume -> disk space
+
+Each complaint is one sentence: what was given, what is required and what to change.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.arch import ARCHITECTURES, architecture
+from models.arch import ModelConfig as Shape
+from models.decoder import count_parameters, empty_model
+from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
+from ulysses.config.schema import Config, ModelSection
+from ulysses.config.section import AbsentError, ConfigError, blame, flat, refuse
+from ulysses.data.read.chat import ChatTemplate, load_tokenizer
+from ulysses.data.read.sources import is_hub_id, missing_sources, parse_sources
+from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.encode import DataSettings
+from ulysses.data.serve.steps import StepLoader
+from ulysses.gradients.chain import build_chain
+from ulysses.memory.plan import GIB
+from ulysses.parallel.kernels import KernelChoice, resolve_kernel
+from ulysses.run.build import InitialWeights
+from ulysses.run.checkpoint import read_run_state, resume_point
+from ulysses.run.memory_choice import planner_model
+from ulysses.run.registry import STAGES, requirements
+from ulysses.run.setting_checks import check_settings
+from ulysses.stages.base import OtherModel
+
+# What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
+ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+# Of a model's config.json, what may differ between a checkpoint and the run that continues it.
+FREE_KEYS = (
+    "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+@dataclass
+class Prepared:
+    """What the checks of a run found; all of it is there unless a dry run reported findings."""
+
+    config: Config
+    shape: Shape | None = None
+    folder: Path | None = None  # of the model; None for a shape given by name or keys
+    tokenizer: Any = None
+    # the folder, or the tokenizer.json, that it was read from
+    tokenizer_place: Path | None = None
+    template: ChatTemplate | None = None  # None for plain text
+    weights: InitialWeights | None = None
+    # the stage's other models, by the settings that name them
+    others: dict[str, InitialWeights] = field(default_factory=dict)
+    kernel: KernelChoice | None = None
+    resume_from: Path | None = None
+    disk_warning: str = ""
+
+    def open_data(self) -> tuple[TokenizedDataset, TokenizedDataset | None]:
+        """Open the training and held-out data, tokenising it once per node if needed.
+
+        Raises ConfigError for data that is missing or broken.
+        """
+        data = self.config.data
+
+        def opened(value: Any, held_out: bool = False) -> TokenizedDataset:
+            sources = parse_sources(value)
+            settings = DataSettings(
+                data.max_length,
+                data.truncation,
+                data.train_on,
+                data.bad_rows,
+                data.turns,
+                data.eval_fraction,
+                held_out,
+            )
+            with blame("data", absent=any(map(is_hub_id, sources))):
+                found = open_dataset(
+                    sources,
+                    STAGES[self.config.stage].kind,
+                    self.tokenizer,
+                    settings,
+                    data.cache,
+                    chat_template=data.chat_template,
+                    share_prompts=self.config.batch.share_prompts,
+                    workers=data.workers,
+                )
+            self.loader(found)  # refuses an example that is longer than a micro-batch
+            return found
+
+        train, is_part = opened(data.train), bool(data.eval_fraction)
+        held_out = data.train if is_part else data.eval
+        return train, opened(held_out, is_part) if held_out else None
+
+    def changes(self, data: list[str]) -> list[str]:
+        """Return what has changed since the checkpoint that the run continues, in words.
+
+        Args:
+            data: the names of the training and the held-out data, digests of their content.
+
+        Raises ConfigError if other training data would be taken for the rest of the old ones.
+        """
+        if self.resume_from is None:
+            return []
+        state = read_run_state(self.resume_from)
+        if state["data"][0] != data[0] and not self.config.run.resume_anyway:
+            raise ConfigError(
+                f"the training data or how they are tokenised have changed since {self.resume_from} was written; "
+                "restore them, or set run.resume_anyway = true or another run.output",
+                "run.resume",
+            )
+        before = {**flat(state["config"]), "the data": state["data"]}
+        now = {**flat(self.config.model_dump(mode="json")), "the data": data}
+        return [
+            f"{key} was {before.get(key)!r} and is {value!r}"
+            for key, value in now.items()
+            if value != before.get(key) and not key.startswith(("run.resume", "run.overwrite"))
+        ]
+
+    def budget(self, *datasets: Any) -> int:
+        """Return the tokens of a packed micro-batch.
+
+        "auto" is room for the longest example that the settings allow, and for the longest one of the data.
+        """
+        stage, tokens = STAGES[self.config.stage], self.config.batch.tokens_per_microbatch
+        if tokens != "auto":
+            return tokens
+        longest = stage.sequences_per_example * requirements(self.config).longest_example
+        return max([longest, *(int(data.lengths.max()) for data in datasets if data)])
+
+    def squares(self, data: Any, tokens: int) -> float:
+        """Return twice the pairs of a query and a key that it sees in `tokens` of copies of the longest example.
+
+        It is 0 for prompts, whose answers are not known yet.
+        """
+        longest = data.lengths.argmax()
+        lengths, prefixes = data.sequence_lengths[longest], data.prefix_lengths[longest]
+        squares = lengths * (lengths + 2 * prefixes) * (data.kind != "prompt")
+        return float(squares.sum() * tokens / lengths.sum())
+
+    def remarks(self, loader: StepLoader) -> Iterator[str]:
+        """Yield a line for every setting that has no effect, or not the one that its number promises."""
+        if self.disk_warning:
+            yield self.disk_warning
+        config, total = self.config, STAGES[self.config.stage].total_steps(self.config, loader)
+        rate, warmup = config.optimizer.lr, config.optimizer.warmup
+        if not rate:
+            yield "optimizer.lr is 0: no weight will change"
+        elif warmup > max(total, 1):
+            yield (
+                f"optimizer.warmup is {warmup:g} steps but the run has {total}: the learning rate stays below {rate:g}"
+            )
+        if loader.examples_per_step > loader.examples_per_epoch:
+            yield (
+                f"a step takes {loader.examples_per_step} examples (batch.examples) but the data has only "
+                f"{loader.examples_per_epoch}: every step trains on all of them"
+            )
+
+    def loader(
+        self, dataset: Any, groups: int = 1, group: int = 0, *, evaluation: bool = False
+    ) -> StepLoader:
+        """Serve the dataset's steps to one of several data-parallel groups.
+
+        Raises ConfigError for an example that is longer than a micro-batch.
+        """
+        config = self.config
+        with blame():
+            return StepLoader(
+                dataset,
+                requirements(config).examples_per_load,
+                tokens_per_microbatch=self.budget(dataset),
+                seed=config.run.seed,
+                data_parallel_size=groups,
+                dp_rank=group,
+                shuffle=not evaluation,
+                attention_length=12.0 * self.shape.hidden_size,
+            )
+
+
+def prepare(config: Config, world_size: int = 0, findings: list[str] | None = None) -> Prepared:
+    """Check a configuration against the machine and the files, and read what they say about the model.
+
+    Nothing is written, and no data are opened. With `run.deterministic`, torch's switches are set here.
+
+    Args:
+        world_size: number of processes; 0 asks the launcher.
+        findings: collects, for a dry run, what is merely absent: weights, data, tokenizer, hub, disk space. Without it
+            absence refuses the run like everything else. A dry run downloads no weights and checks no kernel.
+
+    Raises:
+        ConfigError: all complaints about settings or, if there are none, about what they name.
+    """
+    check_settings(config, world_size)
+    strict, stage, model, data = (
+        findings is None,
+        STAGES[config.stage],
+        config.model,
+        config.data,
+    )
+    plan = Prepared(config)
+    complaints: list[Any] = []
+    collect = partial(blame, complaints=complaints)
+    with collect("data"):
+        if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
+            raise FileNotFoundError("; ".join(missing))
+        if not data.train:
+            raise AbsentError(
+                "data.train is empty; set it to a file, a folder, a hub dataset or a list of them"
+            )
+    pretrained = model.init == "pretrained"
+    with collect():
+        plan.shape, plan.folder = read_shape(config, need_weights=strict)
+        if pretrained:
+            with blame("model.path"):
+                check_weights(plan.shape, plan.folder, reward=stage.reward)
+    with collect("model"):
+        plan.shape = plan.shape or published_shape(model)
+    if plan.shape is None:
+        refuse(complaints, findings)
+        return plan
+    with collect():
+        plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
+    # otherwise it is absent with the model
+    if plan.folder or model.tokenizer or not model.path:
+        with collect():
+            _read_tokenizer(plan)
+    for other in requirements(config).others:
+        with collect():
+            weights = read_other(other, need_weights=strict)
+            plan.others[other.setting] = weights
+            _fit_window(config, weights.shape, other.setting)
+    if strict:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with collect("model.attention"):
+            plan.kernel = resolve_kernel(
+                model.attention,
+                device,
+                getattr(torch, config.model.dtype),
+                plan.shape.head_dim,
+            )
+    # a dry run only says that the folder is taken
+    if strict or config.run.resume != "never":
+        with collect():
+            plan.resume_from = _find_checkpoint(config, plan.shape)
+    if not complaints:  # the last checks need everything that may be absent
+        complaints += stage.check_model(plan)
+    if not complaints:
+        shape = stage.final_shape(plan.shape, plan.tokenizer)
+        if plan.template and not stage.reward:
+            # config.json names every token that ends a turn: the template's and those that the model has learnt
+            learnt = shape.eos_token_id if pretrained else ()
+            ends = {*plan.template.stop_tokens, *learnt}
+            shape = replace(shape, eos_token_id=tuple(sorted(ends)))
+        plan.shape = shape
+        plan.weights = InitialWeights(
+            shape, config.run.seed, plan.folder if pretrained else None
+        )
+        with collect():
+            plan.disk_warning = _check_disk(plan, shape)
+    refuse(complaints, findings)
+    return plan
+
+
+def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Path | None]:
+    """Return the model's shape, and its folder or None for a shape given by name or keys.
+
+    Without `need_weights` the weights of a hub id are not fetched.
+
+    Raises ValueError or FileNotFoundError if there is no such model, or if it is not supported.
+    """
+    model, folder, raw = config.model, None, {}
+    rope = model.rope.changes()
+    if model.path:
+        folder = resolve_model(model.path, model.revision, need_weights=need_weights)
+    with blame("model"):
+        if folder is not None:
+            raw = read_config(folder, **rope).to_hf()
+        elif model.arch:
+            raw = architecture(model.arch).to_hf()
+        raw.pop("rope_parameters", None)  # model.config may have either style
+        return Shape.from_hf({**raw, **model.config}, **rope), folder
+
+
+def published_shape(model: ModelSection) -> Shape | None:
+    """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None."""
+    name = Path(model.path or "").name.lower().replace("llama-", "llama")
+    shape = next((shape for key, shape in ARCHITECTURES.items() if key in name), None)
+    if shape is None:
+        return None
+    if "qwen2.5" in name and "instruct" in name:
+        shape = replace(shape, max_position_embeddings=32768)
+    return Shape.from_hf(shape.to_hf(), **model.rope.changes())
+
+
+def _fit_window(config: Config, shape: Shape, key: str) -> Shape:
+    """Return the shape with a window that holds the run's longest sequence.
+
+    Only random weights, which have no `key`, and a model that is to extrapolate learn a longer window; for others
+    ConfigError refuses such a sequence.
+    """
+    longest = requirements(config).longest_example
+    window, scaling = shape.max_position_embeddings, shape.rope_scaling
+    if longest > window and key and not config.model.rope.extrapolate:
+        original = scaling.original_max_position_embeddings if scaling else window
+        table = "model.rope" if key.startswith("data") else "rope_scaling"
+        raise ConfigError(
+            f"sequences may have {longest} tokens but the window of the model has {window}; set {table}.type = "
+            f'"yarn" and {table}.factor = {-(-longest // original):.1f}, lower data.max_length, or insist with '
+            "model.rope.extrapolate = true",
+            key,
+        )
+    return replace(shape, max_position_embeddings=max(longest, window))
+
+
+def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
+    """Refuse weight files that do not hold every parameter in its shape, before anything is allocated.
+
+    Raises ValueError naming the first parameter that is missing or wrong.
+    """
+    model = empty_model(shape, reward=reward)
+    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+    WeightFiles(folder).check(expected, may_lack=("score.weight",) if reward else ())
+
+
+def read_other(other: OtherModel, *, need_weights: bool = True) -> InitialWeights:
+    """Return the weights of a model that the run reads besides the trained one."""
+    folder = resolve_model(other.path, need_weights=need_weights, key=other.setting)
+    with blame(other.setting):
+        weights = InitialWeights(read_config(folder), 0, folder)
+        check_weights(weights.shape, folder, reward=other.reward)
+        if other.reward and "score.weight" not in weights.stored:
+            raise ValueError(
+                f"{folder} has no score.weight, so it is not a reward model; train one with stage rm, or name a "
+                "function as module:function"
+            )
+        return weights
+
+
+def _read_tokenizer(plan: Prepared) -> None:
+    """Load the tokenizer, which must fit the model and, for chats, have a template."""
+    config, given = plan.config, plan.config.model.tokenizer
+    if given:
+        place = Path(given).expanduser()
+        if not place.exists():
+            place = resolve_model(given, need_weights=False, key="model.tokenizer")
+    elif plan.folder:
+        place = folder_with(plan.folder, "tokenizer*")
+    else:
+        raise AbsentError(
+            "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id "
+            "or a tokenizer.json"
+        )
+    with blame("model.tokenizer"):
+        tokenizer = load_tokenizer(place, **config.model.special_tokens)
+        if STAGES[config.stage].kind != "text":
+            plan.template = ChatTemplate(tokenizer, config.data.chat_template)
+    if len(tokenizer) > plan.shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {place} has {len(tokenizer)} tokens but the model's vocabulary has "
+            f"{plan.shape.vocab_size}; use the model's own tokenizer or, for random weights, raise "
+            "model.config.vocab_size"
+        )
+    plan.tokenizer, plan.tokenizer_place = tokenizer, place
+
+
+def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
+    """Return the checkpoint that the run continues, or None to start afresh; nothing is loaded yet."""
+    run = config.run
+    checkpoint = resume_point(run)
+    if checkpoint is None:
+        return None
+    state = read_run_state(checkpoint)
+    own = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
+    theirs = {**flat(state["config"]), **Shape.from_hf(state["shape"]).to_hf()}
+    fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
+    for name in (*ALLOWED_ANYWAY, *fixed, "model.lora.rank", "model.lora.targets"):
+        anyway = name in ALLOWED_ANYWAY
+        if own[name] != theirs[name] and not (anyway and run.resume_anyway):
+            raise ConfigError(
+                f"the run that wrote {checkpoint} had {name} {theirs[name]!r} but this run has {own[name]!r}; "
+                f"set the same, or another run.output{', or run.resume_anyway = true' * anyway}",
+                "run.resume",
+            )
+    with blame("run.resume"):
+        build_chain(
+            config.gradients.policies or config.gradients.preset, config.gradients.max_norm
+        ).load_state_dict(state["policies"])
+    return checkpoint
+
+
+def _check_disk(plan: Prepared, shape: Shape) -> str:
+    """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
+
+    Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
+    holds already counts as free: those are checkpoints that are kept or go.
+    """
+    config, run, output = plan.config, plan.config.run, plan.config.output.absolute()
+    place = next(folder for folder in (output, *output.parents) if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
+        )
+    free = shutil.disk_usage(place).free
+    free += sum(file.stat().st_size for file in output.rglob("*"))
+    trained = planner_model(config, shape).trained
+    exported = trained if config.model.lora.rank else count_parameters(shape)
+    asked = "run.save_last", run.save_last * (1 + bool(plan.resume_from))
+    if run.save_every:
+        asked = "run.save_every", 2 + (run.keep or run.steps // run.save_every)
+    timed = "run.save_minutes", bool(run.save_minutes) * (1 + run.keep)
+    for setting, count in (asked, timed):
+        need = (
+            12 * trained * count
+            + run.export * exported * getattr(torch, config.model.dtype).itemsize
+        )
+        if need <= free:
+            continue
+        what, changes = ["the export"] * run.export, ["run.export = false"] * run.export
+        if count:
+            best = ", the best" * bool(run.save_every)
+            kept = f" (run.keep = {run.keep}{best} and one being written)" * (count > 2)
+            what.insert(0, f"{count} checkpoint{'s' * (count > 1)} of {setting}{kept}")
+            changes.insert(0, f"{setting} = {'false' if setting == 'run.save_last' else 0}")
+        if count > 2 and run.keep != 1:
+            changes.append("run.keep = 1")
+        sentence = (
+            f"run.output {place} has {free / GIB:.1f} GiB free but {' and '.join(what)} need {need / GIB:.1f} GiB; "
+            f"set {' or '.join(changes)}, or use another disk"
+        )
+        if setting != "run.save_minutes":
+            raise AbsentError(sentence)
+        return sentence
+    return ""

@@ -1,0 +1,122 @@
+"""What can be refused from the configuration and the installed packages alone."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ulysses.config.schema import Config
+from ulysses.config.section import blame, refuse
+from ulysses.gradients.chain import build_chain
+from ulysses.memory.plan import divisors
+from ulysses.run.registry import STAGES
+from ulysses.zero.settings import check_raw
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def check_settings(config: Config, world_size: int) -> None:
+    """Refuse what can be refused from the configuration and the installed packages alone."""
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    if config.run.deterministic:  # before anything starts CUDA
+        require_determinism()
+    degree = config.parallel.sequence_parallel_size
+    complaints: list[Any] = []
+    if degree != "auto" and world_size % degree:
+        complaints.append(
+            f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
+            f"one of {divisors(world_size)}"
+        )
+    complaints += contradictions(config)
+    for key, wanted, package in (
+        ("model.lora.rank", config.model.lora.rank, "peft"),
+        ("run.wandb", config.run.wandb, "wandb"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            complaints.append(
+                f"{key} is set but the package {package} is not installed; pip install {package}"
+            )
+    with blame("", complaints):
+        check_raw(config.deepspeed.zero_optimization)
+        build_chain(
+            config.gradients.policies or config.gradients.preset, config.gradients.max_norm
+        )
+    refuse(complaints)
+
+
+def require_determinism() -> None:
+    """Make this process choose deterministic kernels only; it must be called before CUDA starts.
+
+    torch's operations then raise where they have no deterministic kernel, resolve_kernel refuses attention kernels that
+    have none, and our own Triton kernels use no atomics. cuBLAS reads its workspace setting once, when CUDA starts;
+    torch refuses one that is not deterministic.
+    """
+    os.environ.setdefault(CUBLAS, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """Yield what is wrong with settings of which each is right by itself; the stage's own checks come last."""
+    stage, model, data, run, memory = (
+        config.stage,
+        config.model,
+        config.data,
+        config.run,
+        config.memory,
+    )
+    if model.path and model.arch:
+        yield "model.path and model.arch are both set; set only one of them"
+    elif not model.path and (model.init == "pretrained" or not (model.arch or model.config)):
+        yield (
+            "the model is missing; set model.path to a folder or hub id, or model.arch with model.init = "
+            '"random"'
+        )
+    elif model.init == "pretrained" and model.config:
+        yield (
+            "model.config changes the shape, which pretrained weights do not fit; remove it, or set model.init = "
+            '"random"'
+        )
+    if memory.recompute == "none" and memory.offload == "checkpoints":
+        yield (
+            'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
+            'memory.recompute to "auto", or memory.offload to "none"'
+        )
+    if memory.weights == "resident" and memory.offload_parameters:
+        yield (
+            'memory.weights is "resident" but memory.offload_parameters keeps them in host memory; set '
+            'memory.weights to "auto", or memory.offload_parameters to false'
+        )
+    if bool(run.steps) == bool(run.epochs):
+        yield (
+            f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "
+            "0; set the one that you mean"
+        )
+    for name in {*STAGES} - {stage}:
+        # the defaults of a configuration that a run has written out are nobody's wish
+        given = getattr(config, name).model_dump(exclude_defaults=True)
+        if given:
+            keys = ", ".join(f"{name}.{key}" for key in sorted(given))
+            yield f"{keys}: stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
+    if data.eval and data.eval_fraction:
+        yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
+    if run.patience and not run.eval_every:
+        yield (
+            f"run.patience is {run.patience} evaluations but only the end of the run is evaluated; set "
+            "run.eval_every"
+        )
+    if run.eval_every and not (data.eval or data.eval_fraction):
+        yield (
+            f"run.eval_every is {run.eval_every} but there is nothing to evaluate; set data.eval or "
+            "data.eval_fraction, or run.eval_every = 0"
+        )
+    given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
+    for key in given if STAGES[config.stage].kind != "sequence" else ():
+        yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"
+    if data.turns == "separate" and data.train_on != "assistant":
+        yield (
+            f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '
+            'one sequence; set data.train_on = "assistant"'
+        )
+    yield from STAGES[config.stage].check(config)

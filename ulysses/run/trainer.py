@@ -1,0 +1,302 @@
+"""The loop: step, evaluate, keep the best, save, stop. It knows no algorithm and no feature.
+
+One optimizer step on every rank:
+
+    micro-batches of this data-parallel group, sharded over its sequence-parallel ranks
+      -> counts of the whole step (one all-reduce)
+      -> per micro-batch: forward, terms, backward of  world_size * sum_terms weight / count * local_sum
+      -> metrics (one all-reduce), gradient policies on the reduced gradient, update
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ulysses.config.schema import RunSection
+from ulysses.gradients.chain import GradientPolicyChain
+from ulysses.gradients.policy import StepContext
+from ulysses.parallel.batch import ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.random_keys import seed_of
+from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
+from ulysses.run.failure import grace_note
+from ulysses.run.metrics import MetricsLog
+from ulysses.run.watch import Watch
+from ulysses.stages.base import Stage
+from ulysses.stages.metric_sums import MetricSums, number
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.state import load_state
+
+LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are compiled and graphs recorded by then
+LEAST_WAIT = 0.05  # share of a step
+
+
+@dataclass(kw_only=True, eq=False)
+class Trainer:
+    """Train one engine with one stage; all ranks call every method together.
+
+    Args:
+        loader: gives each step's micro-batches for this data-parallel group (ulysses.data.serve.steps.StepLoader).
+        eval_loader: the same over held-out data, or None.
+        learning_rate: step -> learning rate, pure.
+        policies: gradient policies, which act on the reduced gradient once per step.
+        flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
+            pass, for MFU.
+        peak_flops: of one device; None reports no MFU.
+        run: how often to evaluate, save and log, the run folder and the seed.
+        description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
+        say: prints a line.
+        watch: is told of every phase, and knows whether this process was asked to stop.
+
+    Attributes:
+        log: where rank 0 writes the metrics; None on the other ranks.
+    """
+
+    mesh: ParallelMesh
+    engine: ZeroEngine
+    stage: Stage
+    loader: Any
+    eval_loader: Any = None
+    total_steps: int
+    learning_rate: Callable[[int], float]
+    policies: GradientPolicyChain
+    flops: Callable[[float, float, float], float] = lambda *_: 0.0
+    peak_flops: float | None = None
+    run: RunSection
+    description: dict[str, Any] = field(default_factory=dict)
+    say: Callable[[str], None] = print
+    watch: Watch = field(default_factory=Watch)
+
+    def __post_init__(self) -> None:
+        self.step = 0
+        self.best: list[float] | None = None  # step, eval loss
+        self.metrics: dict[str, float] = {}
+        self.log: MetricsLog | None = None
+        # agreed on by all ranks at a step's boundary
+        self.stop_requested = self.save_due = False
+        self._saved = time.monotonic()
+        self._next = None  # what `_prepare` returned for the coming step
+        # shares of the last steps in which the host waited for the device
+        self._waits: deque[float] = deque(maxlen=LOOK_AT // 2)
+
+    # ---------------------------------------------------------------- the loop
+
+    def train(self) -> None:
+        """Train to the last step or to a requested stop, and evaluate, save and log as configured.
+
+        An error says in a note at which step it happened.
+        """
+        run = self.run
+        try:
+            while not self.finished and not self.stop_requested:
+                current = self.step + 1
+                values = self.train_step()
+                # the first step takes longer than others
+                if self.step == 2 and (note := grace_note(values["seconds"])):
+                    self.say(note)
+                if self.step == LOOK_AT and (note := self._host_note()):
+                    self.say(note)
+                if self.finished or (run.eval_every and self.step % run.eval_every == 0):
+                    values |= self.evaluate()
+                loss = values.get("eval/loss")
+                improved = loss is not None and (self.best is None or loss < self.best[1])
+                if improved:
+                    self.best = [self.step, loss]
+                last = self.finished
+                if self.log is not None:
+                    self.log.report(self.step, values, last or self.step % run.log_every == 0)
+                    if self.log.failure is not None:
+                        self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
+                is_best = improved and (run.save_every or run.patience)
+                due = run.save_every and self.step % run.save_every == 0
+                due = due or self.save_due or self.stop_requested
+                if is_best or due or (last and run.save_last):
+                    self.save()
+        except Exception as error:
+            error.add_note(f"step {current}")
+            raise
+        if self.finished and self.step < self.total_steps:
+            self.say(
+                f"stopped at step {self.step}: eval/loss was not below that of step {self.best[0]} in {run.patience} "
+                "evaluations; ulysses export writes that step's checkpoint as a model"
+            )
+        if self.stop_requested:
+            self.say(
+                f"stopped at step {self.step} as requested; checkpoint step-{self.step} continues with "
+                "--run.resume auto"
+            )
+
+    def _host_note(self) -> str:
+        """Return what to set if the device had nothing to do while the host prepared its work, or an empty text."""
+        share = sum(self._waits) / len(self._waits)
+        if self.engine.device.type != "cuda" or share > LEAST_WAIT:
+            return ""
+        return (
+            f"the GPU waits for its host, which waits for the GPU in {share:.0%} of a step only: give each step more "
+            "work by a larger batch.tokens_per_microbatch or more batch.examples, or use fewer GPUs"
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is taken, or the best evaluation lies `run.patience` evaluations back."""
+        patience = self.run.patience * self.run.eval_every
+        stale = self.best is not None and 0 < patience <= self.step - self.best[0]
+        return stale or self.step >= self.total_steps
+
+    # ---------------------------------------------------------------- one step
+
+    def train_step(self) -> dict[str, float]:
+        """Take one optimizer step and return its metrics.
+
+        Raises FloatingPointError if loss or gradient is not finite; the weights are then untouched.
+        """
+        began = time.perf_counter()
+        step = self.step
+        # Only dropout draws from this generator, so a resumed run needs no generator state.
+        torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
+        self.watch.phase("data", step + 1)
+        batches, side_batches = self._next or self._prepare(self.loader, step)
+        self._next = None
+        self.stage.step = step
+        self.stage.prepare_step(batches, side_batches)
+        counts = self._counts(batches)
+        metrics = MetricSums(self.engine.device)
+        for i, batch in enumerate(batches):
+            self.watch.phase("forward")
+            terms = self.stage.losses(batch, metrics)
+            metrics.add("projected", 0.0 if self.stage.reward else float(batch.num_valid))
+            for name in ("tokens", "tokens_shared", "squares"):
+                metrics.add(name, self.stage.once(float(getattr(batch, f"num_{name}"))))
+            loss = 0.0
+            for term in terms:
+                value = term.value * (term.weight / counts[term.count])
+                metrics.add("loss", self.stage.once(value) if term.per_sequence else value)
+                loss = loss + value
+            last = i == len(batches) - 1
+            self.watch.phase("backward")
+            self.engine.backward(loss * float(self.mesh.world_size), last=last)
+        # Host work while the device still computes.
+        if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
+            self._next = self._prepare(self.loader, step + 1)
+        self.watch.phase("optimizer step")
+        gradients = self.engine.gradients()
+        metrics.add("stop", float(self.watch.stop_wanted))
+        late = time.monotonic() - self._saved > 60 * self.run.save_minutes > 0
+        metrics.add("save", float(late and self.mesh.is_main))  # one clock decides
+        launched = time.perf_counter()
+        values = metrics.reduce()
+        waited = time.perf_counter() - launched
+        self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
+        work = values["tokens"], values.pop("squares"), values.pop("projected")
+        values = self.stage.derive(values)
+        if step == 0:
+            self.stage.check_first_step(values)
+        context = StepContext(
+            step=step,
+            total_steps=self.total_steps,
+            loss=values["loss"],
+            lr=self.learning_rate(step),
+            seed=self.run.seed,
+        )
+        report = self.policies.apply(gradients, context)
+        if context.stop:
+            examples = self.loader.indices(*divmod(step, self.loader.steps_per_epoch))[:8]
+            raise FloatingPointError(f"{context.stop}; examples {examples} ... of the data")
+        lr = context.lr * context.lr_scale
+        if context.skip or not work[0]:  # a step without a token
+            self.engine.skip_step()
+        else:
+            groups = self.engine.optimizer.param_groups
+            self.engine.step([lr * group.get("lr_factor", 1.0) for group in groups])
+            self.stage.after_step(values)
+        if context.skip:
+            self.say(f"skipped {context.skip}")
+        self.step = step + 1
+        on_gpu = self.engine.device.type == "cuda"
+        self.watch.step_done(torch.cuda.current_stream().record_event() if on_gpu else None)
+        seconds = time.perf_counter() - began
+        self._waits.append(waited / seconds)
+        values |= report | {
+            "lr": lr,
+            "tokens_per_second": work[0] / seconds,
+            "seconds": seconds,
+        }
+        if self.peak_flops:
+            rate = self.flops(*work) / seconds
+            values["mfu"] = rate / self.mesh.world_size / self.peak_flops
+        if on_gpu:
+            values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.metrics = values
+        return values
+
+    def _prepare(self, loader: Any, step: int) -> tuple[list[ShardedBatch], list[ShardedBatch]]:
+        """Return a step's micro-batches on this rank, and those that the stage's preparation reads."""
+        position = divmod(step, loader.steps_per_epoch)
+        batches = [
+            pack_shard(
+                self.stage.packed(examples), self.mesh, self.engine.device, may_be_empty=True
+            )
+            for examples in loader.step(*position)
+        ]
+        return batches, self.stage.side_batches(loader, loader.indices(*position))
+
+    def _counts(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
+        """Global counts over all micro-batches and ranks, known before the first backward. One collective."""
+        own = [self.stage.counts(batch) for batch in batches]
+        sums = [sum(counts[name] for counts in own) for name in own[0]]
+        flat = torch.stack([number(value, self.engine.device) for value in sums])
+        if self.mesh.world_size > 1:
+            dist.all_reduce(flat)
+        # nothing to train on: zero loss, zero gradient
+        return dict(zip(own[0], flat.masked_fill(flat == 0, 1).float(), strict=True))
+
+    # ---------------------------------------------------------------- evaluation
+
+    def evaluate(self) -> dict[str, float]:
+        """Return `eval/...` metrics over all held-out data with the training's own weighting."""
+        if self.eval_loader is None:
+            return {}
+        self.watch.phase("evaluation")
+        if (own := self.stage.evaluate(self.eval_loader)) is not None:
+            return own
+        sums = MetricSums(self.engine.device)
+        with self.engine.inference():
+            for k in range(self.eval_loader.steps_per_epoch):
+                batches, side_batches = self._prepare(self.eval_loader, k)
+                self.stage.prepare_step(batches, side_batches)
+                for batch in batches:
+                    counts = self.stage.counts(batch)
+                    for i, term in enumerate(self.stage.losses(batch, sums)):
+                        value = term.value * term.weight
+                        value = self.stage.once(value) if term.per_sequence else value
+                        sums.add(f"term{i}", value, counts[term.count])
+        means = sums.reduce()
+        loss = sum(means.pop(name) for name in list(means) if name.startswith("term"))
+        values = {"loss": loss, **self.stage.derive(means)}
+        return {f"eval/{name}": value for name, value in values.items()}
+
+    # ---------------------------------------------------------------- state
+
+    def save(self) -> None:
+        """Write a checkpoint of this step into the run folder."""
+        self.watch.phase("save", long=True)
+        policies, folder = self.policies.state_dict(), Path(self.run.output) / "checkpoints"
+        state = {"step": self.step, "best": self.best, "policies": policies, **self.description}
+        save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)
+        self._saved = time.monotonic()
+
+    def resume(self, checkpoint: Path) -> None:
+        """Restore weights, optimizer, gradient policies, stage and position from a checkpoint."""
+        state = read_run_state(checkpoint)
+        check_share(checkpoint, state)
+        self.step, self.best = state["step"], state["best"]
+        self.policies.load_state_dict(state["policies"])
+        load_state(self.engine, checkpoint)
+        self.stage.load(checkpoint)

@@ -1,0 +1,258 @@
+"""TrainingRun: a configuration in, a trained and exported model out. It only puts the parts together.
+
+configuration -> checks (no allocation) -> data -> processes and mesh -> engine -> stage -> Trainer -> export
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models.decoder import count_parameters
+from ulysses.config.command_line import check
+from ulysses.config.schema import Config
+from ulysses.gradients.chain import build_chain
+from ulysses.parallel.attention import prove_kernel
+from ulysses.parallel.layout import head_layout
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.run.agreement import agree, facts_of, hold_output
+from ulysses.run.build import build_engine
+from ulysses.run.checkpoint import clear_run_folder, restarts
+from ulysses.run.export_model import export_model, save_tokenizer
+from ulysses.run.memory_choice import (
+    adapter_parameters,
+    choose_memory,
+    planner_case,
+    this_machine,
+)
+from ulysses.run.metrics import MetricsLog, device_peak_flops, model_flops
+from ulysses.run.optim import learning_rate
+from ulysses.run.preflight import prepare
+from ulysses.run.registry import STAGES, requirements
+from ulysses.run.trainer import Trainer
+from ulysses.run.watch import Watch
+from ulysses.stages.base import OtherModel
+from ulysses.zero.canary import check_deepspeed
+from ulysses.zero.construct import end_distributed, initialize_distributed, meet
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.gather import full_parameters
+
+
+class TrainingRun:
+    """Train by a configuration; use it as a context manager so that everything is released even after an error.
+
+    The configuration is a checked one, or a dict of nested tables as in the TOML file. Raises ConfigError for anything
+    that cannot be honoured, before any process group or allocation.
+    """
+
+    def __init__(
+        self,
+        config: Config | dict[str, Any],
+        *,
+        debug: bool = False,
+        verify_weights: bool = False,
+    ) -> None:
+        config = check(config) if isinstance(config, dict) else config
+        self.config = config
+        self.debug, self.verify_weights = debug, verify_weights
+        self.prepared = prepare(config)
+        self.watch = Watch(config.run.stall_warning, config.run.timeout, meet())
+        self.watch.start()
+        self.watch.phase("tokenising", long=True)
+        try:
+            # a stage may replace them by views that carry more
+            self.train_data, self.eval_data = data = self.prepared.open_data()
+            self.data_names = [str(each and each.folder.name) for each in data]
+            self.changes = self.prepared.changes(self.data_names)
+        except BaseException:
+            self.watch.stop()
+            raise
+        self.trainer: Trainer | None = None
+        self.resources = ExitStack()  # what must be released, whatever happens
+
+    def __enter__(self) -> "TrainingRun":
+        self.device = initialize_distributed(self.watch.store)
+        self.watch.phase("start")
+        try:
+            self.trainer = self._build()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def _build(self) -> Trainer:
+        """Put all parts together, and restore the checkpoint that the run continues."""
+        config, prepared, shape = self.config, self.prepared, self.prepared.shape
+        stage, resume_from = STAGES[config.stage], prepared.resume_from
+        # refuse to start if the ranks differ
+        agree(facts_of(prepared, self.data_names, verify=self.verify_weights))
+        self.run_id, before = hold_output(config.output, self.resources)
+        if before:
+            self.say(
+                f"{config.output} was left by {before}, which has ended, and is taken over"
+            )
+        torch.backends.cuda.matmul.allow_tf32 = False
+        tokens = prepared.budget(self.train_data, self.eval_data)
+        machine = this_machine(self.device, config.memory.host_memory)
+        case = planner_case(config, shape, machine, tokens)
+        if config.parallel.sequence_parallel_size == "auto":
+            self.say(f"parallel.sequence_parallel_size is auto: {case.sp}")
+        mesh = self.mesh = ParallelMesh(case.sp, num_heads=case.common_heads)
+        self.loader = partial(
+            prepared.loader, groups=mesh.data_parallel_size, group=mesh.dp_rank
+        )
+        # what may not work on this machine is tried before anything is written
+        heads = head_layout(
+            shape.num_attention_heads, shape.num_key_value_heads, mesh.head_parallel_size
+        )
+        prove_kernel(
+            config.model.attention,
+            self.device,
+            getattr(torch, config.model.dtype),
+            heads.query,
+            heads.key,
+            shape.head_dim,
+            requirements(config).longest_example,
+        )
+        check_deepspeed(self.device)
+        if mesh.is_main:
+            if config.run.overwrite:
+                for path in clear_run_folder(config.output, resume_from):
+                    self.say(f"deleted {path}")
+            (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+            (config.output / "config.json").write_text(config.model_dump_json(indent=2))
+            save_tokenizer(prepared, config.output / "tokenizer")
+        dist.barrier()
+
+        if restarts(config.run):
+            self.say("torchrun may restart this run, so run.resume is auto")
+        self.say(f"attention kernel: {prepared.kernel.name} ({prepared.kernel.reason})")
+        for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
+            if data:
+                self.say(f"{name} data: {data.report}")
+        memory = self.memory = choose_memory(case)
+        self.say(memory.line)
+        self.watch.phase("building the model", long=True)
+        self.engine = build_engine(config, prepared.weights, mesh, memory)
+        self.resources.callback(self.engine.destroy)
+        self.watch.phase("preparing the stage", long=True)
+        built = stage.build(self)
+        loader = self.loader(self.train_data)
+        total = STAGES[config.stage].total_steps(config, loader)
+        for line in prepared.remarks(loader):
+            self.say(line)
+        adapters = adapter_parameters(config, shape)
+        trainer = Trainer(
+            mesh=mesh,
+            engine=self.engine,
+            stage=built,
+            loader=built.loader(loader),
+            eval_loader=self.eval_data and self.loader(self.eval_data, evaluation=True),
+            total_steps=total,
+            learning_rate=lambda step: learning_rate(step, total, config.optimizer),
+            policies=build_chain(
+                config.gradients.policies or config.gradients.preset, config.gradients.max_norm
+            ),
+            flops=partial(model_flops, shape, count_parameters(shape), adapters),
+            peak_flops=device_peak_flops(),
+            run=config.run,
+            description={
+                "run": self.run_id,
+                "config": config.model_dump(mode="json"),
+                "shape": shape.to_hf(),
+                "data": self.data_names,
+            },
+            say=self.say,
+            watch=self.watch,
+        )
+        if resume_from is not None:
+            trainer.resume(resume_from)
+            self.say(f"resumed {resume_from} at step {trainer.step}")
+            for change in self.changes:
+                self.say(f"  changed since then: {change}")
+        return trainer
+
+    # ---------------------------------------------------------------- what a stage is built from
+
+    def frozen(self, other: OtherModel | None = None) -> ZeroEngine:
+        """Build a frozen engine of another model, or of a copy of the initial policy."""
+        weights = self.prepared.others[other.setting] if other else self.prepared.weights
+        reward = bool(other and other.reward)
+        engine = build_engine(
+            self.config, weights, self.mesh, reward=reward, resident=self.memory.resident
+        )
+        self.resources.callback(engine.destroy)
+        return engine
+
+    # ---------------------------------------------------------------- the run
+
+    def train(self) -> None:
+        """Train to the end (or to a requested stop), evaluating, saving and exporting as configured."""
+        trainer, run, folder, wandb = self.trainer, self.config.run, self.config.output, None
+        if self.mesh.is_main:
+            if run.wandb:
+                from wandb import init
+
+                wandb = init(
+                    project=run.wandb,
+                    config=trainer.description["config"],
+                    name=folder.name,
+                    dir=folder,
+                    resume="allow",
+                )
+                self.resources.callback(wandb.finish)
+            trainer.log = MetricsLog(
+                folder, trainer.total_steps, trainer.step, self.run_id, wandb
+            )
+            self.resources.callback(trainer.log.close)
+        self.resources.enter_context(self.watch.signals())
+        trainer.train()
+        if run.export and not trainer.stop_requested:
+            self.export(folder / "export")
+
+    def export(self, folder: Path, *, for_servers: bool = False) -> None:
+        """Write the trained model (or its adapters) in Hugging Face format; all ranks call it together.
+
+        `for_servers` writes whole weights, with the adapters added, and says nothing.
+        """
+        config, step = self.config, self.trainer.step
+        self.watch.phase("export", long=True)
+
+        def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+            return full_parameters(
+                self.engine, lambda name: wanted(name) and not name.startswith("value.")
+            )
+
+        export_model(read, folder, self.prepared.shape, config, step, merge=for_servers)
+        if self.mesh.is_main and not for_servers:
+            self.say(f"exported {folder}")
+        dist.barrier()
+
+    def say(self, text: str) -> None:
+        """Print a line, above the progress bar if there is one; other ranks than the first say it with --debug only."""
+        rank = int(os.environ.get("RANK", "0"))
+        if self.trainer is not None and self.trainer.log is not None:
+            self.trainer.log.bar.write(text)
+        elif rank == 0:
+            print(text, flush=True)
+        elif self.debug:
+            print(f"[rank {rank}] {text}", flush=True)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Release files, engines and the process group, which after an error still has to tell the other processes."""
+        self.watch.blame(error)  # while the signals of a launcher are still caught
+        self.resources.close()
+        self.trainer = self.engine = None
+        if dist.get_world_size() > 1 and error is not None:
+            self.watch.stop()  # this process may go on, and a later run's good end is no failure
+            return
+        self.watch.phase("end")
+        dist.barrier()
+        self.watch.stop()
+        dist.barrier()  # nobody takes the store away from one who still watches it
+        end_distributed()

@@ -1,0 +1,308 @@
+"""Every process shows that it is alive and how far it has come; one that stops is named, and the run ends.
+
+    main thread     phase("forward"), renew(): plain attributes, so that the loop pays for nothing
+    clerk thread    every second writes `alive/RANK`: phases, collectives, seconds without progress, place; where this
+                    process makes no progress, the first ranks of a node read everybody's; ends the process when
+                    another one has told the reason
+    watch thread    warns after run.stall_warning and ends the process after run.timeout; it never waits for the store,
+                    because the store may be what is gone
+    signal thread   while the run trains: hears signals even if the main thread is stuck
+
+A run has stopped when nobody makes progress. The victim is the rank whose `alive` stops, or else the rank with the
+fewest phases and collectives. The first rank of each node that finds out tells it.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import inf
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+import psutil
+import torch.distributed as dist
+
+from ulysses.run.failure import LAUNCHERS, POLL_SECONDS, PRINTED, within
+from ulysses.zero.construct import START_SECONDS, collectives_begun, limit_groups
+
+ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
+BEAT_SECONDS = 1.0
+# So long without a beat, while others wait for a process, means that it is gone or stopped.
+SILENT_SECONDS = 6.0
+DAY_SECONDS = 86400.0
+# Process groups wait so much longer than the watch, so that its sentence comes first.
+MARGIN_SECONDS = 10.0
+READERS = 2  # of each node, in case the first one is the victim
+BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines, and than the watch itself reads
+
+
+class Beat(NamedTuple):
+    """What a process last wrote about itself, and when this process first read it."""
+
+    phases: int
+    collectives: int
+    idle: float
+    rank: int
+    node: str
+    place: str
+    read: float
+
+    @property
+    def moved(self) -> float:
+        """When it last made progress, by this process's clock."""
+        return self.read - self.idle
+
+
+@dataclass(eq=False)
+class Watch:
+    """Watch this process and its peers; an instance that was never started only takes notes.
+
+    Args:
+        warning: seconds without progress after which a line names the victim; 0 says nothing.
+        timeout: seconds without progress after which the process ends.
+        store: reaches all processes of the run, which all watch; None for one process.
+
+    Attributes:
+        stop_wanted: this process was asked to stop, by a signal or because its launcher is gone.
+    """
+
+    warning: float = 60.0
+    timeout: float = 600.0
+    store: Any = None
+
+    def __post_init__(self) -> None:
+        names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
+        self._rank, self._local_rank, self._world = (int(os.environ.get(n, 0)) for n in names)
+        self.stop_wanted = False
+        self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
+        self._stepped = False  # once a step is done, nothing is slow for being the first
+        self._long = False
+        self._patience = 0.0  # of the process groups
+        self._event: Any = None  # of the GPU, at the end of the last step
+        self._begun = 0  # collectives
+        self._peers: dict[bytes, Beat] = {}  # by what was written
+        self._answered = monotonic()  # when the store last did
+        self._broken = False  # the connection to the store is
+        self._hurried = 0.0  # seconds of silence that count at once
+        self._stop = threading.Event()
+
+    # ---------------------------------------------------------------- the main thread
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._launchers = _launchers()
+        _in_background(self._look_after)
+        if self.store is not None:
+            # a connection of its own: the common one may be blocked in a wait
+            self._own = self.store.clone()
+            _in_background(self._correspond)
+
+    def stop(self) -> None:
+        """End the threads; the processes call it before they part in good order."""
+        self._stop.set()
+
+    def phase(self, name: str, step: int | None = None, *, long: bool = False) -> None:
+        """Note that something else begins. In what is `long`, reading and writing files counts as progress too."""
+        self._step = self._step if step is None else step
+        self._place = f"step {self._step}, {name}" if self._step else name
+        self._long, self._moved = long, monotonic()
+        self._phases += 1
+        patience = DAY_SECONDS if long else self._limit + MARGIN_SECONDS
+        if self.store is not None and (patience != self._patience or not self._stepped):
+            self._patience = patience
+            limit_groups(patience)
+
+    def renew(self) -> None:
+        """Note progress within a phase."""
+        self._moved = monotonic()
+
+    def step_done(self, event: Any = None) -> None:
+        """Note that a step is done on the host, and an event that a GPU reaches when it has done it too."""
+        self._stepped, self._event = True, event
+
+    def blame(self, error: BaseException | None) -> None:
+        """End the process in the name of the rank that is gone, if that explains an error of communication."""
+        told = "gloo" in str(error) or "pair closure" in str(error)
+        if (told or isinstance(error, dist.DistError)) and self.store is not None:
+            self._hurried = SILENT_SECONDS
+            sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
+
+    def ask_to_stop(self, *_: Any) -> None:
+        """Have all ranks finish the running step, save and stop; a handler of SIGTERM and SIGINT."""
+        self.stop_wanted = True
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Let SIGTERM and SIGINT ask the run to stop; a second SIGINT ends the process, even in a stuck collective."""
+        before = {
+            n: signal.signal(n, self.ask_to_stop) for n in (signal.SIGTERM, signal.SIGINT)
+        }
+        come, wake = os.pipe()
+        os.set_blocking(wake, False)
+        _in_background(self._listen, come)
+        descriptor = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(descriptor)
+            os.close(wake)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # ---------------------------------------------------------------- a thread for signals
+
+    def _listen(self, come: int) -> None:
+        """Read the signals' numbers, which come here even while the main thread is stuck in a collective."""
+        first = inf
+        while numbers := os.read(come, 64):
+            if signal.SIGINT in numbers:
+                if monotonic() - first > POLL_SECONDS:
+                    os._exit(128 + signal.SIGINT)
+                first = min(first, monotonic())
+            self._hurried = self._hurried or 2 * SILENT_SECONDS
+            if self._rank == 0:
+                print(
+                    "asked to stop: the run saves after this step", file=sys.stderr, flush=True
+                )
+        os.close(come)
+
+    # ---------------------------------------------------------------- the clerk thread
+
+    def _correspond(self) -> None:
+        """Write and read what is in the store, for ever; if the store is gone, the other thread acts."""
+        size = 0
+        while not self._stop.is_set():
+            begun, enough = self._begun, size + BYTES_OF_PROGRESS
+            with suppress(RuntimeError):
+                self._begun = collectives_begun()
+            size = _bytes_moved() if self._long else 0
+            if self._begun != begun or size > enough:
+                self.renew()
+            beat = self._beat()
+            try:
+                self._own.set(f"{ALIVE}/{self._rank}", json.dumps(beat[:-1]))
+                if self._own.check([PRINTED]):
+                    self._end(self._own.get(PRINTED).decode())
+                waits = beat.idle > 2 * BEAT_SECONDS
+                reads = self._hurried or (waits and self._local_rank < READERS)
+                self._peers = self._read() if reads else {}
+                self._answered, self._broken = monotonic(), False
+            except Exception:
+                self._broken = True
+            self._stop.wait(BEAT_SECONDS)
+
+    def _read(self) -> dict[bytes, Beat]:
+        """Return what all processes last wrote; what was there before keeps the time at which it was read."""
+        keys = [f"{ALIVE}/{rank}" for rank in range(self._world)]
+        if not self._own.check(keys):  # somebody has not begun yet
+            return {}
+        return {
+            text: self._peers.get(text) or Beat(*json.loads(text), monotonic())
+            for text in self._own.multi_get(keys)
+        }
+
+    def _beat(self) -> Beat:
+        """Say where this process is; with a GPU, whether that one has come as far."""
+        now, node, place = monotonic(), os.uname().nodename, self._place
+        with suppress(RuntimeError):  # of a GPU that has failed
+            if self._event is not None and not self._event.query():
+                place += " (its GPU has not finished the step before)"
+        idle = now - self._moved
+        return Beat(self._phases, self._begun, idle, self._rank, node, place, now)
+
+    # ---------------------------------------------------------------- the watch thread
+
+    @property
+    def _limit(self) -> float:
+        return self.timeout if self._stepped else max(self.timeout, START_SECONDS)
+
+    def _look_after(self) -> None:
+        warned = -1
+        while not self._stop.wait(POLL_SECONDS):
+            if self._launchers != _launchers():
+                self.ask_to_stop()
+            if self.store is None:
+                continue
+            now, peers = monotonic(), self._peers.values()
+            own = now - self._moved
+            idle = min([own, *(now - beat.moved for beat in peers)])
+            # without the store nobody's beats come
+            silence = max([now - self._answered, *(now - beat.read for beat in peers)])
+            patience = self._hurried or self.timeout
+            if self._broken and not _agent_holds_store():
+                patience = SILENT_SECONDS
+            stopped = idle > self._limit and self._local_rank < READERS
+            if stopped or own > patience < silence:
+                self._end(self._sentence())
+            # the first step may take long without a fault, a silent process is one at any time
+            slow = (idle if self._stepped else min(own, silence)) > self.warning > 0
+            if slow and warned != self._phases and self._local_rank == 0:
+                warned = self._phases
+                print(f"warning: {self._sentence()}", file=sys.stderr, flush=True)
+
+    def _sentence(self) -> str:
+        """Name the victim, its node, where it was and how long ago."""
+        now, unheard = monotonic(), monotonic() - self._answered
+        if unheard > SILENT_SECONDS:
+            holder = "torchrun" if _agent_holds_store() else "rank 0"
+            address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+            state = "is gone" if self._broken else "or its network does not answer"
+            told, own = f"{holder} at {address} {state}, {unheard:.0f} s ago", self._beat()
+            return f"{told}; rank {own.rank} on {own.node} was at {own.place}"
+        peers = list(self._peers.values()) or [self._beat()]
+        silent = [beat for beat in peers if now - beat.read > SILENT_SECONDS]
+        victim = min(silent or peers, key=lambda b: (b.phases, b.collectives, b.moved))
+        why = "its process is alive, and the others wait for it"
+        if silent:
+            why = "its process is gone, stopped or cut off"
+        return (
+            f"rank {victim.rank} on {victim.node} has not moved since {victim.place}, {now - victim.moved:.0f} s ago: "
+            f"{why}"
+        )
+
+    def _end(self, sentence: str) -> None:
+        """Tell the sentence once on this node, hand it to the others, and end the process; "" has been told."""
+        if sentence:
+            turn = None
+            if monotonic() - self._answered < SILENT_SECONDS:
+                key = f"{TOLD} {self._rank - self._local_rank}"
+                turn = within(3 * BEAT_SECONDS, self._own.add, key, 1)
+                within(3 * BEAT_SECONDS, self._own.set, PRINTED, sentence)
+            if turn is None:
+                # there is no store; on its own node rank 0, which held it, is gone too
+                without = self._rank == self._local_rank and not _agent_holds_store()
+                turn = 1 + self._local_rank - without
+            if turn == 1:
+                print(f"error: {sentence}", file=sys.stderr, flush=True)
+            # a launcher ends all its processes as soon as one has left
+            sleep(2 * BEAT_SECONDS)
+        os._exit(1)
+
+
+def _in_background(target: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=target, args=arguments, daemon=True, name="failure watch").start()
+
+
+def _agent_holds_store() -> bool:
+    """Say whether torchrun holds the store, as it does since torch 2.4 unless it is told otherwise, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _bytes_moved() -> int:
+    """Count the bytes that this process has read, also through memory maps, and written; 0 if nobody counts them."""
+    with suppress(psutil.Error, AttributeError):
+        counted = psutil.Process().io_counters()
+        return counted.read_chars + counted.write_chars + counted.read_bytes
+    return 0
+
+
+def _launchers() -> list[psutil.Process]:
+    """Return the process that started this one, if it is a launcher; deepspeed's has another one in front of it."""
+    if not LAUNCHERS & os.environ.keys():
+        return []
+    return psutil.Process().parents()[: 2 if "CROSS_SIZE" in os.environ else 1]

@@ -1,0 +1,165 @@
+"""DPO and its family: move the policy so that chosen answers gain over rejected ones, measured against a reference.
+
+    packed pairs    [ prompt chosen | prompt rejected | prompt chosen | ... ]
+    logps [S]  -- segment sums over the sp group -->  [N]  -- even, odd -->  chosen, rejected [N/2]  -->  losses [N/2]
+
+"We increase the log-probability of the preferred answers and decrease that of the others, each pair weighted by how
+wrong the implicit reward is" (Rafailov et al. 2023, arXiv 2305.18290).
+
+Two losses look beyond a pair, and both look at the whole optimizer step: bco_pair subtracts the mean reward of all
+steps so far, and aot sorts the margins of the step's pairs, which a first pass without gradient finds.
+"""
+
+import json
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
+from losses.preference import aot_margins
+from ulysses.config.schema import Config
+from ulysses.config.stage_sections import DpoSection
+from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.mesh import gather
+from ulysses.parallel.sums import segment_sums
+from ulysses.stages.base import Facts, Term
+from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.referenced import ReferencedStage
+
+STATE = "dpo.json"  # in a checkpoint
+
+
+def loss_options(config: DpoSection) -> dict[str, Any]:
+    """Return the arguments that the configuration fixes in `losses.dpo_loss`."""
+    return config.model_dump(exclude={"ld_alpha", "sft_weight", "reference"})
+
+
+class DpoStage(ReferencedStage):
+    """Preference optimisation on pairs; `cached`, `reference` and `tolerance` as in ReferencedStage."""
+
+    name, kind = "dpo", "pair"
+    sequences_per_example = 2
+    config: DpoSection
+    # bco_pair: the mean reward of all steps so far, and their number
+    rewards: Many[float] = (0.0, 0)
+    # aot: what the margins of each micro-batch to come are compared with
+    margins: Iterator[Tensor | None] = repeat(None)
+
+    @classmethod
+    def check(cls, config: Config) -> Iterator[str]:
+        one = torch.ones(1)
+        try:
+            dpo_loss(
+                -one, -one, -one, -one, chosen_lengths=one, rejected_lengths=one, **loss_options(config.dpo)
+            )  # fmt: skip
+        except ValueError as error:
+            yield f"dpo: {error}"
+        yield from super().check(config)
+
+    @classmethod
+    def facts(cls, config: Config) -> Facts:
+        types = {*config.dpo.loss_types}
+        needed = not types <= {*REFERENCE_FREE}
+        return super().facts(config, needed=needed, looks_ahead="aot" in types)
+
+    def sequences(self, example: Any) -> list[Sequence]:
+        pair, alpha = super().sequences(example), self.config.ld_alpha
+        if alpha == 1:
+            return pair
+        # the last position predicts nothing
+        trained = [torch.tensor(np.append(s.loss_weights[1:], 0)) != 0 for s in pair]
+        shorter = min(mask.sum() for mask in trained)
+        weights = (ld_dpo_weights(mask.cumsum(0) - 1, shorter, alpha) for mask in trained)
+        return [
+            replace(s, token_columns={**s.token_columns, "ld_weights": w})
+            for s, w in zip(pair, weights)
+        ]
+
+    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+        chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
+        return {
+            "pairs": self.once(batch.num_sequences // 2),
+            "chosen_tokens": chosen.sum(dtype=torch.float64),
+        }
+
+    def prepare_step(
+        self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
+    ) -> None:
+        if "aot" not in self.config.loss_types:
+            return
+        with self.model.inference():
+            own = [self._sums(b, self.model(b).logps, self.reference(b)).cpu() for b in batches]
+        # all groups have as many micro-batches
+        sums: list[Tensor] = sum(gather(own)[:: self.mesh.sequence_parallel_size], [])
+        whole = torch.cat(sums)
+        policy, reference, _ = (whole[0::2] - whole[1::2]).unbind(-1)
+        parts = aot_margins(policy, reference).split([len(each) // 2 for each in sums])
+        mine = parts[self.mesh.dp_rank * len(own) :]
+        self.margins = (margins.to(self.model.device) for margins in mine)
+
+    def _sums(self, batch: ShardedBatch, logps: Tensor, reference: Tensor) -> Tensor:
+        """Return each answer's log-probability by policy and reference, and its length, [N, 3]."""
+        weights = batch.loss_weights
+        decayed = weights * batch.token_columns.get("ld_weights", 1.0)
+        columns = [logps * decayed, reference * decayed, weights]
+        return segment_sums(torch.stack(columns, dim=-1), batch)
+
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+        config, weights = self.config, batch.loss_weights
+        logps, reference = self.both_logps(batch, metrics)
+        sums = self._sums(batch, logps, reference)
+        chosen, chosen_base, chosen_lengths = sums[0::2].unbind(-1)
+        rejected, rejected_base, rejected_lengths = sums[1::2].unbind(-1)
+        losses, chosen_rewards, rejected_rewards = dpo_loss(
+            chosen,
+            rejected,
+            chosen_base.detach(),
+            rejected_base.detach(),
+            chosen_lengths=chosen_lengths.detach(),
+            rejected_lengths=rejected_lengths.detach(),
+            bco_delta=self.rewards[0],
+            aot_reference_margins=next(self.margins),
+            **loss_options(config),
+        )
+        margins = chosen_rewards - rejected_rewards
+        means = {
+            "rewards/chosen": chosen_rewards,
+            "rewards/rejected": rejected_rewards,
+            "rewards/margins": margins,
+            "rewards/accuracies": margins > 0,
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+        }
+        if "bco_pair" in config.loss_types:
+            ratios = (chosen - chosen_base + rejected - rejected_base) / 2
+            means["rewards/mean"] = config.beta * ratios
+        terms = [Term(losses.sum(), "pairs", per_sequence=True)]
+        if config.sft_weight:
+            weights = weights * (batch.sequence_ids % 2 == 0)
+            nll = -(logps * weights).sum()
+            terms.append(Term(nll, "chosen_tokens", config.sft_weight))
+            metrics.add("nll/chosen", nll, weights.sum(dtype=torch.float64))
+            means["loss/preference"] = losses
+        self.add_means(metrics, means, len(losses))
+        return terms
+
+    def after_step(self, metrics: dict[str, float]) -> None:
+        """Count the step's rewards in the mean that bco_pair subtracts from the next step on."""
+        if "rewards/mean" in metrics:
+            mean, steps = self.rewards
+            self.rewards = [mean + (metrics["rewards/mean"] - mean) / (steps + 1), steps + 1]
+
+    def save(self, folder: Path) -> None:
+        (folder / STATE).write_text(json.dumps(self.rewards))
+
+    def load(self, folder: Path) -> None:
+        # a run may continue another stage's checkpoint (run.resume_anyway)
+        if (file := folder / STATE).exists():
+            self.rewards = json.loads(file.read_text())

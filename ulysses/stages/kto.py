@@ -1,0 +1,161 @@
+"""KTO: learn from single answers marked good or bad, measured against a reference and a step-wide baseline.
+
+    r_i = log pi(y_i | x_i) - log pi_ref(y_i | x_i)                                   this example's reward / beta
+    z0  = max(0, mean_i [log pi(y_j | x_i) - log pi_ref(y_j | x_i)])                  over the whole optimizer step
+          j = the next example of the step (cyclic) with a different prompt
+    good: weight * (1 - sigmoid(beta (r - z0)))       bad: weight * (1 - sigmoid(beta (z0 - r)))
+
+Mismatched sequences (x_i, y_j) are packed by themselves (`side_batches`) and only looked at, before the first backward;
+z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from losses.kto import kto_loss
+from ulysses.config.schema import Config
+from ulysses.config.section import ConfigError
+from ulysses.config.stage_sections import KtoSection
+from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
+from ulysses.parallel.sums import segment_sums
+from ulysses.stages.base import Facts, Term
+from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.passes import packed_batches
+from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
+
+
+class KtoStage(ReferencedStage):
+    """Preference optimisation on unpaired answers; if `cached`, mismatched sequences carry reference values too."""
+
+    name, kind = "kto", "unpaired"
+    columns = ("label",)
+    config: KtoSection
+    baseline: Tensor | None = None  # z0 of the running step
+    share_prompts = True
+
+    @classmethod
+    def check(cls, config: Config) -> Iterator[str]:
+        if config.kto.loss_type == "kto" and config.batch.examples < 2:
+            yield (
+                f"batch.examples is {config.batch.examples} but kto's baseline pairs each example with another one "
+                'of its step; set it to at least 2, or kto.loss_type to "apo_zero_unpaired"'
+            )
+        if not config.kto.desirable_weight and not config.kto.undesirable_weight:
+            yield "kto.desirable_weight and kto.undesirable_weight are both 0; nothing would be trained, raise one"
+        yield from super().check(config)
+
+    @classmethod
+    def facts(cls, config: Config) -> Facts:
+        mismatched = config.kto.loss_type == "kto"
+        return super().facts(config, looks_ahead=mismatched)._replace(mismatched=mismatched)
+
+    @classmethod
+    def build(cls, run: Any) -> "ReferencedStage":
+        if run.config.kto.loss_type == "kto" and len(run.train_data) < 2:
+            raise ConfigError(
+                "data.train has one example but kto's baseline pairs each example with another; give it more"
+            )
+        good = run.train_data.columns["label"] > 0.5
+        if hint := weight_hint(int(good.sum()), int((~good).sum()), run.config.kto):
+            run.say(hint)
+        stage = super().build(run)
+        stage.share_prompts = run.config.batch.share_prompts
+        return stage
+
+    def packed(self, examples: list[Any]) -> list[Sequence]:
+        prompts = [example.columns["prompt_id"] for example in examples]
+        return self._shared(prompts, super().packed(examples))
+
+    def _shared(self, prompts: list[float], sequences: list[Sequence]) -> list[Sequence]:
+        """Let sequences of one prompt leave it to the first of them; the order stays."""
+        if not self.share_prompts:
+            return sequences
+        owners = map(prompts.index, prompts)
+        return [
+            branch(s, common_prefix(sequences[owner], s), place - owner) if owner < place else s
+            for place, (owner, s) in enumerate(zip(owners, sequences, strict=True))
+        ]
+
+    def side_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
+        if self.config.loss_type != "kto":
+            return []
+        dataset, pairs = loader.dataset, loader.mismatched_pairs(indices)
+
+        def mismatched(numbers: list[int]) -> list[Sequence]:
+            prompts = [dataset.columns["prompt_id"][pairs[p][0]] for p in numbers]
+            return self._shared(prompts, [dataset.mismatch(*pairs[p]) for p in numbers])
+
+        batches = packed_batches(
+            mismatched_lengths(dataset, pairs),
+            mismatched,
+            self.mesh,
+            self.model.device,
+            loader.tokens_per_microbatch,
+        )
+        return [batch for _, batch in batches]
+
+    def prepare_step(
+        self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
+    ) -> None:
+        if self.config.loss_type != "kto":
+            return
+        total = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+        with self.model.inference():
+            for batch in side_batches:
+                gap = self.model(batch).logps.double() - self.reference(batch).double()
+                total[0] += (gap * batch.loss_weights).sum()
+                total[1] += self.once(float(batch.num_sequences))
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        # 0 in a step without any mismatch
+        self.baseline = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+
+    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+        return {"examples": self.once(batch.num_sequences)}
+
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+        config, weights = self.config, batch.loss_weights
+        logps, reference = self.both_logps(batch, metrics)
+        sums = segment_sums(torch.stack([logps * weights, reference * weights], dim=-1), batch)
+        policy, base = sums[:, 0], sums[:, 1].detach()
+        desirable = batch.sequence_columns.get("label", base) > 0.5
+        # Both losses of every example, of which its label takes one: no index that the host would have to wait for.
+        both, rewards, _, _ = kto_loss(
+            policy, policy, None, base, base, None, config.beta, config.desirable_weight, config.undesirable_weight,
+            kl=self.baseline, loss_type=config.loss_type,
+        )  # fmt: skip
+        count = batch.num_sequences
+        losses = torch.where(desirable, both[:count], both[count:])
+        for side, chosen in (("chosen", desirable), ("rejected", ~desirable)):
+            means = {f"rewards/{side}": rewards * chosen, f"logps/{side}": policy * chosen}
+            self.add_means(metrics, means, chosen.sum())
+        if self.baseline is not None:
+            self.add_means(metrics, {"kl": self.baseline * count}, count)
+        return [Term(losses.sum(), "examples", per_sequence=True)]
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        return metrics
+
+
+def weight_hint(good: int, bad: int, config: KtoSection) -> str:
+    """Return what to say about KTO's weights, or nothing if good and bad answers weigh alike (2402.01306, eq. 8)."""
+    left, right = config.desirable_weight * good, config.undesirable_weight * bad
+    if right <= left <= right * 4 / 3:
+        return ""
+    change = "KTO learns most from both kinds"
+    if good and bad:
+        side, weight = (
+            ("undesirable", left / bad) if left > right else ("desirable", right / good)
+        )
+        change = f"for example kto.{side}_weight = {weight:.3g}"
+    return (
+        f"hint: kto.desirable_weight * {good} good answers / (kto.undesirable_weight * {bad} bad answers) is "
+        f"{left / right if right else math.inf:.3g} but 1 to 4/3 works best; {change}"
+    )

@@ -1,0 +1,260 @@
+"""What DPO, KTO and PPO share: a reference policy that the trained one is measured against.
+
+reference = "cached"   the initial policy's log-probabilities, computed before the first update and memory-mapped
+            "live"     a frozen copy of the initial policy, or the trained model with its adapters off
+            a path     another frozen model
+
+    items of a file   [ example 0: t t t t | t t t ][ example 1: ... ] ... [ prompt of i, completion of j ] ...
+    what it holds     [            l l l l | l l l ][ ...                  float32, same positions
+
+After the first update only a second model could still compute cached values, so KTO's mismatched pairs of all steps,
+known from seed and epoch alone, are computed at the start too. The file is written under another name and renamed when
+it is complete; one process of each node writes it, so that it need not lie on a shared disk, but may.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ulysses.config.schema import Config
+from ulysses.config.section import ConfigError, blame
+from ulysses.data.cache import check_once
+from ulysses.disk import write_digested, writing
+from ulysses.parallel.batch import ShardedBatch
+from ulysses.parallel.mesh import gather
+from ulysses.stages.base import Facts, OtherModel, Stage
+from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.passes import token_values
+
+CHUNK = 32  # items per data-parallel group that are computed before their values are written
+Pairs = list[tuple[int, int]]
+# mean |policy - reference| per token that rounding alone explains
+STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+@dataclass(eq=False)
+class ReferencedStage(Stage):
+    """A stage that compares the policy with a reference, token by token.
+
+    Args:
+        reference: returns the reference's log-probabilities [S] of a batch's targets; None for a reference-free loss.
+        tolerance: largest mean |policy - reference| per token allowed at step 0, where a reference that is no other
+            model equals the policy.
+    """
+
+    reference_words: ClassVar[tuple[str, ...]] = ("cached", "live")
+
+    _: KW_ONLY
+    reference: Callable[[ShardedBatch], Tensor] | None = None
+    tolerance: float = math.inf
+
+    # ---------------------------------------------------------------- checks and facts
+
+    @classmethod
+    def check(cls, config: Config) -> Iterator[str]:
+        reference = cls.table(config).reference
+        known = ", ".join(f'"{word}"' for word in cls.reference_words)
+        named = reference in cls.reference_words or "/" in reference or Path(reference).exists()
+        if not named:
+            yield f"{cls.name}.reference is {reference!r} but must be {known} or a model's folder or hub id"
+
+    @classmethod
+    def check_model(cls, plan: Any) -> Iterator[str]:
+        setting = f"{cls.name}.reference"
+        other = plan.others.get(setting)
+        # a policy that is sampled may say any token of its vocabulary
+        needed = plan.shape.vocab_size if cls.kind == "prompt" else len(plan.tokenizer)
+        if other is not None and other.shape.vocab_size < needed:
+            yield (
+                f"{setting} {cls.facts(plan.config).reference} has {other.shape.vocab_size} tokens but the policy "
+                f"{needed}; use a model with the policy's tokenizer"
+            )
+
+    @classmethod
+    def facts(cls, config: Config, *, needed: bool = True, looks_ahead: bool = False) -> Facts:
+        reference = cls.table(config).reference if needed else ""
+        passes = float(reference not in ("", "cached"))
+        other = OtherModel(f"{cls.name}.reference", reference)
+        facts = super().facts(config)
+        return facts._replace(
+            reference=reference,
+            # a stage that looks ahead has policy and reference read as much once more, before the first backward
+            extra_forwards=1 + 2 * passes if looks_ahead else passes,
+            others=() if reference in ("", *cls.reference_words) else (other,),
+        )
+
+    # ---------------------------------------------------------------- construction
+
+    @classmethod
+    def build(cls, run: Any) -> "ReferencedStage":
+        stage, config = super().build(run), run.config
+        stage.tolerance = STEP0_TOLERANCE[config.model.dtype]
+        base: Any = None
+        if config.model.lora.rank:
+            from models.lora import BasePolicy  # peft is an optional dependency
+
+            base = BasePolicy(run.engine)
+        match cls.facts(config).reference:
+            case "":
+                pass  # there is no reference
+            case "cached":
+                cls._read_through_cache(run, logps_of(base or run.engine))
+                stage.reference = cached_logps
+            case "live":
+                stage.reference = logps_of(base or run.frozen())
+            case _:
+                stage.reference = logps_of(run.frozen(cls.facts(config).others[0]))
+        return stage
+
+    @classmethod
+    def _read_through_cache(cls, run: Any, initial: Callable[..., Tensor]) -> None:
+        """Let all data carry the initial policy's log-probabilities, computed now unless data.cache holds them."""
+        config = run.config
+        weights, kernel = run.prepared.weights.fingerprint(), run.prepared.kernel.name
+        model = f"{weights} {config.model.dtype} {kernel}"
+
+        for data in filter(None, (run.train_data, run.eval_data)):
+            evaluation = data is run.eval_data
+            loader = run.loader(data, evaluation=evaluation)
+            steps = loader.steps_per_epoch if evaluation else cls.total_steps(config, loader)
+            pairs = pairs_of_run(loader, steps * cls.facts(config).mismatched)
+            key = hashlib.sha256(f"{model} {data.fingerprint} {pairs}".encode()).hexdigest()
+            path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
+            exists = path.with_suffix(".json").exists()
+            if run.prepared.resume_from and not (config.model.lora.rank or exists):
+                raise ConfigError(
+                    f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no "
+                    f"longer has the initial policy; restore data.cache, or set {cls.name}.reference to the "
+                    "initial model's path"
+                )
+            attach_reference(
+                data,
+                pairs,
+                path,
+                initial,
+                run.mesh,
+                run.engine.device,
+                run.prepared.budget(),
+                run.say,
+            )
+
+    # ---------------------------------------------------------------- every step
+
+    def both_logps(self, batch: ShardedBatch, metrics: MetricSums) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities [S] of policy and reference, and add their mean gap per trained token.
+
+        Without a reference its log-probabilities are zeros.
+        """
+        if self.reference is None:
+            return self.model(batch).logps, torch.zeros_like(batch.loss_weights)
+        # the reference comes first: it may be this very model with its adapters off
+        reference, logps = self.reference(batch), self.model(batch).logps
+        trained = batch.loss_weights != 0
+        gap = (logps.detach() - reference).abs() * trained
+        metrics.add("reference_gap", gap.sum(), trained.sum())
+        return logps, reference
+
+    def check_first_step(self, metrics: dict[str, float]) -> None:
+        gap = metrics.get("reference_gap", 0.0)
+        if self.config.reference in self.reference_words and not gap <= self.tolerance:
+            raise RuntimeError(
+                f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token "
+                f"(at most {self.tolerance:g} is rounding): the reference belongs to other weights or the model is not "
+                "deterministic; delete data.cache if it is a cached one, and look for dropout"
+            )
+
+
+def logps_of(engine: Any) -> Callable[..., Tensor]:
+    """Return what computes an engine's log-probabilities [S] of a batch's targets, without gradient."""
+
+    def logps(batch: ShardedBatch, **options: Any) -> Tensor:
+        with engine.inference():
+            return engine(batch, **options).logps
+
+    return logps
+
+
+def cached_logps(batch: ShardedBatch) -> Tensor:
+    """Return the column `reference_logps` [S] that `attach_reference` gave the batch's sequences."""
+    # a batch without sequences has no columns
+    return batch.token_columns.get("reference_logps", torch.zeros_like(batch.loss_weights))
+
+
+def pairs_of_run(loader: Any, steps: int) -> Pairs:
+    """Return every (example, other) that the loader's first `steps` steps pair, sorted, the same on every rank."""
+    positions = (divmod(step, loader.steps_per_epoch) for step in range(steps))
+    found = (loader.mismatched_pairs(loader.indices(*position)) for position in positions)
+    return sorted({*chain.from_iterable(found)})
+
+
+def mismatched_lengths(dataset: Any, pairs: Pairs) -> list[int]:
+    """Return the tokens of each `dataset.mismatch(i, j)` without reading one."""
+    heads, lengths = dataset.columns.get("prompt_length"), dataset.sequence_lengths
+    whole = (int(heads[i] + lengths[j, 0] - heads[j]) for i, j in pairs)
+    return [min(dataset.max_length, length) for length in whole]
+
+
+def attach_reference(
+    dataset: Any,
+    pairs: Pairs,
+    path: Path,
+    logprobs: Callable[[ShardedBatch], Tensor],
+    mesh: Any,
+    device: torch.device,
+    budget: int,
+    say: Callable[[str], None],
+) -> None:
+    """Let the dataset's sequences carry the reference's log-probabilities as the column `reference_logps`.
+
+    They are computed if any node lacks the file; all ranks call this together.
+
+    Args:
+        dataset: a TokenizedDataset.
+        pairs: each once: the mismatched sequences that the run will ask for.
+        path: the file of values, named after everything that they depend on; a .json next to it holds its digest.
+        logprobs: maps a batch to its tokens' log-probabilities [S], without gradient.
+        budget: tokens per packed micro-batch.
+    """
+    sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
+    seal = path.with_suffix(".json")
+    if not all(gather(seal.exists())):
+        count = len(dataset) + len(pairs)
+        say(f"computing reference log-probabilities of {count} items -> {path}")
+        items = chain(
+            (example.sequences for example in dataset),
+            ([dataset.mismatch(*pair)] for pair in pairs),
+        )
+        writer = os.environ.get("LOCAL_RANK", "0") == "0"
+        temporary = path.with_suffix(f".{mesh.rank}.tmp")
+        step = CHUNK * mesh.data_parallel_size
+        chunks = (
+            token_values(logprobs, some, mesh, device, budget).numpy()
+            for some in iter(lambda: [*islice(items, step)], [])
+        )
+        with writing(temporary, advice="set data.cache to another folder"):
+            if writer:
+                digest = write_digested(temporary, chunks, 4 * sum(sizes))
+                os.replace(temporary, path)
+                seal.write_text(json.dumps({path.name: digest}))
+            else:
+                deque(chunks, maxlen=0)  # all ranks compute them together
+        gather(None)  # no node reads what is still written
+    with blame("data.cache"):
+        check_once(seal, path.parent)
+    values = np.asarray(np.memmap(path, np.float32, "r"))
+    own, *parts = np.split(values, np.cumsum(sizes)[:-1])
+    dataset.token_columns["reference_logps"] = own
+    dataset.mismatch_columns = {
+        pair: {"reference_logps": part} for pair, part in zip(pairs, parts, strict=True)
+    }

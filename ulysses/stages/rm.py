@@ -1,0 +1,79 @@
+"""RM: a score per sequence that ranks better answers above worse ones.
+
+    packed lists    [ prompt answer | answer | answer | prompt answer | answer | ... ]
+    values [S]  -- the last token of every sequence -->  scores [N]  -- every pair of a list -->  one loss per pair
+
+loss = -log sigmoid(s_w - s_l - margin) + center_coefficient * (s_w + s_l)^2    (Bradley-Terry; losses.reward_model)
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from losses.reward_model import reward_loss
+from models.arch import ModelConfig as Shape
+from ulysses.config.stage_sections import RmSection
+from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.sums import sequence_last
+from ulysses.stages.base import Stage, Term
+from ulysses.stages.metric_sums import MetricSums
+
+
+class RmStage(Stage):
+    """Reward modelling on ranked lists of two or more answers; `model` trains a models.decoder.RewardModel."""
+
+    name, kind = "rm", "ranked"
+    reward = True
+    sequences_per_example = 2
+    columns = ("margin",)
+    config: RmSection
+
+    @classmethod
+    def final_shape(cls, shape: Shape, tokenizer: Any) -> Shape:
+        """Name a padding token that ends no sequence, or none.
+
+        transformers reads the score at the last token that is not padding, so a padding token that also ends sequences
+        would move it; without one, transformers scores one sequence at a time, at its last token as here.
+        """
+        pad = tokenizer.pad_token_id
+        ends = pad in (*shape.eos_token_id, tokenizer.eos_token_id)
+        return replace(shape, pad_token_id=None if ends else pad)
+
+    def sequences(self, example: Any) -> list[Sequence]:
+        found = super().sequences(example)
+        return [
+            replace(s, columns={"rank": place, **s.columns, "first": not place})
+            for place, s in enumerate(found)
+        ]
+
+    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+        return {"pairs": self.once(better(batch).sum())}
+
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+        scores, pairs = sequence_last(self.model(batch), batch), better(batch)
+        # a batch without sequences has no columns
+        margins = batch.sequence_columns.get("margin", scores.detach())
+        good, bad, margins = torch.broadcast_tensors(scores[:, None], scores, margins[:, None])
+        losses = reward_loss(good, bad, margins, self.config.center_coefficient) * pairs
+        difference = (good - bad) * pairs  # a tie is wrong
+        means = {"accuracy": difference > 0, "margin": difference}
+        self.add_means(metrics, means, pairs.sum())
+        means = {"mean_reward": scores, "mean_square_reward": scores.detach().double().square()}
+        self.add_means(metrics, means, len(scores))
+        return [Term(losses.sum(), "pairs", per_sequence=True)]
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        if "mean_reward" in metrics:
+            variance = metrics.pop("mean_square_reward") - metrics["mean_reward"] ** 2
+            metrics["std_reward"] = max(0.0, variance) ** 0.5
+        return metrics
+
+
+def better(batch: ShardedBatch) -> Tensor:
+    """Return [N, N]: whether sequence i is ranked above sequence j of the same list."""
+    nothing = batch.prefix_lengths  # a batch without sequences has no columns
+    first, ranks = (batch.sequence_columns.get(name, nothing) for name in ("first", "rank"))
+    lists = first.cumsum(0)
+    return (lists[:, None] == lists) & (ranks[:, None] < ranks)

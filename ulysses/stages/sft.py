@@ -1,0 +1,99 @@
+"""SFT: the negative log-likelihood of the trained tokens, as one mean over the whole optimizer step.
+
+nll   sum_t w_t (-log p_t) / sum_t w_t                        (with label smoothing: losses.token_nll)
+dft   sum_t w_t (-p_t log p_t) / sum_t w_t, p_t constant      dynamic fine-tuning, arXiv 2508.05629
+[+ z_loss * mean lse^2]                                       PaLM, arXiv 2204.02311
+
+Evaluation also reports nll by position octave: the mean over the trained tokens that stand at the places [0, 1024) of
+their sequences, [1024, 2048), [2048, 4096) and so on, which shows how much a model gains from a long context.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
+from ulysses.config.stage_sections import SftSection
+from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.stages.base import Stage, Term
+from ulysses.stages.metric_sums import MetricSums
+
+LARGEST_EXPONENT = 700.0  # e^700 is still finite
+# of positions, each twice as long as all before it
+OCTAVES = ["0-1k", *(f"{2**i}k-{2 ** (i + 1)}k" for i in range(13))]
+
+
+class SftStage(Stage):
+    """Supervised fine-tuning on the tokens with nonzero weight; reports perplexity = exp(nll).
+
+    NEFTune's noise depends on (seed, step, example, position) and on no topology.
+    """
+
+    name, kind = "sft", "sequence"
+    config: SftSection
+
+    @classmethod
+    def check(cls, config: Any) -> Iterator[str]:
+        if config.sft.loss_type == "dft" and config.sft.label_smoothing:
+            yield (
+                f'sft.label_smoothing is {config.sft.label_smoothing:g} but sft.loss_type "dft" has none; set it to 0 '
+                'or use "nll"'
+            )
+
+    def sequences(self, example: Any) -> list[Sequence]:
+        if not self.config.neftune_alpha:
+            return super().sequences(example)
+        return [
+            replace(s, columns={"noise_key": int(example.index)}) for s in example.sequences
+        ]
+
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+        config, weights = self.config, batch.loss_weights
+        smoothing = config.label_smoothing
+        plain = config.loss_type == "nll" and not (smoothing or config.z_loss)
+        out = self.model(
+            batch,
+            nll=plain,
+            lse=bool(smoothing or config.z_loss),
+            mean_logit=bool(smoothing),
+            # no noise in evaluation
+            noise_alpha=config.neftune_alpha if torch.is_grad_enabled() else 0.0,
+            noise_seed=(self.seed * 1_000_003 + self.step) % (1 << 30),
+        )
+        loss, count = token_nll(out.logps, weights)
+        metrics.add("nll", loss, count)
+        if not torch.is_grad_enabled():
+            nll = -out.logps.double()
+            # a row predicts the next token; an exponent e stands for 2^(e - 1) to 2^e - 1, and 0 for 0
+            octaves = ((batch.positions + 1) // 1024).float().frexp().exponent
+            # every rank adds all of them; those without a trained token fall out
+            for i, name in enumerate(OCTAVES):
+                inside = weights.double() * (octaves == i)
+                metrics.add(f"nll/{name}", *weighted_sum(nll, inside))
+                metrics.add(f"nll_se/{name}", *weighted_sum(nll.square(), inside))
+                metrics.add(f"weights/{name}", inside.sum())
+        if plain:
+            loss = out.nll
+        elif config.loss_type == "dft":
+            loss, _ = weighted_sum(dft_nll(out.logps), weights)
+        elif smoothing:
+            each = label_smoothed_nll(out.logps, out.lse, out.mean_logit, smoothing)
+            loss, _ = weighted_sum(each, weights)
+        terms = [Term(loss, "tokens")]
+        if config.z_loss:
+            penalty, _ = weighted_sum(z_loss(out.lse, config.z_loss), weights)
+            metrics.add("z_loss", penalty, count)
+            terms.append(Term(penalty, "tokens"))
+        return terms
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        if "nll" in metrics:
+            metrics["perplexity"] = math.exp(min(metrics["nll"], LARGEST_EXPONENT))
+        for name in OCTAVES:
+            if count := metrics.pop(f"weights/{name}", 0):
+                variance = metrics[f"nll_se/{name}"] - metrics[f"nll/{name}"] ** 2
+                metrics[f"nll_se/{name}"] = math.sqrt(max(0, variance) / count)
+        return metrics
