@@ -29,12 +29,12 @@ from ulysses.gradients.chain import build_chain
 # examples/ is not installed, and the engine need not be
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models.arch import ModelConfig as Shape
+from models.arch import ModelConfig
 from models.decoder import count_parameters
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
-from ulysses.memory.plan import GIB, Case, Machine, step_flops
+from ulysses.memory.plan import GIB, Machine, Workload, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
@@ -59,7 +59,7 @@ class Bench(NamedTuple):
     """Hold an engine and the settings that made it."""
 
     config: Config
-    shape: Shape
+    shape: ModelConfig
     mesh: ParallelMesh
     engine: ZeroEngine
 
@@ -127,7 +127,7 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
 
 
 def planned(
-    config: Config, shape: Shape, device: torch.device, tokens: int, documents: int
+    config: Config, shape: ModelConfig, device: torch.device, tokens: int, documents: int
 ) -> MemoryChoice:
     """Return the planner's choice for packs of so many tokens and documents; all ranks call it together."""
     config = changed(config, "data", max_length=max(8, tokens // documents))
@@ -247,7 +247,7 @@ def measure(
     )
     flops *= micro_batches
     rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
-    case = Case(
+    case = Workload(
         plain_model(shape),
         Machine(1, 0),
         tokens,

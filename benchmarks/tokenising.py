@@ -126,7 +126,7 @@ def theirs(tokenizer: Any, pattern: str, data: Path, workers: int, scratch: Path
 
     import ulysses.data
 
-    template = Path(ulysses.data.__file__).with_name(f"{pattern}.jinja")
+    template = Path(ulysses.data.read.chat.__file__).with_name(f"{pattern}.jinja")
     tokenizer.chat_template = template.read_text()
     rows = datasets.load_dataset(
         "json", data_files=str(data), split="train", cache_dir=str(scratch)

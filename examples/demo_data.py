@@ -255,7 +255,7 @@ def write_tokenizer(folder: Path, data: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
-    template = files("ulysses.data") / "llama3.jinja"
+    template = files("ulysses.data.read") / "llama3.jinja"
     config["chat_template"] = template.read_text(encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, indent=2) + "\n", encoding="utf-8"

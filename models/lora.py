@@ -34,7 +34,7 @@ def add_adapters(model: nn.Module, config: Any) -> nn.Module:
         if isinstance(layer, LoraLayer):
             # our own class, which keeps no view of a gathered weight in the autograd graph
             for pair in (layer.lora_A, layer.lora_B):
-                plain = pair[ADAPTER]
+                plain: Any = pair[ADAPTER]
                 pair[ADAPTER] = Linear(
                     plain.in_features,
                     plain.out_features,

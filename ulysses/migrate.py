@@ -23,6 +23,7 @@ from ulysses.config.command_line import check, known_keys, put
 from ulysses.config.foreign_names import foreign_names
 from ulysses.config.section import ConfigError, flat, refuse
 from ulysses.run.registry import STAGES
+from ulysses.run.setting_checks import contradictions
 
 # Their product over all GPUs is batch.examples.
 BATCH_FACTORS = (
@@ -168,7 +169,7 @@ def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]
         written = json.dumps(value, ensure_ascii=False, separators=(", ", " = "), default=str)
         lines.append(f"{key} = {written}{comments.get(key, '')}")
     try:
-        remarks += check(tomllib.loads("\n".join(lines))).complaints()
+        remarks += contradictions(check(tomllib.loads("\n".join(lines))))
     except ConfigError as error:
         remarks.append(str(error))
     if remarks:

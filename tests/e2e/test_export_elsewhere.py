@@ -25,7 +25,7 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.export_model import whole_folder
 from ulysses.run.preflight import read_other
-from ulysses.stages.base import OtherModel
+from ulysses.stages.base import AuxiliaryModel
 
 OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]
 BELOW = ["requests", "urllib3", "charset-normalizer"]  # which huggingface_hub 0 needs and 1 does not
@@ -184,7 +184,7 @@ def test_an_adapter_is_a_model_and_a_reference(adapters: Path, merged: Path, tmp
 def test_a_reward_models_adapter_is_a_reward(base: Path, tmp_path: Path) -> None:
     train("rm", base, tmp_path / "run", model__lora__rank=2)
     folder = tmp_path / "run/export"
-    found = read_other(OtherModel("ppo.reward", str(folder), reward=True))
+    found = read_other(AuxiliaryModel("ppo.reward", str(folder), reward=True))
     score = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
     assert found.shape.vocab_size == 272 and torch.equal(found.files.read("score.weight"), score.view(-1))
 

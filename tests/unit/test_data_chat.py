@@ -173,7 +173,7 @@ def test_marks_without_the_end_of_turn_and_templates_without_any(tokenizers, tem
 
 
 def unmarked(name):
-    text = files("ulysses.data").joinpath(f"{name}.jinja").read_text()
+    text = files("ulysses.data.read").joinpath(f"{name}.jinja").read_text()
     return re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
 
 

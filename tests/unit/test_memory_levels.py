@@ -24,7 +24,7 @@ from tests.memory_case import (
 from ulysses.config.schema import LoraSection as Adapters
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES, Offloader
-from ulysses.memory.plan import GIB, Case, Machine, Model, kept_bytes, pinned_bytes
+from ulysses.memory.plan import GIB, Machine, Model, Workload, kept_bytes, pinned_bytes
 from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients, tile_rows
 
 # memory_case's shape, as the planner sees it
@@ -128,7 +128,7 @@ def test_each_level_keeps_what_is_planned(config):
     shape = PLANNED._replace(head_dim=config.head_dim, qk_norm=config.qk_norm)
 
     def planned(level, model = shape):
-        return kept_bytes(Case(model, Machine(1, GIB), 26, element_size=4), level)
+        return kept_bytes(Workload(model, Machine(1, GIB), 26, element_size=4), level)
 
     for level in ("keep_attention", "block"):
         assert kept_on_the_host(level, 8, config) == 3 * planned(level)
@@ -141,7 +141,7 @@ def test_each_level_keeps_what_is_planned(config):
 def test_no_level_keeps_more_tensors_than_are_planned_for():
     """Each tensor may leave its last chunk of pinned memory partly empty."""
     for level in ("keep_attention", "block"):
-        planned = pinned_bytes(Case(PLANNED, Machine(1, GIB), 0, levels=(level,))) / CHUNK_BYTES
+        planned = pinned_bytes(Workload(PLANNED, Machine(1, GIB), 0, levels=(level,))) / CHUNK_BYTES
         assert kept_on_the_host(level, chunk_bytes=1 << 16) == 3 * planned * (1 << 16)
 
 

@@ -18,7 +18,7 @@ from tests.harness import run_distributed
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
-from ulysses.memory.plan import GIB, PROCESS_BYTES, Case, Machine, choose
+from ulysses.memory.plan import GIB, PROCESS_BYTES, Machine, Workload, choose
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (
@@ -163,7 +163,7 @@ def test_ranks_of_unequal_nodes_see_one_machine():
     assert run_distributed(seen, 3, cpu=True) == [machine] * 3
 
 
-def stage_case(stage: str, lora: int = 0, sp: int = 1, **section: Any) -> Case:
+def stage_case(stage: str, lora: int = 0, sp: int = 1, **section: Any) -> Workload:
     base = config(stage, lora, sp).model_dump()
     base[stage] |= section
     return planner_case(check(base), LLAMA, Machine(8, GIB), 8192)

@@ -13,11 +13,11 @@ from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.plan import (
     GIB,
     PROCESS_BYTES,
-    Case,
     Machine,
     Model,
     PlannedRollout,
     Prediction,
+    Workload,
     choose,
     longest_sequence,
     one_level,
@@ -41,15 +41,15 @@ NODE = node()
 
 def case(
     tokens: int, level: str = "none", model: Model = LLAMA, machine: Machine = NODE, sp: int = 0, **more: Any
-) -> Case:
-    return Case(model, machine, tokens, sp or machine.gpus, **{"levels": (level,) * model.layers, **more})
+) -> Workload:
+    return Workload(model, machine, tokens, sp or machine.gpus, **{"levels": (level,) * model.layers, **more})
 
 
 def predicted(*arguments: Any, **more: Any) -> Prediction:
     return predict(case(*arguments, **more))
 
 
-def measured(row: dict[str, Any]) -> Case:
+def measured(row: dict[str, Any]) -> Workload:
     """Return what the planner is asked about a measured row; keys that are absent mean the plain case."""
     shape = architecture(row["arch"])
     changes = {
@@ -166,7 +166,7 @@ def test_links_between_nodes_are_slower():
     assert slow > 1.5 * fast
 
 
-def chosen(tokens: int, machine: Machine = NODE, **more: Any) -> Case:
+def chosen(tokens: int, machine: Machine = NODE, **more: Any) -> Workload:
     choice = choose(case(tokens, machine=machine, **more))
     assert choice is not None and predict(choice).fits
     return choice

@@ -65,7 +65,7 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def blame(
+def error_context(
     key: str = "", complaints: list[Any] | None = None, *, absent: bool = False
 ) -> Iterator[None]:
     """Turn an error about a value or a file into a ConfigError about the setting `key`.

@@ -144,7 +144,7 @@ class PlannedRollout(NamedTuple):
     merged: bool = False  # adapters are added into a copy of the matrices first
 
 
-class Case(NamedTuple):
+class Workload(NamedTuple):
     """What the planner is asked about: a model's step on a machine, and the memory settings.
 
     tokens: of one micro-batch, which `sp` ranks share, in `documents` of equal length (2 for one pair).
@@ -243,7 +243,7 @@ class Prediction(NamedTuple):
         return self.fits_gpu and self.fits_host
 
 
-def predict(case: Case) -> Prediction:
+def predict(case: Workload) -> Prediction:
     """Predict the bytes of a rank."""
     model, machine, world = case.model, case.machine, case.machine.gpus
     held = sum(m.parameters for m in (model, *case.others))
@@ -281,7 +281,7 @@ def predict(case: Case) -> Prediction:
     )
 
 
-def kept_bytes(case: Case, level: str) -> float:
+def kept_bytes(case: Workload, level: str) -> float:
     """Return the bytes that one layer's graph keeps at a level, weights aside; the log-sum-exp is float32."""
     model, out = case.model, case.model.query_width
     kept = model.width // 2 if level == "pair" else model.width
@@ -296,31 +296,31 @@ def kept_bytes(case: Case, level: str) -> float:
     return float(kept * case.element_size + lse) * case.local
 
 
-def pinned_bytes(case: Case) -> float:
+def pinned_bytes(case: Workload) -> float:
     """Return the most host bytes that one layer's activations take: any tensor's last chunk may stay partly empty."""
     level = case.levels[0]
     return kept_bytes(case, level) + CHUNK_BYTES * (3 if level == "keep_attention" else 1)
 
 
-def _held(case: Case) -> int:
+def _held(case: Workload) -> int:
     """Return the width of the keys that a rank holds per local token after the exchange, all copies included."""
     return case.shards[2] * case.sp * case.model.head_dim
 
 
-def _packed(case: Case) -> int:
+def _packed(case: Workload) -> int:
     """Return the width of what an exchange of q, k and v holds: its inputs, its buffer and its results."""
     row_ranks = case.shards[1]  # keys and values go to every row set
     return 3 * (case.model.query_width + 2 * case.model.kv_width * row_ranks)
 
 
-def _base(case: Case) -> int:
+def _base(case: Workload) -> int:
     """Return the bytes that every moment needs: two layers' gathered weights and the rotary table."""
     model = case.model
     gathered = 2 * case.element_size * model.layer_parameters * (not case.resident)
     return gathered + 4 * model.head_dim * case.local
 
 
-def _head(case: Case) -> tuple[int, int]:
+def _head(case: Workload) -> tuple[int, int]:
     """Return the bytes of the gathered vocabulary, and of a tile of logits in float32 and in the weights' dtype."""
     size, V = case.element_size, case.model.vocabulary
     rows = max(1, LOGITS_TILE_BYTES // (4 * V))
@@ -328,7 +328,7 @@ def _head(case: Case) -> tuple[int, int]:
     return words, min(case.local, rows) * V * (4 + size)
 
 
-def _head_moment(case: Case) -> float:
+def _head_moment(case: Workload) -> float:
     model, size, world = case.model, case.element_size, case.machine.gpus
     gathered, tile = _head(case)
     words = model.vocabulary_parameters
@@ -343,7 +343,7 @@ def _head_moment(case: Case) -> float:
     return fixed + 4 * words + max(tile, reduction)
 
 
-def _layer_moment(case: Case, level: str) -> float:
+def _layer_moment(case: Workload, level: str) -> float:
     model, size, S = case.model, case.element_size, case.local
     D, F, q, held = model.width, model.intermediate, model.query_width, _held(case)
     rows = S if level == "none" else tile_rows(S)
@@ -362,7 +362,7 @@ def _layer_moment(case: Case, level: str) -> float:
     return fixed + size * max(4 * S * D + 4 * wrapped * rows * F, S * attention)
 
 
-def _forward_moment(case: Case) -> float:
+def _forward_moment(case: Workload) -> float:
     """Return the bytes of a pass without gradient: two gathered layers and one's work, or the head."""
     model, size, S = case.model, case.element_size, case.local
     mlp = 3 * tile_rows(S) * model.intermediate
@@ -370,7 +370,7 @@ def _forward_moment(case: Case) -> float:
     return _base(case) + 2 * size * model.width * S + work
 
 
-def _rollout_bytes(case: Case) -> float:
+def _rollout_bytes(case: Workload) -> float:
     """Return the bytes of decoding: all answers of a batch gain one token at a time."""
     model, size, rollout = case.model, case.element_size, case.rollout
     if rollout is None:
@@ -387,7 +387,7 @@ def _rollout_bytes(case: Case) -> float:
     return weights + cache * count * length + prefill + drawing
 
 
-def step_flops(case: Case) -> tuple[float, float]:
+def step_flops(case: Workload) -> tuple[float, float]:
     """Count the FLOPs that one rank executes for a micro-batch: matrix products, attention kernels.
 
     Recomputation counts; adapters' frozen matrices have no gradient of their own (4 N instead of 6 N); causal attention
@@ -410,7 +410,7 @@ def step_flops(case: Case) -> tuple[float, float]:
     return 2 * S * matrices, forward * (attention + passes * model.layers)
 
 
-def step_seconds(case: Case) -> float:
+def step_seconds(case: Workload) -> float:
     """Estimate the seconds of one optimizer step, sampling aside: FLOPs and bytes over the rates measured on H200."""
     model, machine, W = case.model, case.machine, case.machine.gpus
     matrices, attention = step_flops(case)
@@ -439,7 +439,7 @@ def step_seconds(case: Case) -> float:
     return case.micro_batches * micro_batch + update
 
 
-def one_level(case: Case, level: str) -> Case:
+def one_level(case: Workload, level: str) -> Workload:
     """Return the case with one level for all layers, offloaded as it asks for."""
     model = case.model
     case = case._replace(levels=(level,) * model.layers, offloaded_layers=0)
@@ -454,14 +454,14 @@ def one_level(case: Case, level: str) -> Case:
     return found
 
 
-def choose(case: Case) -> Case | None:
+def choose(case: Workload) -> Workload | None:
     """Return where the weights are and what the layers keep, the fastest choice that fits, or None."""
     places = ["resident", "sharded"] if case.weights == "auto" else [case.weights]
     found = (_choose_levels(case._replace(weights=place)) for place in places)
     return min(filter(None, found), key=step_seconds, default=None)
 
 
-def _choose_levels(case: Case) -> Case | None:
+def _choose_levels(case: Workload) -> Workload | None:
     """Return the fastest level that fits, with the next faster one on as many of the last layers as fit, or None.
 
     A level that fits only with layers on the host is not mixed.
@@ -480,7 +480,7 @@ def _choose_levels(case: Case) -> Case | None:
     return None
 
 
-def longest_sequence(case: Case) -> int:
+def longest_sequence(case: Workload) -> int:
     """Return the most tokens per document, a multiple of 1024, that some allowed level fits; 0 if not even 1024 do.
 
     The case says how many equal documents share the micro-batch and how many ranks share it.

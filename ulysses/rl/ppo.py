@@ -32,7 +32,7 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards, load_function
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.rl.sampler import Completion, SamplingOptions
-from ulysses.stages.base import Facts, OtherModel, Term
+from ulysses.stages.base import AuxiliaryModel, Requirements, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import ReferencedStage
 
@@ -74,7 +74,7 @@ class PpoStage(ReferencedStage):
                 f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
                 "set it to at least 2 (commonly 8)"
             )
-        longest, prompts, *_ = cls.facts(config)
+        longest, prompts, *_ = cls.requirements(config)
         if prompts < ppo.minibatches:
             yield (
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
@@ -100,12 +100,15 @@ class PpoStage(ReferencedStage):
         yield from super().check_model(plan)
 
     @classmethod
-    def facts(cls, config: Config) -> Facts:
-        ppo, facts = config.ppo, super().facts(config, needed=config.ppo.kl_coefficient > 0)
+    def requirements(cls, config: Config) -> Requirements:
+        ppo, facts = (
+            config.ppo,
+            super().requirements(config, needed=config.ppo.kl_coefficient > 0),
+        )
         # the passes over a rollout, which is trained on `epochs` times
         value, K = ppo.advantage == "gae", ppo.answers_per_prompt
         scorers = bool(ppo.reward_model)
-        scorer = OtherModel("ppo.reward", ppo.reward_model, reward=True)
+        scorer = AuxiliaryModel("ppo.reward", ppo.reward_model, reward=True)
         steps, longest = ppo.epochs * ppo.minibatches, facts.longest_example
         sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens
         return facts._replace(
@@ -152,7 +155,9 @@ class PpoStage(ReferencedStage):
             shared_budget=budget * config.batch.share_prompts,
             reference=stage.reference,
             reward=reward,
-            scorer=run.frozen(cls.facts(config).others[-1]) if ppo.reward_model else None,
+            scorer=run.frozen(cls.requirements(config).others[-1])
+            if ppo.reward_model
+            else None,
             lora=config.model.lora if config.model.lora.rank else None,
             outside=outside,
             renew=run.watch.renew,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.arch import ModelConfig as Shape
+from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel, init_parameter
 from models.hf_format import WeightFiles
 from models.layers import DecoderLayer
@@ -33,7 +33,7 @@ class InitialWeights:
     +-1 / sqrt(inputs) and B zero.
     """
 
-    def __init__(self, shape: Shape, seed: int, folder: Path | None = None) -> None:
+    def __init__(self, shape: ModelConfig, seed: int, folder: Path | None = None) -> None:
         self.shape = shape
         self.seed = seed
         self.files = WeightFiles(folder) if folder else None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from models.hf_format import write_json
 from ulysses.config.schema import RunSection
-from ulysses.config.section import blame
+from ulysses.config.section import error_context
 from ulysses.disk import check_files, digest_of, flush_to_disk, writing
 from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import ZeroEngine
@@ -138,7 +138,7 @@ def resume_point(run: RunSection) -> Path | None:
         chosen = next(reversed(saved_checkpoints(folder)), None)
     elif run.resume != "never":
         chosen = Path(run.resume)
-        with blame("run.resume"):
+        with error_context("run.resume"):
             read_run_state(chosen)
     left = ", ".join(path.name for path in superseded(folder, chosen))
     if left and not run.overwrite:

@@ -13,8 +13,8 @@ from ulysses.data.serve.preview import preview_examples
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
     GIB,
-    Case,
     Machine,
+    Workload,
     longest_sequence,
     one_level,
     predict,
@@ -60,7 +60,7 @@ def dry_run(config: Config, options: Options) -> int:
     return ABSENT if findings else 0
 
 
-def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Case:
+def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Workload:
     """Print how the run is divided and how long it is; return the planner's view of its first step."""
     config, train = prepared.config, None
     stage, run, facts = STAGES[config.stage], config.run, requirements(config)
@@ -96,11 +96,13 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Ca
     lr = config.optimizer.lr
     if lr == config.default_lr:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
-        print(f"optimizer.lr {lr:g} is the default of {stage.name}: {stage.lr_reason}{more}")
+        print(
+            f"optimizer.lr {lr:g} is the default of {stage.name}: {getattr(config, config.stage).lr_reason}{more}"
+        )
     return case
 
 
-def _plan_memory(prepared: Prepared, case: Case) -> None:
+def _plan_memory(prepared: Prepared, case: Workload) -> None:
     """Print what every level takes, the longest sequence and what the run itself would choose.
 
     Raises ConfigError for a run that does not fit.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.arch import ModelConfig as Shape
+from models.arch import ModelConfig
 from models.decoder import empty_model
 from models.hf_format import (
     CONFIG,
@@ -147,7 +147,7 @@ def _edited(path: Path) -> Iterator[dict[str, Any]]:
 def export_model(
     read: Callable[[Callable[[str], bool]], Iterable[tuple[str, Any]]],
     out: Path,
-    shape: Shape,
+    shape: ModelConfig,
     config: Config,
     step: int,
     *,
@@ -193,7 +193,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
     check_files(checkpoint, {n: d for n, d in state["files"].items() if ".exp_avg" not in n})
     state["config"]["model"]["lora"]["merge"] |= merge
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
-    config, shape = check(state["config"]), Shape.from_hf(state["shape"])
+    config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
     source, stage, saved = config.model, STAGES[config.stage], SavedSlices(checkpoint)
     model = empty_model(shape, reward=stage.reward)
     if source.lora.rank:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from models.arch import ModelConfig as Shape
+from models.arch import ModelConfig
 from models.decoder import count_parameters, empty_model
 from models.hf_format import read_config, resolve_model
 from ulysses.config.schema import Config, Options
@@ -18,9 +18,9 @@ from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
     GIB,
     H200_FLOPS,
-    Case,
     Machine,
     Model,
+    Workload,
     choose,
     divisors,
     one_level,
@@ -47,7 +47,7 @@ class MemoryChoice(NamedTuple):
     graphs: bool = False
 
 
-def adapter_parameters(config: Config, shape: Shape) -> int:
+def adapter_parameters(config: Config, shape: ModelConfig) -> int:
     """Count the parameters that LoRA trains; 0 without it."""
     lora, value = config.model.lora, requirements(config).value
     if not lora.rank:
@@ -61,7 +61,7 @@ def adapter_parameters(config: Config, shape: Shape) -> int:
     return adapters + score
 
 
-def plain_model(shape: Shape, *, reward: bool = False) -> Model:
+def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
     """Return the planner's view of a model that trains all its weights."""
     parameters = count_parameters(shape, reward=reward)
     return Model(
@@ -79,7 +79,7 @@ def plain_model(shape: Shape, *, reward: bool = False) -> Model:
     )
 
 
-def planner_model(config: Config, shape: Shape) -> Model:
+def planner_model(config: Config, shape: ModelConfig) -> Model:
     """Return the planner's view of the trained model, the score head of PPO's value included."""
     model = plain_model(shape, reward=STAGES[config.stage].reward)
     adapters = adapter_parameters(config, shape)
@@ -87,7 +87,7 @@ def planner_model(config: Config, shape: Shape) -> Model:
     return model._replace(parameters=whole + adapters, trained=adapters or whole)
 
 
-def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) -> Case:
+def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: int) -> Workload:
     """Return the planner's view of a run: one micro-batch of `tokens`, full of longest sequences.
 
     The degree "auto" is the smallest whose plan fits, or all processes if none does.
@@ -103,7 +103,7 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
         rollout = rollout._replace(answers=prompts * rollout.answers)
-    case = Case(
+    case = Workload(
         planner_model(config, shape),
         machine,
         tokens,
@@ -123,14 +123,14 @@ def planner_case(config: Config, shape: Shape, machine: Machine, tokens: int) ->
     return case
 
 
-def _other(path: str, shape: Shape) -> Shape:
+def _other(path: str, shape: ModelConfig) -> ModelConfig:
     """Return another model's shape; one that is not here counts as large as the trained one."""
     with suppress(ValueError, OSError):
         return read_config(resolve_model(path, need_weights=False))
     return shape
 
 
-def choose_memory(case: Case) -> MemoryChoice:
+def choose_memory(case: Workload) -> MemoryChoice:
     """Decide every layer's level and the offload.
 
     Settings made by hand are honoured while the GPU's whole memory might do; the line says if the

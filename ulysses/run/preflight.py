@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from models.arch import ARCHITECTURES, architecture
-from models.arch import ModelConfig as Shape
+from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import count_parameters, empty_model
 from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
 from ulysses.config.schema import Config, ModelSection
-from ulysses.config.section import AbsentError, ConfigError, blame, flat, refuse
+from ulysses.config.section import AbsentError, ConfigError, error_context, flat, refuse
 from ulysses.data.read.chat import ChatTemplate, load_tokenizer
 from ulysses.data.read.sources import is_hub_id, missing_sources, parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
@@ -35,7 +34,7 @@ from ulysses.run.checkpoint import read_run_state, resume_point
 from ulysses.run.memory_choice import planner_model
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.setting_checks import check_settings
-from ulysses.stages.base import OtherModel
+from ulysses.stages.base import AuxiliaryModel
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
@@ -50,7 +49,7 @@ class Prepared:
     """What the checks of a run found; all of it is there unless a dry run reported findings."""
 
     config: Config
-    shape: Shape | None = None
+    shape: ModelConfig | None = None
     folder: Path | None = None  # of the model; None for a shape given by name or keys
     tokenizer: Any = None
     # the folder, or the tokenizer.json, that it was read from
@@ -81,7 +80,7 @@ class Prepared:
                 data.eval_fraction,
                 held_out,
             )
-            with blame("data", absent=any(map(is_hub_id, sources))):
+            with error_context("data", absent=any(map(is_hub_id, sources))):
                 found = open_dataset(
                     sources,
                     STAGES[self.config.stage].kind,
@@ -171,7 +170,7 @@ class Prepared:
         Raises ConfigError for an example that is longer than a micro-batch.
         """
         config = self.config
-        with blame():
+        with error_context():
             return StepLoader(
                 dataset,
                 requirements(config).examples_per_load,
@@ -206,7 +205,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     )
     plan = Prepared(config)
     complaints: list[Any] = []
-    collect = partial(blame, complaints=complaints)
+    collect = partial(error_context, complaints=complaints)
     with collect("data"):
         if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
             raise FileNotFoundError("; ".join(missing))
@@ -218,7 +217,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     with collect():
         plan.shape, plan.folder = read_shape(config, need_weights=strict)
         if pretrained:
-            with blame("model.path"):
+            with error_context("model.path"):
                 check_weights(plan.shape, plan.folder, reward=stage.reward)
     with collect("model"):
         plan.shape = plan.shape or published_shape(model)
@@ -268,7 +267,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     return plan
 
 
-def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Path | None]:
+def read_shape(config: Config, *, need_weights: bool = True) -> tuple[ModelConfig, Path | None]:
     """Return the model's shape, and its folder or None for a shape given by name or keys.
 
     Without `need_weights` the weights of a hub id are not fetched.
@@ -279,16 +278,16 @@ def read_shape(config: Config, *, need_weights: bool = True) -> tuple[Shape, Pat
     rope = model.rope.changes()
     if model.path:
         folder = resolve_model(model.path, model.revision, need_weights=need_weights)
-    with blame("model"):
+    with error_context("model"):
         if folder is not None:
             raw = read_config(folder, **rope).to_hf()
         elif model.arch:
             raw = architecture(model.arch).to_hf()
         raw.pop("rope_parameters", None)  # model.config may have either style
-        return Shape.from_hf({**raw, **model.config}, **rope), folder
+        return ModelConfig.from_hf({**raw, **model.config}, **rope), folder
 
 
-def published_shape(model: ModelSection) -> Shape | None:
+def published_shape(model: ModelSection) -> ModelConfig | None:
     """Return the shape that model.path, such as "meta-llama/Meta-Llama-3-8B-Instruct", names, or None."""
     name = Path(model.path or "").name.lower().replace("llama-", "llama")
     shape = next((shape for key, shape in ARCHITECTURES.items() if key in name), None)
@@ -296,10 +295,10 @@ def published_shape(model: ModelSection) -> Shape | None:
         return None
     if "qwen2.5" in name and "instruct" in name:
         shape = replace(shape, max_position_embeddings=32768)
-    return Shape.from_hf(shape.to_hf(), **model.rope.changes())
+    return ModelConfig.from_hf(shape.to_hf(), **model.rope.changes())
 
 
-def _fit_window(config: Config, shape: Shape, key: str) -> Shape:
+def _fit_window(config: Config, shape: ModelConfig, key: str) -> ModelConfig:
     """Return the shape with a window that holds the run's longest sequence.
 
     Only random weights, which have no `key`, and a model that is to extrapolate learn a longer window; for others
@@ -319,7 +318,7 @@ def _fit_window(config: Config, shape: Shape, key: str) -> Shape:
     return replace(shape, max_position_embeddings=max(longest, window))
 
 
-def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
+def check_weights(shape: ModelConfig, folder: Path, *, reward: bool) -> None:
     """Refuse weight files that do not hold every parameter in its shape, before anything is allocated.
 
     Raises ValueError naming the first parameter that is missing or wrong.
@@ -329,10 +328,10 @@ def check_weights(shape: Shape, folder: Path, *, reward: bool) -> None:
     WeightFiles(folder).check(expected, may_lack=("score.weight",) if reward else ())
 
 
-def read_other(other: OtherModel, *, need_weights: bool = True) -> InitialWeights:
+def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWeights:
     """Return the weights of a model that the run reads besides the trained one."""
     folder = resolve_model(other.path, need_weights=need_weights, key=other.setting)
-    with blame(other.setting):
+    with error_context(other.setting):
         weights = InitialWeights(read_config(folder), 0, folder)
         check_weights(weights.shape, folder, reward=other.reward)
         if other.reward and "score.weight" not in weights.stored:
@@ -357,7 +356,7 @@ def _read_tokenizer(plan: Prepared) -> None:
             "model.tokenizer is missing, and there is no model.path to take it from; set it to a folder, a hub id "
             "or a tokenizer.json"
         )
-    with blame("model.tokenizer"):
+    with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
         if STAGES[config.stage].kind != "text":
             plan.template = ChatTemplate(tokenizer, config.data.chat_template)
@@ -370,7 +369,7 @@ def _read_tokenizer(plan: Prepared) -> None:
     plan.tokenizer, plan.tokenizer_place = tokenizer, place
 
 
-def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
+def _find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
     """Return the checkpoint that the run continues, or None to start afresh; nothing is loaded yet."""
     run = config.run
     checkpoint = resume_point(run)
@@ -378,7 +377,7 @@ def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
         return None
     state = read_run_state(checkpoint)
     own = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
-    theirs = {**flat(state["config"]), **Shape.from_hf(state["shape"]).to_hf()}
+    theirs = {**flat(state["config"]), **ModelConfig.from_hf(state["shape"]).to_hf()}
     fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
     for name in (*ALLOWED_ANYWAY, *fixed, "model.lora.rank", "model.lora.targets"):
         anyway = name in ALLOWED_ANYWAY
@@ -388,14 +387,14 @@ def _find_checkpoint(config: Config, shape: Shape) -> Path | None:
                 f"set the same, or another run.output{', or run.resume_anyway = true' * anyway}",
                 "run.resume",
             )
-    with blame("run.resume"):
+    with error_context("run.resume"):
         build_chain(
             config.gradients.policies or config.gradients.preset, config.gradients.max_norm
         ).load_state_dict(state["policies"])
     return checkpoint
 
 
-def _check_disk(plan: Prepared, shape: Shape) -> str:
+def _check_disk(plan: Prepared, shape: ModelConfig) -> str:
     """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
 
     Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder

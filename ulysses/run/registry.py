@@ -2,7 +2,7 @@
 
 from ulysses.config.schema import Config
 from ulysses.rl.ppo import PpoStage
-from ulysses.stages.base import Facts, Stage
+from ulysses.stages.base import Requirements, Stage
 from ulysses.stages.dpo import DpoStage
 from ulysses.stages.kto import KtoStage
 from ulysses.stages.pt import PtStage
@@ -14,6 +14,6 @@ STAGES: dict[str, type[Stage]] = {
 }
 
 
-def requirements(config: Config) -> Facts:
+def requirements(config: Config) -> Requirements:
     """Return what follows from the stage's settings."""
-    return STAGES[config.stage].facts(config)
+    return STAGES[config.stage].requirements(config)

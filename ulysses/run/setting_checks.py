@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ulysses.config.schema import Config
-from ulysses.config.section import blame, refuse
+from ulysses.config.section import error_context, refuse
 from ulysses.gradients.chain import build_chain
 from ulysses.memory.plan import divisors
 from ulysses.run.registry import STAGES
@@ -38,7 +38,7 @@ def check_settings(config: Config, world_size: int) -> None:
             complaints.append(
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
-    with blame("", complaints):
+    with error_context("", complaints):
         check_raw(config.deepspeed.zero_optimization)
         build_chain(
             config.gradients.policies or config.gradients.preset, config.gradients.max_norm

@@ -36,7 +36,7 @@ from ulysses.run.preflight import prepare
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.trainer import Trainer
 from ulysses.run.watch import Watch
-from ulysses.stages.base import OtherModel
+from ulysses.stages.base import AuxiliaryModel
 from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import end_distributed, initialize_distributed, meet
 from ulysses.zero.engine import ZeroEngine
@@ -179,7 +179,7 @@ class TrainingRun:
 
     # ---------------------------------------------------------------- what a stage is built from
 
-    def frozen(self, other: OtherModel | None = None) -> ZeroEngine:
+    def frozen(self, other: AuxiliaryModel | None = None) -> ZeroEngine:
         """Build a frozen engine of another model, or of a copy of the initial policy."""
         weights = self.prepared.others[other.setting] if other else self.prepared.weights
         reward = bool(other and other.reward)
@@ -245,7 +245,7 @@ class TrainingRun:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
-        self.watch.blame(error)  # while the signals of a launcher are still caught
+        self.watch.report_failure(error)  # while the signals of a launcher are still caught
         self.resources.close()
         self.trainer = self.engine = None
         if dist.get_world_size() > 1 and error is not None:

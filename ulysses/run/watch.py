@@ -125,7 +125,7 @@ class Watch:
         """Note that a step is done on the host, and an event that a GPU reaches when it has done it too."""
         self._stepped, self._event = True, event
 
-    def blame(self, error: BaseException | None) -> None:
+    def report_failure(self, error: BaseException | None) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
         told = "gloo" in str(error) or "pair closure" in str(error)
         if (told or isinstance(error, dist.DistError)) and self.store is not None:

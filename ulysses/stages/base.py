@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from models.arch import ModelConfig as Shape
+from models.arch import ModelConfig
 from ulysses.config.schema import Config
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import Sequence, ShardedBatch
@@ -36,7 +36,7 @@ class Term(NamedTuple):
     per_sequence: bool = False
 
 
-class OtherModel(NamedTuple):
+class AuxiliaryModel(NamedTuple):
     """A frozen model that the run reads: its setting, its folder or hub id, and whether it is a reward model."""
 
     setting: str
@@ -44,7 +44,7 @@ class OtherModel(NamedTuple):
     reward: bool = False
 
 
-class Facts(NamedTuple):
+class Requirements(NamedTuple):
     """What follows from a stage's settings for the planner, the data loader and the builder.
 
     longest_example: tokens of the longest sequence that the settings allow.
@@ -68,7 +68,7 @@ class Facts(NamedTuple):
     extra_forwards: float = 0.0
     value: bool = False
     scopes: dict[str, float] | None = None
-    others: tuple[OtherModel, ...] = ()
+    others: tuple[AuxiliaryModel, ...] = ()
     mismatched: bool = False
     rollout: PlannedRollout | None = None
     reference: str = ""
@@ -121,22 +121,22 @@ class Stage:
         yield from ()
 
     @classmethod
-    def final_shape(cls, shape: Shape, tokenizer: Any) -> Shape:
+    def final_shape(cls, shape: ModelConfig, tokenizer: Any) -> ModelConfig:
         """Return the shape as the exported config.json describes it."""
         return shape
 
     # ---------------------------------------------------------------- facts for the planner and the builder
 
     @classmethod
-    def facts(cls, config: Config) -> Facts:
-        """Return what follows from the settings; everybody else reads `cls.facts(config)`."""
+    def requirements(cls, config: Config) -> Requirements:
+        """Return what follows from the settings; everybody else reads `cls.requirements(config)`."""
         examples = config.batch.examples
-        return Facts(config.data.max_length, examples, examples)
+        return Requirements(config.data.max_length, examples, examples)
 
     @classmethod
     def total_steps(cls, config: Config, loader: Any) -> int:
         """Return the optimizer steps of the whole run."""
-        steps_per_epoch = loader.steps_per_epoch * cls.facts(config).steps_per_load
+        steps_per_epoch = loader.steps_per_epoch * cls.requirements(config).steps_per_load
         return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
 
     @classmethod

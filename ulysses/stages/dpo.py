@@ -29,7 +29,7 @@ from ulysses.config.stage_sections import DpoSection
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.sums import segment_sums
-from ulysses.stages.base import Facts, Term
+from ulysses.stages.base import Requirements, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import ReferencedStage
 
@@ -64,10 +64,10 @@ class DpoStage(ReferencedStage):
         yield from super().check(config)
 
     @classmethod
-    def facts(cls, config: Config) -> Facts:
+    def requirements(cls, config: Config) -> Requirements:
         types = {*config.dpo.loss_types}
         needed = not types <= {*REFERENCE_FREE}
-        return super().facts(config, needed=needed, looks_ahead="aot" in types)
+        return super().requirements(config, needed=needed, looks_ahead="aot" in types)
 
     def sequences(self, example: Any) -> list[Sequence]:
         pair, alpha = super().sequences(example), self.config.ld_alpha

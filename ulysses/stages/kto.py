@@ -23,7 +23,7 @@ from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
 from ulysses.parallel.sums import segment_sums
-from ulysses.stages.base import Facts, Term
+from ulysses.stages.base import Requirements, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import packed_batches
 from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
@@ -50,9 +50,11 @@ class KtoStage(ReferencedStage):
         yield from super().check(config)
 
     @classmethod
-    def facts(cls, config: Config) -> Facts:
+    def requirements(cls, config: Config) -> Requirements:
         mismatched = config.kto.loss_type == "kto"
-        return super().facts(config, looks_ahead=mismatched)._replace(mismatched=mismatched)
+        return (
+            super().requirements(config, looks_ahead=mismatched)._replace(mismatched=mismatched)
+        )
 
     @classmethod
     def build(cls, run: Any) -> "ReferencedStage":

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from ulysses.config.schema import Config
-from ulysses.config.section import ConfigError, blame
+from ulysses.config.section import ConfigError, error_context
 from ulysses.data.cache import check_once
 from ulysses.disk import write_digested, writing
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.stages.base import Facts, OtherModel, Stage
+from ulysses.stages.base import AuxiliaryModel, Requirements, Stage
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import token_values
 
@@ -77,16 +77,18 @@ class ReferencedStage(Stage):
         needed = plan.shape.vocab_size if cls.kind == "prompt" else len(plan.tokenizer)
         if other is not None and other.shape.vocab_size < needed:
             yield (
-                f"{setting} {cls.facts(plan.config).reference} has {other.shape.vocab_size} tokens but the policy "
-                f"{needed}; use a model with the policy's tokenizer"
+                f"{setting} {cls.requirements(plan.config).reference} has {other.shape.vocab_size} tokens but the "
+                f"policy {needed}; use a model with the policy's tokenizer"
             )
 
     @classmethod
-    def facts(cls, config: Config, *, needed: bool = True, looks_ahead: bool = False) -> Facts:
+    def requirements(
+        cls, config: Config, *, needed: bool = True, looks_ahead: bool = False
+    ) -> Requirements:
         reference = cls.table(config).reference if needed else ""
         passes = float(reference not in ("", "cached"))
-        other = OtherModel(f"{cls.name}.reference", reference)
-        facts = super().facts(config)
+        other = AuxiliaryModel(f"{cls.name}.reference", reference)
+        facts = super().requirements(config)
         return facts._replace(
             reference=reference,
             # a stage that looks ahead has policy and reference read as much once more, before the first backward
@@ -105,7 +107,7 @@ class ReferencedStage(Stage):
             from models.lora import BasePolicy  # peft is an optional dependency
 
             base = BasePolicy(run.engine)
-        match cls.facts(config).reference:
+        match cls.requirements(config).reference:
             case "":
                 pass  # there is no reference
             case "cached":
@@ -114,7 +116,7 @@ class ReferencedStage(Stage):
             case "live":
                 stage.reference = logps_of(base or run.frozen())
             case _:
-                stage.reference = logps_of(run.frozen(cls.facts(config).others[0]))
+                stage.reference = logps_of(run.frozen(cls.requirements(config).others[0]))
         return stage
 
     @classmethod
@@ -128,7 +130,7 @@ class ReferencedStage(Stage):
             evaluation = data is run.eval_data
             loader = run.loader(data, evaluation=evaluation)
             steps = loader.steps_per_epoch if evaluation else cls.total_steps(config, loader)
-            pairs = pairs_of_run(loader, steps * cls.facts(config).mismatched)
+            pairs = pairs_of_run(loader, steps * cls.requirements(config).mismatched)
             key = hashlib.sha256(f"{model} {data.fingerprint} {pairs}".encode()).hexdigest()
             path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
@@ -250,7 +252,7 @@ def attach_reference(
             else:
                 deque(chunks, maxlen=0)  # all ranks compute them together
         gather(None)  # no node reads what is still written
-    with blame("data.cache"):
+    with error_context("data.cache"):
         check_once(seal, path.parent)
     values = np.asarray(np.memmap(path, np.float32, "r"))
     own, *parts = np.split(values, np.cumsum(sizes)[:-1])

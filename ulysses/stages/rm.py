@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from losses.reward_model import reward_loss
-from models.arch import ModelConfig as Shape
+from models.arch import ModelConfig
 from ulysses.config.stage_sections import RmSection
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import sequence_last
@@ -31,7 +31,7 @@ class RmStage(Stage):
     config: RmSection
 
     @classmethod
-    def final_shape(cls, shape: Shape, tokenizer: Any) -> Shape:
+    def final_shape(cls, shape: ModelConfig, tokenizer: Any) -> ModelConfig:
         """Name a padding token that ends no sequence, or none.
 
         transformers reads the score at the last token that is not padding, so a padding token that also ends sequences

@@ -1,0 +1,1 @@
+"""From files of every format to conversations, and from these to tokens with weights."""

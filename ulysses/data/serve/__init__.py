@@ -1,0 +1,1 @@
+"""Tokenised data in memory-mapped files, and the steps that a run reads from them."""
