@@ -124,7 +124,7 @@ def theirs(tokenizer: Any, pattern: str, data: Path, workers: int, scratch: Path
     """Load and tokenise the rows with `datasets`; return the number of tokens."""
     import datasets
 
-    import ulysses.data
+    import ulysses.data.read.chat
 
     template = Path(ulysses.data.read.chat.__file__).with_name(f"{pattern}.jinja")
     tokenizer.chat_template = template.read_text()
