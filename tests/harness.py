@@ -154,7 +154,9 @@ def _child(
         meet = f"file://{folder / 'store'}"
         begin_rank()
         if deterministic:
-            from ulysses.run.setting_checks import require_determinism  # heavy, and needed here only
+            from ulysses.run.setting_checks import (
+                require_determinism,  # heavy, and needed here only
+            )
 
             require_determinism()
         if cuda:
