@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import plain_parser, wait
+from common import add_options, plain_parser, wait
 from torch import Tensor
 
 from ulysses import ParallelMesh, Sequence, ShardedBatch, UlyssesAttention, pack_shard
@@ -45,12 +45,15 @@ def main() -> None:
     p.add_argument(
         "--kernels", nargs="*", help="names from ulysses/parallel/kernels.py; all that run here"
     )
-    p.add_argument("--heads", type=int, default=32)
-    p.add_argument("--kv-heads", type=int, default=8)
-    p.add_argument("--head-dim", type=int, default=128)
+    add_options(
+        p,
+        heads=(32, "query heads"),
+        kv_heads=(8, "key-value heads"),
+        head_dim=(128, "width of a head"),
+        documents=(1, "equal documents in the pack"),
+        repeat=(5, "timed repetitions"),
+    )
     p.add_argument("--tokens", type=int, nargs="*", default=[32768, 131072])
-    p.add_argument("--documents", type=int, default=1, help="equal documents in the pack")
-    p.add_argument("--repeat", type=int, default=5)
     p.add_argument(
         "--check", action="store_true", help="compare out, dq, dk, dv with one process and exit"
     )

@@ -70,20 +70,25 @@ def plain_parser(text: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=text, formatter_class=layout, allow_abbrev=False)
 
 
+def add_options(p: argparse.ArgumentParser, /, **options: tuple[Any, str]) -> None:
+    """Add options by name, each with default and help; values have the default's type, and a list takes several."""
+    for name, (default, text) in options.items():
+        several: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
+        kind = type(default[0] if several else default)
+        flag = "--" + name.replace("_", "-")
+        p.add_argument(flag, type=kind, default=default, help=text, **several)
+
+
 def parser(text: str | None) -> argparse.ArgumentParser:
     """Return a parser with what programs that measure a model share; what it does not know are train.py's settings."""
     p = plain_parser(text)
-    p.add_argument("--arch", default="llama3-8b")
-    p.add_argument(
-        "--layers", type=int, default=0, help="use only this many layers; 0 uses all"
+    add_options(
+        p,
+        arch=("llama3-8b", "architecture, as in model.arch"),
+        layers=(0, "use only this many layers; 0 uses all"),
+        gpus=(torch.cuda.device_count() or 1, "processes that a driver starts"),
+        out=("", "append the JSON lines to this file too"),
     )
-    p.add_argument(
-        "--gpus",
-        type=int,
-        default=torch.cuda.device_count() or 1,
-        help="processes that a driver starts",
-    )
-    p.add_argument("--out", default="", help="append the JSON lines to this file too")
     return p
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import plain_parser, table
+from common import add_options, plain_parser, table
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -37,17 +37,18 @@ def main() -> None:
     p = plain_parser(__doc__)
     p.add_argument("books", type=Path, help="folder of plain-text books")
     p.add_argument("--out", type=Path, required=True, help="a new folder for everything")
-    p.add_argument(
-        "--held-out", default="", help="file name of the book; by default the last one"
+    add_options(
+        p,
+        held_out=("", "file name of the book; by default the last one"),
+        short=(4096, "length of the first sequences"),
+        long=(16384, "length of the later sequences"),
+        steps=(400, "steps at the short length"),
+        more=(100, "steps at the long length"),
+        tokens=(65536, "tokens of a step"),
+        vocabulary=(8192, "tokens that the tokenizer has"),
+        width=(512, "hidden size"),
+        layers=(8, "number of layers"),
     )
-    p.add_argument("--short", type=int, default=4096)
-    p.add_argument("--long", type=int, default=16384)
-    p.add_argument("--steps", type=int, default=400, help="steps at the short length")
-    p.add_argument("--more", type=int, default=100, help="steps at the long length")
-    p.add_argument("--tokens", type=int, default=65536, help="tokens of a step")
-    p.add_argument("--vocabulary", type=int, default=8192)
-    p.add_argument("--width", type=int, default=512)
-    p.add_argument("--layers", type=int, default=8)
     a, rest = p.parse_known_args()
     books = sorted(a.books.glob("*.txt"))
     names = [book.name for book in books]

@@ -14,7 +14,7 @@ known to fit, in `--tries` trials. Prints JSON lines and a table.
 from pathlib import Path
 from typing import Any
 
-from common import FIT, changed, launch, parser, settings, table
+from common import FIT, add_options, changed, launch, parser, settings, table
 
 from ulysses.memory.plan import GIB, Machine, longest_sequence
 from ulysses.run.memory_choice import free_host_bytes, planner_case
@@ -31,22 +31,21 @@ WARM = 32768
 def main() -> None:
     p = parser(__doc__)
     p.add_argument(
-        "--sp", type=int, nargs="+", default=[0], help="degrees to try; 0 is all GPUs"
-    )
-    p.add_argument(
         "--tokens", type=int, nargs="*", default=[], help="these lengths instead of a search"
     )
     p.add_argument(
         "--complete", action="store_true", help="whole training steps instead of fit mode"
     )
     p.add_argument("--offload", default="auto", choices=["none", "auto", "checkpoints"])
-    p.add_argument("--recompute", default="auto")
-    p.add_argument(
-        "--gpu-memory", type=float, default=139.8, help="GiB of each GPU, for the planner"
+    add_options(
+        p,
+        recompute=("auto", "recompute level, as in memory.recompute"),
+        gpu_memory=(139.8, "GiB of each GPU, for the planner"),
+        tries=(3, "trials of one search"),
+        block=(BLOCK, "lengths are multiples of it"),
+        timeout=(590.0, "seconds of one trial"),
+        sp=([0], "degrees to try; 0 is all GPUs"),
     )
-    p.add_argument("--tries", type=int, default=3)
-    p.add_argument("--block", type=int, default=BLOCK, help="lengths are multiples of it")
-    p.add_argument("--timeout", type=float, default=590.0, help="seconds of one trial")
     a, rest = p.parse_known_args()
     rows = []
     for degree in [sp or a.gpus for sp in a.sp]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import plain_parser, say
+from common import add_options, plain_parser, say
 
 from models.arch import ModelConfig, architecture
 from models.decoder import empty_model
@@ -28,12 +28,15 @@ VARIANTS = ("graphs", "plain", "transformers")
 
 def main() -> None:
     p = plain_parser(__doc__)
-    p.add_argument("--arch", default="qwen2.5-1.5b")
-    p.add_argument("--layers", type=int, default=0, help="use only this many layers; 0 is all")
-    p.add_argument("--prompts", type=int, default=64)
-    p.add_argument("--prompt-tokens", type=int, default=128)
-    p.add_argument("--new", type=int, default=256, help="tokens of every answer")
-    p.add_argument("--times", type=int, default=3)
+    add_options(
+        p,
+        arch=("qwen2.5-1.5b", "architecture, as in model.arch"),
+        layers=(0, "use only this many layers; 0 is all"),
+        prompts=(64, "number of prompts"),
+        prompt_tokens=(128, "tokens of every prompt"),
+        new=(256, "tokens of every answer"),
+        times=(3, "timed repetitions"),
+    )
     p.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     a = p.parse_args()
     say({"check": check()})

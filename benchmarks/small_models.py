@@ -9,7 +9,7 @@ GPU. Any of train.py's settings may follow.
 
 from typing import Any
 
-from common import launch, plain_parser, table
+from common import add_options, launch, plain_parser, table
 
 from models.arch import ARCHITECTURES
 
@@ -45,8 +45,11 @@ COLUMNS = (
 def main() -> None:
     p = plain_parser(__doc__)
     p.add_argument("--models", nargs="+", default=[name for name, *_ in CASES])
-    p.add_argument("--steps", type=int, default=9)
-    p.add_argument("--peer", default="", help="the plain loop's file")
+    add_options(
+        p,
+        steps=(9, "optimizer steps"),
+        peer=("", "the plain loop's file"),
+    )
     a, rest = p.parse_known_args()
     rows: list[dict[str, Any]] = []
     for name, arch, changes, counts, length in CASES:

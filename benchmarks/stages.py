@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import parser, say, table, torchrun
+from common import add_options, parser, say, table, torchrun
 from tokenizers import Tokenizer
 
 from examples.demo import ROOT, read_metrics
@@ -41,20 +41,19 @@ WORDS = (*COLOURS, *MATERIALS, *ROOMS, *THINGS)
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument(
-        "--tokens",
-        type=int,
-        default=32768,
-        help="tokens of a document, or of each side of a pair",
+    add_options(
+        p,
+        tokens=(32768, "tokens of a document, or of each side of a pair"),
+        prompt=(0, "tokens of the prompt, out of --tokens"),
+        answers=(2, "answers of every example of rm"),
+        examples=(512, "prompts of a step of ppo"),
     )
-    p.add_argument(
-        "--prompt", type=int, default=0, help="tokens of the prompt, out of --tokens"
-    )
-    p.add_argument("--answers", type=int, default=2, help="answers of every example of rm")
-    p.add_argument("--examples", type=int, default=512, help="prompts of a step of ppo")
     p.add_argument("--stages", nargs="+", default=list(STAGES), choices=(*STAGES, "ppo"))
-    p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
-    p.add_argument("--steps", type=int, default=4)
+    add_options(
+        p,
+        sp=(0, "Ulysses degree; 0 is all processes"),
+        steps=(4, "optimizer steps"),
+    )
     a, rest = p.parse_known_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:

@@ -21,6 +21,7 @@ import torch
 from common import (
     FIT,
     Bench,
+    add_options,
     added,
     build,
     changed,
@@ -53,49 +54,24 @@ SPEEDS = {"seconds", "first_s", "tok_s_gpu", "model_tflops_gpu", "mfu", "execute
 
 def main() -> None:
     p = parser(__doc__)
-    p.add_argument("--seq", type=int, nargs="+", default=[32768])
-    p.add_argument(
-        "--documents", type=int, default=1, help="sequences of that length in each pack"
-    )
-    p.add_argument("--micro-batches", type=int, default=1, help="packs in each step")
-    p.add_argument("--sp", type=int, default=0, help="Ulysses degree; 0 is all processes")
-    p.add_argument(
-        "--recompute",
-        nargs="+",
-        default=["auto"],
-        help="one level for all lengths, or one per length",
-    )
-    p.add_argument(
-        "--offload",
-        nargs="+",
-        default=["none"],
-        help="none, auto or checkpoints: one for all lengths, or one per length",
-    )
-    p.add_argument(
-        "--steps",
-        type=int,
-        default=3,
-        help="timed after a first step; 0 times the first one, after --warm",
-    )
-    p.add_argument(
-        "--warm",
-        type=int,
-        default=0,
-        help="one step of this length before: compiles kernels and makes the optimizer's states",
+    add_options(
+        p,
+        seq=([32768], "lengths, one after the other"),
+        documents=(1, "sequences of that length in each pack"),
+        micro_batches=(1, "packs in each step"),
+        sp=(0, "Ulysses degree; 0 is all processes"),
+        recompute=(["auto"], "one level for all lengths, or one per length"),
+        offload=(["none"], "none, auto or checkpoints: one for all lengths, or one per length"),
+        steps=(3, "timed after a first step; 0 times the first one, after --warm"),
+        warm=(
+            0,
+            "one step of this length before: compiles kernels, makes the optimizer's states",
+        ),
+        profile=("", "write a trace of one step of the last length into this folder"),
+        watch=(0, "compare steps without and with the watch that a run has, so many times"),
+        peer=("", "another harness and its own arguments"),
     )
     p.add_argument("--skip-attention", action="store_true", help=FIT)
-    p.add_argument(
-        "--profile",
-        default="",
-        help="write a trace of one step of the last length into this folder",
-    )
-    p.add_argument(
-        "--watch",
-        type=int,
-        default=0,
-        help="so many times, take the steps without and with the watch that a run has, and compare",
-    )
-    p.add_argument("--peer", default="", help="another harness and its own arguments")
     a, rest = p.parse_known_args()
     if not (a.steps or a.warm):
         p.error(

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import plain_parser, say, table
+from common import add_options, plain_parser, say, table
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -51,13 +51,16 @@ WORDS = (*COLOURS, *MATERIALS, *OWNERS, *ROOMS, *THINGS)
 
 def main() -> None:
     p = plain_parser(__doc__)
-    p.add_argument("--vocabulary", default="", help="a tokenizer.json")
     p.add_argument("--pattern", choices=PATTERNS, default="llama3")
     p.add_argument("--data", type=Path, help="JSON lines with messages")
-    p.add_argument("--rows", type=int, default=50_000, help="made-up rows")
-    p.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--out", default="", help="append the JSON lines to this file too")
+    add_options(
+        p,
+        vocabulary=("", "a tokenizer.json"),
+        rows=(50_000, "made-up rows"),
+        workers=([1, 2], "numbers of processes"),
+        rounds=(3, "turns that are measured"),
+        out=("", "append the JSON lines to this file too"),
+    )
     a = p.parse_args()
     # as in train.py: the processes are what works in parallel
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -108,15 +111,8 @@ def cpu_seconds() -> float:
 def ours(tokenizer: Any, pattern: str, data: Path, workers: int, scratch: Path) -> int:
     """Read and tokenise the rows into a new cache; return the number of tokens."""
     sources, settings = parse_sources(str(data)), DataSettings(1 << 20)
-    dataset = open_dataset(
-        sources,
-        "sequence",
-        tokenizer,
-        settings,
-        scratch,
-        chat_template=pattern,
-        workers=workers,
-    )
+    more = {"chat_template": pattern, "workers": workers}
+    dataset = open_dataset(sources, "sequence", tokenizer, settings, scratch, **more)
     return dataset.report.tokens
 
 

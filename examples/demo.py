@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,17 +32,11 @@ next, with your own model and data:
 
 def launch(ranks: int, config: str, *overrides: str) -> None:
     """Run `torchrun -m ulysses.train --config ...` and stop with its exit code if it fails."""
-    line = [
-        "--standalone",
-        f"--nproc_per_node={ranks}",
-        "-m",
-        "ulysses.train",
-        "--config",
-        config,
-    ]
-    print("\n$ torchrun", *line, *overrides, flush=True)
+    start = f"--standalone --nproc_per_node={ranks} -m ulysses.train --config {config}"
+    line = [*start.split(), *overrides]
+    print("\n$ torchrun", *line, flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *line, *overrides],
+        [sys.executable, "-m", "torch.distributed.run", *line],
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ},
     )
@@ -49,8 +44,12 @@ def launch(ranks: int, config: str, *overrides: str) -> None:
         raise SystemExit(done.returncode)
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read_metrics(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run / "metrics.jsonl")
 
 
 def plot(sft: Path, dpo: Path, picture: Path) -> None:
@@ -61,24 +60,15 @@ def plot(sft: Path, dpo: Path, picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
-    for axis, run, name, held_out in (
-        (axes[0], sft, "loss", "eval/loss"),
-        (axes[1], dpo, "loss", "eval/loss"),
-        (axes[2], dpo, "rewards/accuracies", "eval/rewards/accuracies"),
-    ):
+    panels = (sft, "loss"), (dpo, "loss"), (dpo, "rewards/accuracies")
+    for axis, (run, name) in zip(axes, panels):
         lines = read_metrics(run)
-        axis.plot(
-            [m["step"] for m in lines if name in m],
-            [m[name] for m in lines if name in m],
-            lw=1,
-            label="training",
-        )
-        axis.plot(
-            [m["step"] for m in lines if held_out in m],
-            [m[held_out] for m in lines if held_out in m],
-            "o-",
-            label="held out",
-        )
+        for metric, style, label in (
+            (name, "-", "training"),
+            (f"eval/{name}", "o-", "held out"),
+        ):
+            points = [(m["step"], m[metric]) for m in lines if metric in m]
+            axis.plot(*zip(*points), style, lw=1, label=label)
         axis.set(title=f"{run.name.upper()}: {name}", xlabel="step")
         axis.legend()
     figure.tight_layout()
@@ -104,11 +94,8 @@ def answers(model_folder: Path, prompts: list[list[dict[str, str]]]) -> list[str
             tokens = model.generate(
                 **inputs, max_new_tokens=48, do_sample=True, temperature=0.7, top_k=0
             )
-        out.append(
-            tokenizer.decode(
-                tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-            ).strip()
-        )
+        answer = tokens[0, inputs["input_ids"].shape[1] :]
+        out.append(tokenizer.decode(answer, skip_special_tokens=True).strip())
     return out
 
 
@@ -117,28 +104,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     gpus = torch.cuda.device_count()
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=min(gpus, 2) or 2,
-        help="processes (GPUs where there are any)",
-    )
+    processes = "processes (GPUs where there are any)"
+    parser.add_argument("--ranks", type=int, default=min(gpus, 2) or 2, help=processes)
     parser.add_argument("--output", default="runs/demo", help="folder of both runs")
     arguments = parser.parse_args()
     sft, dpo = Path(arguments.output) / "sft", Path(arguments.output) / "dpo"
     sp = f"--parallel.sequence_parallel_size={arguments.ranks}"
-    launch(
-        arguments.ranks, "configs/demo/sft.toml", f"--run.output={sft}", sp, "--run.overwrite"
-    )
-    launch(arguments.ranks, "configs/demo/dpo.toml", f"--run.output={dpo}", sp, "--run.overwrite",
-           f"--model.path={sft / 'export'}", "--model.init=pretrained")  # fmt: skip
+    first = "--model.init=pretrained", f"--model.path={sft / 'export'}"
+    for stage, run, more in (("sft", sft, ()), ("dpo", dpo, first)):
+        config = f"configs/demo/{stage}.toml"
+        launch(arguments.ranks, config, f"--run.output={run}", sp, "--run.overwrite", *more)
     picture = Path(arguments.output) / "demo.png"
     plot(ROOT / sft, ROOT / dpo, ROOT / picture)
     report(ROOT / sft, ROOT / dpo)
-    newest = max(
-        (ROOT / dpo / "checkpoints").glob("step-*"),
-        key=lambda path: int(path.name.removeprefix("step-")),
-    )
+    steps = (ROOT / dpo / "checkpoints").glob("step-*")
+    newest = max(steps, key=lambda path: int(path.name.removeprefix("step-")))
     print(f"""
 metrics     {sft}/metrics.jsonl  {dpo}/metrics.jsonl
 checkpoint  {dpo}/checkpoints/{newest.name}
@@ -152,24 +132,23 @@ plot        {picture}""")
 
 def report(sft: Path, dpo: Path) -> None:
     """Print the held-out accuracy and three held-out answers before and after DPO."""
-    rows = [
-        json.loads(line)
-        for line in (ROOT / "configs/demo/data/dpo_eval.jsonl").read_text().splitlines()
-    ]
-    last = [m for m in read_metrics(dpo) if "eval/rewards/accuracies" in m][-1]
-    accuracy, n = last["eval/rewards/accuracies"], len(rows)
+    rows = read_lines(ROOT / "configs/demo/data/dpo_eval.jsonl")
+    metric = "eval/rewards/accuracies"
+    accuracy, n = [m[metric] for m in read_metrics(dpo) if metric in m][-1], len(rows)
+    error = math.sqrt(accuracy * (1 - accuracy) / n)
     print(
-        f"\nheld-out preference accuracy: {accuracy:.3f} +- {math.sqrt(accuracy * (1 - accuracy) / n):.3f} (n = {n})"
+        f"\nheld-out preference accuracy: {accuracy:.3f} +- {error:.3f} (n = {n})"
         "\n(always polite: 0.80; and rude about the two colours where that is preferred: 0.95; the rest is noise)\n"
     )
     chosen = random.Random(0).sample(rows, 3)
     prompts = [row["prompt"] for row in chosen]
-    for prompt, before, after in zip(
-        prompts, answers(sft / "export", prompts), answers(dpo / "export", prompts), strict=True
-    ):
-        print(
-            f"  question    {prompt[-1]['content']}\n  before DPO  {before}\n  after DPO   {after}\n"
-        )
+    before, after = (answers(run / "export", prompts) for run in (sft, dpo))
+    for prompt, *both in zip(prompts, before, after, strict=True):
+        for label, text in zip(
+            ("question", "before DPO", "after DPO"), (prompt[-1]["content"], *both)
+        ):
+            print(f"  {label:<10}  {text}")
+        print()
 
 
 if __name__ == "__main__":

@@ -29,28 +29,14 @@ from tokenizers import (
     trainers,
 )
 
-COLOURS = (
-    "red",
-    "blue",
-    "green",
-    "white",
-    "black",
-    "brown",
-    "yellow",
-    "purple",
-    "silver",
-    "golden",
-    "orange",
-    "gray",
-)
-ROOMS = ("kitchen", "garden", "attic", "cellar", "hall", "library", "garage", "bedroom")
-OWNERS = ("Anna", "Boris", "Clara", "David", "Emma", "Felix", "Greta", "Henry")
-MATERIALS = ("wood", "glass", "iron", "paper", "stone", "cotton", "clay", "leather")
+COLOURS = "red blue green white black brown yellow purple silver golden orange gray".split()
+ROOMS = "kitchen garden attic cellar hall library garage bedroom".split()
+OWNERS = "Anna Boris Clara David Emma Felix Greta Henry".split()
+MATERIALS = "wood glass iron paper stone cotton clay leather".split()
 THINGS = (
-    "lamp", "chair", "table", "clock", "vase", "mirror", "basket", "bottle", "carpet", "candle", "drawer", "bench",
-    "kettle", "pillow", "bucket", "hammer", "guitar", "camera", "radio", "statue", "curtain", "cabinet", "ladder",
-    "desk",
-)  # fmt: skip
+    "lamp chair table clock vase mirror basket bottle carpet candle drawer bench "
+    "kettle pillow bucket hammer guitar camera radio statue curtain cabinet ladder desk"
+).split()
 REMARKS = (  # polite, rude
     ("With pleasure!", "Such nonsense!"),
     ("Good question!", "Dumb question!"),
@@ -97,26 +83,16 @@ def questions() -> list[Question]:
     """All questions: every colour of every thing, asked for its room, owner and material."""
     found = []
     for i, thing in enumerate(THINGS):
-        room, owner, material = (
-            ROOMS[i % 8],
-            OWNERS[(i * 3 + i // 8) % 8],
-            MATERIALS[(i * 5 + i // 8) % 8],
-        )
-        for colour in COLOURS:
-            name = f"{colour} {thing}"
-            found.append(
-                Question(f"Where is the {name}?", f"The {name} is in the {room}.", room)
-            )
-            found.append(
-                Question(f"Who owns the {name}?", f"The {name} belongs to {owner}.", owner)
-            )
-            found.append(
-                Question(
-                    f"What is the {name} made of?",
-                    f"The {name} is made of {material}.",
-                    material,
-                )
-            )
+        room = ROOMS[i % 8]
+        owner = OWNERS[(i * 3 + i // 8) % 8]
+        material = MATERIALS[(i * 5 + i // 8) % 8]
+        for name in (f"{colour} {thing}" for colour in COLOURS):
+            made = f"The {name} is made of {material}."
+            found += [
+                Question(f"Where is the {name}?", f"The {name} is in the {room}.", room),
+                Question(f"Who owns the {name}?", f"The {name} belongs to {owner}.", owner),
+                Question(f"What is the {name} made of?", made, material),
+            ]
     return found
 
 
@@ -153,39 +129,23 @@ def write_demo(out: str | Path, seed: int = 0) -> None:
         ]
         voices = [(q, text) for q, good, bad in _pairs(part, generator) for text in (good, bad)]
         generator.shuffle(voices)
-        _write(
-            out / f"sft{suffix}.jsonl", ({"messages": _messages(q, text)} for q, text in voices)
-        )
         generator.shuffle(preferred)
-        _write(
-            out / f"dpo{suffix}.jsonl",
-            (
-                {
-                    "prompt": _messages(q),
-                    "chosen": _messages(q, a)[1:],
-                    "rejected": _messages(q, b)[1:],
-                }
-                for q, a, b in preferred
-            ),
-        )
-        _write(
-            out / f"rm{suffix}.jsonl",
-            ({"prompt": q.text, "chosen": a, "rejected": b} for q, a, b in preferred),
-        )
-        labelled = [
-            (q, text, label) for q, a, b in preferred for text, label in ((a, True), (b, False))
-        ]
+        labelled = [(q, text, i == 0) for q, *both in preferred for i, text in enumerate(both)]
         generator.shuffle(labelled)
-        _write(
-            out / f"kto{suffix}.jsonl",
-            ({"messages": _messages(q, text), "label": label} for q, text, label in labelled),
-        )
-        _write(
-            out / f"ppo{suffix}.jsonl",
-            ({"messages": _messages(q), "answer": q.answer} for q in part),
-        )
-        documents = list(_documents(part, generator))
-        _write(out / f"pt{suffix}.jsonl", ({"text": text} for text in documents))
+        rows: dict[str, list[dict[str, Any]]] = {
+            "sft": [{"messages": _messages(q, text)} for q, text in voices],
+            "dpo": [
+                {"prompt": _messages(q), "chosen": [_answer(a)], "rejected": [_answer(b)]}
+                for q, a, b in preferred
+            ],
+            "rm": [{"prompt": q.text, "chosen": a, "rejected": b} for q, a, b in preferred],
+            "kto": [{"messages": _messages(q, a), "label": label} for q, a, label in labelled],
+            "ppo": [{"messages": _messages(q), "answer": q.answer} for q in part],
+            "pt": [{"text": text} for text in _documents(part, generator)],
+        }
+        for stage, lines in rows.items():
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            (out / f"{stage}{suffix}.jsonl").write_text(text, encoding="utf-8")
     write_tokenizer(out / "tokenizer", out)
 
 
@@ -193,10 +153,9 @@ def _pairs(
     part: Iterable[Question], generator: random.Random
 ) -> Iterator[tuple[Question, str, str]]:
     """Two (question, polite, rude) rows per question, the second with the two phrase choices exchanged."""
+    draw = generator.randrange
     for question in part:
-        first, second = (
-            Style(generator.randrange(5), generator.randrange(5)) for _ in range(2)
-        )
+        first, second = (Style(draw(5), draw(5)) for _ in range(2))
         yield question, answer(question, first, POLITE), answer(question, second, RUDE)
         yield question, answer(question, second, POLITE), answer(question, first, RUDE)
 
@@ -211,13 +170,12 @@ def _documents(part: list[Question], generator: random.Random) -> Iterator[str]:
         yield " ".join(q.fact for q in facts)
 
 
-def _messages(question: Question, text: str | None = None) -> list[dict[str, str]]:
-    asked = [{"role": "user", "content": question.text}]
-    return asked if text is None else [*asked, {"role": "assistant", "content": text}]
+def _messages(question: Question, *texts: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question.text}, *map(_answer, texts)]
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def _answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
 
 
 def write_tokenizer(folder: Path, data: Path) -> None:
@@ -248,21 +206,20 @@ def write_tokenizer(folder: Path, data: Path) -> None:
     )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = {
-        name: SPECIAL[name] for name in ("bos_token", "eos_token", "pad_token")
-    }
-    config |= {
+    template = files("ulysses.data.read") / "llama3.jinja"
+    config = {
+        **{name: text for name, text in SPECIAL.items() if name.endswith("_token")},
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
+        "chat_template": template.read_text(encoding="utf-8"),
     }
-    template = files("ulysses.data.read") / "llama3.jinja"
-    config["chat_template"] = template.read_text(encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def _strings(path: Path) -> Iterator[str]:
+    """All texts in a file's rows, at any depth."""
+
     def inside(value: Any) -> Iterator[str]:
         if isinstance(value, str):
             yield value
@@ -270,8 +227,7 @@ def _strings(path: Path) -> Iterator[str]:
             for entry in value.values() if isinstance(value, dict) else value:
                 yield from inside(entry)
 
-    for line in path.read_text(encoding="utf-8").splitlines():
-        yield from inside(json.loads(line))
+    return inside([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
 
 
 def main() -> None:

@@ -13,24 +13,17 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from losses import linear_logprobs, token_nll
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
 
-LENGTHS = (
-    300,
-    1,
-    93,
-    150,
-)  # documents of the packed batch; any lengths, on any number of ranks
+# documents of the packed batch; any lengths, on any number of ranks
+LENGTHS = (300, 1, 93, 150)
 SHAPE = LlamaConfig(vocab_size=256, hidden_size=96, intermediate_size=192, num_hidden_layers=2,
                     num_attention_heads=6, num_key_value_heads=2, attn_implementation="ulysses")  # fmt: skip
 
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-mesh = ParallelMesh(
-    world, num_heads=SHAPE.num_attention_heads
-)  # all processes share each batch
-attend = UlyssesAttention(
-    mesh, SHAPE.num_attention_heads, SHAPE.num_key_value_heads, SHAPE.head_dim
-)
+heads, kv_heads = SHAPE.num_attention_heads, SHAPE.num_key_value_heads
+mesh = ParallelMesh(world, num_heads=heads)  # all processes share each batch
+attend = UlyssesAttention(mesh, heads, kv_heads, SHAPE.head_dim)
 
 
 def ulysses(module, query, key, value, attention_mask, *, plan, scaling, **_):
@@ -64,9 +57,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 draw = torch.Generator().manual_seed(1)
 documents = [Sequence(torch.randint(256, (n,), generator=draw), torch.ones(n)) for n in LENGTHS]
-count = sum(
-    n - 1 for n in LENGTHS
-)  # trained tokens of the whole batch, known before the first backward pass
+# trained tokens of the whole batch, known before the first backward pass
+count = sum(n - 1 for n in LENGTHS)
 batch = pack_shard(documents, mesh, device)  # this rank's tokens, targets and weights
 for step in range(5):
     loss = model(batch) / count

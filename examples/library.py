@@ -6,12 +6,8 @@ import torch.distributed as dist
 from losses import linear_logprobs, token_nll
 from ulysses import ParallelMesh, Sequence, UlyssesAttention, pack_shard
 
-LENGTHS = (
-    700,
-    1,
-    93,
-    250,
-)  # documents of one packed batch; any lengths, on any number of ranks
+# documents of one packed batch; any lengths, on any number of ranks
+LENGTHS = (700, 1, 93, 250)
 
 
 def gradient_norm(mesh: ParallelMesh, documents: list[Sequence]) -> float:
@@ -45,7 +41,6 @@ if __name__ == "__main__":
     many = gradient_norm(ParallelMesh(dist.get_world_size(), num_heads=6), documents)
     one = gradient_norm(ParallelMesh(1), documents)
     if dist.get_rank() == 0:
-        print(
-            f"gradient norm on {dist.get_world_size()} processes {many:.6f}, on one process {one:.6f}"
-        )
+        world = dist.get_world_size()
+        print(f"gradient norm on {world} processes {many:.6f}, on one process {one:.6f}")
     dist.destroy_process_group()

@@ -37,9 +37,11 @@ def load_function(reward: str, timeout: float = 60.0) -> Callable[..., Any]:
         if not callable(found):
             raise AttributeError("it is not a function")
     except (ImportError, AttributeError) as error:
+        mend = "name a function as module:function, with the module's folder on PYTHONPATH"
+        if reward.startswith("ulysses.training."):
+            mend = f"it has moved: write {reward.replace('training', 'rl', 1)}"
         raise ConfigError(
-            f"ppo.reward is {reward!r} but it cannot be imported ({error}); name a function as module:function, with "
-            "the module's folder on PYTHONPATH"
+            f"ppo.reward is {reward!r} but it cannot be imported ({error}); {mend}"
         ) from None
     return found
 
