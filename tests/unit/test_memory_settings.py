@@ -184,7 +184,7 @@ def test_every_stage_counts_its_own_models_and_passes():
     ppo = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
     case = stage_case("ppo", **ppo)
     assert (case.model.parameters, case.others, case.forwards) == (N + LLAMA.hidden_size, (whole,), 1)
-    assert case.rollout == (1, 64, 4096, 256, False)
+    assert case.rollout == (1, 64, 4096, 256, 8192, False)
     case = stage_case("ppo", **ppo | {"reward": "some/reward"}, lora=4, kl_coefficient=0.0)
     assert (case.others, case.forwards) == ((scores,), 1) and case.rollout.merged
 

@@ -125,7 +125,7 @@ def test_offloaded_layers_move_what_they_keep(level, groups, here):
 
 
 def test_rollouts_hold_the_whole_policy_and_its_cache():
-    rollout = PlannedRollout(128, 64, 1024, 1024)
+    rollout = PlannedRollout(128, 64, 1024, 1024, 8192)
     cases = [
         case(2048, "block", rollout=r)
         for r in (None, rollout._replace(answers=64), rollout, rollout._replace(merged=True))
