@@ -18,7 +18,8 @@ from tests.harness import run_distributed
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
-from ulysses.memory.plan import GIB, PROCESS_BYTES, Machine, Workload, choose
+from ulysses.memory.choose import choose
+from ulysses.memory.plan import GIB, PROCESS_BYTES, Machine, Workload
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (

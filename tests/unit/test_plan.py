@@ -8,6 +8,7 @@ import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import count_parameters
+from ulysses.memory.choose import choose, longest_sequence, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.plan import (
@@ -18,9 +19,6 @@ from ulysses.memory.plan import (
     PlannedRollout,
     Prediction,
     Workload,
-    choose,
-    longest_sequence,
-    one_level,
     predict,
     step_flops,
     step_seconds,
