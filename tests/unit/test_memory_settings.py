@@ -173,6 +173,7 @@ def stage_case(stage: str, lora: int = 0, sp: int = 1, **section: Any) -> Worklo
 def test_every_stage_counts_its_own_models_and_passes():
     whole, scores = plain_model(LLAMA), plain_model(LLAMA, reward=True)
     N = whole.parameters
+    assert stage_case("pt").logits_once and not stage_case("sft", z_loss=1e-4).logits_once
     case = stage_case("rm")
     assert case.model == scores and (case.documents, case.forwards) == (2, 0)
     case = stage_case("dpo", reference="live")

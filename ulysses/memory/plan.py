@@ -153,6 +153,7 @@ class Workload(NamedTuple):
     tokens: of one micro-batch, which `sp` ranks share, in `documents` of equal length (2 for one pair).
     squares: twice the pairs of a query and a key that it sees, shared prompts included; 0: those of equal documents.
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline).
+    logits_once: whether backward does without the logits, as that of the head's own nll does.
     common_heads: common divisor of the heads of all models that share the mesh; 0: one model.
     levels: every layer's recompute level, the first layer's first. There are at most two, and the last layers have the
     one that keeps more: their backward comes first, so their memory is free before the other layers recompute.
@@ -171,6 +172,7 @@ class Workload(NamedTuple):
     documents: int = 1
     squares: float = 0.0
     forwards: float = 0.0
+    logits_once: bool = False
     rollout: PlannedRollout | None = None
     common_heads: int = 0
     levels: tuple[str, ...] = ()
@@ -403,8 +405,8 @@ def step_flops(case: Workload) -> tuple[float, float]:
         pair = level == "pair"  # the forward pass of every second layer once more
         matrices += directions * N + again * (level != "none") + N / 2 * pair
         attention += 3.5 + (level in ("block", "pair")) + pair / 2
-    head = model.vocabulary_parameters if model.has_head else 0  # logits are computed twice
-    matrices += head * (directions + 1)
+    head = model.vocabulary_parameters if model.has_head else 0
+    matrices += head * (directions + (not case.logits_once))
     matrices += passes * (model.layers * N + head) + 3 * model.trained * (not model.is_full)
     return 2 * S * matrices, forward * (attention + passes * model.layers)
 

@@ -109,6 +109,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         config.parallel.sequence_parallel_size,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
         forwards=facts.extra_forwards,
+        logits_once=facts.logits_once,
         rollout=rollout,
         common_heads=math.gcd(shape.num_attention_heads, *(other.heads for other in others)),
         allowed=levels if wanted == "auto" else (wanted,),
