@@ -49,6 +49,7 @@ from ulysses.run.memory_choice import (
 )
 from ulysses.run.metrics import PEAK_FLOPS, device_peak_flops, model_flops
 from ulysses.run.preflight import read_shape
+from ulysses.run.registry import requirements
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
@@ -258,6 +259,7 @@ def measure(
         tokens,
         mesh.sequence_parallel_size,
         documents=documents,
+        logits_once=requirements(bench.config).logits_once,
         levels=choice.recompute,
     )
     # what a rank's step really computes, as the planner counts it

@@ -25,7 +25,9 @@ def batch() -> ShardedBatch:
     return pack_shard([Sequence(row, torch.ones(len(row))) for row in rows], ParallelMesh())
 
 
-def build(dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG, **memory: Any) -> CausalLM:
+def build(
+    dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG, **memory: Any
+) -> CausalLM:
     model = CausalLM(config, memory=LayerMemory(**memory)).to(dtype)
     init_weights(model, seed=4)
     for name, parameter in model.named_parameters():
@@ -39,7 +41,9 @@ def build(dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG, **me
 def gradients(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     logps = model(batch()).logps
     (logps * torch.linspace(0, 1, len(logps))).sum().backward()
-    return logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logps.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def all_chunks_are_free(offloader: Offloader) -> bool:

@@ -60,12 +60,18 @@ def trained_engine(
     model = build_partitioned(create, config, source.fill)
     if optimizer is None:
         fused = device().type == "cuda" and not settings.get("offload_optimizer")
-        made = adamw(groups(model) if groups else parameter_groups(model, 0.0), OptimizerSection(lr=lr), on_gpu=fused)
+        made = adamw(
+            groups(model) if groups else parameter_groups(model, 0.0),
+            OptimizerSection(lr=lr),
+            on_gpu=fused,
+        )
     else:
         made = optimizer(model)
     if node_size is not None:
         in_nodes_of(node_size)
-    return ZeroEngine(model.train(), config, made, (DecoderLayer,), reduce_between, resident=resident)
+    return ZeroEngine(
+        model.train(), config, made, (DecoderLayer,), reduce_between, resident=resident
+    )
 
 
 def frozen_engine(create: Callable[[], nn.Module], source: Any) -> ZeroEngine:

@@ -30,7 +30,11 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
         "received no gradient in this step",
     ),
     "an update is wrong": ("_optimizer_step", halved, "its gradients or updates are wrong"),
-    "a name is gone": ("_partition_all_parameters", None, "AttributeError: .*_partition_all_parameters"),
+    "a name is gone": (
+        "_partition_all_parameters",
+        None,
+        "AttributeError: .*_partition_all_parameters",
+    ),
 }
 
 
@@ -51,5 +55,6 @@ def checked(change: str) -> str:
 def test_a_deepspeed_that_trains_wrongly_is_refused_in_one_sentence(change: str) -> None:
     for text in run_distributed(checked, 2, change, with_zero=True):
         assert re.fullmatch(
-            rf"deepspeed \S+ does not train correctly .*\(.*{CHANGES[change][2]}.*\); install deepspeed [\d.]+", text
+            rf"deepspeed \S+ does not train correctly .*\(.*{CHANGES[change][2]}.*\); install deepspeed [\d.]+",
+            text,
         ), text

@@ -83,7 +83,9 @@ def gathers(levels: tuple[str, ...]) -> dict[str, dict[str, int]]:
     names = {p: name for name, p in engine.module.named_parameters()}
     for p in names:
 
-        def counted(group: Any, *args: Any, own: Any = p.all_gather_coalesced, **options: Any) -> Any:
+        def counted(
+            group: Any, *args: Any, own: Any = p.all_gather_coalesced, **options: Any
+        ) -> Any:
             calls.update(names[q] for q in group)
             return own(group, *args, **options)
 
@@ -106,13 +108,21 @@ def test_weights_are_gathered_once_per_direction(levels: tuple[str, ...]) -> Non
     What ends the forward may stay for the backward. A pass without a backward half before each step changes nothing.
     """
     last = ("lm_head", "model.norm", f"model.layers.{LAYERS - 1}.")
-    firsts = tuple(f"model.layers.{i}." for i in range(0, LAYERS, 2)) if "pair" in levels else ()
+    firsts = (
+        tuple(f"model.layers.{i}." for i in range(0, LAYERS, 2)) if "pair" in levels else ()
+    )
     for found in run_distributed(gathers, 2, levels, with_zero=True, cpu=True):
         assert len(found) == 2 * len(levels)
         for case, calls in found.items():
             assert len(calls) == 3 + 9 * LAYERS
             for name, count in calls.items():
-                allowed = (3,) if name.startswith(firsts) else (1, 2) if name.startswith(last) else (2,)
+                allowed = (
+                    (3,)
+                    if name.startswith(firsts)
+                    else (1, 2)
+                    if name.startswith(last)
+                    else (2,)
+                )
                 assert count in allowed, (case, name, count)
 
 

@@ -29,13 +29,18 @@ class Odd(nn.Module):
         return self.unit(x)[:, :3] * self.scale
 
 
-def slices_of(model: nn.Module, where: torch.device, on_host: bool = False) -> dict[str, ParameterSlice]:
+def slices_of(
+    model: nn.Module, where: torch.device, on_host: bool = False
+) -> dict[str, ParameterSlice]:
     """Cut every parameter as ZeRO-3 does; the gradients hold no number yet."""
     slices = {}
     for name, p in model.named_parameters():
         size = -(-p.numel() // dist.get_world_size())
         start = min(dist.get_rank() * size, p.numel())
-        memory = {"device": "cpu" if on_host else where, "pin_memory": on_host and where.type == "cuda"}
+        memory = {
+            "device": "cpu" if on_host else where,
+            "pin_memory": on_host and where.type == "cuda",
+        }
         grad = torch.full((min(size, p.numel() - start),), float("nan"), **memory)
         slices[name] = ParameterSlice(
             name, p.shape, p.numel(), grad, start, parameter=p, size=size, master=grad, offset=0
@@ -43,7 +48,9 @@ def slices_of(model: nn.Module, where: torch.device, on_host: bool = False) -> d
     return slices
 
 
-def reduced(node_size: int, bucket: int, on_host: bool) -> list[dict[str, tuple[Tensor, Tensor]]]:
+def reduced(
+    node_size: int, bucket: int, on_host: bool
+) -> list[dict[str, tuple[Tensor, Tensor]]]:
     """Return this rank's slices after each step, beside what they should be."""
     where, rank = initialize_distributed(), dist.get_rank()
     torch.manual_seed(0)
@@ -67,21 +74,31 @@ def reduced(node_size: int, bucket: int, on_host: bool) -> list[dict[str, tuple[
                 wanted[name] = wanted.get(name, 0) + total.cpu() / WORLD
         reduction.wait()
         assert all(p.grad is None for p in model.parameters())
-        found.append({n: (s.grad.cpu().clone(), wanted[n][s.start :][: len(s.grad)]) for n, s in slices.items()})
+        found.append(
+            {
+                n: (s.grad.cpu().clone(), wanted[n][s.start :][: len(s.grad)])
+                for n, s in slices.items()
+            }
+        )
         reduction.forget()
     reduction.close()
     return found
 
 
 @pytest.mark.parametrize(
-    ("node_size", "bucket", "on_host"), [(4, 1, False), (4, 50, True), (2, 1, False), (2, 10**6, False), (1, 50, True)]
+    ("node_size", "bucket", "on_host"),
+    [(4, 1, False), (4, 50, True), (2, 1, False), (2, 10**6, False), (1, 50, True)],
 )
-def test_every_slice_is_the_mean_of_all_ranks(node_size: int, bucket: int, on_host: bool) -> None:
+def test_every_slice_is_the_mean_of_all_ranks(
+    node_size: int, bucket: int, on_host: bool
+) -> None:
     ranks = run_distributed(reduced, WORLD, node_size, bucket, on_host, with_zero=True)
     for steps in ranks:
         for pairs in steps:
             for name, (slice_, wanted) in pairs.items():
-                torch.testing.assert_close(slice_.double(), wanted, rtol=1e-6, atol=1e-6, msg=name)
+                torch.testing.assert_close(
+                    slice_.double(), wanted, rtol=1e-6, atol=1e-6, msg=name
+                )
     assert sum(pairs[0]["unit.weight"][0].numel() for pairs in ranks) == 7 * 13
 
 
@@ -89,8 +106,12 @@ def without_one_gradient() -> str:
     """Back-propagate through the unit alone, as if something else had taken the other parameter's gradient."""
     where = initialize_distributed()
     model = Odd().to(where)
-    reduction = GradientReduction(slices_of(model, where).values(), [model.unit], where, bucket=1)
-    model.unit(torch.ones(2, 13, device=where, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    reduction = GradientReduction(
+        slices_of(model, where).values(), [model.unit], where, bucket=1
+    )
+    model.unit(
+        torch.ones(2, 13, device=where, dtype=torch.bfloat16, requires_grad=True)
+    ).sum().backward()
     reduction.finish()
     with pytest.raises(RuntimeError) as refusal:
         reduction.wait()
@@ -100,7 +121,9 @@ def without_one_gradient() -> str:
 def test_a_gradient_that_never_came_is_an_error_with_the_parameters_name() -> None:
     """Zeros in its place would go unnoticed: the other parameters would go on learning."""
     for text in run_distributed(without_one_gradient, 2, with_zero=True):
-        assert text.startswith("1 of 3 trained parameters received no gradient in this step, the first is scale")
+        assert text.startswith(
+            "1 of 3 trained parameters received no gradient in this step, the first is scale"
+        )
 
 
 def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:

@@ -25,7 +25,9 @@ STAY = {"resident": True}
         ("rm", 4, 1, {}),
     ],
 )
-def test_loss_and_gradients_are_the_formulas(stage: str, world: int, sp: int, more: dict[str, Any]) -> None:
+def test_loss_and_gradients_are_the_formulas(
+    stage: str, world: int, sp: int, more: dict[str, Any]
+) -> None:
     compared(Case(stage, sp=sp, engine=STAY, **more), world)
 
 
@@ -33,13 +35,20 @@ def test_loss_and_gradients_are_the_formulas(stage: str, world: int, sp: int, mo
 def test_three_updates_are_those_of_sharded_weights(away: dict[str, bool]) -> None:
     asked = {"stage": "sft", "sp": 2, "budget": 64, "steps": 3, "lr": 1e-3}
     metrics, gradients = run_distributed(run_case, 2, Case(**asked), with_zero=True)[0]
-    found, stayed = run_distributed(run_case, 2, Case(**asked, engine=STAY | away), with_zero=True)[0]
+    found, stayed = run_distributed(
+        run_case, 2, Case(**asked, engine=STAY | away), with_zero=True
+    )[0]
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics], rel=1e-6)
     assert_same_gradients(stayed[2], gradients[2], 1e-4)  # after two updates
 
 
 def hooks(module: nn.Module) -> int:
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    kinds = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return sum(map(len, kinds))
 
 
@@ -48,7 +57,9 @@ def what_a_step_calls() -> dict[str, Any]:
     trainer, _ = build_trainer(Case("sft", budget=64, lr=1e-3, engine=STAY))
     engine, gathers = trainer.engine, []
     gather = engine.weights.gather
-    engine.weights.gather = lambda parameters: gathers.append(len(parameters)) or gather(parameters)
+    engine.weights.gather = lambda parameters: (
+        gathers.append(len(parameters)) or gather(parameters)
+    )
     before = {name: p.data_ptr() for name, p in engine.module.named_parameters()}
     micro_batches = [len(trainer.loader.step(0, k)) for k in range(2)]
     for _ in micro_batches:
@@ -57,9 +68,17 @@ def what_a_step_calls() -> dict[str, Any]:
     with gathered_weights(engine) as weights:
         sampled = {name: w.clone() for name, w in weights.items()}
     exported = dict(full_parameters(engine))
-    masters = torch.cat([s.master[s.offset : s.offset + len(s.grad)] for s in engine.partition.slices])
-    same = [torch.equal(sampled[name], whole) for name, whole in exported.items() if whole is not None]
-    moved = [name for name, p in engine.module.named_parameters() if p.data_ptr() != before[name]]
+    masters = torch.cat(
+        [s.master[s.offset : s.offset + len(s.grad)] for s in engine.partition.slices]
+    )
+    same = [
+        torch.equal(sampled[name], whole)
+        for name, whole in exported.items()
+        if whole is not None
+    ]
+    moved = [
+        name for name, p in engine.module.named_parameters() if p.data_ptr() != before[name]
+    ]
     engine.destroy()
     return {
         "micro_batches": micro_batches, "gathered": sum(gathers), "hooks": inside, "same": same, "moved": moved,
@@ -70,11 +89,23 @@ def what_a_step_calls() -> dict[str, Any]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_gathers_once_and_nothing_watches_the_modules(world: int) -> None:
     found = run_distributed(what_a_step_calls, world, with_zero=True)
-    parameters = 3 + 9 * SHAPE.num_hidden_layers  # embedding, norm and head; seven matrices and two norms of each layer
+    parameters = (
+        3 + 9 * SHAPE.num_hidden_layers
+    )  # embedding, norm and head; seven matrices and two norms of each layer
     for rank, one in enumerate(found):
         assert min(one["micro_batches"]) > 1
-        assert one["gathered"] == 2 * parameters, "once for every update, however many micro-batches it has"
+        assert one["gathered"] == 2 * parameters, (
+            "once for every update, however many micro-batches it has"
+        )
         layer = one["hooks"].pop("DecoderLayer")
-        assert layer <= 2 and not any(one["hooks"].values()), "only ours: wait for the weights, take the gradients"
-        assert one["moved"] == [] and len(one["same"]) == (parameters if rank == 0 else 0) and all(one["same"])
-    assert sum(one["held"] for one in found) == sum(p.numel() for p in Case("sft").model(None).parameters())
+        assert layer <= 2 and not any(one["hooks"].values()), (
+            "only ours: wait for the weights, take the gradients"
+        )
+        assert (
+            one["moved"] == []
+            and len(one["same"]) == (parameters if rank == 0 else 0)
+            and all(one["same"])
+        )
+    assert sum(one["held"] for one in found) == sum(
+        p.numel() for p in Case("sft").model(None).parameters()
+    )

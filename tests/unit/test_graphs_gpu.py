@@ -41,16 +41,25 @@ def step(trained: CausalLM, batch: ShardedBatch) -> list[torch.Tensor]:
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Kernels may choose other tiles for other numbers of rows, so bits may differ."""
-    of_found, of_expected = ({str(number): x for number, x in enumerate(some)} for some in (found, expected))
+    of_found, of_expected = (
+        {str(number): x for number, x in enumerate(some)} for some in (found, expected)
+    )
     assert_same_gradients(of_found, of_expected, 1e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [SHAPE, QWEN3], ids=["qwen2", "qwen3"])
-def test_packs_of_many_sizes_weights_that_change_and_passes_in_between(shape: ModelConfig) -> None:
+def test_packs_of_many_sizes_weights_that_change_and_passes_in_between(
+    shape: ModelConfig,
+) -> None:
     graphs, plain = model(shape, True), model(shape, False)
     layers = graphs.model.graphs
-    packs = [pack(200, 1, 300), pack(150, 350, seed=1), pack(90, 60, 50, 290, seed=2), pack(*[20] * 40, seed=3)]
+    packs = [
+        pack(200, 1, 300),
+        pack(150, 350, seed=1),
+        pack(90, 60, 50, 290, seed=2),
+        pack(*[20] * 40, seed=3),
+    ]
     for _ in range(3):
         for batch in packs:
             with torch.no_grad():
@@ -63,7 +72,9 @@ def test_packs_of_many_sizes_weights_that_change_and_passes_in_between(shape: Mo
                 change = 0.01 * torch.randn_like(ours)
                 ours += change
                 theirs += change
-    assert {size[0] for size in layers._recorded} == {512, 1024 - 128}, "three packs share one size"
+    assert {size[0] for size in layers._recorded} == {512, 1024 - 128}, (
+        "three packs share one size"
+    )
 
 
 @pytest.mark.gpu

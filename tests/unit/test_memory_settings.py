@@ -18,7 +18,8 @@ from tests.harness import run_distributed
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
-from ulysses.memory.plan import GIB, PROCESS_BYTES, Machine, Workload, choose
+from ulysses.memory.choose import choose
+from ulysses.memory.plan import GIB, PROCESS_BYTES, Machine, Workload
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (
@@ -172,6 +173,7 @@ def stage_case(stage: str, lora: int = 0, sp: int = 1, **section: Any) -> Worklo
 def test_every_stage_counts_its_own_models_and_passes():
     whole, scores = plain_model(LLAMA), plain_model(LLAMA, reward=True)
     N = whole.parameters
+    assert stage_case("pt").logits_once and not stage_case("sft", z_loss=1e-4).logits_once
     case = stage_case("rm")
     assert case.model == scores and (case.documents, case.forwards) == (2, 0)
     case = stage_case("dpo", reference="live")
@@ -184,7 +186,7 @@ def test_every_stage_counts_its_own_models_and_passes():
     ppo = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
     case = stage_case("ppo", **ppo)
     assert (case.model.parameters, case.others, case.forwards) == (N + LLAMA.hidden_size, (whole,), 1)
-    assert case.rollout == (1, 64, 4096, 256, False)
+    assert case.rollout == (1, 64, 4096, 256, 8192, False)
     case = stage_case("ppo", **ppo | {"reward": "some/reward"}, lora=4, kl_coefficient=0.0)
     assert (case.others, case.forwards) == ((scores,), 1) and case.rollout.merged
 

@@ -23,13 +23,19 @@ META = torch.device("meta")
 class Waits(TorchFunctionMode):
     """Refuse what torch does for a device only by waiting for it."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        assert function not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None, "a copy that waits"
+        assert (
+            function not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None
+        ), "a copy that waits"
         return function(*args, **kwargs)
 
 
-def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+def kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
+) -> torch.Tensor:
     return query + key.sum() + value.sum()
 
 
@@ -51,7 +57,9 @@ def test_no_stage_waits_for_the_device(name):
         model = kind(SHAPE, mesh, attention=kernel)
     stage = make_stage(Case(name, options=OPTIONS[name]), model, mesh)
     if name == "ppo":
-        columns = {c: torch.zeros(9) for c in ("old_logps", "old_values", "advantages", "returns")}
+        columns = {
+            c: torch.zeros(9) for c in ("old_logps", "old_values", "advantages", "returns")
+        }
         sequences = [Sequence(torch.arange(9), torch.ones(9), columns)] * 3
     else:
         data = dataset(name)

@@ -28,15 +28,23 @@ def deterministic():
 def packs() -> list[ShardedBatch]:
     """Steps of different lengths, so that host chunks and device memory are used again for other sizes."""
     draw = torch.Generator().manual_seed(0)
-    rows = [[torch.randint(0, 512, (n,), generator=draw) for n in (1, TOKENS - 7 * i, 2000)] for i in range(3)]
-    return [pack_shard([Sequence(r, torch.ones(len(r))) for r in lengths], ParallelMesh(), "cuda") for lengths in rows]
+    rows = [
+        [torch.randint(0, 512, (n,), generator=draw) for n in (1, TOKENS - 7 * i, 2000)]
+        for i in range(3)
+    ]
+    return [
+        pack_shard([Sequence(r, torch.ones(len(r))) for r in lengths], ParallelMesh(), "cuda")
+        for lengths in rows
+    ]
 
 
 def train(
     level: str, dtype: torch.dtype, offloader: Offloader | None, away: int | None = None
 ) -> tuple[list[torch.Tensor], int]:
     """Return the gradients of every step, and the most bytes that were allocated beside weights and gradients."""
-    model = CausalLM(SHAPE, attention="reference", memory=LayerMemory(level, 1000, offloader, away)).to("cuda", dtype)
+    model = CausalLM(
+        SHAPE, attention="reference", memory=LayerMemory(level, 1000, offloader, away)
+    ).to("cuda", dtype)
     init_weights(model, seed=1)
     steps = packs()
     for p in model.parameters():
@@ -56,8 +64,12 @@ def train(
 @pytest.mark.parametrize("level", ["pair", "block", "keep_attention"])
 def test_offloaded_gradients_are_bitwise_the_same(level, dtype, deterministic):
     expected, whole = train(level, dtype, None)
-    assert all(torch.equal(a, b) for a, b in zip(expected, train(level, dtype, None)[0])), "the case itself must repeat"
-    kept = TOKENS * SHAPE.hidden_size * expected[0].element_size()  # at least this much per layer
+    assert all(torch.equal(a, b) for a, b in zip(expected, train(level, dtype, None)[0])), (
+        "the case itself must repeat"
+    )
+    kept = (
+        TOKENS * SHAPE.hidden_size * expected[0].element_size()
+    )  # at least this much per layer
     for budget, away in ((inf, None), (inf, LAYERS // 2), (3 * kept, None), (0, None)):
         offloader = Offloader("cuda", budget, chunk_bytes=1 << 20)
         found, peak = train(level, dtype, offloader, away)
@@ -66,7 +78,9 @@ def test_offloaded_gradients_are_bitwise_the_same(level, dtype, deterministic):
         assert offloader.allocated <= budget and all_chunks_are_free(offloader)
         if budget == inf and away is None:
             groups = LAYERS // 2 if level == "pair" else LAYERS
-            assert peak < whole - (groups - 4) * kept  # two layers' groups at a time, and one being given back
+            assert (
+                peak < whole - (groups - 4) * kept
+            )  # two layers' groups at a time, and one being given back
 
 
 @pytest.mark.gpu
@@ -80,7 +94,9 @@ def test_copies_wait_for_the_computation_and_it_for_them():
         for _ in range(20):
             product = product @ slow * 1e-4
         group = Group(offloader)
-        value = torch.full((size // 4,), float(i), device="cuda") + product[0, 0].nan_to_num().clamp(0, 0)
+        value = torch.full((size // 4,), float(i), device="cuda") + product[
+            0, 0
+        ].nan_to_num().clamp(0, 0)
         groups.append(group)
         kept.append(group.keep(value))
         del value, product

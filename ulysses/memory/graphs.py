@@ -3,9 +3,10 @@
     forward     hidden, rope, documents --copy--> | graph: every layer's forward  | --> hidden
     backward    gradient ---------------copy--> | graph: every layer's backward | --> gradient, every parameter's .grad
 
-Graphs are recorded for each size. Rows and documents are padded to a few sizes: rows with a document of their own whose
-gradient is zero, documents with empty ones. The first step of a size runs without a graph, the second records it. They
-read the weights where they are, so these must stay in place (zero/resident.py), and keep what ordinary autograd keeps.
+Graphs are recorded for each size. Rows and documents are padded to a few sizes: the rows that are added form a document
+of their own whose gradient is zero, and the documents that are added are empty. The first step of a size runs without
+a graph, the second records one. A graph reads the weights where they are, so they must stay in place
+(zero/resident.py). It keeps for backward what ordinary autograd keeps.
 
 Shapes: S rows, D width, E head dim.
 """
@@ -24,6 +25,7 @@ from ulysses.parallel.layout import Segments, VarlenCall
 
 MOST_SIZES = 24  # recorded; each keeps its inputs and results
 SMALLEST = 128  # rows, and the length of the longest document
+HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 def padded(count: int, smallest: int, parts: int) -> int:
@@ -50,22 +52,15 @@ class LayerGraphs:
     def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
         if not self._hooks:
-            kinds = (
-                "_forward_pre_hooks",
-                "_forward_hooks",
-                "_backward_pre_hooks",
-                "_backward_hooks",
-            )
-            self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in kinds]
+            self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in HOOKS]
         alone = plan.mesh.sequence_parallel_size == 1 and not plan.prefix_calls
         if not alone or self._owner() or any(self._hooks) or not self._is_varlen(hidden):
             return None
         places = [p.data_ptr() for p in self.layers.parameters()]
         if places != self._places:
             self._recorded.clear()
-            self.pool = (
-                torch.cuda.graph_pool_handle()
-            )  # the allocator forgets a pool with its last graph
+            # the allocator forgets a pool with its last graph
+            self.pool = torch.cuda.graph_pool_handle()
             self._places = places
         segments, rows = plan.calls[True][0].segments, len(hidden)
         total = padded(rows, SMALLEST, 8)

@@ -1,4 +1,4 @@
-"""What a layer keeps between forward and backward, and what it computes again.
+"""The memory levels: what a layer keeps between forward and backward, and what it computes again.
 
  hidden -project-> q k v -exchange-> q' k' v' -attend-> out' lse -exchange-> out -output-> middle -feed_forward-> hidden
 
@@ -63,11 +63,11 @@ class Pair:
 
 
 class LayerNode(torch.autograd.Function):
-    """Run a layer, hidden [S, D] -> [S, D], so that its graph keeps what `layer.recompute` says, which is not "none".
+    """Run a layer, hidden [S, D] -> [S, D], at the level `layer.recompute`, which is not "none".
 
-    With `layer.offloader` that is kept on the host. The gradients are those of ordinary autograd. `pair` is what the
-    two layers of a pair share; `parameters` are those of `layer.stage_parameters()`. All ranks use the same level for a
-    layer.
+    What the level keeps goes to host memory if there is a `layer.offloader`. The gradients are those of ordinary
+    autograd. `pair` is what the two layers of a pair share; `parameters` are those of `layer.stage_parameters()`. All
+    ranks use the same level for a layer.
     """
 
     @staticmethod

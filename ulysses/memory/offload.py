@@ -1,15 +1,15 @@
-"""Kept activations in pinned host memory, copied while the GPU computes.
+"""Move the activations that wait for the backward pass to pinned host memory, while the GPU computes.
 
-    forward of layer i     compute | layer i        | layer i+1      | ...
-                           copy    |   kept(i-1) -> host | kept(i) -> host
-    backward of layer i    compute | layer i        | layer i-1      | ...
-                           copy    |   host -> kept(i-1) | host -> kept(i-2)
+    forward of layer i     compute | layer i               | layer i+1             | ...
+                           copy    |  group i-1 -> host    |  group i -> host      |
+    backward of layer i    compute | layer i               | layer i-1             | ...
+                           copy    |  host -> group i-1    |  host -> group i-2    |
 
-What one layer keeps is a `Group`. Two groups are on the GPU at a time in each direction: one in use, one being copied.
-The host never waits; streams wait for each other's events. Memory is pinned in fixed chunks, so that any tensor size
-reuses it; their sum never exceeds the budget, and what does not fit stays on the GPU.
+The activations of one layer are a `Group`. In each direction two groups are on the GPU: one in use, one being copied.
+The host never waits; the streams wait for each other's events. Host memory is pinned in chunks of one size, which
+tensors of any size can use again. Its sum never exceeds the budget; what does not fit stays on the GPU.
 
-On CPU the same code copies from memory to memory, which only tests want: a run there gives it a budget of 0.
+On CPU the same code copies from memory to memory, which is of use to tests alone: a run there has a budget of 0.
 """
 
 import weakref
@@ -46,7 +46,7 @@ class Offloader:
         self.allocated = 0  # bytes of host memory in all chunks
         # One stream orders the copies still queued from a chunk given back before any later one into it.
         self.free: list[Tensor] = []
-        # a weak reference: the group closed last
+        # a weak reference to the group that was closed last
         self.last: Callable[[], Group | None] = lambda: None
 
     def take(self, size: int) -> list[Tensor]:
@@ -79,12 +79,12 @@ class Offloader:
         self._backend.current_stream().wait_event(event)
 
 
-class Kept:
+class Activation:
     """Hold one tensor: on its device, on the host, or both while a copy runs."""
 
     def __init__(self, tensor: Tensor, offloader: Offloader | None) -> None:
         self.tensor: Any = tensor  # None while only the host has it
-        self._offloader: Any = offloader  # None keeps everything on the device
+        self._offloader: Any = offloader  # None leaves everything on the device
         self.chunks: list[Tensor] = []
         if offloader is not None:
             self.chunks = offloader.take(tensor.nbytes)
@@ -111,21 +111,22 @@ class Kept:
 
 
 class Group:
-    """Hold what one layer keeps for its backward. Without an offloader the tensors stay where they are."""
+    """Hold one layer's activations until its backward. Without an offloader they stay where they are."""
 
     def __init__(self, offloader: Offloader | None = None) -> None:
         self._offloader: Any = offloader
-        self._kept: list[Kept] = []
+        self._activations: list[Activation] = []
         self._previous: Any = None  # a weak reference, from `close` until the first `get`
         self._event: Any = None
 
-    def keep(self, tensor: Tensor) -> Kept:
-        """Keep one tensor."""
-        self._kept.append(Kept(tensor, self._offloader))
-        return self._kept[-1]
+    def keep(self, tensor: Tensor) -> Activation:
+        """Add a tensor, and begin to copy it to the host if there is an offloader with room."""
+        activation = Activation(tensor, self._offloader)
+        self._activations.append(activation)
+        return activation
 
     def close(self) -> None:
-        """End the layer's forward: its tensors leave the device when the next layer has closed its own."""
+        """End the layer's forward: its tensors leave the device when the next layer has closed its own group."""
         if self._offloader is None:
             return
         self._event = self._offloader.stream.record_event()
@@ -134,25 +135,25 @@ class Group:
         if leaving is not None:
             # later work of the computing stream comes after the copies
             leaving._offloader.wait(leaving._event)
-            for kept in leaving._kept:
-                if kept.chunks:
-                    kept.tensor = None
+            for activation in leaving._activations:
+                if activation.chunks:
+                    activation.tensor = None
 
     def fetch(self) -> None:
-        """Start bringing back the tensors that are away."""
-        away = [kept for kept in self._kept if kept.tensor is None]
+        """Begin to copy back the tensors that only the host has."""
+        away = [activation for activation in self._activations if activation.tensor is None]
         if not away:
             return
-        for kept in away:
-            kept.tensor = kept.room()  # allocated on the stream that will use it
+        for activation in away:
+            activation.tensor = activation.room()  # allocated on the stream that will use it
         with self._offloader.copying():
-            for kept in away:
-                kept.copy(kept.tensor, to_host=False)
-                kept.release()
+            for activation in away:
+                activation.copy(activation.tensor, to_host=False)
+                activation.release()
         self._event = self._offloader.stream.record_event()
 
-    def get(self, kept: Kept) -> Tensor:
-        """Return a kept tensor for use now; the first call starts bringing back the group that backward needs next."""
+    def get(self, activation: Activation) -> Tensor:
+        """Return a tensor of this group; the first call also begins to fetch the group that backward needs next."""
         if self._previous is not None:
             # backward has begun: what is on the device stays there
             self._offloader.last = lambda: None
@@ -161,4 +162,4 @@ class Group:
             previous, self._previous = self._previous(), None
             if previous is not None:
                 previous.fetch()
-        return kept.tensor
+        return activation.tensor

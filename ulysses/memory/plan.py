@@ -1,4 +1,4 @@
-"""Predict a training step's bytes and seconds from plain numbers, and choose what the layers keep.
+"""Predict a training step's bytes and seconds from plain numbers; choose.py decides by them.
 
     allocated = states + the largest moment
         head:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
@@ -16,7 +16,6 @@ gathered. Measured steps judge all this (tests/unit/test_plan.py).
 Shapes: S local tokens, D width, F feed-forward width, V vocabulary, N a layer's matrices, W processes.
 """
 
-from bisect import bisect_left
 from collections import Counter
 from math import gcd, inf
 from typing import NamedTuple
@@ -56,7 +55,6 @@ STEP_SECONDS = 0.005  # per micro-batch: metadata, the first gather, the last re
 # CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
 LAUNCH, LAUNCH_RESIDENT = 7e-3, 3e-3
 GRAPH_SECONDS = 5e-3
-PREFILL_TOKENS = 8192  # of prompts that the sampler computes together
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
 
 
@@ -121,6 +119,10 @@ class Machine(NamedTuple):
     peak_flops: float = H200_FLOPS
 
     @property
+    def is_gpu(self) -> bool:
+        return self.gpu_bytes < inf
+
+    @property
     def local_processes(self) -> int:
         return min(self.gpus, self.gpus_per_node)
 
@@ -141,6 +143,7 @@ class PlannedRollout(NamedTuple):
     batch: int
     prompt_tokens: int
     new_tokens: int
+    prefill_tokens: int  # of prompts that the sampler computes together
     merged: bool = False  # adapters are added into a copy of the matrices first
 
 
@@ -150,14 +153,15 @@ class Workload(NamedTuple):
     tokens: of one micro-batch, which `sp` ranks share, in `documents` of equal length (2 for one pair).
     squares: twice the pairs of a query and a key that it sees, shared prompts included; 0: those of equal documents.
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline).
+    logits_once: whether backward does without the logits, as that of the head's own nll does.
     common_heads: common divisor of the heads of all models that share the mesh; 0: one model.
-    levels: every layer's recompute level, the first layer's first; at most two levels, and the later layers' keeps
-    more. Their backward comes first, and what they kept is free again when the others start to recompute.
-    offloaded_layers: how many, from the first on, keep their tensors on the host.
-    weights: "sharded" over all ranks, "resident" on each, or "auto": what is faster and fits.
+    levels: every layer's recompute level, the first layer's first. There are at most two, and the last layers have the
+    one that keeps more: their backward comes first, so their memory is free before the other layers recompute.
+    offloaded_layers: how many layers, counted from the first, keep their tensors in host memory.
+    weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
     allowed: the levels to choose from, the fastest first.
-    offload: "none"; "auto", the fewest layers that make the GPU suffice, else all that the host holds; "checkpoints",
-    all that the host holds.
+    offload: "none"; "auto" for the fewest layers with which the GPU suffices, or if it never does as many as the host
+    holds; "checkpoints" for as many as the host holds.
     """
 
     model: Model
@@ -168,6 +172,7 @@ class Workload(NamedTuple):
     documents: int = 1
     squares: float = 0.0
     forwards: float = 0.0
+    logits_once: bool = False
     rollout: PlannedRollout | None = None
     common_heads: int = 0
     levels: tuple[str, ...] = ()
@@ -193,22 +198,20 @@ class Workload(NamedTuple):
     @property
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
-        layer = (
-            6 * self.local * self.model.layer_parameters / MATRICES / self.machine.peak_flops
-        )
         keeps_all = {*self.levels} == {"none"} and self.resident and self.sp == 1
-        on_gpu = self.element_size == 2 and self.machine.gpu_bytes < inf
-        return keeps_all and on_gpu and layer < GRAPH_SECONDS
+        on_gpu = self.element_size == 2 and self.machine.is_gpu
+        flops = 6 * self.local * self.model.layer_parameters
+        return (
+            keeps_all and on_gpu and flops < GRAPH_SECONDS * MATRICES * self.machine.peak_flops
+        )
 
     @property
     def name(self) -> str:
         """The levels in short: "block", or "block*20+none*12" where the layers differ."""
         counts = Counter(self.levels)
-        return (
-            "+".join(f"{x}*{n}" for x, n in counts.items())
-            if len(counts) > 1
-            else self.levels[0]
-        )
+        if len(counts) == 1:
+            return self.levels[0]
+        return "+".join(f"{level}*{count}" for level, count in counts.items())
 
     @property
     def shards(self) -> tuple[int, int, int]:
@@ -250,19 +253,17 @@ def predict(case: Workload) -> Prediction:
     weights = case.element_size * held / (1 if case.resident else world)
     trained = 16 * model.trained / world  # float32 weights have a separate master too
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
-    level, upper = case.levels[0], case.levels[-1]
-    below = case.levels.count(level)
-    away = min(case.offloaded_layers, below)
-    here = below - away + min(away, WORKING_GROUPS * (1 + (level == "pair")))
-    # an odd layer keeps its own input, and the pair at work its second layer's too
-    here += (below % 2 + 2) * (level == "pair")
-    above = kept_bytes(case, upper) * (model.layers - below)
-    kept = kept_bytes(case, level) * here + above
-    # the upper layers are done when the others work, and what they kept is free
-    head, layer = (
-        _head_moment(case),
-        max(_layer_moment(case, upper), _layer_moment(case, level) - above),
-    )
+    first, last = case.levels[0], case.levels[-1]
+    first_layers, in_pairs = case.levels.count(first), first == "pair"
+    away = min(case.offloaded_layers, first_layers)
+    on_gpu = first_layers - away + min(away, WORKING_GROUPS * (1 + in_pairs))
+    # a layer without a second one keeps its own input, and the pair at work its second layer's too
+    on_gpu += (first_layers % 2 + 2) * in_pairs
+    kept_by_last = kept_bytes(case, last) * (model.layers - first_layers)
+    kept = kept_bytes(case, first) * on_gpu + kept_by_last
+    head = _head_moment(case)
+    # the last layers are done when the first ones work, and what they kept is free
+    layer = max(_layer_moment(case, last), _layer_moment(case, first) - kept_by_last)
     working = max(head, layer)
     if case.graphs:
         working = head + layer + case.element_size * model.layers * model.layer_parameters
@@ -379,7 +380,7 @@ def _rollout_bytes(case: Workload) -> float:
     count = min(rollout.answers, rollout.batch)
     length = rollout.prompt_tokens + rollout.new_tokens
     cache = 2 * size * model.layers * model.kv_width  # of one token
-    prompts = min(count * rollout.prompt_tokens, PREFILL_TOKENS)
+    prompts = min(count * rollout.prompt_tokens, rollout.prefill_tokens)
     prefill = size * prompts * (3 * model.intermediate + 4 * model.width)
     # float64 logits, log-probabilities, what top_p keeps, their sums: in the CUDA graphs' memory and outside
     drawing = 2 * 4 * 8 * count * model.vocabulary
@@ -404,8 +405,8 @@ def step_flops(case: Workload) -> tuple[float, float]:
         pair = level == "pair"  # the forward pass of every second layer once more
         matrices += directions * N + again * (level != "none") + N / 2 * pair
         attention += 3.5 + (level in ("block", "pair")) + pair / 2
-    head = model.vocabulary_parameters if model.has_head else 0  # logits are computed twice
-    matrices += head * (directions + 1)
+    head = model.vocabulary_parameters if model.has_head else 0
+    matrices += head * (directions + (not case.logits_once))
     matrices += passes * (model.layers * N + head) + 3 * model.trained * (not model.is_full)
     return 2 * S * matrices, forward * (attention + passes * model.layers)
 
@@ -418,7 +419,7 @@ def step_seconds(case: Workload) -> float:
     width = ELEMENTWISE * (model.width + model.intermediate)
     seconds += case.local * width * model.layers * (1 + case.forwards / 3)
     launches = LAUNCH_RESIDENT * (not case.graphs) if case.resident else LAUNCH
-    launches *= model.layers * (1 + case.forwards / 3) * (machine.gpu_bytes < inf)
+    launches *= model.layers * (1 + case.forwards / 3) * machine.is_gpu
     # exchanges: twice forward and backward, three times where the layers exchange again
     head_ranks, _, keys = case.shards
     heads = 2 * model.heads // head_ranks * (head_ranks - 1) + 2 * keys * (case.sp - 1)
@@ -437,59 +438,3 @@ def step_seconds(case: Workload) -> float:
     update = UPDATE_BYTES * model.trained / W
     update /= HOST_LINK if case.offload_optimizer else MEMORY_RATE
     return case.micro_batches * micro_batch + update
-
-
-def one_level(case: Workload, level: str) -> Workload:
-    """Return the case with one level for all layers, offloaded as it asks for."""
-    model = case.model
-    case = case._replace(levels=(level,) * model.layers, offloaded_layers=0)
-    if "none" in (case.offload, level):
-        return case
-    room = case.machine.host_budget - predict(case).host
-    most = int(max(0, min(model.layers, room / pinned_bytes(case))))
-    for away in range(most + 1) if case.offload == "auto" else [most]:
-        found = case._replace(offloaded_layers=away)
-        if predict(found).fits_gpu:
-            break
-    return found
-
-
-def choose(case: Workload) -> Workload | None:
-    """Return where the weights are and what the layers keep, the fastest choice that fits, or None."""
-    places = ["resident", "sharded"] if case.weights == "auto" else [case.weights]
-    found = (_choose_levels(case._replace(weights=place)) for place in places)
-    return min(filter(None, found), key=step_seconds, default=None)
-
-
-def _choose_levels(case: Workload) -> Workload | None:
-    """Return the fastest level that fits, with the next faster one on as many of the last layers as fit, or None.
-
-    A level that fits only with layers on the host is not mixed.
-    """
-    layers = case.model.layers
-    for faster, level in zip(("", *case.allowed), case.allowed):
-        found = one_level(case, level)
-        if not predict(found).fits:
-            continue
-        for count in range(1, layers) if faster and not found.offloaded_layers else ():
-            mixed = found._replace(levels=(level,) * (layers - count) + (faster,) * count)
-            if not predict(mixed).fits:
-                break
-            found = mixed
-        return found
-    return None
-
-
-def longest_sequence(case: Workload) -> int:
-    """Return the most tokens per document, a multiple of 1024, that some allowed level fits; 0 if not even 1024 do.
-
-    The case says how many equal documents share the micro-batch and how many ranks share it.
-    """
-
-    def fits(blocks: int) -> bool:
-        asked = case._replace(tokens=1024 * blocks * case.documents)
-        return any(predict(one_level(asked, level)).fits for level in case.allowed)
-
-    # MLP tiles set in at some length, and a longer sequence can need less than a shorter one: try all powers of two
-    low = max((1 << i for i in range(18) if fits(1 << i)), default=0)
-    return 1024 * (low + bisect_left(range(low + 1, 2 * low), True, key=lambda n: not fits(n)))

@@ -31,7 +31,7 @@ from ulysses.parallel.batch import ShardedBatch
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards, load_function
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
-from ulysses.rl.sampler import Completion, SamplingOptions
+from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
 from ulysses.stages.base import AuxiliaryModel, Requirements, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import ReferencedStage
@@ -110,7 +110,7 @@ class PpoStage(ReferencedStage):
         scorers = bool(ppo.reward_model)
         scorer = AuxiliaryModel("ppo.reward", ppo.reward_model, reward=True)
         steps, longest = ppo.epochs * ppo.minibatches, facts.longest_example
-        sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens
+        sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens, PREFILL_TOKENS
         return facts._replace(
             longest_example=longest + ppo.max_new_tokens,
             examples_per_step=-(-config.batch.examples // ppo.minibatches) * K,

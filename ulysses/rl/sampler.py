@@ -30,10 +30,10 @@ from torch.nn.utils.rnn import pad_sequence
 from models.arch import ModelConfig
 from models.fused import activate, rms_norm, rotate_pair
 from models.rope import rotary_table
-from ulysses.memory.plan import PREFILL_TOKENS
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
 LOOK = 16  # steps
+PREFILL_TOKENS = 8192  # of prompts that are computed together
 MOST_SLOTS = 512  # of an automatic batch
 # Most bytes that drawing takes per slot and vocabulary entry, in the memory of the graphs and once more outside.
 DRAWING_BYTES = 128

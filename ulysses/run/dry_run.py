@@ -10,13 +10,12 @@ import sys
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.preview import preview_examples
+from ulysses.memory.choose import longest_sequence, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
     GIB,
     Machine,
     Workload,
-    longest_sequence,
-    one_level,
     predict,
     step_seconds,
 )

@@ -14,6 +14,7 @@ from models.decoder import count_parameters, empty_model
 from models.hf_format import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
+from ulysses.memory.choose import choose, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
     GIB,
@@ -21,9 +22,7 @@ from ulysses.memory.plan import (
     Machine,
     Model,
     Workload,
-    choose,
     divisors,
-    one_level,
     predict,
 )
 from ulysses.parallel.mesh import gather
@@ -110,6 +109,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         config.parallel.sequence_parallel_size,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
         forwards=facts.extra_forwards,
+        logits_once=facts.logits_once,
         rollout=rollout,
         common_heads=math.gcd(shape.num_attention_heads, *(other.heads for other in others)),
         allowed=levels if wanted == "auto" else (wanted,),

@@ -59,6 +59,7 @@ class Requirements(NamedTuple):
     mismatched: whether sequences are read that join the prompt of one example and the answer of another (KTO).
     rollout: the answers that are decoded to each prompt before each round of training; None if there are none.
     reference: "cached", "live", another model's path, or "" if the settings need no reference.
+    logits_once: whether the loss is the head's own nll, for whose backward no logits are computed again.
     """
 
     longest_example: int
@@ -72,6 +73,7 @@ class Requirements(NamedTuple):
     mismatched: bool = False
     rollout: PlannedRollout | None = None
     reference: str = ""
+    logits_once: bool = False
 
 
 @dataclass(eq=False)

@@ -18,12 +18,17 @@ import torch
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 from ulysses.config.stage_sections import SftSection
 from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.stages.base import Stage, Term
+from ulysses.stages.base import Requirements, Stage, Term
 from ulysses.stages.metric_sums import MetricSums
 
 LARGEST_EXPONENT = 700.0  # e^700 is still finite
 # of positions, each twice as long as all before it
 OCTAVES = ["0-1k", *(f"{2**i}k-{2 ** (i + 1)}k" for i in range(13))]
+
+
+def _is_nll_alone(section: SftSection) -> bool:
+    """Whether the loss needs nothing of the head but its nll."""
+    return section.loss_type == "nll" and not (section.label_smoothing or section.z_loss)
 
 
 class SftStage(Stage):
@@ -43,6 +48,12 @@ class SftStage(Stage):
                 'or use "nll"'
             )
 
+    @classmethod
+    def requirements(cls, config: Any) -> Requirements:
+        return (
+            super().requirements(config)._replace(logits_once=_is_nll_alone(cls.table(config)))
+        )
+
     def sequences(self, example: Any) -> list[Sequence]:
         if not self.config.neftune_alpha:
             return super().sequences(example)
@@ -52,8 +63,7 @@ class SftStage(Stage):
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
-        smoothing = config.label_smoothing
-        plain = config.loss_type == "nll" and not (smoothing or config.z_loss)
+        smoothing, plain = config.label_smoothing, _is_nll_alone(config)
         out = self.model(
             batch,
             nll=plain,
