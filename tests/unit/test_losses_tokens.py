@@ -122,7 +122,8 @@ def test_packed_gae_has_no_loop_over_tokens():
 
 
 def test_packed_gae_refuses_what_does_not_fit():
-    for lengths, gamma, sentence in (([0, 3], 1.0, "cu_seqlens ends at 3 but there are 2"), ([0, 2], 1.5, r"gamma is 1\.5")):
+    wrong = ([0, 3], 1.0, "cu_seqlens ends at 3 but there are 2"), ([0, 2], 1.5, r"gamma is 1\.5")
+    for lengths, gamma, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):
             packed_gae(torch.zeros(2), torch.zeros(2), torch.tensor(lengths), gamma)
 
