@@ -154,7 +154,7 @@ def _child(
         meet = f"file://{folder / 'store'}"
         begin_rank()
         if deterministic:
-            from ulysses.run.preflight import (
+            from ulysses.run.setting_checks import (
                 require_determinism,  # heavy, and needed here only
             )
 

@@ -14,13 +14,7 @@ from tests.engine_case import QWEN3, SHAPE
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.rl.sampler import (
-    Completion,
-    Sampler,
-    SamplingOptions,
-    cache_bytes,
-    fitting_slots,
-)
+from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
 
 QWEN = replace(
     SHAPE,
@@ -55,15 +49,8 @@ def sampled(
 ) -> list[Completion]:
     """One completion per prompt, whose key is its place."""
     chosen = SamplingOptions(new_tokens, **options)
-    sampler = Sampler(
-        model.config,
-        weights or weights_of(model),
-        dict(enumerate(asked)),
-        chosen,
-        0,
-        progress,
-        graphs,
-    )
+    tensors, keyed = weights or weights_of(model), dict(enumerate(asked))
+    sampler = Sampler(model.config, tensors, keyed, chosen, 0, progress, graphs)
     sampler.look, sampler.prefill = look or sampler.look, prefill or sampler.prefill
     found = sampler.sample()
     return [found[i] for i in range(len(asked))]
@@ -99,19 +86,16 @@ def test_logps_are_the_models_own(shape, temperature):
     """
     model = build(config=shape)
     asked = prompts(9)
-    found = sampled(
-        model, asked, 12, temperature=temperature, top_k=20, stop_tokens=(5, 6), batch=4
-    )
+    options = {"top_k": 20, "stop_tokens": (5, 6), "batch": 4}
+    found = sampled(model, asked, 12, temperature=temperature, **options)
     assert {c.ended for c in found} == {True, False}
     for c in found:
-        assert [t in (5, 6) for t in c.tokens] == [False] * (len(c.tokens) - 1) + [
-            c.ended
-        ]
+        *before, last = (token in (5, 6) for token in c.tokens)
+        assert not any(before) and last == c.ended
         assert c.ended or len(c.tokens) == 12
     logps = exact(model, asked, [c.tokens for c in found], temperature)
-    torch.testing.assert_close(
-        logps, torch.tensor([x for c in found for x in c.logps]), rtol=2e-5, atol=2e-5
-    )
+    reported = torch.tensor([x for c in found for x in c.logps])
+    torch.testing.assert_close(logps, reported, rtol=2e-5, atol=2e-5)
 
 
 def test_samples_depend_on_no_batch_and_no_process():
@@ -119,12 +103,10 @@ def test_samples_depend_on_no_batch_and_no_process():
     model, asked = build(config=SHAPE), prompts(13)
 
     def tokens(keys=range(13), seed=3, rollout=2, batch=4):
-        options = SamplingOptions(
-            10, top_p=0.9, stop_tokens=(5,), seed=seed, batch=batch
-        )
-        found = Sampler(
-            SHAPE, weights_of(model), {i: asked[i] for i in keys}, options, rollout
-        ).sample()
+        drawing = {"top_p": 0.9, "stop_tokens": (5,), "seed": seed}
+        options = SamplingOptions(10, batch=batch, **drawing)
+        chosen = {i: asked[i] for i in keys}
+        found = Sampler(SHAPE, weights_of(model), chosen, options, rollout).sample()
         return {i: found[i].tokens for i in keys}
 
     whole = tokens()
@@ -171,24 +153,14 @@ def test_slots_shared_prompts_and_chunks_change_nothing(
     counted: list[int] = []
     for batch, prefill, look in ((5, 8192, 16), (8, 7, 1), (64, 50, 64)):
         counted.clear()
-        found = sampled(
-            model,
-            asked,
-            20,
-            batch=batch,
-            prefill=prefill,
-            look=look,
-            graphs=graphs,
-            progress=counted.append,
-            **options,
-        )
+        work = {"batch": batch, "prefill": prefill, "look": look, "graphs": graphs}
+        found = sampled(model, asked, 20, progress=counted.append, **work, **options)
         for one, many in zip(alone, found, strict=True):
             assert (one.tokens, one.ended) == (many.tokens, many.ended)
             np.testing.assert_allclose(one.logps, many.logps, rtol=1e-5, atol=1e-5)
         assert sum(counted) == sum(len(c.tokens) for c in alone)
-    assert (
-        len(sampled(model, [[3]], 1, graphs=graphs)[0].tokens) == 1
-    )  # two columns of the cache are the fewest
+    (fewest,) = sampled(model, [[3]], 1, graphs=graphs)  # two columns of the cache
+    assert len(fewest.tokens) == 1
 
 
 @pytest.mark.parametrize("batch", [8, 3])
@@ -219,7 +191,8 @@ def test_slots_that_fit():
         for free in (1 << 30, 10 << 30, 1)
     )
     assert 0 <= one < ten and none < 1
-    assert (ten - one) * cache_bytes(SHAPE, 1, 100, torch.float32) < 9 << 30
+    cached = 2 * 100 * 4 * SHAPE.num_hidden_layers * SHAPE.num_key_value_heads
+    assert (ten - one) * cached * SHAPE.head_dim < 9 << 30
 
 
 def test_truncation_of_the_distribution():

@@ -42,36 +42,28 @@ class EngineSampler:
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
         # deepspeed, which a configuration alone does without
-        from ulysses.zero.gather import gathered_weights
+        from ulysses.zero.gather import free_bytes, gathered_weights
 
-        with gathered_weights(self.engine) as weights:
+        model, device, options = self.engine.module, self.engine.device, self.options
+        on_gpu, fitting, why = device.type == "cuda", 0, "there is no GPU"
+        main = self.mesh.is_main
+        bar = tqdm(desc="sampling", unit=" tokens", leave=False, disable=not main)
+        with gathered_weights(self.engine) as weights, bar:
             if self.lora:
                 from models.lora import merged  # peft is an optional dependency
 
                 weights = dict(merged(weights.items(), weights, self.lora))
-            found = self._decode(weights, prompts, rollout)
-        if self.engine.device.type == "cuda":  # graphs and cache make room for training
-            torch.cuda.empty_cache()
-        return found
-
-    def _decode(
-        self, weights: Mapping[str, Tensor], prompts: Mapping[int, Tensor], rollout: int
-    ) -> dict[int, Completion]:
-        model, options = self.engine.module.config, self.options
-        fitting, why = 0, "there is no GPU"
-        if self.engine.device.type == "cuda":
-            from ulysses.zero.gather import free_bytes
-
-            free = free_bytes(self.engine.device)
-            longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
-            dtype = next(self.engine.module.parameters()).dtype
-            fitting = fitting_slots(model, longest, dtype, free)
-            why = f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
-            if self.automatic_batch:
-                options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
-        graphs = min(options.batch, len(prompts)) <= fitting
-        main = self.mesh.is_main
-        with tqdm(desc="sampling", unit=" tokens", leave=False, disable=not main) as bar:
+            if on_gpu:
+                free, dtype = free_bytes(device), next(model.parameters()).dtype
+                longest = max(map(len, prompts.values()), default=0)
+                longest += options.max_new_tokens
+                fitting = fitting_slots(model.config, longest, dtype, free)
+                why = (
+                    f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
+                )
+                if self.automatic_batch:
+                    options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
+            graphs = min(options.batch, len(prompts)) <= fitting
             if main and not graphs and not self.warned:
                 bar.write(f"sampling without CUDA graphs: {why}")
                 self.warned = True
@@ -80,4 +72,8 @@ class EngineSampler:
                 self.renew()
                 bar.update(tokens)
 
-            return Sampler(model, weights, prompts, options, rollout, progress, graphs).sample()
+            given = model.config, weights, prompts, options, rollout, progress, graphs
+            found = Sampler(*given).sample()
+        if on_gpu:  # graphs and cache make room for training
+            torch.cuda.empty_cache()
+        return found

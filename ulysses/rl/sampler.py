@@ -89,16 +89,11 @@ class State(NamedTuple):
     ended: Tensor
 
 
-def cache_bytes(config: ModelConfig, sequences: int, longest: int, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of `sequences` sequences of `longest` tokens."""
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return sequences * longest * token * dtype.itemsize
-
-
 def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:
     """Return how many slots of `longest` tokens fit into `free` bytes, graphs and prefill included."""
     widths = 3 * config.intermediate_size + 4 * config.hidden_size
-    each = cache_bytes(config, 1, longest, dtype) + DRAWING_BYTES * config.vocab_size
+    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    each = longest * cached * dtype.itemsize + DRAWING_BYTES * config.vocab_size
     return int((free - PREFILL_TOKENS * widths * dtype.itemsize) // each)
 
 
@@ -198,10 +193,9 @@ class Sampler:
 
     def _plan(self, busy: dict[int, int]) -> tuple[int, int]:
         """Return the steps until the next look, and the columns of the cache that they look at."""
-        left = self.options.max_new_tokens - min(self.drawn[key] for key in busy.values())
-        steps = min(self.look, left)
-        longest = max(len(self.asked[key]) + self.drawn[key] for key in busy.values())
-        seen = longest + steps
+        drawn = {key: self.drawn[key] for key in busy.values()}
+        steps = min(self.look, self.options.max_new_tokens - min(drawn.values()))
+        seen = steps + max(len(self.asked[key]) + count for key, count in drawn.items())
         # a graph serves all lengths of its bucket
         bucket = max(256, (1 << seen.bit_length()) // 8) if self.graphs else 8
         return steps, min(seen + -seen % bucket, self.cache.shape[4])
