@@ -22,6 +22,7 @@ from ulysses.config.schema import RunSection
 from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.ppo import PpoStage
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion, SamplingOptions
@@ -32,12 +33,35 @@ from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import gathered_weights
 
-ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1)  # query rows are split at every degree but 3
-EOS = (3, 7, 11, 19, 23, 31, 40, 41, 52, 63, 70, 77, 85, 90)  # many, so that random answers have ragged lengths
+ODD = replace(
+    SHAPE, num_attention_heads=3, num_key_value_heads=1
+)  # query rows are split at every degree but 3
+EOS = (
+    3,
+    7,
+    11,
+    19,
+    23,
+    31,
+    40,
+    41,
+    52,
+    63,
+    70,
+    77,
+    85,
+    90,
+)  # many, so that random answers have ragged lengths
 OPTIONS = SamplingOptions(12, temperature=0.9, stop_tokens=EOS, seed=9)
 FIXED = {"value_coefficient": 0.5, "entropy_coefficient": 0.01, "temperature": 0.8}
-REAL = PpoSection(reward="a:b", epochs=2, minibatches=2, kl_coefficient=0.2,
-                  missing_eos_penalty=0.5, temperature=0.9)  # fmt: skip
+REAL = PpoSection(
+    reward="a:b",
+    epochs=2,
+    minibatches=2,
+    kl_coefficient=0.2,
+    missing_eos_penalty=0.5,
+    temperature=0.9,
+)
 
 
 class PromptDataset(ListDataset):
@@ -45,10 +69,14 @@ class PromptDataset(ListDataset):
         return {"shift": 0.01 * index}
 
 
-def reward(prompts: Any, answers: list[list[int]], rows: list[Any], indices: Any) -> list[dict[str, float]]:
+def reward(
+    prompts: Any, answers: list[list[int]], rows: list[Any], indices: Any
+) -> list[dict[str, float]]:
     """How many tokens are even, within -2 to 2, shifted by the example."""
-    return [{"a:b": 4 * sum(v % 2 == 0 for v in answer) / len(answer) - 2 + row["shift"]}
-            for answer, row in zip(answers, rows)]  # fmt: skip
+    return [
+        {"a:b": 4 * sum(v % 2 == 0 for v in answer) / len(answer) - 2 + row["shift"]}
+        for answer, row in zip(answers, rows)
+    ]
 
 
 def prompts() -> PromptDataset:
@@ -66,120 +94,245 @@ def fixed_rollout(config: PpoSection, budget: int = 0) -> Rollout:
     draw, prompts, answers, parts = torch.Generator().manual_seed(9), [], [], []
     alone = config.advantage == "gae"
     for prompt in (30, 1, 12):
-        prompts += [torch.randint(0, 97, (prompt,), generator=draw)] * (4 if alone else 1)
+        prompts += [torch.randint(0, 97, (prompt,), generator=draw)] * (
+            4 if alone else 1
+        )
         for length in torch.randint(1, 25, (4,), generator=draw).tolist():
-            answers.append(Completion(torch.randint(0, 97, (length,), generator=draw).tolist()))
+            answers.append(
+                Completion(torch.randint(0, 97, (length,), generator=draw).tolist())
+            )
             a, b, c, d = torch.randn(4, prompt + length, generator=draw)
-            parts.append({"old_logps": 0.4 * a - 4.6, "advantages": b} | (
-                {"old_values": 0.3 * c, "returns": d} if alone else
-                {"reference_logps": 0.4 * c - 4.6, "importance": d.exp().clamp(max=2.0)}
-            ))  # fmt: skip
+            parts.append(
+                {"old_logps": 0.4 * a - 4.6, "advantages": b}
+                | (
+                    {"old_values": 0.3 * c, "returns": d}
+                    if alone
+                    else {
+                        "reference_logps": 0.4 * c - 4.6,
+                        "importance": d.exp().clamp(max=2.0),
+                    }
+                )
+            )
     by_length = config.loss_aggregation == "sequence"
     rollout = Rollout.of(0, prompts, answers, budget=budget, by_length=by_length)
     for name in parts[0]:
-        held = [part[name][left:] for part, left in zip(parts, rollout.prefixes.tolist())]
+        held = [
+            part[name][left:] for part, left in zip(parts, rollout.prefixes.tolist())
+        ]
         rollout.columns[name] = torch.cat(held)
     return rollout
 
 
-def engine_of(mesh: ParallelMesh, config: PpoSection, lr: float = 0.0, shape: ModelConfig = SHAPE) -> ZeroEngine:
+def engine_of(
+    mesh: ParallelMesh, config: PpoSection, lr: float = 0.0, shape: ModelConfig = SHAPE
+) -> ZeroEngine:
     def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
         scopes = {"policy": 1.0, "value": config.value_lr_factor} if value else None
         return parameter_groups(model, 0.0, scopes)
 
     value = config.advantage == "gae"
     kind = PolicyValue if value else CausalLM
-    return trained_engine(lambda: kind(shape, mesh), HostWeights(shape, 0), lr, groups=groups)
+    return trained_engine(
+        lambda: kind(shape, mesh), HostWeights(shape, 0), lr, groups=groups
+    )
 
 
 def trainer_of(
-    sp: int, config: PpoSection, *, lr: float = 1e-3, budget: int = 128, packing_seed: int | None = None,
-    reference_seed: int | None = 1, shape: ModelConfig = SHAPE,
-) -> tuple[Trainer, CaptureChain]:  # fmt: skip
+    sp: int,
+    config: PpoSection,
+    *,
+    lr: float = 1e-3,
+    budget: int = 128,
+    packing_seed: int | None = None,
+    reference_seed: int | None = 1,
+    shape: ModelConfig = SHAPE,
+) -> tuple[Trainer, CaptureChain]:
     """Build everything on this rank; without a reference it trains on made-up rollouts that never change."""
     initialize_distributed()
     mesh = ParallelMesh(sp, num_heads=shape.num_attention_heads)
     engine = engine_of(mesh, config, lr, shape)
     reference = None
     if reference_seed is not None:
-        reference = logps_of(frozen_engine(lambda: CausalLM(shape, mesh), HostWeights(shape, reference_seed)))
+        reference = logps_of(
+            frozen_engine(
+                lambda: CausalLM(shape, mesh), HostWeights(shape, reference_seed)
+            )
+        )
+    sampler = EngineSampler(engine, mesh, OPTIONS)
     maker = RolloutMaker(
-        engine=engine, mesh=mesh, config=config, options=OPTIONS, budget=budget, shared_budget=budget,
-        reference=reference, reward=reward,
-    )  # fmt: skip
+        engine=engine,
+        mesh=mesh,
+        config=config,
+        sampler=sampler,
+        budget=budget,
+        shared_budget=budget,
+        reference=reference,
+        reward=reward,
+    )
     if reference_seed is None:
         maker.make = lambda *_: fixed_rollout(config, budget)  # type: ignore[method-assign]
-    stage = PpoStage(engine, mesh, config, maker=maker, tolerance=1e-5 if reference_seed == 0 else math.inf)
+    stage = PpoStage(
+        engine,
+        mesh,
+        config,
+        maker=maker,
+        tolerance=1e-5 if reference_seed == 0 else math.inf,
+    )
     loader = ShuffledLoader(
-        prompts(), 6, tokens_per_microbatch=budget, seed=3, data_parallel_size=mesh.data_parallel_size,
-        dp_rank=mesh.dp_rank, packing_seed=packing_seed,
-    )  # fmt: skip
+        prompts(),
+        6,
+        tokens_per_microbatch=budget,
+        seed=3,
+        data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank,
+        packing_seed=packing_seed,
+    )
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh, engine=engine, stage=stage, loader=stage.loader(loader), total_steps=6,
-        learning_rate=lambda step: lr, policies=chain, run=RunSection(steps=1, seed=0),
-    )  # fmt: skip
+        mesh=mesh,
+        engine=engine,
+        stage=stage,
+        loader=stage.loader(loader),
+        total_steps=6,
+        learning_rate=lambda step: lr,
+        policies=chain,
+        run=RunSection(steps=1, seed=0),
+    )
     return trainer, chain
 
 
-def formula(config: PpoSection, shape: ModelConfig) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def formula(
+    config: PpoSection, shape: ModelConfig
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics (the loss among them) and gradients of the first step, one sequence at a time, float64, no ZeRO."""
     alone, data = config.advantage == "gae", fixed_rollout(config)
     model = (PolicyValue if alone else CausalLM)(shape, None, attention="reference")
     filled(model, HostWeights(shape, 0)).double()
     whole = (list(data[i].sequences) for i in range(len(data.lengths)))
-    found = [model(pack_shard(s, ParallelMesh(1), "cpu"), entropy=True, temperature=0.8) for s in whole]
+    found = [
+        model(pack_shard(s, ParallelMesh(1), "cpu"), entropy=True, temperature=0.8)
+        for s in whole
+    ]
     logps, entropy = (torch.cat([out[i] for out in found]) for i in (0, 1))
     c = {name: column.double() for name, column in data.columns.items()}
     policy = ppo_policy_loss(logps, c["old_logps"], c["advantages"], config.clip)
-    each = policy.losses * (c["importance"] if config.importance_cap else 1) - config.entropy_coefficient * entropy
+    each = (
+        policy.losses * (c["importance"] if config.importance_cap else 1)
+        - config.entropy_coefficient * entropy
+    )
     if config.kl_in == "loss":
-        each = each + config.kl_coefficient * kl_estimate(logps, c["reference_logps"], config.kl_estimator)
+        each = each + config.kl_coefficient * kl_estimate(
+            logps, c["reference_logps"], config.kl_estimator
+        )
     trained, expected = (c["weights"].roll(-1) != 0).double(), {}
     if alone:
-        values = ppo_value_loss(torch.cat([out[2] for out in found]), c["old_values"], c["returns"], config.value_clip)
+        values = ppo_value_loss(
+            torch.cat([out[2] for out in found]),
+            c["old_values"],
+            c["returns"],
+            config.value_clip,
+        )
         each = each + config.value_coefficient * values.losses
-        expected = {name: float((x * trained).sum() / trained.sum()) for name, x in {
-            "loss/policy_avg": policy.losses, "policy/clipfrac_avg": policy.clipped, "val/ratio": policy.ratios,
-            "loss/value_avg": values.losses, "policy/approxkl_avg": 0.5 * (logps - c["old_logps"]).square(),
-            "policy/entropy_avg": entropy,
-        }.items()}  # fmt: skip
-    sums, counts = (torch.stack([x.sum() for x in y.split(data.lengths.tolist())]) for y in (each * trained, trained))
+        expected = {
+            name: float((x * trained).sum() / trained.sum())
+            for name, x in {
+                "loss/policy_avg": policy.losses,
+                "policy/clipfrac_avg": policy.clipped,
+                "val/ratio": policy.ratios,
+                "loss/value_avg": values.losses,
+                "policy/approxkl_avg": 0.5 * (logps - c["old_logps"]).square(),
+                "policy/entropy_avg": entropy,
+            }.items()
+        }
+    sums, counts = (
+        torch.stack([x.sum() for x in y.split(data.lengths.tolist())])
+        for y in (each * trained, trained)
+    )
     loss = {
-        "token": sums.sum() / counts.sum(), "sequence": (sums / counts).mean(),
+        "token": sums.sum() / counts.sum(),
+        "sequence": (sums / counts).mean(),
         "constant": sums.mean() / config.max_new_tokens,
-    }[config.loss_aggregation]  # fmt: skip
+    }[config.loss_aggregation]
     loss.backward()
-    return expected | {"loss": float(loss)}, {n: p.grad for n, p in model.named_parameters()}
+    return expected | {"loss": float(loss)}, {
+        n: p.grad for n, p in model.named_parameters()
+    }
 
 
 def fixed_steps(
     sp: int, config: PpoSection, steps: int = 1, gather: bool = False, **options: Any
 ) -> tuple[dict[str, float], Any]:
     """The last of some steps on a fixed rollout, with or without the sampler's gathering before each."""
-    trainer, chain = trainer_of(sp, config, lr=1e-3 * (steps > 1), reference_seed=None, **options)
+    trainer, chain = trainer_of(
+        sp, config, lr=1e-3 * (steps > 1), reference_seed=None, **options
+    )
     for _ in range(steps):
         if gather:
             with gathered_weights(trainer.engine) as weights:
-                assert all(w.numel() > 0 for w in weights.values()) and "model.norm.weight" in weights
+                assert (
+                    all(w.numel() > 0 for w in weights.values())
+                    and "model.norm.weight" in weights
+                )
         metrics = trainer.train_step()
     return metrics, chain.steps[-1] if dist.get_rank() == 0 else {}
 
 
-GROUPED = {"advantage": "group", "answers_per_prompt": 4, "kl_coefficient": 0.3, "entropy_coefficient": 0.01,
-           "temperature": 0.8}  # fmt: skip
+GROUPED = {
+    "advantage": "group",
+    "answers_per_prompt": 4,
+    "kl_coefficient": 0.3,
+    "entropy_coefficient": 0.01,
+    "temperature": 0.8,
+}
 
 
-@pytest.mark.parametrize(("world", "sp", "budget", "seed", "options", "shape"), [
-    (1, 1, 128, None, FIXED, SHAPE), (4, 2, 64, 1, FIXED, SHAPE), (2, 1, 512, 1, FIXED, SHAPE),
-    (4, 2, 128, 1, FIXED, ODD), (4, 4, 512, None, FIXED, ODD),
-    (1, 1, 128, None, GROUPED | {"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "sequence"}, SHAPE),
-    (4, 2, 64, 1, GROUPED | {"kl_in": "loss", "kl_estimator": "k2", "importance_cap": 2.0}, SHAPE),
-    (4, 4, 512, 2, GROUPED | {"advantage": "leave_one_out", "loss_aggregation": "constant", "max_new_tokens": 25},
-     SHAPE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "sp", "budget", "seed", "options", "shape"),
+    [
+        (1, 1, 128, None, FIXED, SHAPE),
+        (4, 2, 64, 1, FIXED, SHAPE),
+        (2, 1, 512, 1, FIXED, SHAPE),
+        (4, 2, 128, 1, FIXED, ODD),
+        (4, 4, 512, None, FIXED, ODD),
+        (
+            1,
+            1,
+            128,
+            None,
+            GROUPED
+            | {"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "sequence"},
+            SHAPE,
+        ),
+        (
+            4,
+            2,
+            64,
+            1,
+            GROUPED | {"kl_in": "loss", "kl_estimator": "k2", "importance_cap": 2.0},
+            SHAPE,
+        ),
+        (
+            4,
+            4,
+            512,
+            2,
+            GROUPED
+            | {
+                "advantage": "leave_one_out",
+                "loss_aggregation": "constant",
+                "max_new_tokens": 25,
+            },
+            SHAPE,
+        ),
+    ],
+)
 def test_loss_metrics_and_gradients(
-    world: int, sp: int, budget: int, seed: int | None, options: dict[str, Any], shape: ModelConfig
+    world: int,
+    sp: int,
+    budget: int,
+    seed: int | None,
+    options: dict[str, Any],
+    shape: ModelConfig,
 ) -> None:
     """THE invariance test for PPO on a fixed rollout, policy and value parameters alike.
 
@@ -188,18 +341,31 @@ def test_loss_metrics_and_gradients(
     config = PpoSection(**options)
     expected, exact = formula(config, shape)
     metrics, gradients = run_distributed(
-        fixed_steps, world, sp, config, budget=budget, packing_seed=seed, shape=shape, with_zero=True
+        fixed_steps,
+        world,
+        sp,
+        config,
+        budget=budget,
+        packing_seed=seed,
+        shape=shape,
+        with_zero=True,
     )[0]
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert {name: metrics[name] for name in expected} == pytest.approx(
+        expected, rel=1e-4
+    )
     assert_same_gradients(gradients, exact)
     if config.advantage == "gae":
         assert 0.05 < metrics["policy/clipfrac_avg"] < 0.95
     else:
-        assert metrics["tokens_shared"] >= 3 * 29 * (budget > 100)  # the long prompt, for three of four answers
+        assert metrics["tokens_shared"] >= 3 * 29 * (
+            budget > 100
+        )  # the long prompt, for three of four answers
 
 
-def run_steps(sp: int, config: PpoSection, steps: int, **options: Any) -> tuple[list[dict[str, float]], Rollout, Any]:
+def run_steps(
+    sp: int, config: PpoSection, steps: int, **options: Any
+) -> tuple[list[dict[str, float]], Rollout, Any]:
     """Take real steps on real rollouts; returns metrics, the last rollout and the gradients."""
     trainer, chain = trainer_of(sp, config, **options)
     metrics = [trainer.train_step() for _ in range(steps)]
@@ -209,7 +375,9 @@ def run_steps(sp: int, config: PpoSection, steps: int, **options: Any) -> tuple[
 @cache
 def alone(shape: ModelConfig = SHAPE, advantage: str = "gae") -> Any:
     """Two rollouts and a bit on one process, against another reference so that every term takes part."""
-    return run_distributed(run_steps, 1, 1, real(advantage), 6, shape=shape, with_zero=True)[0]
+    return run_distributed(
+        run_steps, 1, 1, real(advantage), 6, shape=shape, with_zero=True
+    )[0]
 
 
 def trained(rollout: Rollout, name: str) -> torch.Tensor:
@@ -220,28 +388,62 @@ def trained(rollout: Rollout, name: str) -> torch.Tensor:
 
 
 def real(advantage: str) -> PpoSection:
-    return REAL.model_copy(update={"advantage": advantage, "answers_per_prompt": 1 if advantage == "gae" else 3})
+    return REAL.model_copy(
+        update={
+            "advantage": advantage,
+            "answers_per_prompt": 1 if advantage == "gae" else 3,
+        }
+    )
 
 
-@pytest.mark.parametrize(("world", "sp", "budget", "shape", "advantage"), [
-    (2, 2, 128, SHAPE, "gae"), (4, 2, 64, SHAPE, "gae"), (4, 4, 64, ODD, "gae"),
-    (2, 1, 128, SHAPE, "group"), (4, 2, 64, SHAPE, "leave_one_out"), (4, 4, 100, SHAPE, "group"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world", "sp", "budget", "shape", "advantage"),
+    [
+        (2, 2, 128, SHAPE, "gae"),
+        (4, 2, 64, SHAPE, "gae"),
+        (4, 4, 64, ODD, "gae"),
+        (2, 1, 128, SHAPE, "group"),
+        (4, 2, 64, SHAPE, "leave_one_out"),
+        (4, 4, 100, SHAPE, "group"),
+    ],
+)
 def test_rollouts_do_not_depend_on_the_ranks(
     world: int, sp: int, budget: int, shape: ModelConfig, advantage: str
 ) -> None:
     """The same tokens, scores, advantages and gradients, whoever decoded what and however it was packed."""
-    found = run_distributed(run_steps, world, sp, real(advantage), 6, budget=budget, shape=shape, with_zero=True)
+    found = run_distributed(
+        run_steps,
+        world,
+        sp,
+        real(advantage),
+        6,
+        budget=budget,
+        shape=shape,
+        with_zero=True,
+    )
     metrics, rollout, gradients = alone(shape, advantage)
     assert len(rollout.answers) == 6 * real(advantage).answers_per_prompt
     for _, other, _ in found:
-        assert [(a.tokens, a.score) for a in other.answers] == [(a.tokens, a.score) for a in rollout.answers]
+        assert [(a.tokens, a.score) for a in other.answers] == [
+            (a.tokens, a.score) for a in rollout.answers
+        ]
         assert other.columns.keys() == rollout.columns.keys()
-        for name in ("weights", *(name for name in rollout.columns if name not in ("tokens", "weights"))):
-            torch.testing.assert_close(trained(other, name), trained(rollout, name), rtol=1e-3, atol=2e-4)
+        for name in (
+            "weights",
+            *(name for name in rollout.columns if name not in ("tokens", "weights")),
+        ):
+            torch.testing.assert_close(
+                trained(other, name), trained(rollout, name), rtol=1e-3, atol=2e-4
+            )
     assert_same_gradients(found[0][2][0], gradients[0], 2e-5)
     for ours, theirs in zip(found[0][0], metrics, strict=True):
-        for name in ("loss", "objective/kl", "objective/scores", "val/ratio", "val/num_eos_tokens"):
+        for name in (
+            "loss",
+            "objective/kl",
+            "objective/scores",
+            "val/ratio",
+            "val/num_eos_tokens",
+        ):
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
 
 
@@ -249,7 +451,9 @@ def test_what_a_run_reports() -> None:
     metrics = alone()[0]
     first, fifth = metrics[0], metrics[4]
     assert [m["rollout"] for m in metrics] == [0, 0, 0, 0, 1, 1]
-    assert all(m["sampler/logp_gap_max"] < 1e-4 for m in metrics)  # the sampler computes what the trainer computes
+    assert all(
+        m["sampler/logp_gap_max"] < 1e-4 for m in metrics
+    )  # the sampler computes what the trainer computes
     assert [first["val/ratio"], fifth["val/ratio"]] == pytest.approx([1, 1], abs=1e-6)
     assert abs(metrics[1]["val/ratio"] - 1) > 1e-5
     assert 0 < first["val/num_eos_tokens"] < 6
@@ -257,7 +461,16 @@ def test_what_a_run_reports() -> None:
 
 def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
     plain, gathered = (
-        run_distributed(fixed_steps, 2, 1, PpoSection(**FIXED), 2, g, with_zero=True, deterministic=True)[0][1]
+        run_distributed(
+            fixed_steps,
+            2,
+            1,
+            PpoSection(**FIXED),
+            2,
+            g,
+            with_zero=True,
+            deterministic=True,
+        )[0][1]
         for g in (False, True)
     )
     assert all(torch.equal(plain[name], gathered[name]) for name in plain)
@@ -276,7 +489,9 @@ def short_rollout(config: PpoSection) -> list[torch.Tensor]:
 def test_a_step_without_prompts_leaves_the_weights_alone() -> None:
     config = PpoSection(reward="a:b", epochs=1, minibatches=4, temperature=0.9)
     for first, *rest in run_distributed(short_rollout, 2, config, with_zero=True):
-        assert not torch.equal(first, rest[0]) and all(torch.equal(rest[0], w) for w in rest[1:])
+        assert not torch.equal(first, rest[0]) and all(
+            torch.equal(rest[0], w) for w in rest[1:]
+        )
 
 
 def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,14 +500,23 @@ def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
     mesh = ParallelMesh(2, num_heads=SHAPE.num_attention_heads)
     config, source = PpoSection(reward="models/rm"), HostWeights(SHAPE, 4)
     scorer = frozen_engine(lambda: RewardModel(SHAPE, mesh), source)
+    engine = engine_of(mesh, config)
     maker = RolloutMaker(
-        engine=engine_of(mesh, config), mesh=mesh, config=config, options=OPTIONS, budget=128, shared_budget=128,
+        engine=engine,
+        mesh=mesh,
+        config=config,
+        sampler=EngineSampler(engine, mesh, OPTIONS),
+        budget=128,
+        shared_budget=128,
         scorer=scorer,
-    )  # fmt: skip
+    )
     rollout = maker.answer(0, prompts(), [3, 1, 5])
     plain = filled(RewardModel(SHAPE, None, attention="reference"), source)
     with torch.no_grad():
-        one = [plain(pack_shard(list(rollout[i].sequences), ParallelMesh(1), "cpu"))[-1] for i in range(3)]
+        one = [
+            plain(pack_shard(list(rollout[i].sequences), ParallelMesh(1), "cpu"))[-1]
+            for i in range(3)
+        ]
     return torch.tensor([answer.score for answer in rollout.answers]), torch.stack(one)
 
 

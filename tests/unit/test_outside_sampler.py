@@ -15,7 +15,9 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import SamplingOptions
 
 STOP = 3
-OPTIONS = SamplingOptions(6, temperature=0.7, top_p=0.9, stop_tokens=(STOP,), seed=5, batch=4)
+OPTIONS = SamplingOptions(
+    6, temperature=0.7, top_p=0.9, stop_tokens=(STOP,), seed=5, batch=4
+)
 PROMPTS = {n: torch.arange(4, 5 + n) for n in (0, 1, 5)}
 
 
@@ -31,52 +33,88 @@ def server() -> Iterator[SamplingServer]:
     found.close()
 
 
-def sampler(folder: Path, *addresses: str, main: bool = True, **options: Any) -> OutsideSampler:
+def sampler(
+    folder: Path, *addresses: str, main: bool = True, **options: Any
+) -> OutsideSampler:
     def export(to: Path) -> None:
         to.mkdir(exist_ok=True)
         (to / "config.json").write_text("{}")
 
     config = PpoSection(sampler=[*addresses], **{"sampler_timeout": 20.0, **options})
-    return OutsideSampler(config, export, folder / "policy", main)
+    return OutsideSampler(config, export, folder / "policy", main, OPTIONS)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_prompts_go_out_and_tokens_come_back(tmp_path: Path, server: SamplingServer, dialect: str) -> None:
-    found = sampler(tmp_path, f"{dialect}+{server.address}").sample(PROMPTS, OPTIONS, 2)
-    assert [(len(c.tokens), c.ended) for c in found.values()] == [(2, True), (3, True), (6, False)]
-    assert found[1].tokens[-1] == STOP and found[1].logps == pytest.approx([-1.0, -1.1, -1.2])
-    bodies = [body for path, body in server.asked if path in ("/v1/completions", "/generate")]
-    settings = [body if dialect == "vllm" else body["sampling_params"] for body in bodies]
+def test_prompts_go_out_and_tokens_come_back(
+    tmp_path: Path, server: SamplingServer, dialect: str
+) -> None:
+    found = sampler(tmp_path, f"{dialect}+{server.address}").sample(PROMPTS, 2)
+    assert [(len(c.tokens), c.ended) for c in found.values()] == [
+        (2, True),
+        (3, True),
+        (6, False),
+    ]
+    assert found[1].tokens[-1] == STOP and found[1].logps == pytest.approx(
+        [-1.0, -1.1, -1.2]
+    )
+    bodies = [
+        body for path, body in server.asked if path in ("/v1/completions", "/generate")
+    ]
+    settings = [
+        body if dialect == "vllm" else body["sampling_params"] for body in bodies
+    ]
     assert all(
-        (s["temperature"], s["top_p"], s["top_k"], s["stop_token_ids"]) == (0.7, 0.9, -1, [STOP]) for s in settings
+        (s["temperature"], s["top_p"], s["top_k"], s["stop_token_ids"])
+        == (0.7, 0.9, -1, [STOP])
+        for s in settings
     )
     assert len({s.get("seed", s.get("sampling_seed")) for s in settings}) == 3
     if dialect == "vllm":
         assert all(b["return_token_ids"] is True for b in bodies)
 
 
-def test_weights_go_by_disk_to_every_server(tmp_path: Path, server: SamplingServer) -> None:
+def test_weights_go_by_disk_to_every_server(
+    tmp_path: Path, server: SamplingServer
+) -> None:
     addresses = [f"{dialect}+{server.address}" for dialect in ("sglang", "vllm")]
     sampler(tmp_path, *addresses).synchronise()
     folder = str((tmp_path / "policy").absolute())
-    assert server.asked == [("/update_weights_from_disk", {"model_path": folder}),
-                            ("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})]  # fmt: skip
+    assert server.asked == [
+        ("/update_weights_from_disk", {"model_path": folder}),
+        ("/collective_rpc", {"method": "reload_weights"}),
+        ("/reset_prefix_cache", {}),
+    ]
     server.asked.clear()
     sampler(tmp_path, addresses[0], main=False).synchronise()
     own = {"/update_weights_from_disk": {"model_path": "FOLDER", "flush_cache": True}}
     sampler(tmp_path, addresses[1], sampler_reload=own).synchronise()
-    assert server.asked == [("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})]
+    assert server.asked == [
+        ("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
+    ]
     server.fault = "reload"
-    with pytest.raises(ValueError, match="/update_weights_from_disk did not take the new weights: .*no such file"):
+    with pytest.raises(
+        ValueError,
+        match="/update_weights_from_disk did not take the new weights: .*no such file",
+    ):
         sampler(tmp_path, addresses[0]).synchronise()
 
 
-@pytest.mark.parametrize("fault, attempts, complaint", [
-    ("hang", 1, "failed .timed out.; look at its log"), ("refuse", 3, "HTTP Error 503"),
-    ("garbage", 3, "Expecting value"), ("nan", 1, "answered prompt 0 with log-probabilities that are none"),
-    ("no stop token", 1, "an end but without the token that ends it"), ("gone", 0, "refused"),
-    ("no fields", 1, "answered prompt 0 with JSON of another form .KeyError..meta_info"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fault, attempts, complaint",
+    [
+        ("hang", 1, "failed .timed out.; look at its log"),
+        ("refuse", 3, "HTTP Error 503"),
+        ("garbage", 3, "Expecting value"),
+        ("nan", 1, "answered prompt 0 with log-probabilities that are none"),
+        ("no stop token", 1, "an end but without the token that ends it"),
+        ("gone", 0, "refused"),
+        (
+            "no fields",
+            1,
+            "answered prompt 0 with JSON of another form .KeyError..meta_info",
+        ),
+    ],
+)
 def test_a_servers_fault_is_one_sentence(
     tmp_path: Path, server: SamplingServer, fault: str, attempts: int, complaint: str
 ) -> None:
@@ -85,18 +123,33 @@ def test_a_servers_fault_is_one_sentence(
         server.close()
     timeout = 0.5 if fault == "hang" else 20.0
     with pytest.raises(ValueError, match=complaint):
-        sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(PROMPTS, OPTIONS)
-    assert len([body for _, body in server.asked if body["input_ids"] == PROMPTS[0].tolist()]) == attempts
+        sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(
+            PROMPTS
+        )
+    assert (
+        len(
+            [
+                body
+                for _, body in server.asked
+                if body["input_ids"] == PROMPTS[0].tolist()
+            ]
+        )
+        == attempts
+    )
 
 
-def test_a_server_that_comes_back_is_asked_again(tmp_path: Path, server: SamplingServer, monkeypatch) -> None:
+def test_a_server_that_comes_back_is_asked_again(
+    tmp_path: Path, server: SamplingServer, monkeypatch
+) -> None:
     server.fault = "refuse"
     monkeypatch.setattr(servers.time, "sleep", lambda _: setattr(server, "fault", ""))
-    found = sampler(tmp_path, f"sglang+{server.address}").sample({0: PROMPTS[0]}, OPTIONS)
+    found = sampler(tmp_path, f"sglang+{server.address}").sample({0: PROMPTS[0]})
     assert len(found[0].tokens) == 2
 
 
-def test_a_server_that_cannot_be_reached_in_time_is_asked_once(tmp_path: Path, monkeypatch) -> None:
+def test_a_server_that_cannot_be_reached_in_time_is_asked_once(
+    tmp_path: Path, monkeypatch
+) -> None:
     """urllib tells of a connection that takes too long in an error of its own."""
     asked = []
 
@@ -106,5 +159,5 @@ def test_a_server_that_cannot_be_reached_in_time_is_asked_once(tmp_path: Path, m
 
     monkeypatch.setattr(servers.urllib.request, "urlopen", unreachable)
     with pytest.raises(ValueError, match="timed out"):
-        sampler(tmp_path, "sglang+http://far:1").sample({0: PROMPTS[0]}, OPTIONS)
+        sampler(tmp_path, "sglang+http://far:1").sample({0: PROMPTS[0]})
     assert asked == [20.0]

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import ulysses.rl.servers as servers
 from losses.logprobs import LogProbs
-from losses.ppo import gae, group_advantages
+from losses.ppo import group_advantages
 from tests.e2e.launch import tiny
 from tests.engine_case import ListDataset, sequences
 from tests.sampling_server import SamplingServer
@@ -32,60 +31,93 @@ from ulysses.stages.metric_sums import MetricSums
 EOS = 2
 # Three ragged answers; the second is cut at the limit; the first prompt holds an EOS token itself.
 ROWS = [([5, EOS, 7], [8, 9, EOS]), ([4], [11, 12, 13, 14]), ([6, 6], [EOS])]
-COUNTS, PREDICTED_AT = [3, 4, 1], [2, 3, 4, 6, 7, 8, 9, 12]
+PREDICTED_AT = [2, 3, 4, 6, 7, 8, 9, 12]
 
 
-def answered(rows: Any = ROWS, number: int = 0, answers_per_prompt: int = 1, **rest: Any) -> Rollout:
+def answered(
+    rows: Any = ROWS, number: int = 0, answers_per_prompt: int = 1, **rest: Any
+) -> Rollout:
     scored = zip(rows, (1.0, 2.0, -0.5) * len(rows), (True, False, True) * len(rows))
-    answers = [Completion(a, [0.0] * len(a), ended, score) for (_, a), score, ended in scored]
-    return Rollout.of(number, [torch.tensor(p) for p, _ in rows[::answers_per_prompt]], answers, **rest)
+    answers = [
+        Completion(a, [0.0] * len(a), ended, score) for (_, a), score, ended in scored
+    ]
+    return Rollout.of(
+        number,
+        [torch.tensor(p) for p, _ in rows[::answers_per_prompt]],
+        answers,
+        **rest,
+    )
 
 
 def maker(**options: Any) -> RolloutMaker:
-    rest: Any = dict.fromkeys(("engine", "mesh", "options", "budget"))
+    rest: Any = dict.fromkeys(("engine", "mesh", "sampler", "budget"))
     return RolloutMaker(config=PpoSection(**options), **rest)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "gamma": 0.9},
-     {"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5}],
-)  # fmt: skip
+    [
+        {},
+        {"kl_estimator": "k3", "missing_eos_penalty": 1.0, "gamma": 0.9},
+        {"kl_estimator": "k2", "lam": 1.0, "kl_coefficient": 0.5},
+    ],
+)
 def test_rewards_advantages_and_returns_against_the_formula(options):
-    """Padded, one answer at a time; advantages are whitened over the whole rollout."""
+    """One answer at a time; prompts take no part, and advantages are whitened over the whole rollout."""
     draw, c = torch.Generator().manual_seed(1), PpoSection(**options)
     flat = torch.randn(3, 14, generator=draw)
     rollout = answered()
     maker(**options).finish(rollout, *flat)
-    old, values, reference, mask = (pad_sequence(x[PREDICTED_AT].double().split(COUNTS), batch_first=True)
-                                    for x in (*flat, torch.ones(14)))  # fmt: skip
+    old, values, reference = flat[:, PREDICTED_AT].double()
     d = old - reference
-    rewards = -c.kl_coefficient * {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[c.kl_estimator]
-    for i, (n, score, ended) in enumerate(zip(COUNTS, (1.0, 2.0, -0.5), (True, False, True))):
-        rewards[i, n - 1] += score - (not ended) * c.missing_eos_penalty
-    kept = mask.bool()
-    advantages, returns = (x[kept] for x in gae(rewards, values, mask, c.gamma, c.lam))
-    advantages = (advantages - advantages.mean()) / (advantages.var(correction=0) + 1e-8).sqrt()
-    for name, expected in (("advantages", advantages), ("returns", returns)):
+    kl = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[c.kl_estimator]
+    rewards = -c.kl_coefficient * kl
+    rewards[[2, 6, 7]] += torch.tensor([1.0, 2.0 - c.missing_eos_penalty, -0.5])
+    advantages = torch.zeros(8).double()
+    for t in reversed(range(8)):
+        last = t in (2, 6, 7)
+        value, later = (0.0, 0.0) if last else (values[t + 1], advantages[t + 1])
+        advantages[t] = rewards[t] + c.gamma * (value + c.lam * later) - values[t]
+    deviation = (advantages.var(correction=0) + 1e-8).sqrt()
+    expected = {
+        "advantages": (advantages - advantages.mean()) / deviation,
+        "returns": advantages + values,
+    }
+    for name, wanted in expected.items():
         column = rollout.columns[name]
-        torch.testing.assert_close(column[PREDICTED_AT].double(), expected, rtol=1e-5, atol=1e-5)
+        found = column[PREDICTED_AT].double()
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert not column.index_fill(0, torch.tensor(PREDICTED_AT), 0).any()
-    expected = {"objective/rlhf_reward": float(rewards[kept].sum()) / 3, "objective/kl": float(d.sum()) / 3,
-                "objective/scores": 2.5 / 3, "response_length/mean": 8 / 3, "response_length/clip_ratio": 1 / 3}
-    assert {name: rollout.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+    expected = {
+        "objective/rlhf_reward": float(rewards.sum()) / 3,
+        "objective/kl": float(d.sum()) / 3,
+        "objective/scores": 2.5 / 3,
+        "response_length/mean": 8 / 3,
+        "response_length/clip_ratio": 1 / 3,
+    }
+    found = {name: rollout.metrics[name] for name in expected}
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("advantage", ["group", "leave_one_out", "reinforce++"])
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 def test_advantages_without_a_value(advantage, kl_in):
     """Two prompts with three answers each; the KL lowers what an answer earns unless it is part of the loss."""
-    rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])] + [([4], a) for a in ([6, EOS], [9] * 4, [3, 3, EOS])]
-    options = {"kl_in": kl_in, "kl_coefficient": 0.3, "answers_per_prompt": 3, "importance_cap": 1.1}
+    rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
+    rows += [([4], a) for a in ([6, EOS], [9] * 4, [3, 3, EOS])]
+    options = {
+        "kl_in": kl_in,
+        "kl_coefficient": 0.3,
+        "answers_per_prompt": 3,
+        "importance_cap": 1.1,
+    }
     scores = torch.tensor((1.0, 2.0, -0.5) * 2, dtype=torch.float64)
     rollout = answered(rows, answers_per_prompt=3)
     predicts = rollout.columns["weights"].roll(-1).bool()
-    old, reference = torch.randn(2, len(predicts), generator=torch.Generator().manual_seed(2))
-    maker(advantage=advantage, **options).finish(rollout, old, torch.zeros_like(old), reference)
+    draw = torch.Generator().manual_seed(2)
+    old, reference = torch.randn(2, len(predicts), generator=draw)
+    made = maker(advantage=advantage, **options)
+    made.finish(rollout, old, torch.zeros_like(old), reference)
     lengths = torch.tensor([len(a) for _, a in rows])
     gaps = 0.3 * (kl_in == "reward") * (old - reference)[predicts].double()
     to_come = [gap.flip(0).cumsum(0).flip(0) for gap in gaps.split(lengths.tolist())]
@@ -97,53 +129,76 @@ def test_advantages_without_a_value(advantage, kl_in):
         wanted = group_advantages(earned, 3, advantage).repeat_interleave(lengths)
     found = rollout.columns["advantages"][predicts].double()
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert ("reference_logps" in rollout.columns) == (kl_in == "loss") and "returns" not in rollout.columns
-    # the sampler said 0 for every token
-    torch.testing.assert_close(rollout.columns["importance"][predicts], old[predicts].exp().clamp(max=1.1))
+    assert ("reference_logps" in rollout.columns) == (kl_in == "loss")
+    assert "returns" not in rollout.columns
+    ratio = old[predicts].exp()  # the sampler said 0 for every token
+    importance = rollout.columns["importance"][predicts]
+    torch.testing.assert_close(importance, ratio.clamp(max=1.1))
 
 
-@pytest.mark.parametrize("aggregation, loss, gradient_norm", [  # by GRPOTrainer of TRL 1.16.0
-    ("sequence", -0.015381882889378501, 0.1549521976040401),  # loss_type "grpo"
-    ("token", 0.04083397427547562, 0.14012963455909375),  # "bnpo" and "dapo"
-    ("constant", 0.01701415594811484, 0.05838734773295572),  # "dr_grpo" with completions of at most 6 tokens
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "aggregation, loss, gradient_norm",
+    [  # by GRPOTrainer of TRL 1.16.0
+        ("sequence", -0.015381882889378501, 0.1549521976040401),  # loss_type "grpo"
+        ("token", 0.04083397427547562, 0.14012963455909375),  # "bnpo" and "dapo"
+        # "dr_grpo" with completions of at most 6 tokens
+        ("constant", 0.01701415594811484, 0.05838734773295572),
+    ],
+)
 def test_losses_equal_trls(aggregation: str, loss: float, gradient_norm: float) -> None:
     """Eight answers to two prompts, with k3 of 0.04 in the loss and DAPO's clip range."""
-    lengths, scores = (3, 1, 4, 2, 4, 2, 1, 3), torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1], dtype=torch.float64)
+    lengths = (3, 1, 4, 2, 4, 2, 1, 3)
+    scores = torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1]).double()
     config = PpoSection(
-        advantage="group", answers_per_prompt=4, kl_in="loss", kl_estimator="k3", kl_coefficient=0.04, clip_high=0.28,
-        loss_aggregation=aggregation, max_new_tokens=6,
-    )  # fmt: skip
+        advantage="group",
+        answers_per_prompt=4,
+        kl_in="loss",
+        kl_estimator="k3",
+        kl_coefficient=0.04,
+        clip_high=0.28,
+        loss_aggregation=aggregation,
+        max_new_tokens=6,
+    )
     advantages, found, made, rows = group_advantages(scores, 4), [], [], []
     for n, length in enumerate(lengths):
         t = torch.arange(length).double()
         weight = 1 / length if aggregation == "sequence" else 1.0
-        columns = {"old_logps": -1.5 + 0.4 * torch.sin(2 * n + 5 * t), "advantages": advantages[n].expand(length),
-                   "reference_logps": -1.5 + 0.4 * torch.cos(n + 2 * t)}  # fmt: skip
+        columns = {
+            "old_logps": -1.5 + 0.4 * torch.sin(2 * n + 5 * t),
+            "advantages": advantages[n].expand(length),
+            "reference_logps": -1.5 + 0.4 * torch.cos(n + 2 * t),
+        }
         columns = {name: torch.cat([x, torch.zeros(1)]) for name, x in columns.items()}
         weights = torch.tensor([0.0] + [weight] * length)
         found.append(Sequence(torch.arange(length + 1), weights, columns))
         made.append((-1.5 + 0.4 * torch.sin(3 * n + t + 1)).requires_grad_())
         rows += [made[-1], torch.zeros(1)]
     logps = torch.cat(rows)
-    stage = PpoStage(lambda *_, **__: LogProbs(logps, torch.zeros_like(logps)), ParallelMesh(1), config)
-    batch = pack_shard(found, ParallelMesh(1), "cpu")
-    count = stage.counts(batch)["tokens"]
-    ours: Any = sum(term.value * term.weight / count for term in stage.losses(batch, MetricSums("cpu")))
-    assert float(ours) == pytest.approx(loss, rel=1e-6)
+    mesh, out = ParallelMesh(1), LogProbs(logps, torch.zeros_like(logps))
+    stage = PpoStage(lambda *_, **__: out, mesh, config)
+    batch = pack_shard(found, mesh, "cpu")
+    terms = stage.losses(batch, MetricSums("cpu"))
+    ours: Any = sum(term.value * term.weight for term in terms)
+    ours = ours / stage.counts(batch)["tokens"]
     ours.backward()
-    assert float(torch.cat([x.grad for x in made]).norm()) == pytest.approx(gradient_norm, rel=1e-6)
+    norm = torch.cat([x.grad for x in made]).norm()
+    found = [float(ours), float(norm)]
+    assert found == pytest.approx([loss, gradient_norm], rel=1e-6)
 
 
 def test_answers_share_their_prompt_within_the_budget():
-    rows = [([5, 7, 6], [8] * n) for n in (3, 2, 4, 1)] + [([4], [6] * n) for n in (2, 2, 2, 2)]
+    rows = [([5, 7, 6], [8] * n) for n in (3, 2, 4, 1)]
+    rows += [([4], [6, 6])] * 4
     rollout = answered(rows, answers_per_prompt=4, budget=12)
     # 6 tokens, then 1 + 2 more; then 7 and 1 + 1 more; a prompt of one token is kept by every answer
-    assert rollout.owners.tolist() == [0, 0, 2, 2, 4, 4, 4, 4] and rollout.prefixes.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
-    assert rollout.sequence_lengths[[0, 2, 4]].tolist() == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]
+    assert rollout.owners.tolist() == [0, 0, 2, 2, 4, 4, 4, 4]
+    assert rollout.prefixes.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
+    lengths = rollout.sequence_lengths[[0, 2, 4]].tolist()
+    assert lengths == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]
     assert rollout.examples([1, 0]) == [4, 0, 2]
     first, second = rollout[2].sequences
-    assert first.tokens.tolist() == [5, 7, 6, 8, 8, 8, 8] and second.tokens.tolist() == [6, 8]
+    assert first.tokens.tolist() == [5, 7, 6, 8, 8, 8, 8]
+    assert second.tokens.tolist() == [6, 8]
     assert (second.prefix_length, second.prefix_owner) == (2, 1)
 
 
@@ -157,8 +212,10 @@ def test_the_score_is_earned_by_the_eos_token_itself():
 
     first = first_answer(1.0)
     trained = torch.nonzero(first.loss_weights).flatten()
-    assert first.tokens[trained].tolist() == [8, 9, EOS]  # the EOS of the prompt is not trained, the answer's is
-    assert first.token_columns["returns"].tolist() == [0, 0, 1, 1, 1, 0]  # rows 2, 3, 4 predict 8, 9, EOS
+    # the EOS of the prompt is not trained, the answer's is
+    assert first.tokens[trained].tolist() == [8, 9, EOS]
+    # rows 2, 3 and 4 predict 8, 9 and EOS
+    assert first.token_columns["returns"].tolist() == [0, 0, 1, 1, 1, 0]
     assert first_answer(0.0).token_columns["returns"].tolist() == [0, 0, 0, 0, 1, 0]
 
 
@@ -189,7 +246,8 @@ def test_first_step_identities():
     same = {"policy/logp_change": 1e-7, "reference_gap": 1e-7}
     made.check_first_step(same)
     for name, whose in (("policy/logp_change", "its"), ("reference_gap", "their")):
-        with pytest.raises(RuntimeError, match=f"but {whose} log-probabilities differ by 0.01 per token"):
+        sentence = f"but {whose} log-probabilities differ by 0.01 per token"
+        with pytest.raises(RuntimeError, match=sentence):
             made.check_first_step(same | {name: 0.01})
 
 
@@ -204,17 +262,19 @@ HALF, ALL = (f"tests.reward_functions:{name}" for name in ("half", "all_at_once"
 def answers(*scales: float, **row: Any) -> tuple[list[Any], ...]:
     """The same prompt and answer for every scale: prompts, answers, rows and indices."""
     count = len(scales)
-    return [[97]] * count, [[98, 99]] * count, [{"scale": x, **row} for x in scales], [*range(4, 4 + count)]
+    rows = [{"scale": x, **row} for x in scales]
+    return [[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)]
 
 
 def test_reward_functions() -> None:
     names = (HALF, "http://localhost:1/score", "meta-llama/reward", "C:/x y")
     assert [is_function(name) for name in names] == [True, True, False, False]
-    assert Rewards([HALF, ALL], Letters())(*answers(2, 4)) == [{HALF: 1.0, ALL: 4.0}, {HALF: 0.5, ALL: 6.0}]
+    both = Rewards([HALF, ALL], Letters())(*answers(2, 4))
+    assert both == [{HALF: 1.0, ALL: 4.0}, {HALF: 0.5, ALL: 6.0}]
     assert Rewards([HALF], Letters())(*answers()) == []
     for name, asked, complaint in (
         (HALF, answers(1, 0), "half on example 5 failed: ZeroDivisionError"),
-        (HALF, answers(float("nan")), "half on example 4 failed: ValueError: it returned nan; return a finite number"),
+        (HALF, answers(float("nan")), "4 failed: ValueError: it returned nan; return a finite"),
         (ALL, answers(1, 2, most=1), "for 2 answers; return one number for each"),
     ):
         with pytest.raises(ValueError, match=complaint):
@@ -226,7 +286,8 @@ def test_rewards_in_workers() -> None:
     try:
         assert rewards(*answers(1, 2, 4)) == [{HALF: 2.0}, {HALF: 1.0}, {HALF: 0.5}]
         rewards.timeout = 0.2
-        with pytest.raises(ValueError, match="half on example 4 took longer than ppo.reward_timeout, 0.2 s"):
+        sentence = "half on example 4 took longer than ppo.reward_timeout, 0.2 s"
+        with pytest.raises(ValueError, match=sentence):
             rewards(*answers(1, sleep=60))
     finally:
         rewards.close()
@@ -238,9 +299,11 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{server.address}/score"
     assert Rewards([url], Letters())(*answers(1, 2)) == [{url: 2.0}, {url: 1.0}]
     for server.scores, server.fault, complaint in (
-        ([1.0], "", r"returned \[1.0\] for 2 answers"), ("good", "", "returned good for 2 answers"),
-        ([], "refuse", "failed: HTTPError: HTTP Error 503"), ([], "hang", "timed out"),
-    ):  # fmt: skip
+        ([1.0], "", r"returned \[1.0\] for 2 answers"),
+        ("good", "", "returned good for 2 answers"),
+        ([], "refuse", "failed: HTTPError: HTTP Error 503"),
+        ([], "hang", "timed out"),
+    ):
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
             Rewards([url], Letters(), timeout=0.2)(*answers(1, 2))
     server.close()
@@ -250,22 +313,35 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -> None:
     section = PpoSection(reward={"models/rm": 0.5, HALF: 2.0})
-    assert section.reward_model == "models/rm" and PpoSection(reward=[HALF, ALL]).reward == {HALF: 1.0, ALL: 1.0}
+    assert section.reward_model == "models/rm"
+    assert PpoSection(reward=[HALF, ALL]).reward == {HALF: 1.0, ALL: 1.0}
     rounds = [answered(), answered(ROWS[:1])]
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
-    asked: Any = SimpleNamespace(synchronise=lambda: None, answer=lambda number, *_: rounds[number % 2])
+    asked: Any = SimpleNamespace(
+        synchronise=lambda: None, answer=lambda number, *_: rounds[number % 2]
+    )
     loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
     metrics = PpoStage(None, None, section, maker=asked).evaluate(loader)
-    assert metrics["eval/objective/scores"] == pytest.approx(3.5 / 4) == -metrics["eval/loss"]
+    assert (
+        metrics["eval/objective/scores"]
+        == pytest.approx(3.5 / 4)
+        == -metrics["eval/loss"]
+    )
     assert metrics["eval/objective/scores/models/rm"] == 3
     assert metrics[f"eval/objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
 
 
-@pytest.mark.parametrize("completion, answer, score", [
-    ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0), ("The answer is 7.0", "7", 1.0),
-    ("7 apples, 8 pears", "7", 0.0), ("It is -3,", -3, 1.0), ("no idea", "nor here", 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "completion, answer, score",
+    [
+        ("3 + 4 = 7, so she pays $1,007.", "3 and 4\n#### 1007", 1.0),
+        ("The answer is 7.0", "7", 1.0),
+        ("7 apples, 8 pears", "7", 0.0),
+        ("It is -3,", -3, 1.0),
+        ("no idea", "nor here", 0.0),
+    ],
+)
 def test_verifiable_reward(completion, answer, score):
     assert gsm8k_reward("", completion, {"answer": answer}) == score
 
@@ -274,7 +350,19 @@ def test_answers_end_with_a_turn(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
-    run: Any = SimpleNamespace(prepared=plan, config=plan.config, engine=None, mesh=None, frozen=lambda: None,
-                               resources=ExitStack(), watch=Watch())  # fmt: skip
-    names = plan.tokenizer.convert_ids_to_tokens(PpoStage.build(run).maker.options.stop_tokens)
-    assert sorted(names) == ["<|endoftext|>", "<|im_end|>"]  # the template ends turns with <|im_end|>
+    run: Any = SimpleNamespace(
+        prepared=plan,
+        config=plan.config,
+        engine=None,
+        mesh=None,
+        frozen=lambda: None,
+        resources=ExitStack(),
+        watch=Watch(),
+    )
+    names = plan.tokenizer.convert_ids_to_tokens(
+        PpoStage.build(run).maker.sampler.options.stop_tokens
+    )
+    assert sorted(names) == [
+        "<|endoftext|>",
+        "<|im_end|>",
+    ]  # the template ends turns with <|im_end|>

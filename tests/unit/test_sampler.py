@@ -14,10 +14,16 @@ from tests.engine_case import QWEN3, SHAPE
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, cache_bytes, fitting_slots
+from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
 
-QWEN = replace(SHAPE, model_type="qwen2", num_attention_heads=6, head_dim=4, attention_bias=True,
-               tie_word_embeddings=True)  # fmt: skip
+QWEN = replace(
+    SHAPE,
+    model_type="qwen2",
+    num_attention_heads=6,
+    head_dim=4,
+    attention_bias=True,
+    tie_word_embeddings=True,
+)
 
 
 def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
@@ -30,21 +36,37 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def sampled(
-    model: CausalLM, asked: Many[Many[int]], new_tokens: int, *, weights: Any = None, graphs: bool = True,
-    look: int = 0, prefill: int = 0, progress: Any = lambda tokens: None, **options: Any,
-) -> list[Completion]:  # fmt: skip
+    model: CausalLM,
+    asked: Many[Many[int]],
+    new_tokens: int,
+    *,
+    weights: Any = None,
+    graphs: bool = True,
+    look: int = 0,
+    prefill: int = 0,
+    progress: Any = lambda tokens: None,
+    **options: Any,
+) -> list[Completion]:
     """One completion per prompt, whose key is its place."""
     chosen = SamplingOptions(new_tokens, **options)
-    sampler = Sampler(model.config, weights or weights_of(model), dict(enumerate(asked)), chosen, 0, progress, graphs)
+    tensors, keyed = weights or weights_of(model), dict(enumerate(asked))
+    sampler = Sampler(model.config, tensors, keyed, chosen, 0, progress, graphs)
     sampler.look, sampler.prefill = look or sampler.look, prefill or sampler.prefill
     found = sampler.sample()
     return [found[i] for i in range(len(asked))]
 
 
-def exact(model: CausalLM, asked: Many[Many[int]], answers: Many[Many[int]], temperature: float) -> torch.Tensor:
+def exact(
+    model: CausalLM,
+    asked: Many[Many[int]],
+    answers: Many[Many[int]],
+    temperature: float,
+) -> torch.Tensor:
     """The training model's log-probabilities of all answers' tokens, packed."""
-    rows = [Sequence(torch.tensor([*p, *a]), torch.tensor([0.0] * len(p) + [1.0] * len(a)))
-            for p, a in zip(asked, answers, strict=True)]  # fmt: skip
+    rows = [
+        Sequence(torch.tensor([*p, *a]), torch.tensor([0.0] * len(p) + [1.0] * len(a)))
+        for p, a in zip(asked, answers, strict=True)
+    ]
     batch = pack_shard(rows, ParallelMesh(1))
     return model(batch, temperature=temperature).logps[batch.loss_weights != 0].detach()
 
@@ -53,7 +75,8 @@ YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
 
 
 @pytest.mark.parametrize(
-    "shape, temperature", [(SHAPE, 1.0), (QWEN, 0.7), (YARN, 1.0), (QWEN3, 0.9)],
+    "shape, temperature",
+    [(SHAPE, 1.0), (QWEN, 0.7), (YARN, 1.0), (QWEN3, 0.9)],
     ids=["llama", "qwen2 tied", "yarn", "qwen3"],
 )
 def test_logps_are_the_models_own(shape, temperature):
@@ -63,13 +86,16 @@ def test_logps_are_the_models_own(shape, temperature):
     """
     model = build(config=shape)
     asked = prompts(9)
-    found = sampled(model, asked, 12, temperature=temperature, top_k=20, stop_tokens=(5, 6), batch=4)
+    options = {"top_k": 20, "stop_tokens": (5, 6), "batch": 4}
+    found = sampled(model, asked, 12, temperature=temperature, **options)
     assert {c.ended for c in found} == {True, False}
     for c in found:
-        assert [t in (5, 6) for t in c.tokens] == [False] * (len(c.tokens) - 1) + [c.ended]
+        *before, last = (token in (5, 6) for token in c.tokens)
+        assert not any(before) and last == c.ended
         assert c.ended or len(c.tokens) == 12
     logps = exact(model, asked, [c.tokens for c in found], temperature)
-    torch.testing.assert_close(logps, torch.tensor([x for c in found for x in c.logps]), rtol=2e-5, atol=2e-5)
+    reported = torch.tensor([x for c in found for x in c.logps])
+    torch.testing.assert_close(logps, reported, rtol=2e-5, atol=2e-5)
 
 
 def test_samples_depend_on_no_batch_and_no_process():
@@ -77,8 +103,10 @@ def test_samples_depend_on_no_batch_and_no_process():
     model, asked = build(config=SHAPE), prompts(13)
 
     def tokens(keys=range(13), seed=3, rollout=2, batch=4):
-        options = SamplingOptions(10, top_p=0.9, stop_tokens=(5,), seed=seed, batch=batch)
-        found = Sampler(SHAPE, weights_of(model), {i: asked[i] for i in keys}, options, rollout).sample()
+        drawing = {"top_p": 0.9, "stop_tokens": (5,), "seed": seed}
+        options = SamplingOptions(10, batch=batch, **drawing)
+        chosen = {i: asked[i] for i in keys}
+        found = Sampler(SHAPE, weights_of(model), chosen, options, rollout).sample()
         return {i: found[i].tokens for i in keys}
 
     whole = tokens()
@@ -104,25 +132,35 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
-@pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"])
-def test_slots_shared_prompts_and_chunks_change_nothing(device: str, graphs: bool, shape: ModelConfig):
+@pytest.mark.parametrize(
+    "shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"]
+)
+def test_slots_shared_prompts_and_chunks_change_nothing(
+    device: str, graphs: bool, shape: ModelConfig
+):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""
     model = build(config=shape).to(device)
     asked = [p for p in prompts(9) for _ in range(3)]
     # On GPUs, another number of slots moves log-probabilities by 2e-6. No draw of this seed is so near top_p's edge.
-    options: dict[str, Any] = {"stop_tokens": (5, 6, 7), "temperature": 0.8, "top_p": 0.95, "seed": 1}
+    options: dict[str, Any] = {
+        "stop_tokens": (5, 6, 7),
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "seed": 1,
+    }
     alone = sampled(model, asked, 20, batch=1, graphs=False, **options)
     assert len({len(c.tokens) for c in alone}) > 5
     counted: list[int] = []
     for batch, prefill, look in ((5, 8192, 16), (8, 7, 1), (64, 50, 64)):
         counted.clear()
-        found = sampled(model, asked, 20, batch=batch, prefill=prefill, look=look, graphs=graphs,
-                        progress=counted.append, **options)  # fmt: skip
+        work = {"batch": batch, "prefill": prefill, "look": look, "graphs": graphs}
+        found = sampled(model, asked, 20, progress=counted.append, **work, **options)
         for one, many in zip(alone, found, strict=True):
             assert (one.tokens, one.ended) == (many.tokens, many.ended)
             np.testing.assert_allclose(one.logps, many.logps, rtol=1e-5, atol=1e-5)
         assert sum(counted) == sum(len(c.tokens) for c in alone)
-    assert len(sampled(model, [[3]], 1, graphs=graphs)[0].tokens) == 1  # two columns of the cache are the fewest
+    (fewest,) = sampled(model, [[3]], 1, graphs=graphs)  # two columns of the cache
+    assert len(fewest.tokens) == 1
 
 
 @pytest.mark.parametrize("batch", [8, 3])
@@ -148,16 +186,25 @@ def test_answers_to_one_prompt_compute_it_once(batch: int):
 
 def test_slots_that_fit():
     """As many as their keys, values and drawing leave room for, besides a part of the prompts."""
-    one, ten, none = (fitting_slots(SHAPE, 100, torch.float32, free) for free in (1 << 30, 10 << 30, 1))
+    one, ten, none = (
+        fitting_slots(SHAPE, 100, torch.float32, free)
+        for free in (1 << 30, 10 << 30, 1)
+    )
     assert 0 <= one < ten and none < 1
-    assert (ten - one) * cache_bytes(SHAPE, 1, 100, torch.float32) < 9 << 30
+    cached = 2 * 100 * 4 * SHAPE.num_hidden_layers * SHAPE.num_key_value_heads
+    assert (ten - one) * cached * SHAPE.head_dim < 9 << 30
 
 
 def test_truncation_of_the_distribution():
     model = build(config=SHAPE)
     asked = prompts(20)
-    likeliest = [int(exact(model, [p] * 97, [[v] for v in range(97)], 1.0).argmax()) for p in asked]
+    likeliest = [
+        int(exact(model, [p] * 97, [[v] for v in range(97)], 1.0).argmax())
+        for p in asked
+    ]
     for options in ({"top_k": 1}, {"top_p": 1e-9}, {}):
-        assert ([c.tokens[0] for c in sampled(model, asked, 1, **options)] == likeliest) == bool(options)
+        assert (
+            [c.tokens[0] for c in sampled(model, asked, 1, **options)] == likeliest
+        ) == bool(options)
     few = sampled(model, [asked[0]] * 300, 1, temperature=3.0, top_k=3)
     assert len({c.tokens[0] for c in few}) == 3

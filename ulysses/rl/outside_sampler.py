@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ulysses.parallel.mesh import gather
 from ulysses.parallel.random_keys import seed_of
 from ulysses.rl.sampler import Completion, SamplingOptions
 from ulysses.rl.servers import post
@@ -39,12 +42,16 @@ class OutsideSampler:
         export: writes the policy's weights into a folder; all ranks call it together.
         folder: where the servers read them.
         main: this process writes to the servers.
+        options: of sampling.
+        renew: is told of progress.
     """
 
     config: Any
     export: Callable[[Path], None]
     folder: Path
     main: bool
+    options: SamplingOptions
+    renew: Callable[[], None] = lambda: None
 
     def synchronise(self) -> None:
         """Export the weights and have every server read them; all ranks call it together.
@@ -61,42 +68,36 @@ class OutsideSampler:
                     raise ValueError(
                         f"{address}{path} did not take the new weights: {str(answer)[:200]}"
                     )
+        gather(None)  # no process asks a server that still has other weights
 
-    def sample(
-        self,
-        prompts: Mapping[int, Any],
-        options: SamplingOptions,
-        rollout: int = 0,
-        renew: Callable[[], None] = lambda: None,
-    ) -> dict[int, Completion]:
-        """Return the completion of every prompt, by the prompt's number in the rollout; `renew` is called after each.
+    def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
+        """Return the completion of every prompt, by the prompt's number in the rollout.
 
-        Raises ValueError if a server fails several times or answers nonsense.
+        Raises ValueError if a server fails several times, or if what it answers cannot be trained on.
         """
         servers = self.config.sampler
 
         def ask(number: int) -> Completion:
             address = servers[number % len(servers)]
-            seed = seed_of(options.seed, rollout, number) % 2**31
+            seed = seed_of(self.options.seed, rollout, number) % 2**31
             try:
-                found = self._complete(address, prompts[number].tolist(), options, seed)
-                wrong = _what_is_wrong(found, options)
+                completion = self._complete(address, prompts[number].tolist(), seed)
+                fault = self._fault(completion)
             except (LookupError, TypeError) as error:
-                wrong = f"JSON of another form ({error!r})"
-            if wrong:
-                raise ValueError(f"{address} answered prompt {number} with {wrong}")
-            renew()
-            return found
+                fault = f"JSON of another form ({error!r})"
+            if fault:
+                raise ValueError(f"{address} answered prompt {number} with {fault}")
+            self.renew()
+            return completion
 
-        pool = ThreadPoolExecutor(options.batch)
+        pool = ThreadPoolExecutor(self.options.batch)
         try:
             return dict(zip(prompts, pool.map(ask, prompts), strict=True))
         finally:  # after an error nobody waits for the other requests
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _complete(
-        self, address: str, prompt: list[int], options: SamplingOptions, seed: int
-    ) -> Completion:
+    def _complete(self, address: str, prompt: list[int], seed: int) -> Completion:
+        options = self.options
         settings = {
             "temperature": options.temperature,
             "top_p": options.top_p,
@@ -116,7 +117,18 @@ class OutsideSampler:
             found = self._post(address, "/generate", body)["meta_info"]
             logps, tokens, *_ = zip(*found["output_token_logprobs"])
             reason = found["finish_reason"]["type"]
-        return Completion([*tokens], [*logps], reason == "stop")
+        return Completion(list(tokens), list(logps), reason == "stop")
+
+    def _fault(self, completion: Completion) -> str:
+        """Return why a completion cannot be trained on, or nothing."""
+        tokens, logps = completion.tokens, completion.logps
+        if not 0 < len(tokens) == len(logps) <= self.options.max_new_tokens:
+            return f"{len(tokens)} tokens and {len(logps)} log-probabilities"
+        if not all(math.isfinite(logp) and logp <= 1e-3 for logp in logps):
+            return "log-probabilities that are none"
+        if completion.ended and tokens[-1] not in self.options.stop_tokens:
+            return f"an end but without the token that ends it (its last one is {tokens[-1]})"
+        return ""
 
     def _post(self, address: str, path: str, body: Any) -> Any:
         url = address.partition("+")[2].rstrip("/") + path
@@ -127,15 +139,3 @@ class OutsideSampler:
                 f"the sampling server {url} failed ({error}); look at its log, start it again and continue with "
                 "--run.resume auto"
             ) from None
-
-
-def _what_is_wrong(found: Completion, options: SamplingOptions) -> str:
-    """Return what a completion lacks to be trained on, or nothing."""
-    tokens, logps = found.tokens, found.logps
-    if not tokens or len(tokens) != len(logps) or len(tokens) > options.max_new_tokens:
-        return f"{len(tokens)} tokens and {len(logps)} log-probabilities"
-    if not all(math.isfinite(p) and p <= 1e-3 for p in logps):
-        return "log-probabilities that are none"
-    if found.ended and tokens[-1] not in options.stop_tokens:
-        return f"an end but without the token that ends it (its last one is {tokens[-1]})"
-    return ""

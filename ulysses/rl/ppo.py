@@ -4,13 +4,9 @@
                                              +  kl_coefficient * mean_t KL (if it is not part of the reward)
                                              -  entropy_coefficient * mean_t H
 
-    advantage = "gae"              A from a value of every token (1506.02438)
-                "group"            the score among those of the other answers to the prompt (GRPO, 2402.03300)
-                "leave_one_out"    the score minus the mean of the other answers' scores (RLOO, 2402.14740)
-                "reinforce++"      what the answer earns from here on, whitened over the rollout (2501.03262)
-
-The means run over the answers' tokens of one optimizer step, with the weights that loss_aggregation gives them.
-Rollouts (ulysses.rl.rollout) come through the loader; the stage sees their columns.
+ppo.advantage chooses how A is computed (ulysses.rl.advantages). The means run over the answers' tokens of one optimizer
+step, with the weights that loss_aggregation gives them. Rollouts (ulysses.rl.rollout) come through the loader; the
+stage sees their columns.
 """
 
 from collections import defaultdict
@@ -28,6 +24,8 @@ from ulysses.config.schema import Config
 from ulysses.config.stage_sections import is_function
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
+from ulysses.rl.advantages import ADVANTAGES
+from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards, load_function
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
@@ -69,12 +67,13 @@ class PpoStage(ReferencedStage):
                 f"ppo.reward names several reward models ({', '.join(ppo.reward)}) but only one is computed; serve the "
                 "others by http"
             )
-        if ppo.advantage in ("group", "leave_one_out") and ppo.answers_per_prompt < 2:
+        if ADVANTAGES[ppo.advantage].needs_group and ppo.answers_per_prompt < 2:
             yield (
                 f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
                 "set it to at least 2 (commonly 8)"
             )
-        longest, prompts, *_ = cls.requirements(config)
+        requirements = cls.requirements(config)
+        longest, prompts = requirements.longest_example, requirements.examples_per_load
         if prompts < ppo.minibatches:
             yield (
                 f"ppo.minibatches is {ppo.minibatches} but a rollout has {prompts} prompts; lower it, or raise "
@@ -101,69 +100,83 @@ class PpoStage(ReferencedStage):
 
     @classmethod
     def requirements(cls, config: Config) -> Requirements:
-        ppo, facts = (
-            config.ppo,
-            super().requirements(config, needed=config.ppo.kl_coefficient > 0),
+        ppo = config.ppo
+        base = super().requirements(config, needed=ppo.kl_coefficient > 0)
+        prompts, answers = base.longest_example, ppo.answers_per_prompt
+        needs_value = ADVANTAGES[ppo.advantage].needs_value
+        # the passes over a rollout, which is trained on `epochs` times: policy, reference and reward model
+        passes, others = 1 + base.extra_forwards, base.others
+        if ppo.reward_model:
+            passes += 1
+            others += (AuxiliaryModel("ppo.reward", ppo.reward_model, reward=True),)
+        sampled = PlannedRollout(
+            answers,
+            ppo.planned_batch,
+            prompts,
+            ppo.max_new_tokens,
+            PREFILL_TOKENS,
+            merged=config.model.lora.rank > 0,
         )
-        # the passes over a rollout, which is trained on `epochs` times
-        value, K = ppo.advantage == "gae", ppo.answers_per_prompt
-        scorers = bool(ppo.reward_model)
-        scorer = AuxiliaryModel("ppo.reward", ppo.reward_model, reward=True)
-        steps, longest = ppo.epochs * ppo.minibatches, facts.longest_example
-        sampled = K, ppo.planned_batch, longest, ppo.max_new_tokens, PREFILL_TOKENS
-        return facts._replace(
-            longest_example=longest + ppo.max_new_tokens,
-            examples_per_step=-(-config.batch.examples // ppo.minibatches) * K,
-            steps_per_load=steps,
-            extra_forwards=(1 + facts.extra_forwards + scorers) / ppo.epochs,
-            value=value,
-            scopes={"policy": 1.0, "value": ppo.value_lr_factor} if value else None,
-            others=facts.others + (scorer,) * scorers,
-            rollout=None
-            if ppo.sampler
-            else PlannedRollout(*sampled, config.model.lora.rank > 0),
+        return base._replace(
+            longest_example=prompts + ppo.max_new_tokens,
+            examples_per_step=-(-config.batch.examples // ppo.minibatches) * answers,
+            steps_per_load=ppo.epochs * ppo.minibatches,
+            extra_forwards=passes / ppo.epochs,
+            value=needs_value,
+            scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
+            others=others,
+            rollout=None if ppo.sampler else sampled,
         )
 
     @classmethod
     def build(cls, run: Any) -> ReferencedStage:
         stage = super().build(run)
-        prepared, config, ppo = run.prepared, run.config, run.config.ppo
-        tokenizer, budget = prepared.tokenizer, prepared.budget()
-        reward = outside = None
-        if functions := [*filter(is_function, ppo.reward)]:
-            limits = ppo.reward_workers, ppo.reward_timeout
-            reward = Rewards(functions, tokenizer, *limits, run.watch.renew)
+        config, ppo, budget = run.config, run.config.ppo, run.prepared.budget()
+        reward = scorer = None
+        if functions := list(filter(is_function, ppo.reward)):
+            reward = Rewards(
+                functions,
+                run.prepared.tokenizer,
+                ppo.reward_workers,
+                ppo.reward_timeout,
+                run.watch.renew,
+            )
             run.resources.callback(reward.close)
-        if ppo.sampler:
-            folder = Path(ppo.sampler_folder or config.output / "sampler")
-            export = partial(run.export, for_servers=True)
-            outside = OutsideSampler(ppo, export, folder, run.mesh.is_main)
+        if ppo.reward_model:
+            scorer = run.frozen(cls.requirements(config).others[-1])
         stage.maker = RolloutMaker(
             engine=run.engine,
             mesh=run.mesh,
             config=ppo,
-            options=SamplingOptions(
-                ppo.max_new_tokens,
-                ppo.temperature,
-                ppo.top_p,
-                ppo.top_k,
-                prepared.shape.eos_token_id,
-                config.run.seed,
-                ppo.planned_batch,
-            ),
+            sampler=cls._sampler(run),
             budget=budget,
-            shared_budget=budget * config.batch.share_prompts,
+            shared_budget=budget if config.batch.share_prompts else 0,
             reference=stage.reference,
             reward=reward,
-            scorer=run.frozen(cls.requirements(config).others[-1])
-            if ppo.reward_model
-            else None,
-            lora=config.model.lora if config.model.lora.rank else None,
-            outside=outside,
-            renew=run.watch.renew,
+            scorer=scorer,
             phase=run.watch.phase,
         )
         return stage
+
+    @classmethod
+    def _sampler(cls, run: Any) -> EngineSampler | OutsideSampler:
+        config, ppo, renew = run.config, run.config.ppo, run.watch.renew
+        options = SamplingOptions(
+            ppo.max_new_tokens,
+            ppo.temperature,
+            ppo.top_p,
+            ppo.top_k,
+            run.prepared.shape.eos_token_id,
+            config.run.seed,
+            ppo.planned_batch,
+        )
+        if ppo.sampler:
+            folder = Path(ppo.sampler_folder or config.output / "sampler")
+            export = partial(run.export, for_servers=True)
+            return OutsideSampler(ppo, export, folder, run.mesh.is_main, options, renew)
+        automatic, lora = ppo.generation_batch == "auto", config.model.lora
+        adapters = lora if lora.rank else None
+        return EngineSampler(run.engine, run.mesh, options, automatic, adapters, renew)
 
     # ---------------------------------------------------------------- what the loop reads
 
@@ -207,7 +220,7 @@ class PpoStage(ReferencedStage):
             "loss/policy_avg": policy_losses,
         }
         trained = [(policy_losses, 1.0)]
-        if config.advantage == "gae":
+        if ADVANTAGES[config.advantage].needs_value:
             value = ppo_value_loss(
                 out.values, columns["old_values"], columns["returns"], config.value_clip
             )

@@ -73,11 +73,13 @@ class Rewards:
     renew: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        # started afresh: a copy of this process would hold its locks without the threads that release them
-        # a terminal's SIGINT reaches them too, and the run still needs them for the step after which it saves
-        context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
-        workers = self.workers
-        self.pool = context.Pool(workers, signal.signal, ignore) if workers else None
+        self.pool = None
+        if self.workers:
+            # a forked copy of this process would hold its locks without the threads that release them
+            context = multiprocessing.get_context("spawn")
+            # a terminal's SIGINT reaches the workers too, but the run needs them for the step after which it saves
+            ignore = (signal.SIGINT, signal.SIG_IGN)
+            self.pool = context.Pool(self.workers, signal.signal, ignore)
 
     def close(self) -> None:
         """Stop the workers."""
@@ -101,14 +103,12 @@ class Rewards:
         """
         if not answers:
             return []
-        texts = [
-            [self.tokenizer.decode(each, skip_special_tokens=True) for each in column]
-            for column in (prompts, answers)
-        ]
-        columns = [self._column(name, [*texts, rows], indices) for name in self.names]
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        asked = [*map(decode, prompts)], [*map(decode, answers)], rows
+        columns = [self._scores(name, asked, indices) for name in self.names]
         return [dict(zip(self.names, scores)) for scores in zip(*columns, strict=True)]
 
-    def _column(self, name: str, asked: list[list[Any]], indices: list[int]) -> list[float]:
+    def _scores(self, name: str, asked: Any, indices: list[int]) -> list[float]:
         """Return the scores by one function; `asked` holds prompts, completions and rows."""
         function, where = load_function(name, self.timeout), ""
         try:
@@ -145,8 +145,11 @@ def gsm8k_reward(prompt: str, completion: str, row: dict[str, Any]) -> float:
     The row's `answer` is a number, or a solution that ends in "#### number" as in GSM8K (2110.14168). Thousands marks,
     currency signs and a trailing point do not count.
     """
-    found, wanted = (
-        [float(n) for n in re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))][-1:]
-        for text in (completion, str(row["answer"]))
-    )
-    return float(found == wanted != [])
+    wanted = last_number(str(row["answer"]))
+    return float(wanted is not None and last_number(completion) == wanted)
+
+
+def last_number(text: str) -> float | None:
+    """Return the last number of a text, or None if it has none."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+    return float(numbers[-1]) if numbers else None

@@ -19,39 +19,26 @@ import json
 import time
 from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
 
-from losses.ppo import (
-    MAX_LOG_RATIO,
-    group_advantages,
-    kl_estimate,
-    packed_gae,
-    token_rewards,
-    whiten,
-)
+from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
 from models.hf_format import write_tensors
 from ulysses.data.serve.encode import Example
 from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
+from ulysses.rl.advantages import ADVANTAGES, group_metrics, value_metrics
+from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
-from ulysses.rl.sampler import (
-    MOST_SLOTS,
-    Completion,
-    Sampler,
-    SamplingOptions,
-    fitting_slots,
-)
+from ulysses.rl.sampler import Completion
 from ulysses.stages.passes import token_values
 
 
@@ -180,40 +167,33 @@ class RolloutMaker:
     Args:
         engine: trains models.policy_value.PolicyValue, or CausalLM without a value.
         config: the [ppo] table.
-        options: of sampling; its temperature is the policy's everywhere.
+        sampler: decodes this rank's answers, with these weights here or on servers.
         budget: tokens per packed micro-batch.
         shared_budget: tokens of the micro-batches in which answers to one prompt share it; 0 shares nothing.
         reference: (batch, temperature) -> the reference's log-probabilities [S]; None without a KL penalty.
         reward: scores answers by each function's name (ulysses.rl.rewards.Rewards); None without functions.
         scorer: gives one more score, a frozen engine around models.decoder.RewardModel, or None.
-        lora: the table of the policy's adapters, which the sampler adds to a copy of the matrices they adapt, or None.
-        outside: samples on servers, or None.
-        renew, phase: are told of progress, and of every phase of the work by name.
+        phase: is told of every phase of the work by name.
 
     Attributes:
         prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
         rollout: the one of the last step that was asked for.
-        synchronised: the sampling servers have had weights of this run.
-        told: a line has said that there are no CUDA graphs.
+        synchronised: sampling servers have had weights of this run.
     """
 
     engine: Any
     mesh: ParallelMesh
     config: Any
-    options: SamplingOptions
+    sampler: EngineSampler | OutsideSampler
     budget: int
     shared_budget: int = 0
     reference: Callable[..., Tensor] | None = None
     reward: Callable[..., list[dict[str, float]]] | None = None
     scorer: Any = None
-    lora: Any = None
-    outside: OutsideSampler | None = None
-    renew: Callable[[], None] = lambda: None
     phase: Callable[..., None] = lambda *_, **__: None
     prompts: StepLoader | None = None
     rollout: Rollout | None = None
     synchronised: bool = False
-    told: bool = False
 
     # ---------------------------------------------------------------- steps
 
@@ -259,10 +239,8 @@ class RolloutMaker:
 
     def synchronise(self) -> None:
         """Have the sampling servers, if there are any, read the current weights."""
-        if self.outside is not None:
-            self.outside.synchronise()
-            dist.barrier()
-            self.synchronised = True
+        self.sampler.synchronise()
+        self.synchronised = True
 
     def answer(
         self, number: int, dataset: Any, indices: list[int], answers_per_prompt: int = 1
@@ -273,7 +251,7 @@ class RolloutMaker:
         mine = range(self.mesh.rank, len(prompts), self.mesh.world_size)
         own = {p * K + k: prompts[p] for p in mine for k in range(K)}
         self.phase("sampling", long=True)
-        found = self._sample(own, max(map(len, prompts)), number)
+        found = self.sampler.sample(own, number)
         self.phase("reward", long=True)
         if self.reward is not None:
             places = [indices[n // K] for n in found]
@@ -305,64 +283,15 @@ class RolloutMaker:
             answer.score = sum(weight * answer.scores[name] for name, weight in weights)
         return rollout
 
-    def _sample(
-        self, own: dict[int, Tensor], longest: int, number: int
-    ) -> dict[int, Completion]:
-        """Decode this rank's answers, here or on servers; `longest` is the longest prompt of all ranks."""
-        if self.outside is not None:
-            return self.outside.sample(own, self.options, number, self.renew)
-        # deepspeed, which a configuration alone does without
-        from ulysses.zero.gather import free_bytes, gathered_weights
-
-        shape, dtype = self.engine.module.config, next(self.engine.module.parameters()).dtype
-        device, options = self.engine.device, self.options
-        on_gpu, auto = device.type == "cuda", self.config.generation_batch == "auto"
-        longest += options.max_new_tokens
-        with (
-            gathered_weights(self.engine) as weights,
-            tqdm(
-                desc="sampling",
-                unit=" tokens",
-                leave=False,
-                disable=not self.mesh.is_main,
-            ) as bar,
-        ):
-            if self.lora:
-                from models.lora import merged  # peft is an optional dependency
-
-                weights = dict(merged(weights.items(), weights, self.lora))
-            fitting, why = 0, "there is no GPU"
-            if on_gpu:
-                free = free_bytes(device)
-                fitting = fitting_slots(shape, longest, dtype, free)
-                if auto:
-                    options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
-                why = (
-                    f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
-                )
-            graphs = min(options.batch, len(own)) <= fitting
-            if not graphs and self.mesh.is_main and not self.told:
-                bar.write(f"sampling without CUDA graphs: {why}")
-                self.told = True
-
-            def progress(tokens: int) -> None:
-                self.renew()
-                bar.update(tokens)
-
-            found = Sampler(shape, weights, own, options, number, progress, graphs).sample()
-        if on_gpu:  # graphs and cache make room for training
-            torch.cuda.empty_cache()
-        return found
-
     # ---------------------------------------------------------------- passes without gradient
 
     def _policy_and_reference(self, batch: ShardedBatch) -> Tensor:
         """Return the policy's log-probabilities and values and the reference's log-probabilities, [S, 3]."""
-        temperature = self.options.temperature
+        temperature = self.config.temperature
         with self.engine.inference():
             out = self.engine(batch, temperature=temperature)
-        gae = self.config.advantage == "gae"
-        values = out.values if gae else torch.zeros_like(out.logps)
+        needs_value = ADVANTAGES[self.config.advantage].needs_value
+        values = out.values if needs_value else torch.zeros_like(out.logps)
         reference = out.logps
         if self.reference is not None:
             reference = self.reference(batch, temperature=temperature)
@@ -390,60 +319,50 @@ class RolloutMaker:
             old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
                 reference's log-probabilities at all tokens, [T].
         """
-        config, N = self.config, len(rollout.lengths)
+        config, advantage = self.config, ADVANTAGES[self.config.advantage]
         # a prompt comes first, so the weight of what follows a sequence's last token is 0
         predicts = rollout.columns["weights"].roll(-1).bool()
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
         lengths, scores, ended = answer_table(rollout.answers)
-        counts = lengths.long()
-        bounds = F.pad(counts.cumsum(0), (1, 0))
+        cu_seqlens = F.pad(lengths.long().cumsum(0), (1, 0))
         kl = kl_estimate(old, reference, config.kl_estimator)
-        penalty = config.kl_coefficient * kl * (config.kl_in == "reward")
-        earned = token_rewards(
-            penalty,
+        kl_coefficient = config.kl_coefficient if config.kl_in == "reward" else 0.0
+        rewards = token_rewards(
+            kl,
             scores,
-            bounds[1:] - 1,
-            1.0,
+            cu_seqlens[1:] - 1,
+            kl_coefficient,
             missing_eos_penalty=config.missing_eos_penalty,
             has_eos=ended,
         )
+        columns = advantage.compute(rewards, values, cu_seqlens, config)
+        columns["old_logps"] = old
+        if config.kl_in == "loss":
+            columns["reference_logps"] = reference
         sampled = [logp for answer in rollout.answers for logp in answer.logps]
         gap = old - torch.tensor(sampled, dtype=torch.float64)
+        N = len(rollout.answers)
         metrics = {
             **answer_metrics(rollout.answers),
             "rollout": rollout.number,
             "objective/kl": (old - reference).sum() / N,
             "objective/entropy": -old.sum() / N,
-            "objective/non_score_reward": -penalty.sum() / N,
-            "objective/rlhf_reward": earned.sum() / N,
+            "objective/non_score_reward": -kl_coefficient * kl.sum() / N,
+            "objective/rlhf_reward": rewards.sum() / N,
             "reference_gap": (old - reference).abs().mean(),
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
         }
-        columns = {"old_logps": old}
-        if config.advantage in ("group", "leave_one_out"):
-            size, kind = rollout.answers_per_prompt, config.advantage
-            totals = torch.stack([part.sum() for part in earned.split(counts.tolist())])
-            own = group_advantages(totals, size, kind, scale=config.scale_by_std)
-            columns["advantages"] = own.repeat_interleave(counts)
-            groups = totals.view(-1, size)
-            metrics["advantages/zero_groups"] = (groups == groups[:, :1]).all(1).double().mean()
-        else:  # with reinforce++ what an answer earns from a token on
-            lam = config.lam if config.advantage == "gae" else 1.0
-            advantages, returns = packed_gae(earned, values, bounds, config.gamma, lam)
-            columns["advantages"] = whiten(advantages, torch.ones_like(advantages))
-        if config.advantage == "gae":
-            columns |= {"old_values": values, "returns": returns}
-            if variance := returns.var(correction=0):
-                left = (returns - values).var(correction=0)
-                metrics["val/explained_variance"] = 1 - left / variance
-        if config.kl_in == "loss":
-            columns["reference_logps"] = reference
-        if cap := config.importance_cap:
+        if advantage.needs_value:
+            metrics |= value_metrics(values, columns["returns"])
+        if advantage.needs_group:
+            metrics |= group_metrics(rewards, cu_seqlens, rollout.answers_per_prompt)
+        if config.importance_cap:
             ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
-            columns["importance"] = ratio.clamp(max=cap)
-            metrics["sampler/importance_capped"] = (ratio > cap).double().mean()
+            columns["importance"] = ratio.clamp(max=config.importance_cap)
+            capped = ratio > config.importance_cap
+            metrics["sampler/importance_capped"] = capped.double().mean()
         rollout.metrics = {name: float(value) for name, value in metrics.items()}
-        for name, part in columns.items():
+        for name, column in columns.items():
             empty = torch.zeros(len(predicts))
-            rollout.columns[name] = empty.masked_scatter_(predicts, part.float())
+            rollout.columns[name] = empty.masked_scatter_(predicts, column.float())

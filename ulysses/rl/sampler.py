@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,6 @@ from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapp
 
 LOOK = 16  # steps
 PREFILL_TOKENS = 8192  # of prompts that are computed together
-MOST_SLOTS = 512  # of an automatic batch
 # Most bytes that drawing takes per slot and vocabulary entry, in the memory of the graphs and once more outside.
 DRAWING_BYTES = 128
 # cuDNN is left out: it compiles a plan for every new length.
@@ -75,16 +74,26 @@ class Completion:
     scores: dict[str, float] = field(default_factory=dict)
 
 
-def cache_bytes(config: ModelConfig, sequences: int, longest: int, dtype: torch.dtype) -> int:
-    """Return the bytes of keys and values of `sequences` sequences of `longest` tokens."""
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return sequences * longest * token * dtype.itemsize
+class State(NamedTuple):
+    """What the step knows of the answers at work, each [B] int64.
+
+    token: the newest. start: the position of the first step. drawn: tokens before the newest one. key: the hash of the
+    answer's number. ended: whether the newest token ended the answer, which then repeats its last step, with the same
+    result.
+    """
+
+    token: Tensor
+    start: Tensor
+    drawn: Tensor
+    key: Tensor
+    ended: Tensor
 
 
 def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:
     """Return how many slots of `longest` tokens fit into `free` bytes, graphs and prefill included."""
     widths = 3 * config.intermediate_size + 4 * config.hidden_size
-    each = cache_bytes(config, 1, longest, dtype) + DRAWING_BYTES * config.vocab_size
+    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    each = longest * cached * dtype.itemsize + DRAWING_BYTES * config.vocab_size
     return int((free - PREFILL_TOKENS * widths * dtype.itemsize) // each)
 
 
@@ -106,10 +115,9 @@ class Sampler:
 
     What the answers at work hold, in tensors whose addresses stay, as CUDA graphs need:
         cache: keys and values, [layers, 2, B, K, M, E].
-        state: [5, B] int64: the newest token, the position of the first step, tokens drawn before the newest draw, the
-            hash of the answer's key, and whether the newest draw ended the answer. Such an answer repeats its last
-            step, with the same result.
+        state: [5, B], the fields of a State one after the other.
         answers: tokens and log-probabilities that were drawn, [2, B, max_new_tokens] float64.
+        drawn: tokens of each answer so far, by key.
         held: a prompt that is in the cache, and its slot.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
     """
@@ -134,6 +142,7 @@ class Sampler:
         self.asked = {
             key: tuple(torch.as_tensor(p).tolist()) for key, p in self.prompts.items()
         }
+        self.drawn: dict[int, int] = {}
         count = min(options.batch, len(self.asked))
         longest = max(map(len, self.asked.values()), default=0) + options.max_new_tokens
         columns = longest + -longest % 8  # aligned for half-precision kernels
@@ -151,12 +160,13 @@ class Sampler:
     @sdpa_kernel(KERNELS)
     def sample(self) -> dict[int, Completion]:
         """Return the completion of every prompt under the prompt's key."""
-        asked, options, rows = self.asked, self.options, self.state.shape[1]
+        asked, rows = self.asked, self.state.shape[1]
         # equal prompts one after the other, and those of like length: they share the work, or its padding
-        waiting = sorted(asked, key=lambda key: (len(asked[key]), asked[key], key))[::-1]
+        order = sorted(asked, key=lambda key: (len(asked[key]), asked[key], key))
+        waiting = order[::-1]
+        self.drawn = dict.fromkeys(asked, 0)
         found: dict[int, Completion] = {}
-        busy: dict[int, int] = {}  # the answers at work, by slot
-        drawn = dict.fromkeys(asked, 0)  # tokens of every answer
+        busy: dict[int, int] = {}  # the key of the answer at work in each slot
         while busy or waiting:
             free = [slot for slot in range(rows) if slot not in busy]
             taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
@@ -165,30 +175,45 @@ class Sampler:
                 busy |= taken
             elif not self.graphs or 4 * len(busy) <= rows:  # a graph is worth a few steps
                 rows = len(busy)
-                for slot, hole in zip([slot for slot in busy if slot >= rows], free):
-                    self.cache[:, :, hole] = self.cache[:, :, slot]
-                    for kept in (self.state, self.answers):
-                        kept[:, hole] = kept[:, slot]
-                    busy[hole] = busy.pop(slot)
-            steps = min(
-                self.look, options.max_new_tokens - min(drawn[k] for k in busy.values())
-            )
-            reach = max(len(asked[key]) + drawn[key] for key in busy.values()) + steps
-            # a graph serves all lengths of its bucket
-            step = max(256, (1 << reach.bit_length()) // 8) if self.graphs else 8
-            seen = min(reach + -reach % step, self.cache.shape[4])
+                self._move_to_front(busy)
+            steps, seen = self._plan(busy)
             for _ in range(steps):
                 self._advance(rows, seen)
-            before = sum(drawn.values())
-            _, _, counts, _, ended = self.state.tolist()
-            drawn |= {key: counts[slot] + ended[slot] for slot, key in busy.items()}
-            self.progress(sum(drawn.values()) - before)
-            if done := [slot for slot in busy if ended[slot]]:
-                for slot, *answer in zip(done, *self.answers[:, done].tolist()):
-                    key = busy.pop(slot)
-                    tokens, logps = (part[: drawn[key]] for part in answer)
-                    stopped = tokens[-1] in options.stop_tokens
-                    found[key] = Completion([*map(int, tokens)], logps, stopped)
+            found |= self._take_ended(busy)
+        return found
+
+    def _move_to_front(self, busy: dict[int, int]) -> None:
+        """Move the answers at work into the first slots."""
+        rows = len(busy)
+        holes = [slot for slot in range(rows) if slot not in busy]
+        for slot, hole in zip([slot for slot in busy if slot >= rows], holes):
+            for part in (self.cache.flatten(0, 1), self.state, self.answers):
+                part[:, hole] = part[:, slot]
+            busy[hole] = busy.pop(slot)
+
+    def _plan(self, busy: dict[int, int]) -> tuple[int, int]:
+        """Return the steps until the next look, and the columns of the cache that they look at."""
+        drawn = {key: self.drawn[key] for key in busy.values()}
+        steps = min(self.look, self.options.max_new_tokens - min(drawn.values()))
+        seen = steps + max(len(self.asked[key]) + count for key, count in drawn.items())
+        # a graph serves all lengths of its bucket
+        bucket = max(256, (1 << seen.bit_length()) // 8) if self.graphs else 8
+        return steps, min(seen + -seen % bucket, self.cache.shape[4])
+
+    def _take_ended(self, busy: dict[int, int]) -> dict[int, Completion]:
+        """Look which answers have ended, free their slots and return their completions by key."""
+        state = State(*self.state.tolist())
+        lengths = {key: state.drawn[slot] + state.ended[slot] for slot, key in busy.items()}
+        self.progress(sum(lengths[key] - self.drawn[key] for key in lengths))
+        self.drawn |= lengths
+        slots = [slot for slot in busy if state.ended[slot]]
+        found = {}
+        if slots:  # a copy makes the host wait
+            for slot, tokens, logps in zip(slots, *self.answers[:, slots].tolist()):
+                key = busy.pop(slot)
+                tokens = [int(token) for token in tokens[: lengths[key]]]
+                ended = tokens[-1] in self.options.stop_tokens
+                found[key] = Completion(tokens, logps[: lengths[key]], ended)
         return found
 
     # ---------------------------------------------------------------- new answers
@@ -207,12 +232,19 @@ class Sampler:
         share(self.held)
         self._prefill(fresh)
         share(fresh)
-        self.held = {prompts[slot]: slot for slot in list(prompts)[-1:]}
-        state = torch.tensor([(p[-1], len(p) - 1, 0, 0, 0) for p in prompts.values()]).T
-        state[3] = torch.tensor([*taken.values()])
+        slots = list(prompts)
+        self.held = {prompts[slots[-1]]: slots[-1]}
+        key = torch.tensor(list(taken.values()))
         for part in (self.options.seed, self.rollout):
-            state[3] = _mixed(state[3], torch.tensor(wrapped(part)))
-        self.state[:, list(prompts)] = state.to(self.device)
+            key = _mixed(key, torch.tensor(wrapped(part)))
+        state = State(
+            token=torch.tensor([prompt[-1] for prompt in prompts.values()]),
+            start=torch.tensor([len(prompt) - 1 for prompt in prompts.values()]),
+            drawn=torch.zeros_like(key),
+            key=key,
+            ended=torch.zeros_like(key),
+        )
+        self.state[:, slots] = torch.stack(state).to(self.device)
 
     def _prefill(self, prompts: dict[Prompt, int]) -> None:
         """Write the keys and values of prompts but for their last tokens into the cache of their slots."""
@@ -260,7 +292,7 @@ class Sampler:
 
         The host neither waits for the device here nor copies anything to it.
         """
-        token, start, drawn, key, ended = self.state[:, :rows]
+        token, start, drawn, key, ended = State(*self.state[:, :rows])
         place, each = start + drawn, torch.arange(rows, device=self.device)
         future = torch.arange(seen, device=self.device) > place[:, None]
         mask = self.head.new_zeros(rows, 1, 1, seen).masked_fill(

@@ -1,0 +1,73 @@
+"""The algorithms that ppo.advantage chooses between: how rewards become advantages.
+
+    gae             a value of every token says what was expected (1506.02438)
+    group           an answer's reward among those of the other answers to its prompt (GRPO, 2402.03300)
+    leave_one_out   an answer's reward minus the mean of the other answers' (RLOO, 2402.14740)
+    reinforce++     what the answer earns from a token on, whitened over the rollout (2501.03262)
+
+Each function takes rewards [T] and values [T] of the answers' tokens, packed by cu_seqlens [N + 1], and the [ppo]
+table. It returns the columns [T] that the loss reads: `advantages`, and with a value `old_values` and `returns`.
+Answers to the same prompt lie one after the other. Everything is float64 and the same on every rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from losses.ppo import group_advantages, packed_gae, whiten
+
+Columns = dict[str, Tensor]
+
+
+def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
+    advantages, returns = packed_gae(rewards, values, cu_seqlens, config.gamma, config.lam)
+    return {"advantages": whiten(advantages), "old_values": values, "returns": returns}
+
+
+def compared(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
+    scores, size = answer_rewards(rewards, cu_seqlens), config.answers_per_prompt
+    advantages = group_advantages(scores, size, config.advantage, scale=config.scale_by_std)
+    return {"advantages": advantages.repeat_interleave(cu_seqlens.diff())}
+
+
+def reinforce(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
+    nothing = torch.zeros_like(rewards)
+    _, to_come = packed_gae(rewards, nothing, cu_seqlens, config.gamma, lam=1.0)
+    return {"advantages": whiten(to_come)}
+
+
+def answer_rewards(rewards: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the sum of each answer's rewards, [N]."""
+    answers = rewards.split(cu_seqlens.diff().tolist())
+    return torch.stack([answer.sum() for answer in answers])
+
+
+class Advantage(NamedTuple):
+    """An algorithm: its function, and whether it trains a value and compares several answers to a prompt."""
+
+    compute: Callable[[Tensor, Tensor, Tensor, Any], Columns]
+    needs_value: bool = False
+    needs_group: bool = False
+
+
+ADVANTAGES = {
+    "gae": Advantage(gae, needs_value=True),
+    "group": Advantage(compared, needs_group=True),
+    "leave_one_out": Advantage(compared, needs_group=True),
+    "reinforce++": Advantage(reinforce),
+}
+
+
+def value_metrics(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
+    """Return how much of the returns the value model foresees; nothing where all returns are equal."""
+    variance, left = (x.var(correction=0) for x in (returns, returns - values))
+    return {"val/explained_variance": 1 - left / variance} if variance else {}
+
+
+def group_metrics(rewards: Tensor, cu_seqlens: Tensor, group_size: int) -> dict[str, Tensor]:
+    """Return the share of groups whose answers all earn the same, from which nothing is learned."""
+    groups = answer_rewards(rewards, cu_seqlens).view(-1, group_size)
+    same = (groups == groups[:, :1]).all(1)
+    return {"advantages/zero_groups": same.double().mean()}

@@ -1,0 +1,79 @@
+"""Sample from the weights that are being trained: gather them, and choose how many answers are decoded at a time."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
+
+MOST_SLOTS = 512  # of an automatic batch
+
+
+@dataclass
+class EngineSampler:
+    """Decode a process's answers on its own device.
+
+    Args:
+        engine: trains the policy.
+        options: of sampling.
+        automatic_batch: decode as many answers at a time as a GPU's free memory holds, and not `options.batch`.
+        lora: the table of the policy's adapters, which are added to a copy of the matrices they adapt, or None.
+        renew: is told of progress.
+    """
+
+    engine: Any
+    mesh: ParallelMesh
+    options: SamplingOptions
+    automatic_batch: bool = True
+    lora: Any = None
+    renew: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.warned = False  # that there are no CUDA graphs
+
+    def synchronise(self) -> None:
+        """Do nothing: every call of `sample` reads the current weights."""
+
+    def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
+        """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
+        # deepspeed, which a configuration alone does without
+        from ulysses.zero.gather import free_bytes, gathered_weights
+
+        model, device, options = self.engine.module, self.engine.device, self.options
+        on_gpu, fitting, why = device.type == "cuda", 0, "there is no GPU"
+        main = self.mesh.is_main
+        bar = tqdm(desc="sampling", unit=" tokens", leave=False, disable=not main)
+        with gathered_weights(self.engine) as weights, bar:
+            if self.lora:
+                from models.lora import merged  # peft is an optional dependency
+
+                weights = dict(merged(weights.items(), weights, self.lora))
+            if on_gpu:
+                free, dtype = free_bytes(device), next(model.parameters()).dtype
+                longest = max(map(len, prompts.values()), default=0)
+                longest += options.max_new_tokens
+                fitting = fitting_slots(model.config, longest, dtype, free)
+                why = (
+                    f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
+                )
+                if self.automatic_batch:
+                    options = replace(options, batch=max(1, min(fitting, MOST_SLOTS)))
+            graphs = min(options.batch, len(prompts)) <= fitting
+            if main and not graphs and not self.warned:
+                bar.write(f"sampling without CUDA graphs: {why}")
+                self.warned = True
+
+            def progress(tokens: int) -> None:
+                self.renew()
+                bar.update(tokens)
+
+            given = model.config, weights, prompts, options, rollout, progress, graphs
+            found = Sampler(*given).sample()
+        if on_gpu:  # graphs and cache make room for training
+            torch.cuda.empty_cache()
+        return found
