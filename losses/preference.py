@@ -27,7 +27,7 @@ def preference_loss(
     tau: float,
     mean_reward: float | Tensor,
 ) -> Tensor:
-    """Return one of DPO_LOSS_TYPES for each pair, from r_w, r_l and D; what the other arguments are says each case."""
+    """Return one of DPO_LOSS_TYPES for each pair, from r_w, r_l and D; each case says what its other arguments are."""
     z = beta * delta
     match name:
         case "robust":

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism as a library; `ulysses.training` and `train.py` are the engine built on it."""
+"""Ulysses sequence parallelism as a library; `ulysses.run` and `train.py` are the engine built on it."""
 
 from importlib import import_module
 from importlib.metadata import version

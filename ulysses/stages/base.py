@@ -1,9 +1,9 @@
 """What a stage is: everything that one training algorithm decides, and nothing about the loop.
 
-A stage's file holds its table of the configuration, its checks, its facts for the planner, its losses and its
-construction; the rest of the house asks `config.stage_class` and never compares `config.stage` with a name.
+A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
+ulysses/config/stage_sections.py. The rest asks ulysses/run/registry.py and never compares `config.stage` with a name.
 
-before the run     check, check_model, facts, ... (class methods on the configuration)
+before the run     check, check_model, requirements, ... (class methods on the configuration)
 construction       build(run)
 every step         side_batches, prepare_step, counts, losses, derive, after_step
 PPO only           loader, may_prepare, evaluate, save, load: a stage that makes its own data
@@ -127,11 +127,11 @@ class Stage:
         """Return the shape as the exported config.json describes it."""
         return shape
 
-    # ---------------------------------------------------------------- facts for the planner and the builder
+    # ---------------------------------------------------------------- requirements of the planner and the builder
 
     @classmethod
     def requirements(cls, config: Config) -> Requirements:
-        """Return what follows from the settings; everybody else reads `cls.requirements(config)`."""
+        """Return what follows from the settings; others call `requirements` of ulysses/run/registry.py."""
         examples = config.batch.examples
         return Requirements(config.data.max_length, examples, examples)
 
