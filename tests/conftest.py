@@ -7,7 +7,9 @@ from typing import Any
 
 if os.environ.get("ULYSSES_TEST_DEVICE") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs does not start CUDA
+os.environ.setdefault(
+    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+)  # asking for GPUs does not start CUDA
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,7 +18,9 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore")
 import pytest
 import torch
 
-os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.device_count() else "cpu"  # before anything imports deepspeed
+os.environ["DS_ACCELERATOR"] = (
+    "cuda" if torch.cuda.device_count() else "cpu"
+)  # before anything imports deepspeed
 torch.set_num_threads(1)
 
 
@@ -35,7 +39,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.tiny_tokenizer import CHATML, write_tokenizer
     from ulysses.data.read.chat import load_tokenizer
 
-    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>")
+    return load_tokenizer(
+        write_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML), eos_token="<|im_end|>"
+    )
 
 
 @pytest.fixture

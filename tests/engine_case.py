@@ -29,7 +29,9 @@ from ulysses.stages.base import Stage
 from ulysses.stages.referenced import ReferencedStage, cached_logps
 from ulysses.zero.construct import initialize_distributed
 
-SHAPE = ModelConfig.from_hf(tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1))
+SHAPE = ModelConfig.from_hf(
+    tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1)
+)
 # norms of heads that are not D / H wide
 QWEN3 = replace(SHAPE, model_type="qwen3", qk_norm=True, head_dim=12)
 
@@ -40,7 +42,10 @@ class ListDataset:
     max_length = 50  # of KTO's mismatched pairs
 
     def __init__(
-        self, kind: str, examples: list[tuple[Sequence, ...]], columns: dict[str, list[float]] | None = None
+        self,
+        kind: str,
+        examples: list[tuple[Sequence, ...]],
+        columns: dict[str, list[float]] | None = None,
     ) -> None:
         self.kind = kind
         self.examples = examples
@@ -59,22 +64,31 @@ class ListDataset:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Example:
-        return Example(index, self.examples[index], {k: float(v[index]) for k, v in self.columns.items()})
+        return Example(
+            index, self.examples[index], {k: float(v[index]) for k, v in self.columns.items()}
+        )
 
 
-def sequences(count: int, seed: int, *, longest: int = 60, reference: bool = False) -> list[Sequence]:
+def sequences(
+    count: int, seed: int, *, longest: int = 60, reference: bool = False
+) -> list[Sequence]:
     """Ragged sequences, some with one trained token only, some trained late, one without any."""
     draw = torch.Generator().manual_seed(seed)
     out = []
     for i in range(count):
         length = int(torch.randint(3, longest, (1,), generator=draw))
         tokens = torch.randint(0, SHAPE.vocab_size, (length,), generator=draw)
-        weights = (torch.arange(length) >= length - 1 - int(torch.randint(0, length - 1, (1,), generator=draw))).float()
+        weights = (
+            torch.arange(length)
+            >= length - 1 - int(torch.randint(0, length - 1, (1,), generator=draw))
+        ).float()
         if i % 5 == 1:
             weights[:-1] = 0
         if i % 7 == 3:
             weights *= 0.5
-        columns = {"reference_logps": -3 * torch.rand(length, generator=draw)} if reference else {}
+        columns = (
+            {"reference_logps": -3 * torch.rand(length, generator=draw)} if reference else {}
+        )
         out.append(Sequence(tokens, weights, columns))
     return out
 
@@ -84,7 +98,10 @@ class UnpairedDataset(ListDataset):
 
     def mismatch(self, index: int, other: int) -> Sequence:
         first, second = self.examples[index][0], self.examples[other][0]
-        head, start = int(self.columns["prompt_length"][index]), int(self.columns["prompt_length"][other])
+        head, start = (
+            int(self.columns["prompt_length"][index]),
+            int(self.columns["prompt_length"][other]),
+        )
         tokens = torch.cat([first.tokens[:head], second.tokens[start:]])[: self.max_length]
         weights = torch.cat([torch.zeros(head), second.loss_weights[start:]])[: self.max_length]
         guess = torch.full((len(tokens),), -4.7 - 0.001 * index - 0.01 * other)
@@ -102,10 +119,20 @@ def unpaired(count: int, labels: tuple[int, ...]) -> UnpairedDataset:
         if again:
             head, tokens = heads[0], torch.cat([made[0][0].tokens[: heads[0]], tokens[head:]])
         logps = -4.6 + 0.3 * torch.randn(len(tokens), generator=draw)
-        made.append((Sequence(tokens, (torch.arange(len(tokens)) >= head).float(), {"reference_logps": logps}),))
+        made.append(
+            (
+                Sequence(
+                    tokens,
+                    (torch.arange(len(tokens)) >= head).float(),
+                    {"reference_logps": logps},
+                ),
+            )
+        )
         heads.append(head)
         ids.append(0 if again else i)
-    return UnpairedDataset("unpaired", made, {"label": list(labels), "prompt_length": heads, "prompt_id": ids})
+    return UnpairedDataset(
+        "unpaired", made, {"label": list(labels), "prompt_length": heads, "prompt_id": ids}
+    )
 
 
 def ragged(data: ListDataset) -> ListDataset:
@@ -118,7 +145,9 @@ def ragged(data: ListDataset) -> ListDataset:
         made = []
         for j, s in enumerate(sides):
             length = 1 if j == cut else len(s.tokens)
-            weights = torch.where(torch.arange(len(s.tokens)) < len(s.tokens) - 2, 0.0, s.loss_weights)
+            weights = torch.where(
+                torch.arange(len(s.tokens)) < len(s.tokens) - 2, 0.0, s.loss_weights
+            )
             columns = {name: column[:length] for name, column in s.token_columns.items()}
             made.append(Sequence(s.tokens[:length], weights[:length], columns))
         examples.append(tuple(made))
@@ -128,19 +157,25 @@ def ragged(data: ListDataset) -> ListDataset:
 LABELS = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)  # KTO's, one per example
 
 
-def dataset(stage: str, count: int = 11, seed: int = 0, labels: tuple[int, ...] = LABELS) -> ListDataset:
+def dataset(
+    stage: str, count: int = 11, seed: int = 0, labels: tuple[int, ...] = LABELS
+) -> ListDataset:
     """Examples of the stage's kind, the same on every rank."""
     if stage == "kto":
         return unpaired(count, labels)
     if stage in ("pt", "sft"):
         found = sequences(count, seed)
-        found[2] = Sequence(found[2].tokens, torch.zeros(len(found[2].tokens)))  # nothing to train on
+        found[2] = Sequence(
+            found[2].tokens, torch.zeros(len(found[2].tokens))
+        )  # nothing to train on
         if stage == "pt":
             found = [Sequence(s.tokens, torch.ones(len(s.tokens))) for s in found]
         return ListDataset("sequence", [(s,) for s in found])
     found = sequences(2 * count, seed, reference=True)
     margins = {"margin": np.linspace(0, 1, count).tolist()} if stage == "rm" else {}
-    return ListDataset("pair", [(found[2 * i], found[2 * i + 1]) for i in range(count)], margins)
+    return ListDataset(
+        "pair", [(found[2 * i], found[2 * i + 1]) for i in range(count)], margins
+    )
 
 
 @dataclass
@@ -162,8 +197,12 @@ class Case:
     lora_rank: int = 0
     labels: tuple[int, ...] = LABELS
     seed: int = 0  # of the examples
-    ragged: bool = False  # sequences of one token, and answers so short that shards hold no trained token
-    engine: dict[str, Any] = field(default_factory=dict)  # further arguments of tests.zero_case.trained_engine
+    ragged: bool = (
+        False  # sequences of one token, and answers so short that shards hold no trained token
+    )
+    engine: dict[str, Any] = field(
+        default_factory=dict
+    )  # further arguments of tests.zero_case.trained_engine
 
     def data(self) -> ListDataset:
         made = dataset(self.stage, seed=self.seed, labels=self.labels)
@@ -171,9 +210,17 @@ class Case:
 
     def model(self, mesh: Any, attention: str | None = None) -> nn.Module:
         cls = RewardModel if STAGES[self.stage].reward else CausalLM
-        made = cls(self.shape, mesh, attention=attention or self.attention, memory=LayerMemory(self.recompute))
+        made = cls(
+            self.shape,
+            mesh,
+            attention=attention or self.attention,
+            memory=LayerMemory(self.recompute),
+        )
         if self.lora_rank:
-            add_adapters(made, LoraSection(rank=self.lora_rank, targets=["q_proj", "v_proj", "down_proj"]))
+            add_adapters(
+                made,
+                LoraSection(rank=self.lora_rank, targets=["q_proj", "v_proj", "down_proj"]),
+            )
         return made
 
     def weights(self) -> "StartedAdapters":
@@ -217,7 +264,9 @@ def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
     """Build model, stage and trainer on this rank; all ranks call it together."""
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    engine = trained_engine(lambda: case.model(mesh), case.weights(), case.lr, dtype=case.dtype, **case.engine)
+    engine = trained_engine(
+        lambda: case.model(mesh), case.weights(), case.lr, dtype=case.dtype, **case.engine
+    )
     loader = ShuffledLoader(
         data or case.data(), case.examples, tokens_per_microbatch=case.budget, seed=3,
         data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,
@@ -230,7 +279,9 @@ def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
     return trainer, chain
 
 
-def run_case(case: Case, data: Any = None) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
+def run_case(
+    case: Case, data: Any = None
+) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
     """Train `case.steps` steps; returns every step's metrics and whole gradients (gradients on rank 0 only)."""
     trainer, chain = build_trainer(case, data)
     metrics = [trainer.train_step() for _ in range(case.steps)]

@@ -54,7 +54,9 @@ def gpus() -> int:
     """Count the GPUs that ranks may use, without starting CUDA in this process (torch asks the driver's library)."""
     wanted = os.environ.get("ULYSSES_TEST_DEVICE", "cuda")
     if wanted not in ("cpu", "cuda"):
-        raise ValueError(f"ULYSSES_TEST_DEVICE is {wanted!r} but must be cpu, or cuda (where there are enough GPUs)")
+        raise ValueError(
+            f"ULYSSES_TEST_DEVICE is {wanted!r} but must be cpu, or cuda (where there are enough GPUs)"
+        )
     return torch.cuda.device_count() if wanted == "cuda" else 0
 
 
@@ -88,7 +90,8 @@ def run_distributed(
         folder = Path(name)
         setting = (world_size, folder, cuda, deterministic)
         ranks = [
-            context.Process(target=_child, args=(function, args, kwargs, rank, *setting)) for rank in range(world_size)
+            context.Process(target=_child, args=(function, args, kwargs, rank, *setting))
+            for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
@@ -104,7 +107,10 @@ def run_distributed(
             if ok:
                 results.append(value)
             else:
-                errors.insert(0, f"rank {rank} of {world_size} on {'cuda, nccl' if cuda else 'cpu, gloo'}:\n{value}")
+                errors.insert(
+                    0,
+                    f"rank {rank} of {world_size} on {'cuda, nccl' if cuda else 'cpu, gloo'}:\n{value}",
+                )
         if errors:
             raise AssertionError("\n".join(errors))
         return results
@@ -140,7 +146,9 @@ def hide_gpus() -> None:
 def set_rank(rank: int, world: int) -> None:
     """Say in the environment, as a launcher does, which rank of one node this process is."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(
+        {name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1"
+    )
 
 
 def _child(

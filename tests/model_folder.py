@@ -12,11 +12,24 @@ from models.hf_format import CONFIG, write_json, write_weights
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
     """Return a config.json of a Llama of two layers, with these changes."""
-    size = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return {"model_type": "llama", **size, "num_attention_heads": 4, "num_key_value_heads": 2, **changes}
+    size = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    return {
+        "model_type": "llama",
+        **size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        **changes,
+    }
 
 
-def write_model(folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32, **options: int) -> CausalLM:
+def write_model(
+    folder: Path, config: ModelConfig, dtype: torch.dtype = torch.float32, **options: int
+) -> CausalLM:
     """Write a model drawn from seed 1 and return it; `options` are those of write_weights."""
     model = CausalLM(config, attention="reference").to(dtype)
     init_weights(model, seed=1)

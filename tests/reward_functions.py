@@ -10,6 +10,10 @@ def half(prompt: str, completion: str, row: dict[str, Any]) -> float:
     return len(completion) / row["scale"]
 
 
-def all_at_once(prompts: list[str], completions: list[str], rows: list[dict[str, Any]]) -> list[float]:
+def all_at_once(
+    prompts: list[str], completions: list[str], rows: list[dict[str, Any]]
+) -> list[float]:
     assert len(prompts) == len(completions) == len(rows)
-    return [len(completion) + row["scale"] for completion, row in zip(completions, rows)][: rows[0].get("most")]
+    return [len(completion) + row["scale"] for completion, row in zip(completions, rows)][
+        : rows[0].get("most")
+    ]

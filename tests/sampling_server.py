@@ -59,7 +59,10 @@ class SamplingServer:
         if self.fault == "no fields":
             return {"error": "busy"}
         if path == "/score":
-            return {"scores": self.scores or [len(r["completion"]) / r["row"]["scale"] for r in body["rows"]]}
+            return {
+                "scores": self.scores
+                or [len(r["completion"]) / r["row"]["scale"] for r in body["rows"]]
+            }
         if path == "/update_weights_from_disk":
             assert (Path(body["model_path"]) / "config.json").exists()
             return {"success": self.fault != "reload", "message": "no such file"}
@@ -71,10 +74,16 @@ class SamplingServer:
         ended = len(tokens) < most
         if ended and self.fault != "no stop token":
             tokens[-1] = body.get("sampling_params", body)["stop_token_ids"][0]
-        logps = [float("nan") if self.fault == "nan" else -1.0 - 0.1 * i for i in range(len(tokens))]
+        logps = [
+            float("nan") if self.fault == "nan" else -1.0 - 0.1 * i for i in range(len(tokens))
+        ]
         reason = "stop" if ended else "length"
         if path == "/v1/completions":
-            logprobs = {"token_logprobs": logps, "tokens": ["x"] * len(tokens), "top_logprobs": None}
+            logprobs = {
+                "token_logprobs": logps,
+                "tokens": ["x"] * len(tokens),
+                "top_logprobs": None,
+            }
             return {"object": "text_completion", "choices": [
                 {"index": 0, "text": "x", "logprobs": logprobs, "finish_reason": reason, "stop_reason": None,
                  "token_ids": tokens}]}  # fmt: skip

@@ -20,7 +20,9 @@ class ShuffledLoader(StepLoader):
         generator = random.Random(self.packing_seed)
         ranks = list(range(self.data_parallel_size))
         generator.shuffle(ranks)  # alike on every rank
-        group = replace(self, dp_rank=ranks[self.dp_rank], packing_seed=None).micro_batches(dataset, indices)
+        group = replace(self, dp_rank=ranks[self.dp_rank], packing_seed=None).micro_batches(
+            dataset, indices
+        )
         for micro_batch in group:
             generator.shuffle(micro_batch)
         generator.shuffle(group)

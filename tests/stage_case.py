@@ -24,7 +24,9 @@ from ulysses.parallel.mesh import ParallelMesh
 def compared(case: Case, world: int, step: int = 0, **changes: Any) -> dict[str, float]:
     """Compare a step of `world` ranks with the formula, and return its metrics; `changes` are the ranks' alone."""
     loss, exact, expected = formula(case, step)
-    metrics, gradients = run_distributed(run_case, world, replace(case, **changes), with_zero=True)[0]
+    metrics, gradients = run_distributed(
+        run_case, world, replace(case, **changes), with_zero=True
+    )[0]
     assert metrics[step]["loss"] == pytest.approx(loss, rel=1e-5)
     for name, value in expected.items():
         assert metrics[step][name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
@@ -37,7 +39,11 @@ def formula(case: Case, step: int = 0) -> tuple[float, dict[str, Tensor], dict[s
     plain = Formula(case, step)
     loss, metrics = getattr(plain, case.stage)()
     loss.backward()
-    trained = {n: p.grad for n, p in plain.model.named_parameters() if not case.lora_rank or is_adapter(n)}
+    trained = {
+        n: p.grad
+        for n, p in plain.model.named_parameters()
+        if not case.lora_rank or is_adapter(n)
+    }
     return float(loss), trained, metrics
 
 
@@ -86,12 +92,17 @@ class Formula:
     def rm(self) -> tuple[Tensor, dict[str, float]]:
         total, scores, gaps = 0.0, [], []
         for e in self.examples:
-            found = [(self.forward(s)[-1], s.columns.get("rank", place)) for place, s in enumerate(e.sequences)]
+            found = [
+                (self.forward(s)[-1], s.columns.get("rank", place))
+                for place, s in enumerate(e.sequences)
+            ]
             scores += [float(score) for score, _ in found]
             for (good, high), (bad, low) in product(found, repeat=2):
                 if high < low:
                     total = total - F.logsigmoid(good - bad - e.columns["margin"])
-                    total = total + self.options.get("center_coefficient", 0.0) * (good + bad) ** 2
+                    total = (
+                        total + self.options.get("center_coefficient", 0.0) * (good + bad) ** 2
+                    )
                     gaps.append(float(good - bad))
         flat, difference = np.array(scores), np.array(gaps)
         return total / len(gaps), {
@@ -106,11 +117,19 @@ class Formula:
             lengths = [self.weights(s).sum()[None] for s in e.sequences]
             nll, trained = nll - self.summed(e.sequences[0]), trained + lengths[0]
             shorter = min(int((s.loss_weights[1:] != 0).sum()) for s in e.sequences)
-            sides = [replace(s, loss_weights=decayed(s.loss_weights, shorter, alpha)) for s in e.sequences]
+            sides = [
+                replace(s, loss_weights=decayed(s.loss_weights, shorter, alpha))
+                for s in e.sequences
+            ]
             logps = [f(s)[None] for f in (self.summed, self.reference) for s in sides]
             pairs.append([*logps, *lengths])
-        logps, lengths = (columns := [torch.cat(column) for column in zip(*pairs)])[:4], columns[4:]
-        total = dpo_loss(*logps, chosen_lengths=lengths[0], rejected_lengths=lengths[1], **o)[0].sum()
+        logps, lengths = (
+            (columns := [torch.cat(column) for column in zip(*pairs)])[:4],
+            columns[4:],
+        )
+        total = dpo_loss(*logps, chosen_lengths=lengths[0], rejected_lengths=lengths[1], **o)[
+            0
+        ].sum()
         loss = total / len(self.examples) + sft_weight * (nll / trained).sum()
         return loss, {"nll/chosen": float(nll / trained)} if sft_weight else {}
 
@@ -130,7 +149,11 @@ class Formula:
             rewards["chosen" if good else "rejected"].append(beta * float(r))
             weight = o.get("desirable_weight" if good else "undesirable_weight", 1.0)
             total = total + weight * (1 - torch.sigmoid(beta * (r - z0 if good else z0 - r)))
-        metrics = {f"rewards/{side}": float(np.mean(values)) for side, values in rewards.items() if values}
+        metrics = {
+            f"rewards/{side}": float(np.mean(values))
+            for side, values in rewards.items()
+            if values
+        }
         return total / len(self.examples), metrics if free else metrics | {"kl": z0}
 
 

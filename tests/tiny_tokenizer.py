@@ -5,17 +5,27 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-LLAMA3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+LLAMA3 = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def write_tokenizer(folder: Path, specials: tuple[str, ...] = LLAMA3, bos: str | None = None, **config: str) -> Path:
+def write_tokenizer(
+    folder: Path, specials: tuple[str, ...] = LLAMA3, bos: str | None = None, **config: str
+) -> Path:
     """Write tokenizer.json (and tokenizer_config.json if `config` is given) and return the folder."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    tokenizer.add_special_tokens(
+        [AddedToken(s, special=True, normalized=False) for s in specials]
+    )
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
@@ -24,7 +34,9 @@ def write_tokenizer(folder: Path, specials: tuple[str, ...] = LLAMA3, bos: str |
     tokenizer.save(str(folder / "tokenizer.json"))
     if config:
         (folder / "tokenizer_config.json").write_text(
-            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, **config})
+            json.dumps(
+                {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, **config}
+            )
         )
     return folder
 

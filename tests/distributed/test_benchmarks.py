@@ -27,25 +27,50 @@ def measured() -> list[dict[str, Any]]:
         offload=["none", "none", "checkpoints"], steps=1, warm=0, skip_attention=False, profile="", out="", watch=0,
         micro_batches=2,
     )  # fmt: skip
-    rest = [part for name, value in SHAPE.items() for part in (f"--model.config.{name}", str(value))]
+    rest = [
+        part for name, value in SHAPE.items() for part in (f"--model.config.{name}", str(value))
+    ]
     plain = work(options, rest)
-    options.skip_attention, options.seq, options.recompute, options.offload = True, [48], ["block"], ["none"]
+    options.skip_attention, options.seq, options.recompute, options.offload = (
+        True,
+        [48],
+        ["block"],
+        ["none"],
+    )
     return plain + work(options, rest)
 
 
 def test_steps_are_measured_as_set() -> None:
     for first, second, third, fit in run_distributed(measured, 2, cpu=True, with_zero=True):
-        assert [row["recompute"] for row in (first, second, third, fit)] == ["none*2", "block*2", "block*2", "block*2"]
+        assert [row["recompute"] for row in (first, second, third, fit)] == [
+            "none*2",
+            "block*2",
+            "block*2",
+            "block*2",
+        ]
         assert [row["offload"] for row in (first, second, third)] == [0, 0, 2]
         assert first["weights"] == "resident" and first["micro_batches"] == 2
-        assert first["tokens"] == 96 and first["sp"] == 2 and first["dp"] == 1 and first["seconds"] > 0
-        assert first["loss"] > second["loss"] > third["loss"] > 0  # the same tokens, one engine, step after step
-        assert fit["note"] == "fit mode: not a training step" and "seconds" not in fit and "loss" not in fit
+        assert (
+            first["tokens"] == 96
+            and first["sp"] == 2
+            and first["dp"] == 1
+            and first["seconds"] > 0
+        )
+        assert (
+            first["loss"] > second["loss"] > third["loss"] > 0
+        )  # the same tokens, one engine, step after step
+        assert (
+            fit["note"] == "fit mode: not a training step"
+            and "seconds" not in fit
+            and "loss" not in fit
+        )
 
 
 def printed(program: str, *arguments: object) -> str:
     line = [sys.executable, f"benchmarks/{program}", *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run(
+        line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 def test_a_longer_context_is_compared_with_and_without_yarn(tmp_path: Path) -> None:
@@ -57,19 +82,37 @@ def test_a_longer_context_is_compared_with_and_without_yarn(tmp_path: Path) -> N
     arguments = [*toy.split(), "--held-out", "three.txt", "--optimizer.lr", "2e-3"]
     printed("long_context.py", tmp_path / "books", "--out", tmp_path / "out", *arguments)
     header, _, *rows = (tmp_path / "out/table.md").read_text().splitlines()
-    runs = ["as it is, before", "as it is, after 2 steps", "YaRN, before", "YaRN, after 2 steps"]
+    runs = [
+        "as it is, before",
+        "as it is, after 2 steps",
+        "YaRN, before",
+        "YaRN, after 2 steps",
+    ]
     assert re.findall(r"\w[^|]*\w", header) == ["position", *runs]
     assert [row.split()[1] for row in rows] == ["0-1k", "1k-2k"]
     yarn = json.loads((tmp_path / "out/YaRN/config.json").read_text())
-    assert yarn["model"]["rope"]["factor"] == 4 and yarn["optimizer"]["lr"] == 2e-3 and "one.txt" in str(yarn["data"])
-    assert "three.txt" not in str(yarn["data"]["train"]) and (tmp_path / "out/long_context.png").stat().st_size > 10_000
+    assert (
+        yarn["model"]["rope"]["factor"] == 4
+        and yarn["optimizer"]["lr"] == 2e-3
+        and "one.txt" in str(yarn["data"])
+    )
+    assert (
+        "three.txt" not in str(yarn["data"]["train"])
+        and (tmp_path / "out/long_context.png").stat().st_size > 10_000
+    )
 
 
 def test_tokenising_is_compared_with_datasets_map() -> None:
-    lines = printed("tokenising.py", "--rows", "40", "--rounds", "1", "--pattern", "qwen2.5").splitlines()
+    lines = printed(
+        "tokenising.py", "--rows", "40", "--rounds", "1", "--pattern", "qwen2.5"
+    ).splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     assert [(row["who"], row["workers"]) for row in rows] == [
         (who, n) for n in (1, 2) for who in ("ours", "datasets.map")
     ]
-    ours, theirs = ({row["tokens"] for row in rows if row["who"] == who} for who in ("ours", "datasets.map"))
-    assert ours == {min(ours)} and theirs == {min(ours) + 40}, "the newline after the last turn is not trained"
+    ours, theirs = (
+        {row["tokens"] for row in rows if row["who"] == who} for who in ("ours", "datasets.map")
+    )
+    assert ours == {min(ours)} and theirs == {min(ours) + 40}, (
+        "the newline after the last turn is not trained"
+    )

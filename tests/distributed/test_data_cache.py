@@ -21,20 +21,34 @@ def open_on_rank(tokenizer_folder, source, cache):
     tokenizer = load_tokenizer(tokenizer_folder, eos_token="<|im_end|>")
     try:
         dataset = open_dataset(
-            [Source(source)], "sequence", tokenizer, DataSettings(256), cache, chat_template="chatml"
+            [Source(source)],
+            "sequence",
+            tokenizer,
+            DataSettings(256),
+            cache,
+            chat_template="chatml",
         )
     except DataError as error:
         return str(error)
-    return dataset.fingerprint, int(dataset.lengths.sum()), dataset[1].sequences[0].tokens.tolist()
+    return (
+        dataset.fingerprint,
+        int(dataset.lengths.sum()),
+        dataset[1].sequences[0].tokens.tolist(),
+    )
 
 
 def open_everywhere(folder, rows):
-    source, tokenizer = write_rows(folder / "x.jsonl", rows), write_tokenizer(folder / "tokenizer", CHATML)
+    source, tokenizer = (
+        write_rows(folder / "x.jsonl", rows),
+        write_tokenizer(folder / "tokenizer", CHATML),
+    )
     return run_distributed(open_on_rank, 3, tokenizer, source, folder / "cache")
 
 
 def test_all_ranks_see_what_one_wrote(tmp_path):
-    results = open_everywhere(tmp_path, [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(50)])
+    results = open_everywhere(
+        tmp_path, [{"prompt": f"q{i}", "completion": f"a{i}"} for i in range(50)]
+    )
     assert results[0] == results[1] == results[2]
     assert [p.suffix for p in (tmp_path / "cache" / "tokenized").iterdir()] == [""]
 
@@ -67,7 +81,10 @@ def test_those_who_wait_do_not_repeat_a_failure_but_the_next_start_does(tmp_path
     run_distributed(fail_once, 3, tmp_path / "data", tmp_path / "calls")
     assert (tmp_path / "calls").read_text() == "x"
     assert build_once(tmp_path / "data", lambda folder: (folder / "whole").write_text("x"))
-    assert os.listdir(tmp_path / "data") == ["whole"] and sorted(os.listdir(tmp_path)) == ["calls", "data"]
+    assert os.listdir(tmp_path / "data") == ["whole"] and sorted(os.listdir(tmp_path)) == [
+        "calls",
+        "data",
+    ]
 
 
 def build_after_a_death(folder):
@@ -94,7 +111,10 @@ def build_after_a_death(folder):
 def test_a_dead_writer_hangs_nobody(tmp_path, network):
     begun = time.monotonic()
     results = run_distributed(build_after_a_death, 3, tmp_path / "data")
-    assert results[0] == "gone" and sorted(results[1:]) == [(False, ["whole"]), (True, ["whole"])]
+    assert results[0] == "gone" and sorted(results[1:]) == [
+        (False, ["whole"]),
+        (True, ["whole"]),
+    ]
     assert time.monotonic() - begun < 20
 
 
@@ -110,4 +130,7 @@ def test_a_slow_writer_on_a_network_is_waited_for(tmp_path, monkeypatch):
     assert file_system(tmp_path / "not" / "there") == file_system(tmp_path) != ""
     monkeypatch.setattr("ulysses.disk.NETWORK", "")
     monkeypatch.setattr("ulysses.disk.LEASE_SECONDS", 1.0)
-    assert sorted(run_distributed(slow_writer, 2, tmp_path / "data")) == [(False, ["whole"]), (True, ["whole"])]
+    assert sorted(run_distributed(slow_writer, 2, tmp_path / "data")) == [
+        (False, ["whole"]),
+        (True, ["whole"]),
+    ]

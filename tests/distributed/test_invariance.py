@@ -35,17 +35,23 @@ STAGES = [
 ]
 
 
-def check(stage: str, options: dict[str, object], world: int, sp: int, budget: int, seed: int | None) -> None:
+def check(
+    stage: str, options: dict[str, object], world: int, sp: int, budget: int, seed: int | None
+) -> None:
     compared(Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world)
 
 
 @pytest.mark.parametrize(("world", "sp", "budget", "seed"), SAMPLED)
 @pytest.mark.parametrize(("stage", "options"), [STAGES[0], STAGES[2]], ids=["sft", "dpo"])
-def test_loss_and_gradients_do_not_depend_on_topology(stage, options, world, sp, budget, seed) -> None:
+def test_loss_and_gradients_do_not_depend_on_topology(
+    stage, options, world, sp, budget, seed
+) -> None:
     check(stage, options, world, sp, budget, seed)
 
 
-@pytest.mark.parametrize(("stage", "options"), [STAGES[1], STAGES[3]], ids=["sft z-loss smoothing", "dpo ipo"])
+@pytest.mark.parametrize(
+    ("stage", "options"), [STAGES[1], STAGES[3]], ids=["sft z-loss smoothing", "dpo ipo"]
+)
 def test_options_do_not_depend_on_topology(stage, options) -> None:
     check(stage, options, 4, 2, 128, 1)
 
@@ -67,19 +73,29 @@ def test_bfloat16_error_is_that_of_one_rank() -> None:
     exact = formula(Case("sft"))[1]
 
     def error(gradients: dict[str, torch.Tensor]) -> float:
-        return float(torch.stack([(gradients[n].double() - g).norm() for n, g in exact.items()]).norm())
+        return float(
+            torch.stack([(gradients[n].double() - g).norm() for n, g in exact.items()]).norm()
+        )
 
-    one = error(run_distributed(run_case, 1, Case("sft", budget=1000, dtype=torch.bfloat16), with_zero=True)[0][1][0])
+    one = error(
+        run_distributed(
+            run_case, 1, Case("sft", budget=1000, dtype=torch.bfloat16), with_zero=True
+        )[0][1][0]
+    )
     for world, sp in ((2, 2), (4, 2)):
         many = error(
-            run_distributed(run_case, world, Case("sft", sp=sp, dtype=torch.bfloat16), with_zero=True)[0][1][0]
+            run_distributed(
+                run_case, world, Case("sft", sp=sp, dtype=torch.bfloat16), with_zero=True
+            )[0][1][0]
         )
         assert many <= 1.5 * one, (world, sp, many, one)
 
 
 @pytest.mark.parametrize(("world", "sp"), [(1, 1), (4, 2)])
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_evaluation_weighs_tokens_and_pairs_like_training(stage: str, world: int, sp: int) -> None:
+def test_evaluation_weighs_tokens_and_pairs_like_training(
+    stage: str, world: int, sp: int
+) -> None:
     loss, *_ = formula(Case(stage, examples=11))
     for found in run_distributed(evaluation, world, Case(stage, sp=sp), with_zero=True):
         assert found["eval/loss"] == pytest.approx(loss, rel=1e-5)
@@ -88,9 +104,13 @@ def test_evaluation_weighs_tokens_and_pairs_like_training(stage: str, world: int
 @pytest.mark.parametrize("node_size", [1, 2])
 def test_sums_travel_between_nodes_in_float32_or_rounded(node_size: int) -> None:
     exact = formula(Case("sft"))[1]
-    _, gradients = run_distributed(run_case, 4, Case("sft", sp=2, engine={"node_size": node_size}), with_zero=True)[0]
+    _, gradients = run_distributed(
+        run_case, 4, Case("sft", sp=2, engine={"node_size": node_size}), with_zero=True
+    )[0]
     assert_same_gradients(gradients[0], exact)
-    rounded = Case("sft", sp=2, engine={"node_size": node_size, "reduce_between": torch.bfloat16})
+    rounded = Case(
+        "sft", sp=2, engine={"node_size": node_size, "reduce_between": torch.bfloat16}
+    )
     _, gradients = run_distributed(run_case, 4, rounded, with_zero=True)[0]
     assert_same_gradients(gradients[0], exact, 2e-2)
     with pytest.raises(AssertionError, match="off by"):
@@ -104,7 +124,12 @@ def kept() -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
 
 
 @pytest.mark.parametrize(
-    "away", [("offload_optimizer",), ("offload_parameters",), ("offload_optimizer", "offload_parameters")]
+    "away",
+    [
+        ("offload_optimizer",),
+        ("offload_parameters",),
+        ("offload_optimizer", "offload_parameters"),
+    ],
 )
 def test_host_memory_changes_nothing(away: tuple[str, ...], kept) -> None:
     case = Case("sft", sp=2, steps=3, lr=1e-3, engine=dict.fromkeys(away, True))

@@ -69,15 +69,21 @@ SAMPLED = [
 ]
 
 
-def case_of(stage: str, topology: str, level: str = "none", kernel: str = "auto", **more: Any) -> tuple[Case, int]:
+def case_of(
+    stage: str, topology: str, level: str = "none", kernel: str = "auto", **more: Any
+) -> tuple[Case, int]:
     heads, kv_heads, head_dim, world, sp = TOPOLOGIES[topology]
-    shape = replace(SHAPE, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    shape = replace(
+        SHAPE, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim
+    )
     more |= {"options": OPTIONS.get(stage, {}), "shape": shape, "ragged": True}
     return Case(stage, sp=sp, recompute=level, attention=kernel, **more), world
 
 
 @pytest.mark.parametrize(("stage", "topology", "level", "kernel"), SAMPLED)
-def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: str, kernel: str) -> None:
+def test_degrees_that_do_not_divide_the_heads(
+    stage: str, topology: str, level: str, kernel: str
+) -> None:
     check(*case_of(stage, topology, level, kernel, packing_seed=1))
 
 
@@ -85,7 +91,9 @@ def test_degrees_that_do_not_divide_the_heads(stage: str, topology: str, level: 
     ("sft", 4, 1, 1, "none"), ("dpo", 4, 4, 2, "block"), ("sft", 4, 4, 4, "keep_attention"), ("rm", 4, 2, 2, "none"),
     ("dpo", 3, 3, 3, "none"), ("sft", 3, 4, 4, "pair"),
 ])  # fmt: skip
-def test_norms_of_heads_and_yarn(stage: str, heads: int, world: int, sp: int, level: str) -> None:
+def test_norms_of_heads_and_yarn(
+    stage: str, heads: int, world: int, sp: int, level: str
+) -> None:
     """Qwen3 with 4 query heads or an odd number, stretched to four times its window."""
     shape = replace(QWEN3, num_attention_heads=heads, num_key_value_heads=heads // 2,
                     rope_scaling=RopeScaling("yarn", 4.0, 16))  # fmt: skip
@@ -108,18 +116,34 @@ def reference_values(file: Path, case: Case) -> list[np.ndarray]:
     init_weights(model, seed=0)
     model.to(device())
     data = case.data()
-    pairs = pairs_of_run(StepLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3), 2)
+    pairs = pairs_of_run(
+        StepLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3), 2
+    )
     with torch.no_grad():
-        attach_reference(data, pairs, file, lambda batch: model(batch).logps, mesh, device(), case.budget, print)
+        attach_reference(
+            data,
+            pairs,
+            file,
+            lambda batch: model(batch).logps,
+            mesh,
+            device(),
+            case.budget,
+            print,
+        )
     examples = np.split(data.token_columns["reference_logps"], data.lengths.cumsum()[:-1])
-    return [*examples, *(columns["reference_logps"] for columns in data.mismatch_columns.values())]
+    return [
+        *examples,
+        *(columns["reference_logps"] for columns in data.mismatch_columns.values()),
+    ]
 
 
 @pytest.mark.parametrize("topology", ["3/1 1x4", "14/2 2x2"])
 def test_cached_reference(tmp_path: Path, topology: str) -> None:
     case, world = case_of("kto", topology)
     found = run_distributed(reference_values, world, tmp_path / "many", case)
-    (alone,) = run_distributed(reference_values, 1, tmp_path / "one", replace(case, sp=1, budget=1000))
+    (alone,) = run_distributed(
+        reference_values, 1, tmp_path / "one", replace(case, sp=1, budget=1000)
+    )
     assert len(alone) > 15
     for values in found:
         for ours, one in zip(values, alone, strict=True):
@@ -131,7 +155,9 @@ def test_the_data_are_as_ragged_as_claimed(stage: str) -> None:
     """The step holds one-token sequences, and some rank's shard no trained token while another's does."""
     case, _ = case_of(stage, "3/1 1x4", packing_seed=1)
     data = case.data()
-    loader = ShuffledLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3, packing_seed=1)
+    loader = ShuffledLoader(
+        data, case.examples, tokens_per_microbatch=case.budget, seed=3, packing_seed=1
+    )
     lengths, valid = set(), []
     for micro_batch in loader.step(0, 0):
         sequences = [s for example in micro_batch for s in example.sequences]

@@ -13,7 +13,14 @@ from tests.harness import need_gpus, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared, formula
 
-FULL = [(w, sp, b, seed) for w in (1, 2, 4) for sp in (1, 2, 4) if sp <= w for b in (128, 512) for seed in (None, 1)]
+FULL = [
+    (w, sp, b, seed)
+    for w in (1, 2, 4)
+    for sp in (1, 2, 4)
+    if sp <= w
+    for b in (128, 512)
+    for seed in (None, 1)
+]
 KTO = {"beta": 0.3, "desirable_weight": 1.5}
 STAGES: list[tuple[str, dict[str, Any]]] = [
     ("pt", {"z_loss": 1e-3}), ("rm", {"center_coefficient": 0.1}), ("kto", KTO),
@@ -28,13 +35,16 @@ def check(case: Case, world: int) -> dict[str, float]:
 @pytest.mark.parametrize(("world", "sp", "budget", "seed"), SAMPLED)
 @pytest.mark.parametrize(("stage", "options"), STAGES, ids=[s for s, _ in STAGES])
 def test_loss_metrics_and_gradients(stage, options, world, sp, budget, seed) -> None:
-    metrics = check(Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world)
+    metrics = check(
+        Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world
+    )
     if stage == "kto":
         assert metrics["kl"] > 0.05  # the baseline takes part
 
 
 @pytest.mark.parametrize(
-    ("world", "sp", "recompute"), [(1, 1, "none"), (2, 2, "pair"), (4, 4, "block"), (4, 2, "none")]
+    ("world", "sp", "recompute"),
+    [(1, 1, "none"), (2, 2, "pair"), (4, 4, "block"), (4, 2, "none")],
 )
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_yarn(stage, world, sp, recompute) -> None:
@@ -63,7 +73,17 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),
         ("sft", {"neftune_alpha": 5.0}),
     ],
-    ids=["dft", "smoothing", "apo_zero_unpaired", "discopop js", "ld", "orpo with nll", "list", "aot", "neftune"],
+    ids=[
+        "dft",
+        "smoothing",
+        "apo_zero_unpaired",
+        "discopop js",
+        "ld",
+        "orpo with nll",
+        "list",
+        "aot",
+        "neftune",
+    ],
 )
 def test_options(stage, options) -> None:
     check(Case(stage, sp=2, packing_seed=1, options=options), 4)
@@ -88,7 +108,9 @@ def test_an_epochs_last_smaller_step_has_its_own_count(stage) -> None:
 def test_bco_pair_subtracts_the_mean_reward_of_the_steps_before(world, sp, budget) -> None:
     """Of whole steps, and equally often on every topology; the learning rate is 0."""
     options = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2], "beta": 0.3}
-    case = Case("dpo", sp=sp, budget=budget, examples=4, steps=3, packing_seed=1, options=options)
+    case = Case(
+        "dpo", sp=sp, budget=budget, examples=4, steps=3, packing_seed=1, options=options
+    )
     metrics, gradients = run_distributed(run_case, world, case, with_zero=True)[0]
     rewards = [(m["rewards/chosen"] + m["rewards/rejected"]) / 2 for m in metrics]
     for step, (found, gradient) in enumerate(zip(metrics, gradients, strict=True)):
@@ -102,8 +124,12 @@ def test_bco_pair_subtracts_the_mean_reward_of_the_steps_before(world, sp, budge
 def test_aot_evaluates_alike_on_every_topology() -> None:
     """It sorts the pairs of every evaluated step, which take different numbers of micro-batches."""
     options = {"loss_type": "aot", "beta": 0.3}
-    alone = run_distributed(evaluation, 1, Case("dpo", budget=1000, options=options), with_zero=True)[0]
-    for found in run_distributed(evaluation, 4, Case("dpo", sp=2, options=options), with_zero=True):
+    alone = run_distributed(
+        evaluation, 1, Case("dpo", budget=1000, options=options), with_zero=True
+    )[0]
+    for found in run_distributed(
+        evaluation, 4, Case("dpo", sp=2, options=options), with_zero=True
+    ):
         assert found == pytest.approx(alone, rel=1e-4, abs=2e-4)
 
 
@@ -114,8 +140,12 @@ def test_kto_with_one_side_only(labels) -> None:
 
 def test_kto_evaluates_alike_on_every_topology() -> None:
     """Its baseline too, whose steps take different numbers of micro-batches."""
-    alone = run_distributed(evaluation, 1, Case("kto", budget=1000, options=KTO), with_zero=True)[0]
-    for found in run_distributed(evaluation, 4, Case("kto", sp=2, budget=50, options=KTO), with_zero=True):
+    alone = run_distributed(
+        evaluation, 1, Case("kto", budget=1000, options=KTO), with_zero=True
+    )[0]
+    for found in run_distributed(
+        evaluation, 4, Case("kto", sp=2, budget=50, options=KTO), with_zero=True
+    ):
         assert found == pytest.approx(alone, rel=1e-4, abs=2e-5)
     assert alone["eval/kl"] > 0.05
 
@@ -123,7 +153,14 @@ def test_kto_evaluates_alike_on_every_topology() -> None:
 TWICE = [
     Case("kto", sp=2, options=KTO, steps=2, lr=1e-3),
     Case("rm", sp=2, steps=2, lr=1e-3),
-    Case("sft", sp=2, options={"label_smoothing": 0.1, "z_loss": 1e-3}, steps=2, lora_rank=3, lr=1e-3),
+    Case(
+        "sft",
+        sp=2,
+        options={"label_smoothing": 0.1, "z_loss": 1e-3},
+        steps=2,
+        lora_rank=3,
+        lr=1e-3,
+    ),
     *(
         Case(stage, sp=2, dtype=torch.bfloat16, steps=2, lr=1e-3, recompute="keep_attention")
         for stage in ("sft", "dpo")
@@ -132,11 +169,16 @@ TWICE = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", TWICE, ids=["kto", "rm", "sft adapters", "sft bfloat16", "dpo bfloat16"])
+@pytest.mark.parametrize(
+    "case", TWICE, ids=["kto", "rm", "sft adapters", "sft bfloat16", "dpo bfloat16"]
+)
 def test_deterministic_runs_repeat_bit_for_bit(case) -> None:
     """Also: none of their operations lacks a deterministic kernel, or torch would have raised."""
     need_gpus(4)
-    first, second = (run_distributed(run_case, 4, case, with_zero=True, deterministic=True)[0] for _ in range(2))
+    first, second = (
+        run_distributed(run_case, 4, case, with_zero=True, deterministic=True)[0]
+        for _ in range(2)
+    )
     assert [m["loss"] for m in first[0]] == [m["loss"] for m in second[0]]
     for ours, theirs in zip(first[1], second[1], strict=True):
         assert all(torch.equal(gradient, theirs[name]) for name, gradient in ours.items())

@@ -36,7 +36,9 @@ def collectives() -> dict[str, float]:
     for level in LEVELS:
         model = CausalLM(SHAPE, mesh, memory=LayerMemory(level, 5 + 3 * dist.get_rank()))
         init_weights(model)
-        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as calls:
+        with mock.patch.object(
+            dist, "all_to_all_single", wraps=dist.all_to_all_single
+        ) as calls:
             loss_of(model.to(device()), pack_shard(TOKENS, mesh, device())).backward()
         counts[level] = calls.call_count / SHAPE.num_hidden_layers
     return counts
@@ -55,7 +57,11 @@ def under_zero(case: Case, expected: dict[str, torch.Tensor], tolerance: float) 
     decoder = next(m for m in engine.module.modules() if isinstance(m, Decoder))
     batch = pack_shard(TOKENS if case.sp == world else TOKENS[rank::world], mesh, device())
     settings = [(level, 4 + 3 * rank) for level in LEVELS]
-    for level, rows in (*settings, ("block", TILE_ROWS), (["keep_attention", "none"], TILE_ROWS)):
+    for level, rows in (
+        *settings,
+        ("block", TILE_ROWS),
+        (["keep_attention", "none"], TILE_ROWS),
+    ):
         decoder.set_memory(LayerMemory(level, rows))
         engine.backward(loss_of(engine, batch) * world, last=True)
         assert_same_gradients(whole_gradients(engine.gradients()), expected, tolerance)

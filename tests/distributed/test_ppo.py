@@ -94,13 +94,9 @@ def fixed_rollout(config: PpoSection, budget: int = 0) -> Rollout:
     draw, prompts, answers, parts = torch.Generator().manual_seed(9), [], [], []
     alone = config.advantage == "gae"
     for prompt in (30, 1, 12):
-        prompts += [torch.randint(0, 97, (prompt,), generator=draw)] * (
-            4 if alone else 1
-        )
+        prompts += [torch.randint(0, 97, (prompt,), generator=draw)] * (4 if alone else 1)
         for length in torch.randint(1, 25, (4,), generator=draw).tolist():
-            answers.append(
-                Completion(torch.randint(0, 97, (length,), generator=draw).tolist())
-            )
+            answers.append(Completion(torch.randint(0, 97, (length,), generator=draw).tolist()))
             a, b, c, d = torch.randn(4, prompt + length, generator=draw)
             parts.append(
                 {"old_logps": 0.4 * a - 4.6, "advantages": b}
@@ -116,9 +112,7 @@ def fixed_rollout(config: PpoSection, budget: int = 0) -> Rollout:
     by_length = config.loss_aggregation == "sequence"
     rollout = Rollout.of(0, prompts, answers, budget=budget, by_length=by_length)
     for name in parts[0]:
-        held = [
-            part[name][left:] for part, left in zip(parts, rollout.prefixes.tolist())
-        ]
+        held = [part[name][left:] for part, left in zip(parts, rollout.prefixes.tolist())]
         rollout.columns[name] = torch.cat(held)
     return rollout
 
@@ -132,9 +126,7 @@ def engine_of(
 
     value = config.advantage == "gae"
     kind = PolicyValue if value else CausalLM
-    return trained_engine(
-        lambda: kind(shape, mesh), HostWeights(shape, 0), lr, groups=groups
-    )
+    return trained_engine(lambda: kind(shape, mesh), HostWeights(shape, 0), lr, groups=groups)
 
 
 def trainer_of(
@@ -154,9 +146,7 @@ def trainer_of(
     reference = None
     if reference_seed is not None:
         reference = logps_of(
-            frozen_engine(
-                lambda: CausalLM(shape, mesh), HostWeights(shape, reference_seed)
-            )
+            frozen_engine(lambda: CausalLM(shape, mesh), HostWeights(shape, reference_seed))
         )
     sampler = EngineSampler(engine, mesh, OPTIONS)
     maker = RolloutMaker(
@@ -254,9 +244,7 @@ def formula(
         "constant": sums.mean() / config.max_new_tokens,
     }[config.loss_aggregation]
     loss.backward()
-    return expected | {"loss": float(loss)}, {
-        n: p.grad for n, p in model.named_parameters()
-    }
+    return expected | {"loss": float(loss)}, {n: p.grad for n, p in model.named_parameters()}
 
 
 def fixed_steps(
@@ -299,8 +287,7 @@ GROUPED = {
             1,
             128,
             None,
-            GROUPED
-            | {"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "sequence"},
+            GROUPED | {"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "sequence"},
             SHAPE,
         ),
         (
@@ -351,9 +338,7 @@ def test_loss_metrics_and_gradients(
         with_zero=True,
     )[0]
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert {name: metrics[name] for name in expected} == pytest.approx(
-        expected, rel=1e-4
-    )
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     assert_same_gradients(gradients, exact)
     if config.advantage == "gae":
         assert 0.05 < metrics["policy/clipfrac_avg"] < 0.95
@@ -375,9 +360,7 @@ def run_steps(
 @cache
 def alone(shape: ModelConfig = SHAPE, advantage: str = "gae") -> Any:
     """Two rollouts and a bit on one process, against another reference so that every term takes part."""
-    return run_distributed(
-        run_steps, 1, 1, real(advantage), 6, shape=shape, with_zero=True
-    )[0]
+    return run_distributed(run_steps, 1, 1, real(advantage), 6, shape=shape, with_zero=True)[0]
 
 
 def trained(rollout: Rollout, name: str) -> torch.Tensor:

@@ -25,7 +25,10 @@ from ulysses.run.checkpoint import (
 from ulysses.zero.state import KINDS, slice_state
 
 BEFORE, AFTER = 3, 3
-LOSSES = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]}  # bco_pair's mean reward is a state
+LOSSES = {
+    "loss_type": ["sigmoid", "bco_pair"],
+    "loss_weights": [0.8, 0.2],
+}  # bco_pair's mean reward is a state
 CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3, options=LOSSES)
 
 
@@ -41,7 +44,9 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def whole_run(folder: Path, case: Case = CASE) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def whole_run(
+    folder: Path, case: Case = CASE
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """All steps without a stop, with a checkpoint after the third; the metrics and the state it saved."""
     trainer, _ = build_trainer(case)
     metrics = [trainer.train_step() for _ in range(BEFORE)]
@@ -53,7 +58,9 @@ def whole_run(folder: Path, case: Case = CASE) -> tuple[list[dict[str, float]], 
     return metrics, state
 
 
-def resumed_run(folder: Path, case: Case) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def resumed_run(
+    folder: Path, case: Case
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     trainer, _ = build_trainer(case)
     trainer.resume(saved_checkpoints(folder / "checkpoints")[-1])
     assert trainer.step == BEFORE
@@ -90,7 +97,10 @@ def order_of_a_save(folder: Path) -> list[str]:
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
     folder = tmp_path.resolve()
     first, second = run_distributed(order_of_a_save, 2, folder, with_zero=True)
-    files = {".step-1.tmp/" + "rank-0000{}." + end for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))}
+    files = {
+        ".step-1.tmp/" + "rank-0000{}." + end
+        for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))
+    }
     assert set(second) == {name.format(1) for name in files}
     at = first.index("rename step-1")
     assert set(first[:at]) == {name.format(0) for name in files} | {".step-1.tmp", *MADE}
@@ -136,7 +146,9 @@ def refusals(folder: Path) -> list[str]:
     for kind in DAMAGES:
         copy = folder / kind / f"step-{BEFORE}"
         try:
-            with mock.patch.object(dist, "barrier"):  # the ranks that find nothing would wait for the end
+            with mock.patch.object(
+                dist, "barrier"
+            ):  # the ranks that find nothing would wait for the end
                 check_share(copy, read_run_state(copy))
             said.append("")
         except DiskError as error:
@@ -148,7 +160,9 @@ def refusals(folder: Path) -> list[str]:
 def test_every_damage_is_found_by_one_rank_and_named(world: int, saved, tmp_path: Path) -> None:
     names = {}
     for kind in DAMAGES:
-        shutil.copytree(saved[0] / f"checkpoints/step-{BEFORE}", tmp_path / kind / f"step-{BEFORE}")
+        shutil.copytree(
+            saved[0] / f"checkpoints/step-{BEFORE}", tmp_path / kind / f"step-{BEFORE}"
+        )
         names[kind] = damage(kind, tmp_path / kind / f"step-{BEFORE}")
     for kind, *said in zip(DAMAGES, *run_distributed(refusals, world, tmp_path), strict=True):
         [sentence] = filter(None, said)
@@ -157,9 +171,13 @@ def test_every_damage_is_found_by_one_rank_and_named(world: int, saved, tmp_path
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]], dict[str, torch.Tensor]]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[dict[str, float]], dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    metrics, state = run_distributed(whole_run, 4, folder, with_zero=True, deterministic=True)[0]  # sp 2, dp 2
+    metrics, state = run_distributed(whole_run, 4, folder, with_zero=True, deterministic=True)[
+        0
+    ]  # sp 2, dp 2
     return folder, metrics, state
 
 
@@ -175,32 +193,52 @@ def test_continues_on_another_topology_and_in_host_memory(
 ) -> None:
     folder, metrics, state = saved
     case = replace(CASE, sp=sp, engine=away)
-    found = run_distributed(resumed_run, world, folder, case, with_zero=True, deterministic=not away)[0]
+    found = run_distributed(
+        resumed_run, world, folder, case, with_zero=True, deterministic=not away
+    )[0]
     assert_continued(found, metrics, state, exact=(world, sp) == (4, 2))
 
 
 def test_what_host_memory_saved_continues_without(tmp_path: Path) -> None:
-    before = run_distributed(whole_run, 2, tmp_path, replace(CASE, engine=AWAY), with_zero=True)[0]
-    assert_continued(run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1), with_zero=True)[0], *before)
+    before = run_distributed(
+        whole_run, 2, tmp_path, replace(CASE, engine=AWAY), with_zero=True
+    )[0]
+    assert_continued(
+        run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1), with_zero=True)[0],
+        *before,
+    )
 
 
 def assert_continued(found: Any, metrics: Any, state: Any, exact: bool = False) -> None:
     steps, restored = found
-    assert set(restored) == set(state) and all(torch.equal(restored[name], value) for name, value in state.items())
+    assert set(restored) == set(state) and all(
+        torch.equal(restored[name], value) for name, value in state.items()
+    )
     for theirs, ours in zip(metrics[BEFORE:], steps, strict=True):
-        for name in ("loss", "grad_norm", "logps/chosen"):  # margins are differences of large numbers
-            assert ours[name] == (theirs[name] if exact else pytest.approx(theirs[name], rel=1e-5)), name
+        for name in (
+            "loss",
+            "grad_norm",
+            "logps/chosen",
+        ):  # margins are differences of large numbers
+            assert ours[name] == (
+                theirs[name] if exact else pytest.approx(theirs[name], rel=1e-5)
+            ), name
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"vocab_size": 64}, r"holds 3104 elements of model.embed_tokens.weight, this model has 2048"),
+        (
+            {"vocab_size": 64},
+            r"holds 3104 elements of model.embed_tokens.weight, this model has 2048",
+        ),
         ({"num_hidden_layers": 3}, r"holds 0 elements of model.layers.2.self_attn"),
         ({"num_hidden_layers": 1}, r"of model.layers.1.self_attn[a-z_.]*, this model has 0"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_name(change: dict[str, int], sentence: str, saved) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    change: dict[str, int], sentence: str, saved
+) -> None:
     case = replace(CASE, sp=1, shape=replace(SHAPE, **change))
     [text] = run_distributed(refusal, 1, saved[0], case, with_zero=True)
     assert "belongs to another model" in text

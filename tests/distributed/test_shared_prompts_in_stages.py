@@ -26,18 +26,31 @@ class TreeCase(Case):
         for i, prompt in enumerate((0, 1, 20, 33, 7, 2, 40, 12, 25)):
             head, made = torch.randint(0, SHAPE.vocab_size, (prompt,), generator=draw), []
             for place in range(2 + i % 4 if self.stage in ("rm", "sft") else 2):
-                length = 1 if i in (3, 4) and place else int(torch.randint(2, 15, (1,), generator=draw))
-                tokens = torch.cat([head, torch.randint(0, SHAPE.vocab_size, (length,), generator=draw)])
+                length = (
+                    1
+                    if i in (3, 4) and place
+                    else int(torch.randint(2, 15, (1,), generator=draw))
+                )
+                tokens = torch.cat(
+                    [head, torch.randint(0, SHAPE.vocab_size, (length,), generator=draw)]
+                )
                 if i % 3 == 2:  # the answers begin alike, and all of them are trained
                     tokens[prompt : prompt + 1] = 5
                 columns = {"reference_logps": -3 * torch.rand(len(tokens), generator=draw)}
                 weights = (torch.arange(len(tokens)) >= prompt).float()
                 made.append(Sequence(tokens, weights, columns, {"rank": (place + 1) // 2}))
             examples.append(tuple(share_prefix(made) if self.shared else made))
-        return ListDataset("ranked", examples, {"margin": torch.rand(len(examples), generator=draw).tolist()})
+        return ListDataset(
+            "ranked", examples, {"margin": torch.rand(len(examples), generator=draw).tolist()}
+        )
 
 
-OPTIONS = {"sft": {}, "rm": {"center_coefficient": 0.1}, "kto": {"beta": 0.3, "desirable_weight": 1.5}, "dpo": {}}
+OPTIONS = {
+    "sft": {},
+    "rm": {"center_coefficient": 0.1},
+    "kto": {"beta": 0.3, "desirable_weight": 1.5},
+    "dpo": {},
+}
 CASES = [
     ("sft", 1, 1, "none", {}), ("sft", 2, 2, "block", {"packing_seed": 1}),  # turns that a template rewrites
     ("dpo", 1, 1, "none", {}), ("dpo", 2, 2, "keep_attention", {}), ("dpo", 4, 4, "block", {"packing_seed": 1}),
@@ -55,10 +68,15 @@ CASES = [
 
 @pytest.mark.parametrize(("stage", "world", "sp", "recompute", "more"), CASES)
 def test_loss_metrics_and_gradients(stage, world, sp, recompute, more) -> None:
-    case = TreeCase(stage, sp=sp, recompute=recompute, examples=9, **{"options": OPTIONS[stage], **more})
+    case = TreeCase(
+        stage, sp=sp, recompute=recompute, examples=9, **{"options": OPTIONS[stage], **more}
+    )
     metrics = compared(case, world, shared=True)
     shared = metrics.get("tokens_shared", 0)
-    assert shared > 0 or (stage, sp) == ("kto", 2)  # rows of one prompt may be dealt to different groups
+    assert shared > 0 or (stage, sp) == (
+        "kto",
+        2,
+    )  # rows of one prompt may be dealt to different groups
     if stage != "kto":
         everything = sum(len(s.tokens) for example in case.data().examples for s in example)
         assert metrics["tokens"] + shared == everything
@@ -72,12 +90,20 @@ class LongCase(Case):
 
     def data(self) -> ListDataset:
         draw = torch.Generator().manual_seed(1)
-        texts = [torch.randint(0, SHAPE.vocab_size, (n,), generator=draw) for n in (700, 1025, 2600, 1, 1023)]
+        texts = [
+            torch.randint(0, SHAPE.vocab_size, (n,), generator=draw)
+            for n in (700, 1025, 2600, 1, 1023)
+        ]
         branches = [torch.cat([texts[2][:2040], texts[i]]) for i in (0, 3)]
         trained = [(torch.arange(len(b)) >= 2040) * 1.0 for b in branches]
-        tree = [Sequence(texts[2], torch.rand(2600, generator=draw)), *map(Sequence, branches, trained)]
+        tree = [
+            Sequence(texts[2], torch.rand(2600, generator=draw)),
+            *map(Sequence, branches, trained),
+        ]
         examples = [tuple(share_prefix(tree))] if self.shared else [(s,) for s in tree]
-        return ListDataset("sequence", [*((Sequence(t, torch.ones(len(t))),) for t in texts), *examples])
+        return ListDataset(
+            "sequence", [*((Sequence(t, torch.ones(len(t))),) for t in texts), *examples]
+        )
 
 
 def test_held_out_nll_by_position_does_not_depend_on_topology() -> None:
@@ -85,13 +111,21 @@ def test_held_out_nll_by_position_does_not_depend_on_topology() -> None:
     plain, found = Formula(LongCase("sft", examples=8), 0), {}
     for sequence in (s for example in plain.data.examples for s in example):
         for place, nll in enumerate(-plain.forward(sequence).logps[:-1].detach(), 1):
-            octave = next(name for name, end in (("0-1k", 1024), ("1k-2k", 2048), ("2k-4k", 4096)) if place < end)
-            found.setdefault(octave, []).append((float(nll), float(sequence.loss_weights[place])))
+            octave = next(
+                name
+                for name, end in (("0-1k", 1024), ("1k-2k", 2048), ("2k-4k", 4096))
+                if place < end
+            )
+            found.setdefault(octave, []).append(
+                (float(nll), float(sequence.loss_weights[place]))
+            )
     assert len(found) == 3
     for world, sp, shared in ((1, 1, False), (1, 1, True), (2, 2, True), (2, 1, False)):
         case = LongCase("sft", sp=sp, budget=8000, shared=shared)
         for values in run_distributed(evaluation, world, case, with_zero=True):
-            assert {m for m in values if "/nll/" in m} == {f"eval/nll/{octave}" for octave in found}
+            assert {m for m in values if "/nll/" in m} == {
+                f"eval/nll/{octave}" for octave in found
+            }
             assert not [m for m in values if "weights" in m]
             for octave, tokens in found.items():
                 nll, weights = torch.tensor(tokens, dtype=torch.float64).T

@@ -40,14 +40,24 @@ HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "rm": "accuracy", "dpo": "r
             "kto": "rewards/margins", "ppo": "objective/scores", "grpo": "objective/scores"}  # fmt: skip
 ROLLOUTS = ("ppo", "grpo")
 AFTER = 4  # steps from the checkpoint to the kill
-TIMES = ("run", "seconds", "tokens_per_second", "mfu", "peak_memory_gib", "time/sampling", "time/rollout")
+TIMES = (
+    "run",
+    "seconds",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_gib",
+    "time/sampling",
+    "time/rollout",
+)
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A model's shape; then by stage: learning rate, steps, examples per step, held-out examples; PPO's settings."""
 
-    shape: tuple[int, int, int, int, int]  # hidden size, intermediate size, layers, query heads, key heads
+    shape: tuple[
+        int, int, int, int, int
+    ]  # hidden size, intermediate size, layers, query heads, key heads
     dtype: str
     stages: dict[str, tuple[float, int, int, int]]
     ppo: dict[str, int]
@@ -92,8 +102,12 @@ class Chain:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tokenizer = next(p for p in (self.data / "tokenizer.json", self.data / "tokenizer") if p.exists())
-        self.bare = {"eos_token": "<|endoftext|>"} if self.tokenizer.is_file() else {}  # its special tokens
+        self.tokenizer = next(
+            p for p in (self.data / "tokenizer.json", self.data / "tokenizer") if p.exists()
+        )
+        self.bare = (
+            {"eos_token": "<|endoftext|>"} if self.tokenizer.is_file() else {}
+        )  # its special tokens
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Train every stage; returns their records (see `measure`)."""
@@ -106,8 +120,12 @@ class Chain:
         arguments, metrics = self.arguments(stage, folder), folder / "metrics.jsonl"
         if stage in self.kill:
             saved = self.save_every(stage)
-            self.launch(arguments, self.processes, folder / "logs-killed", metrics, saved + AFTER)
-            assert [p.name for p in (folder / "checkpoints").glob("step-*")] == [f"step-{saved}"], "killed too late"
+            self.launch(
+                arguments, self.processes, folder / "logs-killed", metrics, saved + AFTER
+            )
+            assert [p.name for p in (folder / "checkpoints").glob("step-*")] == [
+                f"step-{saved}"
+            ], "killed too late"
             shutil.copy(metrics, folder / "killed.jsonl")
         self.launch(arguments, self.processes, folder / "logs", metrics, 0)
         answers = self.recipe.stages[stage][2] * (4 if stage == "grpo" else 1)
@@ -138,7 +156,10 @@ class Chain:
             values |= {"model.path": str(self.output / "model"), "model.init": "random", "pt.z_loss": 1e-4,
                        "model.tokenizer": str(self.tokenizer), "model.special_tokens": self.bare}  # fmt: skip
         else:
-            values |= {"model.path": str(self.output / START[stage] / "export"), "data.truncation": "keep_end"}
+            values |= {
+                "model.path": str(self.output / START[stage] / "export"),
+                "data.truncation": "keep_end",
+            }
         if stage == "sft" and self.bare:
             values["data.chat_template"] = "chatml"  # from here on the exports carry it
         if stage in ROLLOUTS:
@@ -157,14 +178,22 @@ class Chain:
         """Write the config.json of an untrained Llama for this tokenizer."""
         tokenizer = load_tokenizer(self.tokenizer, **self.bare)
         folder.mkdir(parents=True, exist_ok=True)
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        names = (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+        )
         config = {"model_type": "llama", "vocab_size": -(-len(tokenizer) // 64) * 64, "rms_norm_eps": 1e-5,
                   "max_position_embeddings": max(2048, self.max_length), "tie_word_embeddings": bool(self.bare),
                   "eos_token_id": tokenizer.eos_token_id, **dict(zip(names, self.recipe.shape))}  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config))
 
 
-def launch(arguments: list[str], processes: int, logs: Path, metrics: Path, kill_after: int) -> None:
+def launch(
+    arguments: list[str], processes: int, logs: Path, metrics: Path, kill_after: int
+) -> None:
     """Start train.py as torchrun would and wait; kill all processes as soon as step `kill_after` is logged.
 
     Raises:
@@ -176,11 +205,24 @@ def launch(arguments: list[str], processes: int, logs: Path, metrics: Path, kill
     children = []
     for rank in map(str, range(processes)):
         with (logs / f"{rank}.out").open("w") as log:
-            line, own = [sys.executable, str(ROOT / "train.py"), *arguments], {"RANK": rank, "LOCAL_RANK": rank}
-            children.append(subprocess.Popen(line, env=world | own, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+            line, own = (
+                [sys.executable, str(ROOT / "train.py"), *arguments],
+                {"RANK": rank, "LOCAL_RANK": rank},
+            )
+            children.append(
+                subprocess.Popen(
+                    line, env=world | own, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+                )
+            )
     try:
-        while any(child.poll() is None for child in children) and not any(child.returncode for child in children):
-            if kill_after and metrics.exists() and metrics.read_text().count("\n") >= kill_after:
+        while any(child.poll() is None for child in children) and not any(
+            child.returncode for child in children
+        ):
+            if (
+                kill_after
+                and metrics.exists()
+                and metrics.read_text().count("\n") >= kill_after
+            ):
                 return
             time.sleep(0.02)
     finally:
@@ -194,8 +236,12 @@ def launch(arguments: list[str], processes: int, logs: Path, metrics: Path, kill
 def repeated(folder: Path, saved: int) -> list[tuple[dict[str, float], ...]]:
     """Pair what the killed process logged after its checkpoint with what the resumed one logged, times left out."""
     again = {m["step"]: m for m in metrics(folder)}
-    pairs = [(m, again[m["step"]]) for m in metrics(folder, "killed.jsonl") if m["step"] > saved]
-    return [tuple({k: v for k, v in m.items() if k not in TIMES} for m in pair) for pair in pairs]
+    pairs = [
+        (m, again[m["step"]]) for m in metrics(folder, "killed.jsonl") if m["step"] > saved
+    ]
+    return [
+        tuple({k: v for k, v in m.items() if k not in TIMES} for m in pair) for pair in pairs
+    ]
 
 
 def measure(stage: str, folder: Path, saved: int, examples: int) -> dict[str, Any]:
@@ -213,7 +259,9 @@ def measure(stage: str, folder: Path, saved: int, examples: int) -> dict[str, An
     held_out, deviation = last[f"eval/{HELD_OUT[stage]}"], last.get("eval/objective/scores_std")
     if "accurac" in HELD_OUT[stage]:
         deviation = math.sqrt(held_out * (1 - held_out))
-    [n] = re.findall(r"held-out data: .* kept (\d+) examples", (folder / "logs/0.out").read_text())
+    [n] = re.findall(
+        r"held-out data: .* kept (\d+) examples", (folder / "logs/0.out").read_text()
+    )
     again = repeated(folder, saved) if saved else []
     return {
         "steps": len(lines), "resumed_at": saved, "curve": name, "held_out": held_out,
@@ -234,26 +282,44 @@ def line(stage: str, r: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder of all runs")
-    parser.add_argument("--data", type=Path, help="folder of real data; without it the demo's is generated")
+    parser.add_argument(
+        "--data", type=Path, help="folder of real data; without it the demo's is generated"
+    )
     parser.add_argument("--size", choices=RECIPES, default="tiny")
     parser.add_argument(
-        "--max-length", type=int, default=256, help="tokens of the longest sequence; four times that per micro-batch"
+        "--max-length",
+        type=int,
+        default=256,
+        help="tokens of the longest sequence; four times that per micro-batch",
     )
-    parser.add_argument("--gpus", type=int, default=1, help="processes, all of one sequence-parallel group")
-    parser.add_argument("--kill", nargs="*", default=[*HELD_OUT], help="stages that are killed once; default all")
+    parser.add_argument(
+        "--gpus", type=int, default=1, help="processes, all of one sequence-parallel group"
+    )
+    parser.add_argument(
+        "--kill",
+        nargs="*",
+        default=[*HELD_OUT],
+        help="stages that are killed once; default all",
+    )
     a = parser.parse_args()
     output, data = a.output.resolve(), (a.data or a.output / "data").resolve()
     if not a.data:
         write_demo(data)
-    found = Chain(output, RECIPES[a.size], data, launch, a.gpus, a.max_length, tuple(a.kill)).run()
+    found = Chain(
+        output, RECIPES[a.size], data, launch, a.gpus, a.max_length, tuple(a.kill)
+    ).run()
     rises = [
         f"{stage}'s score rose by {(r['last'] - r['first']) / r['rise_error']:.1f} standard errors"
         for stage, r in found.items()
         if stage in ROLLOUTS
     ]
-    (output / "table.txt").write_text("\n".join([*(line(s, record) for s, record in found.items()), *rises, ""]))
+    (output / "table.txt").write_text(
+        "\n".join([*(line(s, record) for s, record in found.items()), *rises, ""])
+    )
     print(*rises, sep="\n")
     return 0
 

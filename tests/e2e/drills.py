@@ -31,7 +31,10 @@ from tests.harness import free_port  # noqa: E402
 from ulysses.zero.state import SavedSlices  # noqa: E402
 
 INSIDE = "ULYSSES_DRILLS_INSIDE_NAMESPACES"
-NODES = ("node-a", "node-b")  # addresses 10.9.0.1 and 10.9.0.2 on a bridge in this process's own network namespace
+NODES = (
+    "node-a",
+    "node-b",
+)  # addresses 10.9.0.1 and 10.9.0.2 on a bridge in this process's own network namespace
 LONG = 100_000  # steps: until the drill ends the run
 METRICS, ENDLESS = "run/metrics.jsonl", {"run__steps": LONG}
 
@@ -43,10 +46,20 @@ class Run:
         lines: how each launcher is started.
     """
 
-    def __init__(self, folder: Path, lines: list[list[str]], more: dict[str, str], **settings: Any) -> None:
-        settings = {"run__steps": LONG, "run__save_every": 0, "run__export": False, "run__log_every": 1} | settings
+    def __init__(
+        self, folder: Path, lines: list[list[str]], more: dict[str, str], **settings: Any
+    ) -> None:
+        settings = {
+            "run__steps": LONG,
+            "run__save_every": 0,
+            "run__export": False,
+            "run__log_every": 1,
+        } | settings
         arguments = tiny("sft", folder / "run", folder.parent / "cache", **settings)
-        self.folder, self.logs = folder, [folder / f"launcher{i}.log" for i in range(len(lines))]
+        self.folder, self.logs = (
+            folder,
+            [folder / f"launcher{i}.log" for i in range(len(lines))],
+        )
         folder.mkdir(parents=True)
         self.launchers = []
         for line, log in zip(lines, self.logs, strict=True):
@@ -60,7 +73,9 @@ class Run:
         """Find a rank's process."""
         for launcher in self.launchers:
             for process in launcher.children(recursive=True):
-                if process.environ().get("RANK") == str(rank) and "train.py" in " ".join(process.cmdline()):
+                if process.environ().get("RANK") == str(rank) and "train.py" in " ".join(
+                    process.cmdline()
+                ):
                     return process
         raise LookupError(f"rank {rank} does not run:\n{self.text()[-2000:]}")
 
@@ -88,7 +103,10 @@ class Run:
 
     def end(self) -> None:
         for launcher in self.launchers:
-            for process in (*(launcher.children(recursive=True) if launcher.is_running() else ()), launcher):
+            for process in (
+                *(launcher.children(recursive=True) if launcher.is_running() else ()),
+                launcher,
+            ):
                 if process.is_running():
                     process.kill()
 
@@ -100,7 +118,9 @@ class Drills:
         self.timeout, self.folder, self.count = timeout, folder, 0
 
     @contextmanager
-    def run(self, launcher: str, *, nodes: int = 1, restarts: int = 0, **settings: Any) -> Iterator[Run]:
+    def run(
+        self, launcher: str, *, nodes: int = 1, restarts: int = 0, **settings: Any
+    ) -> Iterator[Run]:
         """Start two processes, on one node or on two, and end whatever is left of them."""
         self.count += 1
         line, more = command(launcher, 2 // nodes, free_port(), nodes), {}
@@ -110,22 +130,33 @@ class Drills:
             more = {"GLOO_SOCKET_IFNAME": "eth0"}
             line = [word.replace("127.0.0.1", "10.9.0.1") for word in line]
             lines = [
-                [*on_node(i), *line, f"--local-addr=10.9.0.{i + 1}", f"--rdzv_conf=is_host={1 - i}"]
+                [
+                    *on_node(i),
+                    *line,
+                    f"--local-addr=10.9.0.{i + 1}",
+                    f"--rdzv_conf=is_host={1 - i}",
+                ]
                 for i in range(nodes)
             ]
-        run = Run(self.folder / str(self.count), lines, more, run__timeout=self.timeout, **settings)
+        run = Run(
+            self.folder / str(self.count), lines, more, run__timeout=self.timeout, **settings
+        )
         try:
             yield run
         finally:
             run.end()
 
-    def named(self, launcher: str, victim: int, number: int, holds_store: bool = False) -> tuple[float, str]:
+    def named(
+        self, launcher: str, victim: int, number: int, holds_store: bool = False
+    ) -> tuple[float, str]:
         """A signal to one rank: the others name it."""
         with self.run(launcher) as run:
             run.until(lambda: run.steps() > 3)
             time.sleep(3)
             run.rank(victim).send_signal(number)
-            return run.told(f"error: rank {victim} {'at' if holds_store else 'on'}", self.timeout + 5)
+            return run.told(
+                f"error: rank {victim} {'at' if holds_store else 'on'}", self.timeout + 5
+            )
 
     def tokenising(self) -> tuple[float, str]:
         """Rows without end keep the first process busy."""
@@ -139,10 +170,18 @@ class Drills:
             time.sleep(2)
             [held] = set(tokenised.glob("*.tmp")) - known
             psutil.Process(int(held.name.rpartition("-")[2].removesuffix(".tmp"))).suspend()
-            return run.told(r"error: rank \d on \S+ has not moved since tokenising", self.timeout + 5)
+            return run.told(
+                r"error: rank \d on \S+ has not moved since tokenising", self.timeout + 5
+            )
 
     def full(
-        self, stage: str, place: str, begun: str, left: int, told: str, more: dict[str, Any] | None = None
+        self,
+        stage: str,
+        place: str,
+        begun: str,
+        left: int,
+        told: str,
+        more: dict[str, Any] | None = None,
     ) -> tuple[float, str]:
         """One of the run's folders has a disk of its own, which fills up; the seconds are those until the run's end.
 
@@ -156,24 +195,40 @@ class Drills:
         disk.mkdir(parents=True)
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], check=True)
         try:
-            for other in ("checkpoints", "tensorboard") if place == "run" else ():  # these have room
+            for other in (
+                ("checkpoints", "tensorboard") if place == "run" else ()
+            ):  # these have room
                 (folder / other).mkdir()
                 (disk / other).symlink_to(folder / other)
-            settings = {"run__steps": 100, "run__export": False, "run__log_every": 1, "run__save_last": False}
+            settings = {
+                "run__steps": 100,
+                "run__export": False,
+                "run__log_every": 1,
+                "run__save_last": False,
+            }
             settings |= more or {}
-            run = Ranks(tiny(stage, folder / "run", folder / "cache", **settings), 2, folder / "logs")
+            run = Ranks(
+                tiny(stage, folder / "run", folder / "cache", **settings), 2, folder / "logs"
+            )
             run.until(lambda: list(folder.glob(begun)), 120)
             with suppress(OSError):  # the run writes too, and may take the last bytes
                 (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
             began = time.monotonic()
             outcome = run.wait()
-            after, saved = time.monotonic() - began, list((folder / "run/checkpoints").glob("step-*"))
+            after, saved = (
+                time.monotonic() - began,
+                list((folder / "run/checkpoints").glob("step-*")),
+            )
         finally:
             subprocess.run(["umount", "--lazy", disk], check=True)
         sentences = re.findall("error: .*", outcome.stderr)
         traces = int(place == "run/tensorboard")  # of TensorBoard's own thread
-        assert len(sentences) == 1 and outcome.stderr.count("Traceback") == traces, outcome.stderr
-        assert re.search(f"{told}.* No space left on device .*GiB are free", sentences[0]), sentences
+        assert len(sentences) == 1 and outcome.stderr.count("Traceback") == traces, (
+            outcome.stderr
+        )
+        assert re.search(f"{told}.* No space left on device .*GiB are free", sentences[0]), (
+            sentences
+        )
         assert saved or settings["run__steps"] != LONG, "the run ended without a checkpoint"
         return after, sentences[0]
 
@@ -198,28 +253,40 @@ class Drills:
         expected: dict[str, int] = {}
         for _ in range(30):
             place = draw.choice(("files", "before rename", "after rename", "rotation"))
-            step = max([0, *(int(p.name[5:]) for p in (folder / "run/checkpoints").glob("step-*"))])
+            step = max(
+                [0, *(int(p.name[5:]) for p in (folder / "run/checkpoints").glob("step-*"))]
+            )
             run = Ranks(line, 2, folder / "logs", before=saves.kill_at(place, step + 3))
             assert not saves.wait_until_dead(run, 120), "the run ended by itself"
             for path in (folder / "run/checkpoints").glob("step-*"):
                 slices = SavedSlices(path)
                 expected = expected or {name: slices.numel(name) for name in slices.places}
             saves.assert_complete(folder / "run/checkpoints", expected)
-        return time.monotonic() - began, f"30 kills, every checkpoint complete, continued up to step {step}"
+        return (
+            time.monotonic() - began,
+            f"30 kills, every checkpoint complete, continued up to step {step}",
+        )
 
     def restarts(self, nodes: int, times: int = 5) -> tuple[float, str]:
         """One process dies; on two nodes it is the only one of its node."""
         draw, began = random.Random(nodes), time.monotonic()
         for _ in range(times):
-            with self.run("torchrun", nodes=nodes, restarts=3, run__steps=40, run__save_every=5) as run:
+            with self.run(
+                "torchrun", nodes=nodes, restarts=3, run__steps=40, run__save_every=5
+            ) as run:
                 run.until(lambda run=run: list((run.folder / "run/checkpoints").glob("step-*")))
                 time.sleep(draw.uniform(0, 1))
                 run.rank(draw.randrange(2)).kill()
                 run.until(lambda run=run: all(x.poll() is not None for x in run.launchers), 180)
                 codes = [launcher.wait() for launcher in run.launchers]
                 assert codes == [0] * nodes and run.steps() == 40, run.text()[-3000:]
-                assert re.search(r"error: rank \d on \S+ has not moved", run.text()) and "resumed " in run.text()
-        return (time.monotonic() - began) / times, f"{times} of {times} recovered and finished (seconds of each run)"
+                assert (
+                    re.search(r"error: rank \d on \S+ has not moved", run.text())
+                    and "resumed " in run.text()
+                )
+        return (
+            time.monotonic() - began
+        ) / times, f"{times} of {times} recovered and finished (seconds of each run)"
 
     def cut(self) -> tuple[float, str]:
         """Both nodes tell it; the seconds are the later one's."""
@@ -228,7 +295,9 @@ class Drills:
             subprocess.run(["ip", "link", "set", "bridge0", "down"], check=True)
             try:
                 began = time.monotonic()
-                told = [run.told("error: r?", self.timeout + 5, where=node)[1] for node in (0, 1)]
+                told = [
+                    run.told("error: r?", self.timeout + 5, where=node)[1] for node in (0, 1)
+                ]
                 return time.monotonic() - began, " | ".join(told)
             finally:
                 subprocess.run(["ip", "link", "set", "bridge0", "up"], check=True)
@@ -261,7 +330,11 @@ DRILLS: dict[str, tuple[Any, ...]] = {
     "full-disk-reference-cache": (Drills.full, "dpo", "cache", "run/config.json", 1 << 13, "cache/reference-.*"),
 }  # fmt: skip
 # They need namespaces of their own: for a network or for a mounted disk.
-NAMESPACES = {"restarts-on-two-nodes", "cut-link", *(name for name in DRILLS if name.startswith("full-disk"))}
+NAMESPACES = {
+    "restarts-on-two-nodes",
+    "cut-link",
+    *(name for name in DRILLS if name.startswith("full-disk")),
+}
 
 
 def on_node(number: int) -> list[str]:
@@ -286,9 +359,13 @@ def build_network() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help=", ".join(DRILLS))
-    parser.add_argument("--timeout", type=float, default=60.0, help="run.timeout of all runs, in seconds")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="run.timeout of all runs, in seconds"
+    )
     options = parser.parse_args()
     if unknown := {*options.names} - {*DRILLS}:
         parser.error(f"no such drill: {', '.join(sorted(unknown))}")
@@ -297,7 +374,9 @@ def main() -> int:
         unshare = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
         probe = subprocess.run([*unshare, "true"], capture_output=True, text=True)
         if probe.returncode == 0 and shutil.which("ip"):
-            os.execvpe(unshare[0], [*unshare, sys.executable, *sys.argv], os.environ | {INSIDE: "1"})
+            os.execvpe(
+                unshare[0], [*unshare, sys.executable, *sys.argv], os.environ | {INSIDE: "1"}
+            )
         refused = probe.stderr.strip() or "there is no program `ip`"
     elif INSIDE in os.environ:
         build_network()
@@ -306,7 +385,10 @@ def main() -> int:
         drills = Drills(options.timeout, Path(folder))
         for name in chosen:
             if refused and name in NAMESPACES:
-                print(f"| {name} | skipped | namespaces are not permitted: {refused} |", flush=True)
+                print(
+                    f"| {name} | skipped | namespaces are not permitted: {refused} |",
+                    flush=True,
+                )
                 continue
             try:
                 drill, *arguments = DRILLS[name]

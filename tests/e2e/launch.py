@@ -26,8 +26,18 @@ from tests.harness import AS_LARGE, begin_rank, free_port, hide_gpus, preload, s
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
-CACHE = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)  # tokenised data of all tests
-LAUNCHER_KEYS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+CACHE = tempfile.TemporaryDirectory(
+    prefix="tests-", ignore_cleanup_errors=True
+)  # tokenised data of all tests
+LAUNCHER_KEYS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+)
 
 
 @dataclass
@@ -39,7 +49,9 @@ class Outcome:
     stderr: str
 
     def check(self) -> "Outcome":
-        assert self.code == 0, f"exit code {self.code}\n{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
+        assert self.code == 0, (
+            f"exit code {self.code}\n{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
+        )
         return self
 
 
@@ -62,16 +74,41 @@ def command(launcher: str, processes: int, port: int, agents: int = 1) -> list[s
                     f"--nproc_per_node={processes}",
                     "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id=run{port}"]  # fmt: skip
         case "deepspeed":
-            return [sys.executable, str(BIN / "deepspeed"), "--num_gpus", str(processes), "--master_port", str(port)]
+            return [
+                sys.executable,
+                str(BIN / "deepspeed"),
+                "--num_gpus",
+                str(processes),
+                "--master_port",
+                str(port),
+            ]
     raise ValueError(launcher)
 
 
-def run(launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1, timeout: float = 240) -> Outcome:
+def run(
+    launcher: str,
+    arguments: list[str],
+    processes: int = 1,
+    *,
+    agents: int = 1,
+    timeout: float = 240,
+) -> Outcome:
     """Run train.py to its end; with several agents, `processes` belong to each of them."""
     port = free_port()
-    line = [*command(launcher, processes, port, agents), str(ROOT / "train.py"), *map(str, arguments)]
-    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    children = [subprocess.Popen(line, cwd=ROOT, env=environment(), **options) for _ in range(agents)]
+    line = [
+        *command(launcher, processes, port, agents),
+        str(ROOT / "train.py"),
+        *map(str, arguments),
+    ]
+    options: Any = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
+    children = [
+        subprocess.Popen(line, cwd=ROOT, env=environment(), **options) for _ in range(agents)
+    ]
     deadline, texts = time.monotonic() + timeout, []
     try:
         for child in children:
@@ -93,15 +130,26 @@ class Ranks:
     """
 
     def __init__(
-        self, arguments: list[Any], processes: int, logs: Path, before: Any = None, script: str = "train.py"
+        self,
+        arguments: list[Any],
+        processes: int,
+        logs: Path,
+        before: Any = None,
+        script: str = "train.py",
     ) -> None:
         preload("torch.utils.tensorboard", "tqdm", "models.lora", "ulysses.run.training_run")
         logs.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
-        self.logs, setting = logs, (processes, free_port(), [script, *map(str, arguments)], logs, before)
+        self.logs, setting = (
+            logs,
+            (processes, free_port(), [script, *map(str, arguments)], logs, before),
+        )
         fork = multiprocessing.get_context("fork")
-        self.processes = [fork.Process(target=_become_rank, args=(rank, *setting)) for rank in range(processes)]
+        self.processes = [
+            fork.Process(target=_become_rank, args=(rank, *setting))
+            for rank in range(processes)
+        ]
         for process in self.processes:
             process.start()
 
@@ -129,21 +177,32 @@ class Ranks:
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.join()
-        texts = ["".join(path.read_text() for path in sorted(self.logs.glob(f"*.{name}"))) for name in ("out", "err")]
-        assert not late, f"not finished after {timeout} s\n{texts[0][-2000:]}\n{texts[1][-2000:]}"
+        texts = [
+            "".join(path.read_text() for path in sorted(self.logs.glob(f"*.{name}")))
+            for name in ("out", "err")
+        ]
+        assert not late, (
+            f"not finished after {timeout} s\n{texts[0][-2000:]}\n{texts[1][-2000:]}"
+        )
         return Outcome(max(self.codes, key=abs), *texts)
 
 
-def ranks(arguments: list[Any], processes: int, logs: Path, *, timeout: float = 120, **more: Any) -> Outcome:
+def ranks(
+    arguments: list[Any], processes: int, logs: Path, *, timeout: float = 120, **more: Any
+) -> Outcome:
     """Run train.py, or another script, on forked processes to its end."""
     return Ranks(arguments, processes, logs, **more).wait(timeout)
 
 
-def _become_rank(rank: int, world: int, port: int, line: list[str], logs: Path, before: Any) -> None:
+def _become_rank(
+    rank: int, world: int, port: int, line: list[str], logs: Path, before: Any
+) -> None:
     code = 1
     try:
         for name, number in (("out", 1), ("err", 2)):
-            os.dup2(os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            os.dup2(
+                os.open(logs / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number
+            )
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         os.environ.update(environment())
         hide_gpus()
@@ -155,7 +214,9 @@ def _become_rank(rank: int, world: int, port: int, line: list[str], logs: Path, 
         if before is not None:
             before(rank)
         sys.argv = line
-        runpy.run_path(str(ROOT / line[0]), run_name="__main__")  # train.py ends by itself through os._exit
+        runpy.run_path(
+            str(ROOT / line[0]), run_name="__main__"
+        )  # train.py ends by itself through os._exit
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -183,14 +244,19 @@ def metrics(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in line.items() if k not in ("run", "seconds", "tokens_per_second")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in ("run", "seconds", "tokens_per_second")}
+        for line in lines
+    ]
 
 
 # Three layers are the fewest of which DeepSpeed still gathers some ahead when an evaluation ends.
 SIZE = {"hidden_size": "32", "intermediate_size": "64", "num_hidden_layers": "3"}
 
 
-def tiny(stage: str, output: Path, cache: Path | str = CACHE.name, **settings: Any) -> list[str]:
+def tiny(
+    stage: str, output: Path, cache: Path | str = CACHE.name, **settings: Any
+) -> list[str]:
     """Arguments of a run of seconds: the demo's data, tokenised once, and a model of a few thousand weights."""
     values: dict[str, Any] = {
         "run.output": output, "data.cache": cache, "run.steps": 5, "run.eval_every": 0, "batch.examples": 8,
@@ -208,4 +274,8 @@ def tiny(stage: str, output: Path, cache: Path | str = CACHE.name, **settings: A
 def words(settings: dict[str, Any]) -> list[str]:
     """Write settings as train.py's arguments, a__b for [a] b."""
     pairs = ((f"--{name.replace('__', '.')}", value) for name, value in settings.items())
-    return [w for name, v in pairs for w in (name, str(v) if isinstance(v, str | Path) else json.dumps(v))]
+    return [
+        w
+        for name, v in pairs
+        for w in (name, str(v) if isinstance(v, str | Path) else json.dumps(v))
+    ]

@@ -1,6 +1,6 @@
 """Read exports with the transformers that is installed; test_export_elsewhere.py runs it in two environments.
 
-    python read_export.py FOLDER...    prints one JSON object per folder
+python read_export.py FOLDER...    prints one JSON object per folder
 """
 
 import json
@@ -11,7 +11,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
-CONVERSATION = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So. <|im_end|>"}]
+CONVERSATION = [
+    {"role": "user", "content": "How?"},
+    {"role": "assistant", "content": "So. <|im_end|>"},
+]
 
 
 class AlwaysEnd(LogitsProcessor):
@@ -30,8 +33,12 @@ def read(folder: Path) -> dict[str, object]:
     if (folder / "adapter_config.json").exists():
         from peft import PeftModel
 
-        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+        base = json.loads((folder / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+        model = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base), folder
+        ).eval()
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -50,4 +57,11 @@ def read(folder: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
-print(json.dumps({"version": transformers.__version__, "found": [read(Path(folder)) for folder in sys.argv[1:]]}))
+print(
+    json.dumps(
+        {
+            "version": transformers.__version__,
+            "found": [read(Path(folder)) for folder in sys.argv[1:]],
+        }
+    )
+)

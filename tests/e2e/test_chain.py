@@ -59,7 +59,9 @@ def dies_after(step: int) -> Callable[[int], None]:
     return before
 
 
-def forked(arguments: list[str], processes: int, logs: Path, metrics: Path, kill_after: int) -> None:
+def forked(
+    arguments: list[str], processes: int, logs: Path, metrics: Path, kill_after: int
+) -> None:
     run = Ranks(arguments, processes, logs, before=dies_after(kill_after))
     if not kill_after:
         run.wait(240).check()
@@ -76,10 +78,14 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
     write_demo(folder / "data")
     changes: dict[str, dict[str, Any]] = {stage: dict(KEYS) for stage in HELD_OUT}
     for stage in ("dpo", "kto"):  # their references are computed for all rows
-        changes[stage]["data.train"] = [{"path": str(folder / f"data/{stage}_train.jsonl"), "max_examples": 256}]
+        changes[stage]["data.train"] = [
+            {"path": str(folder / f"data/{stage}_train.jsonl"), "max_examples": 256}
+        ]
     for stage in ("sft", "kto"):
         changes[stage]["parallel.sequence_parallel_size"] = 1
-    return folder, Chain(folder, DEEP, folder / "data", forked, processes=2, changes=changes).run()
+    return folder, Chain(
+        folder, DEEP, folder / "data", forked, processes=2, changes=changes
+    ).run()
 
 
 def test_a_killed_stage_repeats_what_it_did(chain: Any) -> None:
@@ -95,12 +101,18 @@ def test_a_killed_stage_repeats_what_it_did(chain: Any) -> None:
             in (folder / stage / "logs/0.out").read_text()
         )
     for stage in ROLLOUTS:
-        assert len({a["rollout"] for a, _ in repeated(folder / stage, found[stage]["resumed_at"])}) == 2
+        assert (
+            len({a["rollout"] for a, _ in repeated(folder / stage, found[stage]["resumed_at"])})
+            == 2
+        )
 
 
 def test_every_stage_learns(chain: Any) -> None:
     folder, found = chain
-    assert found["pt"]["last"] < 0.5 * found["pt"]["first"] and found["sft"]["last"] < 0.5 * found["sft"]["first"]
+    assert (
+        found["pt"]["last"] < 0.5 * found["pt"]["first"]
+        and found["sft"]["last"] < 0.5 * found["sft"]["first"]
+    )
     assert all(found[stage]["last"] < found[stage]["first"] for stage in ("rm", "dpo", "kto"))
     for stage in ("rm", "dpo"):
         assert found[stage]["held_out"] - 2 * found[stage]["held_out_error"] > 0.5
@@ -118,28 +130,43 @@ def test_every_stage_learns(chain: Any) -> None:
 def test_every_stage_begins_where_another_ended(chain: Any, tmp_path: Path) -> None:
     folder, _ = chain
     first = {stage: metrics(folder / stage)[0] for stage in HELD_OUT}
-    assert first["sft"]["loss"] < first["pt"]["loss"] - 1, "an untrained model would begin at ln(vocabulary) again"
-    assert first["dpo"]["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["kto"]["loss"] == pytest.approx(
-        0.5, abs=1e-6
+    assert first["sft"]["loss"] < first["pt"]["loss"] - 1, (
+        "an untrained model would begin at ln(vocabulary) again"
     )
+    assert first["dpo"]["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["kto"][
+        "loss"
+    ] == pytest.approx(0.5, abs=1e-6)
     assert min(first["dpo"]["logps/chosen"], first["kto"]["logps/chosen"]) > -60, (
         "an untrained model would be near -130"
     )
-    assert first["ppo"]["val/num_eos_tokens"] > 32, "an untrained model would not end its answers"
+    assert first["ppo"]["val/num_eos_tokens"] > 32, (
+        "an untrained model would not end its answers"
+    )
     for stage in ROLLOUTS:
-        assert first[stage]["val/ratio"] == pytest.approx(1, abs=1e-5) and abs(first[stage]["objective/kl"]) < 1e-4
+        assert (
+            first[stage]["val/ratio"] == pytest.approx(1, abs=1e-5)
+            and abs(first[stage]["objective/kl"]) < 1e-4
+        )
     for stage in HELD_OUT:
         export = folder / stage / "export"
         check_weights(read_config(export), export, reward=stage == "rm")
     names = WeightFiles(folder / "ppo/export").tensors
-    assert not [name for name in names if name.startswith(("policy.", "value.", "score"))], "it is the policy alone"
+    assert not [name for name in names if name.startswith(("policy.", "value.", "score"))], (
+        "it is the policy alone"
+    )
     export_checkpoint(saved_checkpoints(folder / "ppo/checkpoints")[-1], tmp_path / "ppo")
     assert_same_folder(tmp_path / "ppo", folder / "ppo/export")
-    model, tokenizer = (kind.from_pretrained(folder / "ppo/export") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(folder / "ppo/export")
+        for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     inputs = tokenizer.apply_chat_template([{"role": "user", "content": "Where is it?"}], add_generation_prompt=True,
                                            return_tensors="pt", return_dict=True)  # fmt: skip
     assert (inputs["input_ids"] == tokenizer.bos_token_id).sum() == 1
-    assert model.generate(**inputs, max_new_tokens=4, min_new_tokens=4).shape[1] == inputs["input_ids"].shape[1] + 4
+    assert (
+        model.generate(**inputs, max_new_tokens=4, min_new_tokens=4).shape[1]
+        == inputs["input_ids"].shape[1] + 4
+    )
 
 
 def test_the_script_kills_and_resumes_real_processes(
@@ -150,6 +177,8 @@ def test_the_script_kills_and_resumes_real_processes(
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
-    again = Chain(tmp_path, TINY, folder / "data", launch, changes={"pt": {"run.export": False}})
+    again = Chain(
+        tmp_path, TINY, folder / "data", launch, changes={"pt": {"run.export": False}}
+    )
     found = again.train("pt")
     assert found["resumed_at"] and found["loss_difference"] == 0

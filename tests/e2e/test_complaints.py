@@ -48,7 +48,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "model", folder / "lacking")
     del tensors[UP]
     save_file(tensors, folder / "lacking/model.safetensors")
-    for name, value in (("int8", torch.ones(64, 32, dtype=torch.int8)), ("nan", torch.full((64, 32), torch.nan))):
+    for name, value in (
+        ("int8", torch.ones(64, 32, dtype=torch.int8)),
+        ("nan", torch.full((64, 32), torch.nan)),
+    ):
         shutil.copytree(folder / "model", folder / name)
         save_file(tensors | {UP: value}, folder / name / "model.safetensors")
     return folder
@@ -57,7 +60,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_model(folder: Path, **changes: Any) -> None:
     """A tiny model with weights, and the demo's tokenizer."""
     demo = json.loads((ROOT / "configs/demo/model/config.json").read_text())
-    shape = ModelConfig.from_hf(demo | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2} | changes)
+    shape = ModelConfig.from_hf(
+        demo | {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2} | changes
+    )
     model_folder.write_model(folder, shape)
     copy_side_files(DATA / "tokenizer", folder)
 
@@ -74,9 +79,18 @@ CASES = {
         "sft run.output=PLACE/broken.jsonl/run",
         r"run.output .*/run cannot be written: .*broken.jsonl is",
     ),
-    "no wandb": ("sft run.wandb=project", r"run.wandb is set but the package wandb is not installed; pip"),
-    "no such reference": ("dpo dpo.reference=PLACE/nowhere/model", r"dpo.reference is .* no folder /.*nowhere"),
-    "lacking reference": ("dpo dpo.reference=PLACE/lacking", r"dpo.reference: .* does not fit its config.json"),
+    "no wandb": (
+        "sft run.wandb=project",
+        r"run.wandb is set but the package wandb is not installed; pip",
+    ),
+    "no such reference": (
+        "dpo dpo.reference=PLACE/nowhere/model",
+        r"dpo.reference is .* no folder /.*nowhere",
+    ),
+    "lacking reference": (
+        "dpo dpo.reference=PLACE/lacking",
+        r"dpo.reference: .* does not fit its config.json",
+    ),
     "another tokenizer's reference": (
         "kto kto.reference=PLACE/small",
         r"kto.reference .* has 100 tokens but the policy \d+",
@@ -84,8 +98,14 @@ CASES = {
     "too long": ("sft batch.tokens_per_microbatch=16", r"tokens_per_microbatch.* 16"),
     "no template": ("sft model.tokenizer=PLACE/no_template", r"chat template"),
     "kernel on CPU": ("sft model.attention=flash4", r"model.attention: .*flash4"),
-    "full disk": ("sft", r"GiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f"),
-    "held folder": ("sft run.output=PLACE/held", r'held already holds checkpoints; set run.resume = "auto"'),
+    "full disk": (
+        "sft",
+        r"GiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f",
+    ),
+    "held folder": (
+        "sft run.output=PLACE/held",
+        r'held already holds checkpoints; set run.resume = "auto"',
+    ),
     "lacking weights": (
         "pretrained lacking",
         r"does not fit .*: model.layers.1.mlp.up_proj.weight has no shape .*the first of 1 diff",
@@ -95,7 +115,10 @@ CASES = {
         rf"model.path: .*/int8/model.safetensors holds {UP} as torch.int8, but quantised weights cannot be trained",
     ),
     "no such model": ("pretrained nowhere", r"there is no folder /.*nowhere"),
-    "not a checkpoint": ("sft run.resume=PLACE/model", r"run.resume: .*/model is not a complete checkpoint"),
+    "not a checkpoint": (
+        "sft run.resume=PLACE/model",
+        r"run.resume: .*/model is not a complete checkpoint",
+    ),
     "older checkpoint": (
         "sft run.output=PLACE/later run.resume=PLACE/later/checkpoints/step-2",
         r"later already holds checkpoints; set run.resume = \"auto\" .*run.overwrite = true to delete step-4, or",
@@ -116,12 +139,18 @@ def command_line(place: Path, start: str) -> list[Any]:
 
 def pretrained(place: Path, name: str) -> list[Any]:
     """A run that starts from a model folder, whose weights bring their shape."""
-    start = {"model__path": place / name, "model__init": "pretrained", "data__train": DATA / "sft_eval.jsonl"}
+    start = {
+        "model__path": place / name,
+        "model__init": "pretrained",
+        "data__train": DATA / "sft_eval.jsonl",
+    }
     return tiny("sft", place / "run", place / "cache", **start)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, tmp_path: Path) -> None:
+def test_one_sentence_and_exit_code_2_on_every_process(
+    name: str, place: Path, tmp_path: Path
+) -> None:
     start, pattern = CASES[name]
 
     def before(rank: int) -> None:
@@ -148,7 +177,9 @@ def test_one_sentence_and_exit_code_2_on_every_process(name: str, place: Path, t
     assert not (place / "run").exists(), "nothing is created for a refused run"
 
 
-def test_weights_that_are_no_numbers_end_every_process_in_one_sentence(place: Path, tmp_path: Path) -> None:
+def test_weights_that_are_no_numbers_end_every_process_in_one_sentence(
+    place: Path, tmp_path: Path
+) -> None:
     """One rank finds them while the others build the model: none is left behind in a collective."""
     started = Ranks(pretrained(place, "nan"), 2, tmp_path)
     outcome = started.wait(60)
@@ -181,12 +212,16 @@ def test_the_sentence_stands_below_the_launchers_report(launcher: str, place: Pa
     assert outcome.stderr.splitlines()[-1] == sentence
 
 
-def test_what_the_run_holds_already_counts_as_free_disk(place: Path, tmp_path: Path, monkeypatch) -> None:
+def test_what_the_run_holds_already_counts_as_free_disk(
+    place: Path, tmp_path: Path, monkeypatch
+) -> None:
     more = ["--run.output", str(tmp_path), "--run.save_every", "1", "--run.overwrite"]
     config = parse_command_line([*map(str, pretrained(place, "model")), *more]).config
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    counted = r"4 checkpoints of run.save_every \(run.keep = 2, the best and one being written\)"
+    counted = (
+        r"4 checkpoints of run.save_every \(run.keep = 2, the best and one being written\)"
+    )
     with pytest.raises(ConfigError, match=f"GiB free but {counted} and the export need"):
         prepare(config, 1)
     (tmp_path / "checkpoints").mkdir()
@@ -196,21 +231,29 @@ def test_what_the_run_holds_already_counts_as_free_disk(place: Path, tmp_path: P
 
 def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> None:
     def before(rank: int) -> None:
-        os.environ.update(RANK="4", LOCAL_RANK="0", WORLD_SIZE="8")  # the first process of a second node
+        os.environ.update(
+            RANK="4", LOCAL_RANK="0", WORLD_SIZE="8"
+        )  # the first process of a second node
 
     outcome = ranks(arguments(place, data__train="none.jsonl"), 1, tmp_path, before=before)
-    assert outcome.code == 2 and re.fullmatch(r"error \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr), (
-        outcome.stderr
-    )
+    assert outcome.code == 2 and re.fullmatch(
+        r"error \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr
+    ), outcome.stderr
 
 
 def test_debug_adds_the_stack_trace(place: Path, tmp_path: Path) -> None:
     outcome = ranks([*arguments(place, model__attention="flash3"), "--debug"], 1, tmp_path)
-    assert outcome.code == 2 and "Traceback" in outcome.stderr and "error: model.attention" in outcome.stderr
+    assert (
+        outcome.code == 2
+        and "Traceback" in outcome.stderr
+        and "error: model.attention" in outcome.stderr
+    )
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_an_error_on_one_process_ends_all_and_is_told_once(stuck: bool, place: Path, tmp_path: Path) -> None:
+def test_an_error_on_one_process_ends_all_and_is_told_once(
+    stuck: bool, place: Path, tmp_path: Path
+) -> None:
     """The other process waits in a collective or, if `stuck`, outside of one."""
 
     def before(rank: int) -> None:
@@ -231,6 +274,10 @@ def test_an_error_on_one_process_ends_all_and_is_told_once(stuck: bool, place: P
     line = arguments(place, run__output=output, parallel__sequence_parallel_size=2)
     outcome = ranks(line, 2, tmp_path, before=before, timeout=40)
     assert outcome.code == 1
-    assert re.findall(r"^error: .*$", outcome.stderr, re.M) == ["error: rank 1, step 3: ValueError: planted"]
-    assert outcome.stderr.count("Traceback") == 1, "an error that nobody foresaw comes with one stack trace"
+    assert re.findall(r"^error: .*$", outcome.stderr, re.M) == [
+        "error: rank 1, step 3: ValueError: planted"
+    ]
+    assert outcome.stderr.count("Traceback") == 1, (
+        "an error that nobody foresaw comes with one stack trace"
+    )
     assert [m["step"] for m in metrics(output)] == [1, 2]

@@ -22,17 +22,26 @@ DEMO = ROOT / "configs/demo"
 def demo(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> tuple[Path, str]:  # noqa: F811
     """The demo's output folder and what it printed, run from the wheel; its caches go to a folder of the test."""
     folder, home = tmp_path_factory.mktemp("empty"), tmp_path_factory.mktemp("home")
-    env = environment() | {"HOME": str(home), "HF_HOME": os.environ.get("HF_HOME", str(home / "hf"))}
+    env = environment() | {
+        "HOME": str(home),
+        "HF_HOME": os.environ.get("HF_HOME", str(home / "hf")),
+    }
     line = [sys.executable, "-m", "ulysses.cli", "demo", "--ranks", "2"]
     env |= {"PYTHONPATH": str(installed)}
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        line, cwd=folder, env=env, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder / "runs/demo", done.stdout
 
 
 def test_held_out_accuracy(demo) -> None:
     folder, text = demo
-    found = [m["eval/rewards/accuracies"] for m in metrics(folder / "dpo") if "eval/rewards/accuracies" in m]
+    found = [
+        m["eval/rewards/accuracies"]
+        for m in metrics(folder / "dpo")
+        if "eval/rewards/accuracies" in m
+    ]
     assert 0.80 <= found[-1] <= 0.97, "one question in twenty is judged the other way around"
     assert len(found) == 7 and found[0] < found[-1] - 0.03, "learning is visible"
     [n] = re.findall(r"held-out preference accuracy: \d\.\d+ \+- \d\.\d+ \(n = (\d+)\)", text)
@@ -41,7 +50,10 @@ def test_held_out_accuracy(demo) -> None:
 
 def test_three_answers_before_and_after(demo) -> None:
     _, text = demo
-    before, after = re.findall(r"^  before DPO  (.+)$", text, re.M), re.findall(r"^  after DPO   (.+)$", text, re.M)
+    before, after = (
+        re.findall(r"^  before DPO  (.+)$", text, re.M),
+        re.findall(r"^  after DPO   (.+)$", text, re.M),
+    )
     assert len(before) == len(after) == len(re.findall(r"^  question    .+$", text, re.M)) == 3
     assert before != after
 
@@ -59,30 +71,55 @@ def test_printed_paths_exist(demo) -> None:
     assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_printed_commands_run_as_they_are(demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_printed_commands_run_as_they_are(
+    demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
     """Checked by dry runs, in the order in which they are printed, with a model and data of the user's names."""
     folder, text = demo
     shutil.copytree(folder.parents[1] / "configs", tmp_path / "configs")
     for model in (tmp_path / "YOUR_MODEL", tmp_path / "runs/sft/export"):
         shutil.copytree(folder / "sft/export", model)
-        config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1 << 17}
-        (model / "config.json").write_text(json.dumps(config))  # a window like that of models people train
+        config = json.loads((model / "config.json").read_text()) | {
+            "max_position_embeddings": 1 << 17
+        }
+        (model / "config.json").write_text(
+            json.dumps(config)
+        )  # a window like that of models people train
     for name, stage in (("chats", "sft"), ("pairs", "dpo")):
-        shutil.copy(tmp_path / f"configs/demo/data/{stage}_eval.jsonl", tmp_path / f"{name}.jsonl")
-    activate, *lines = re.findall(r"^  (source .*|torchrun (?:.*\\\n)*.*)", text.partition("next, with")[2], re.M)
+        shutil.copy(
+            tmp_path / f"configs/demo/data/{stage}_eval.jsonl", tmp_path / f"{name}.jsonl"
+        )
+    activate, *lines = re.findall(
+        r"^  (source .*|torchrun (?:.*\\\n)*.*)", text.partition("next, with")[2], re.M
+    )
     assert Path(activate.split()[1]).parent == Path(sys.executable).parent and len(lines) == 2
     monkeypatch.chdir(tmp_path)
     for line in lines:
         words = shlex.split(line.replace("\\\n", ""))
-        assert words[:2] == ["torchrun", "--standalone"] and words[3:5] == ["-m", "ulysses.train"]
-        assert main([*words[5:], "--data.cache", "cache", "--dry-run"]) == 0, capfd.readouterr().err
+        assert words[:2] == ["torchrun", "--standalone"] and words[3:5] == [
+            "-m",
+            "ulysses.train",
+        ]
+        assert main([*words[5:], "--data.cache", "cache", "--dry-run"]) == 0, (
+            capfd.readouterr().err
+        )
         assert "steps per epoch" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted(DEMO.glob("*.toml")), ids=lambda path: path.stem)
-def test_dry_run_and_inspection_of_the_demo(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_and_inspection_of_the_demo(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def said(*options: object) -> str:
-        line = ["--config", path, "--run.output", tmp_path / "run", "--data.cache", tmp_path / "cache", *options]
+        line = [
+            "--config",
+            path,
+            "--run.output",
+            tmp_path / "run",
+            "--data.cache",
+            tmp_path / "cache",
+            *options,
+        ]
         assert main([*map(str, line)]) == 0
         return capsys.readouterr().out
 
@@ -92,4 +129,6 @@ def test_dry_run_and_inspection_of_the_demo(path: Path, tmp_path: Path, capsys: 
     assert plan.splitlines()[-1] == "verdict: the run can start"
     assert re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", plan)
     shown = said("--inspect", 2, "--parallel.sequence_parallel_size", 1)
-    assert len(shown.splitlines()) >= 2 and "tokens" in shown and not (tmp_path / "run").exists()
+    assert (
+        len(shown.splitlines()) >= 2 and "tokens" in shown and not (tmp_path / "run").exists()
+    )

@@ -31,25 +31,39 @@ from ulysses.zero.gather import full_parameters
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SFT on 3 processes, which divide no parameter evenly, in bfloat16."""
     folder = tmp_path_factory.mktemp("export")
-    ranks(tiny("sft", folder / "sft", model__dtype="bfloat16", run__steps=2), 3, folder / "logs").check()
+    ranks(
+        tiny("sft", folder / "sft", model__dtype="bfloat16", run__steps=2), 3, folder / "logs"
+    ).check()
     return folder / "sft"
 
 
 def assert_same_folder(found: Path, expected: Path) -> None:
     names = sorted(p.name for p in expected.iterdir())
-    assert sorted(p.name for p in found.iterdir()) == names and "config.json" in names and "tokenizer.json" in names
+    assert (
+        sorted(p.name for p in found.iterdir()) == names
+        and "config.json" in names
+        and "tokenizer.json" in names
+    )
     for name in names:
         assert (found / name).read_bytes() == (expected / name).read_bytes(), name
 
 
 def test_export_of_a_checkpoint_equals_the_runs_own(run: Path, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "ulysses.export", run / "checkpoints/step-2", tmp_path / "out"]
+    line = [
+        sys.executable,
+        "-m",
+        "ulysses.export",
+        run / "checkpoints/step-2",
+        tmp_path / "out",
+    ]
     subprocess.run(line, env=environment(), check=True)
     assert_same_folder(tmp_path / "out", run / "export")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_export_complains_in_one_sentence(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_complains_in_one_sentence(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = run / "checkpoints/step-2"
     for source, out, complaint in (
         (run, tmp_path / "out", "is not a complete checkpoint"),
@@ -70,7 +84,11 @@ LARGE = {
 
 def memory() -> dict[str, int]:
     """This process's resident bytes now and at their peak since the last call."""
-    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    lines = dict(
+        line.split(":")
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if ":" in line
+    )
     Path("/proc/self/clear_refs").write_text("5")
     return {name: int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")}
 
@@ -95,13 +113,18 @@ def test_loading_and_exporting_stream(tmp_path: Path) -> None:
     folder, shape = tmp_path / "model", ModelConfig.from_hf(LARGE)
     folder.mkdir()
     sizes = {name: p.shape for name, p in empty_model(shape).named_parameters()}
-    drawn = ((name, init_parameter(name, size, shape, 0, dtype=torch.bfloat16)) for name, size in sizes.items())
+    drawn = (
+        (name, init_parameter(name, size, shape, 0, dtype=torch.bfloat16))
+        for name, size in sizes.items()
+    )
     write_weights(folder, drawn, max_shard_bytes=48 << 20)
     write_json(folder / "config.json", shape.to_hf())
     source = WeightFiles(folder)
     size = sum(2 * stored.shape.numel() for stored in source.tensors.values())
     assert size > 290e6 and len(list(folder.glob("*.safetensors"))) >= 6
-    for peak, exporting in run_distributed(load_and_export, 2, folder, tmp_path / "out", with_zero=True, cpu=True):
+    for peak, exporting in run_distributed(
+        load_and_export, 2, folder, tmp_path / "out", with_zero=True, cpu=True
+    ):
         assert peak < 0.5 * size + 0.2 * size, "its half, and one parameter at a time"
         assert exporting < 0.2 * size
     found = WeightFiles(tmp_path / "out")
@@ -112,7 +135,12 @@ def test_loading_and_exporting_stream(tmp_path: Path) -> None:
 def test_merged_adapters_over_a_random_base_are_refused(tmp_path: Path) -> None:
     """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
-    config = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": {"output": "y", "steps": 1}}
+    config = {
+        "stage": "pt",
+        "model": model,
+        "data": {"train": "x"},
+        "run": {"output": "y", "steps": 1},
+    }
     state = {"format": FORMAT, "config": config, "shape": LARGE, "step": 1, "files": {}}
     (tmp_path / "run.json").write_text(json.dumps(state))
     with pytest.raises(ValueError, match="drawn at random and is in no file"):

@@ -28,17 +28,38 @@ from ulysses.run.preflight import read_other
 from ulysses.stages.base import AuxiliaryModel
 
 OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]
-BELOW = ["requests", "urllib3", "charset-normalizer"]  # which huggingface_hub 0 needs and 1 does not
-SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=272, initializer_range=0.1, eos_token_id=256))
+BELOW = [
+    "requests",
+    "urllib3",
+    "charset-normalizer",
+]  # which huggingface_hub 0 needs and 1 does not
+SHAPE = ModelConfig.from_hf(
+    tiny_config(vocab_size=272, initializer_range=0.1, eos_token_id=256)
+)
 
 
 @pytest.fixture(scope="module")
 def transformers4() -> Path:
     """A folder to put first on PYTHONPATH: transformers 4.57 over this environment; made once, in ten seconds."""
-    folder = Path(os.environ.get("TRANSFORMERS_4", f"{tempfile.gettempdir()}/ulysses-tests-transformers-4.57.6"))
+    folder = Path(
+        os.environ.get(
+            "TRANSFORMERS_4", f"{tempfile.gettempdir()}/ulysses-tests-transformers-4.57.6"
+        )
+    )
     if not folder.exists():
         with whole_folder(folder) as new:
-            line = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", new, *OLD, *BELOW]
+            line = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-deps",
+                "--target",
+                new,
+                *OLD,
+                *BELOW,
+            ]
             subprocess.run(line, check=True, capture_output=True)
     return folder
 
@@ -48,8 +69,15 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model as transformers 5 saves one: its only EOS never ends a turn, and it has no chat template."""
     folder = tmp_path_factory.mktemp("base")
     write_model(folder, SHAPE)
-    options: Any = {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["<|im_start|>"]}
-    options["pad_token"] = {"__type": "AddedToken", "content": "<|endoftext|>", "special": True}  # stays as it is
+    options: Any = {
+        "tokenizer_class": "TokenizersBackend",
+        "extra_special_tokens": ["<|im_start|>"],
+    }
+    options["pad_token"] = {
+        "__type": "AddedToken",
+        "content": "<|endoftext|>",
+        "special": True,
+    }  # stays as it is
     write_tokenizer(folder, CHATML, eos_token="<|endoftext|>", **options)
     generation = {"eos_token_id": 256, "temperature": 0.6, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -96,7 +124,9 @@ def test_the_oldest_transformers_that_is_stated(transformers4: Path) -> None:
     tests = ["tests/unit/test_data_chat.py", "tests/parity/test_model_parity.py"]
     path = {"PYTHONPATH": f"{transformers4}:{ROOT}"}
     line = [sys.executable, "-m", "pytest", "-q", "-x", *tests]
-    done = subprocess.run(line, env=environment() | path, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        line, env=environment() | path, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:]
 
 
@@ -109,26 +139,40 @@ def stretched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(adapters: Path, merged: Path, stretched: Path, transformers4: Path) -> dict[Path, list[dict[str, Any]]]:
+def found(
+    adapters: Path, merged: Path, stretched: Path, transformers4: Path
+) -> dict[Path, list[dict[str, Any]]]:
     """What transformers 4.57 and 5 read from exports; tests/parity has every scaling and family as we write them."""
     folders, texts = [adapters, merged, stretched], []
     for path in ({"PYTHONPATH": str(transformers4)}, {}):
         line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
-        texts.append(subprocess.run(line, env=environment() | path, stdout=subprocess.PIPE, check=True).stdout)
+        texts.append(
+            subprocess.run(
+                line, env=environment() | path, stdout=subprocess.PIPE, check=True
+            ).stdout
+        )
     old, new = (json.loads(text.splitlines()[-1]) for text in texts)
     assert old["version"].startswith("4.57") and new["version"].startswith("5.")
     return dict(zip(folders, zip(old["found"], new["found"], strict=True), strict=True))
 
 
-def test_transformers_4_and_5_and_peft_read_the_same(base: Path, adapters: Path, merged: Path, found) -> None:
+def test_transformers_4_and_5_and_peft_read_the_same(
+    base: Path, adapters: Path, merged: Path, found
+) -> None:
     """Text, tokens, logits; and generation stops at the template's end of turn, which the base model never knew."""
     for export in (adapters, merged):
         one, two = found[export]
-        assert torch.allclose(torch.tensor(one.pop("logits")), torch.tensor(two.pop("logits")), atol=1e-5)
+        assert torch.allclose(
+            torch.tensor(one.pop("logits")), torch.tensor(two.pop("logits")), atol=1e-5
+        )
         assert one == two and one["said"] == 1 and one["eos"] == "<|im_end|>"
         assert one["text"].startswith("<|im_start|>user\nHow?<|im_end|>")
-        assert (export / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
-        before, after = (json.loads((f / "tokenizer_config.json").read_text()) for f in (base, export))
+        assert (export / "tokenizer.json").read_bytes() == (
+            base / "tokenizer.json"
+        ).read_bytes()
+        before, after = (
+            json.loads((f / "tokenizer_config.json").read_text()) for f in (base, export)
+        )
         changed = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
         more = {"additional_special_tokens": before.pop("extra_special_tokens"),
                 "model_input_names": ["input_ids", "attention_mask"]}  # fmt: skip
@@ -142,19 +186,27 @@ def test_a_stretched_window_is_the_same_in_transformers_4_and_5(stretched: Path,
     """Our logits in both."""
     raw = json.loads((stretched / "config.json").read_text())
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    assert raw["rope_scaling"] == scaling and raw["rope_parameters"] == scaling | {"rope_theta": 1e4}
+    assert raw["rope_scaling"] == scaling and raw["rope_parameters"] == scaling | {
+        "rope_theta": 1e4
+    }
     assert raw["max_position_embeddings"] == 8192
     weights = WeightFiles(stretched)
     model = CausalLM(read_config(stretched))
-    model.load_state_dict({name: weights.read(name).view(t.shape) for name, t in weights.tensors.items()})
+    model.load_state_dict(
+        {name: weights.read(name).view(t.shape) for name, t in weights.tensors.items()}
+    )
     ids = torch.tensor(found[stretched][0]["ids"])
     batch = pack_shard([Sequence(ids, torch.ones(len(ids)))], ParallelMesh())
     logits = model.lm_head.weight @ model.model.norm(model.model(batch))[-1]
     for theirs in found[stretched]:
-        torch.testing.assert_close(torch.tensor(theirs["logits"]), logits[:8].detach(), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(theirs["logits"]), logits[:8].detach(), atol=1e-5, rtol=1e-5
+        )
 
 
-def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(base, adapters: Path, merged: Path) -> None:
+def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(
+    base, adapters: Path, merged: Path
+) -> None:
     run = shutil.copytree(adapters.parent, merged.parent / "again")
     (run / "export/stale.txt").touch()
     train("sft", base, run, model__lora__rank=4, model__lora__merge=True, run__resume="auto")
@@ -162,18 +214,34 @@ def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(base, 
     gone = {"adapter_model.safetensors", "adapter_config.json", "stale.txt"}
     assert "model.safetensors" in names and not gone & names
     assert [path.name for path in run.glob(".*")] == [".lock"]
-    assert command("--merge", adapters.parent / "checkpoints/step-2", merged.parent / "checkpoint") == 0
+    assert (
+        command("--merge", adapters.parent / "checkpoints/step-2", merged.parent / "checkpoint")
+        == 0
+    )
     whole = load_file(run / "export/model.safetensors")
     for other in (merged, merged.parent / "checkpoint"):
         found = load_file(other / "model.safetensors")
-        assert found.keys() == whole.keys() and all(torch.equal(found[name], whole[name]) for name in whole)
+        assert found.keys() == whole.keys() and all(
+            torch.equal(found[name], whole[name]) for name in whole
+        )
 
 
-def test_an_adapter_is_a_model_and_a_reference(adapters: Path, merged: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_a_model_and_a_reference(
+    adapters: Path, merged: Path, tmp_path: Path
+) -> None:
     """DPO from the adapter and from the merged weights begin with the same numbers and their own reference."""
     steps = [
-        train("dpo", folder, tmp_path / f"run{i}", dpo__reference=str(other), run__steps=1, dpo__sft_weight=0.5)[0]
-        for i, (folder, other) in enumerate(((merged, merged), (adapters, merged), (adapters, adapters)))
+        train(
+            "dpo",
+            folder,
+            tmp_path / f"run{i}",
+            dpo__reference=str(other),
+            run__steps=1,
+            dpo__sft_weight=0.5,
+        )[0]
+        for i, (folder, other) in enumerate(
+            ((merged, merged), (adapters, merged), (adapters, adapters))
+        )
     ]
     for line in steps[1:]:
         for key in ("loss", "grad_norm", "logps/chosen", "rewards/margins"):
@@ -186,7 +254,9 @@ def test_a_reward_models_adapter_is_a_reward(base: Path, tmp_path: Path) -> None
     folder = tmp_path / "run/export"
     found = read_other(AuxiliaryModel("ppo.reward", str(folder), reward=True))
     score = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
-    assert found.shape.vocab_size == 272 and torch.equal(found.files.read("score.weight"), score.view(-1))
+    assert found.shape.vocab_size == 272 and torch.equal(
+        found.files.read("score.weight"), score.view(-1)
+    )
 
 
 def test_every_export_has_a_model_card(base: Path, adapters: Path, merged: Path) -> None:
@@ -195,7 +265,10 @@ def test_every_export_has_a_model_card(base: Path, adapters: Path, merged: Path)
         assert head == f"base_model: {json.dumps(str(base))}\ntags: [ulysses-engine, sft]"
         (text,) = re.findall("```json\n(.*?)```", body, re.S)
         settings, numbers, versions = json.loads(text).values()
-        assert settings["data"]["train"] == ["sft.jsonl"] and settings["model"]["lora"]["rank"] == 4
+        assert (
+            settings["data"]["train"] == ["sft.jsonl"]
+            and settings["model"]["lora"]["rank"] == 4
+        )
         assert numbers["loss"] > 0 and versions["torch"] == torch.__version__
         assert str(base.parent) not in body.replace(str(base), "")
 

@@ -43,7 +43,11 @@ def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) ->
         def faulty(self: Any, batch: Any, metrics: Any) -> Any:
             terms = losses(self, batch, metrics)
             where, spoil = faults.get(taken() + 1, ((), None))
-            return [term._replace(value=spoil(term.value)) for term in terms] if rank in where else terms
+            return (
+                [term._replace(value=spoil(term.value)) for term in terms]
+                if rank in where
+                else terms
+            )
 
         SftStage.losses = faulty
 
@@ -52,14 +56,21 @@ def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) ->
 
 def saved(folder: Path, step: int) -> list[list[float]]:
     """Each rank's master weights in a checkpoint."""
-    files = [folder / f"checkpoints/step-{step}/rank-{rank:05d}.master.safetensors" for rank in range(2)]
+    files = [
+        folder / f"checkpoints/step-{step}/rank-{rank:05d}.master.safetensors"
+        for rank in range(2)
+    ]
     return [load_file(f)["data"].tolist() for f in files]
 
 
-def test_a_nan_on_one_rank_stops_all_with_one_sentence_before_the_update(tmp_path: Path) -> None:
+def test_a_nan_on_one_rank_stops_all_with_one_sentence_before_the_update(
+    tmp_path: Path,
+) -> None:
     outcome = start(tmp_path, "stop", {3: ((1,), nan)}).wait(60)
     assert outcome.code == 1
-    [told] = re.findall(r"error: rank .*$", outcome.stderr, re.M)  # perhaps behind an unfinished progress bar
+    [told] = re.findall(
+        r"error: rank .*$", outcome.stderr, re.M
+    )  # perhaps behind an unfinished progress bar
     bad = r"the loss is nan and \d+ gradient elements are inf or nan, in model\.embed_tokens"
     assert re.match(rf"error: rank \d, step 3: {bad}.*; examples \[\d+, ", told), told
     assert "Traceback" not in outcome.stderr
@@ -73,14 +84,24 @@ def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path: P
     start(tmp_path, "whole", faults, **settings).wait(60).check()
     whole = metrics(tmp_path / "whole")
     said, other = ((tmp_path / f"whole logs/{rank}.out").read_text() for rank in range(2))
-    assert "skipped step 2: the loss is nan and" in said and "[rank 1] attention kernel" in other  # it has --debug
-    assert [m["grad/skipped"] for m in whole] == [0, 1, 0, 0, 0, 0, 0] and whole[1]["loss"] is None
+    assert (
+        "skipped step 2: the loss is nan and" in said and "[rank 1] attention kernel" in other
+    )  # it has --debug
+    assert [m["grad/skipped"] for m in whole] == [0, 1, 0, 0, 0, 0, 0] and whole[1][
+        "loss"
+    ] is None
     boosted = [m["lr"] / whole[0]["lr"] for m in whole]
     assert boosted == pytest.approx([1, 1, 1, 1.2, 1.2, 1.2, 1])
     weights = [saved(tmp_path / "whole", step) for step in range(1, 8)]
     for rank in range(2):  # the skipped step changed no weight, every other one did
         assert [k for k in range(1, 7) if weights[k][rank] == weights[k - 1][rank]] == [1]
     # step 5 is boosted, so is step 6, with which the resumed run begins
-    start(tmp_path, "resumed", faults, run__resume=tmp_path / "whole/checkpoints/step-5", **settings).wait(60).check()
+    start(
+        tmp_path,
+        "resumed",
+        faults,
+        run__resume=tmp_path / "whole/checkpoints/step-5",
+        **settings,
+    ).wait(60).check()
     assert without_times(metrics(tmp_path / "resumed")) == without_times(whole[5:])
     assert saved(tmp_path / "resumed", 7) == weights[-1]

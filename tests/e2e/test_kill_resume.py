@@ -31,7 +31,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path,
     rows = (ROOT / "configs/demo/data/sft_eval.jsonl").read_text().splitlines()[:40]
     (folder / "held_out.jsonl").write_text("\n".join(rows))
     # fills the data cache
-    ranks(arguments(folder / "first", folder / "cache", run__steps=1), PROCESSES, folder / "logs").check()
+    ranks(
+        arguments(folder / "first", folder / "cache", run__steps=1), PROCESSES, folder / "logs"
+    ).check()
     began = time.monotonic()
     ranks(arguments(folder / "run", folder / "cache"), PROCESSES, folder / "logs").check()
     return folder / "run", folder / "cache", time.monotonic() - began
@@ -98,7 +100,10 @@ def assert_same_run(found: Path, whole: Path) -> None:
     table = [[line.get(n) for n in names] for line in metrics(found)]
     assert table == [[line.get(n) for n in names] for line in metrics(whole)]
     for part in (f"checkpoints/step-{STEPS}", "export"):
-        files, same = (sorted(p.name for p in (run / part).iterdir() if p.name != "run.json") for run in (whole, found))
+        files, same = (
+            sorted(p.name for p in (run / part).iterdir() if p.name != "run.json")
+            for run in (whole, found)
+        )
         assert same == files
         for name in files:
             contents = [(run / part / name).read_bytes() for run in (whole, found)]
@@ -151,7 +156,9 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path, uninterrupted
     line = arguments(output, cache, run__save_every=0)  # saves only because it is told to stop
     outcome = ranks(line, PROCESSES, logs, before=before, timeout=60).check()
     assert "continues with --run.resume auto" in outcome.stdout + outcome.stderr
-    assert [p.name for p in (output / "checkpoints").iterdir()] == ["step-3"] and not (output / "export").exists()
+    assert [p.name for p in (output / "checkpoints").iterdir()] == ["step-3"] and not (
+        output / "export"
+    ).exists()
     ranks(line, PROCESSES, logs).check()
     assert_same_run(output, whole)
 

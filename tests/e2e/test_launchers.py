@@ -52,5 +52,7 @@ def test_same_numbers(case, one_process, folder) -> None:
 def test_learning_happens(one_process) -> None:
     """Equal numbers of a run that stands still would prove nothing."""
     assert one_process["sft"][-1]["loss"] < one_process["sft"][0]["loss"] - 0.01
-    assert one_process["dpo"][0]["loss"] == pytest.approx(0.6931472, abs=1e-6)  # ln 2: the reference is the policy
+    assert one_process["dpo"][0]["loss"] == pytest.approx(
+        0.6931472, abs=1e-6
+    )  # ln 2: the reference is the policy
     assert one_process["dpo"][-1]["loss"] != one_process["dpo"][0]["loss"]

@@ -11,20 +11,35 @@ from tests.e2e.launch import ROOT, environment, ranks
 
 
 def forked(example: str, processes: int, logs: Path) -> str:
-    return ranks([], processes, logs / str(processes), script=f"examples/{example}").check().stdout
+    return (
+        ranks([], processes, logs / str(processes), script=f"examples/{example}").check().stdout
+    )
 
 
 def test_example_prints_the_one_process_gradient_norm(tmp_path: Path) -> None:
     """Of 6 heads: 2 ranks, of torchrun, split heads; 4 also split rows."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "examples/library.py"]
-    two = subprocess.run(line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True).stdout
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "examples/library.py",
+    ]
+    two = subprocess.run(
+        line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     for processes, text in ((2, two), (4, forked("library.py", 4, tmp_path))):
-        count, many, one = re.search(r"on (\d) processes ([\d.]+), on one process ([\d.]+)", text).groups()
+        count, many, one = re.search(
+            r"on (\d) processes ([\d.]+), on one process ([\d.]+)", text
+        ).groups()
         assert int(count) == processes
         assert abs(float(many) - float(one)) <= 1e-5 * float(one) > 0
 
 
-def test_transformers_with_fsdp2_gives_the_same_numbers_on_any_number_of_processes(tmp_path: Path) -> None:
+def test_transformers_with_fsdp2_gives_the_same_numbers_on_any_number_of_processes(
+    tmp_path: Path,
+) -> None:
     texts = (forked("fsdp2.py", processes, tmp_path) for processes in (1, 2))
     one, two = (re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", text) for text in texts)
     assert len(one) == 5 and float(one[-1][0]) < float(one[0][0]) - 0.3

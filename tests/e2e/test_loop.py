@@ -34,17 +34,31 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
     losses = [line["eval/loss"] for line in lines]
     best = 1 + int(np.argmin(losses))
     assert best < 4, losses
-    assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {f"step-{best}", "step-4"}
+    assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {
+        f"step-{best}",
+        "step-4",
+    }
     state = json.loads((tmp_path / "run/checkpoints/step-4/run.json").read_text())
     assert state["best"] == [best, pytest.approx(losses[best - 1])]
     for rank in (0, 1):  # every slice's own record tells where it came from
         saved = tmp_path / f"run/checkpoints/step-4/rank-0000{rank}.json"
         record = json.loads(saved.read_text())
-        files = {path.name: digest_of(path) for path in saved.parent.glob(f"{saved.stem}.*.safetensors")}
-        assert (record["run"], record["step"], record["digests"]) == (state["run"], 4, files) and len(files) == 3
+        files = {
+            path.name: digest_of(path)
+            for path in saved.parent.glob(f"{saved.stem}.*.safetensors")
+        }
+        assert (record["run"], record["step"], record["digests"]) == (
+            state["run"],
+            4,
+            files,
+        ) and len(files) == 3
 
     (_, _, options), *logs, (last, _, _) = told
-    assert (options["project"], options["name"], options["config"]["stage"]) == ("project", "run", "sft")
+    assert (options["project"], options["name"], options["config"]["stage"]) == (
+        "project",
+        "run",
+        "sft",
+    )
     assert last == "init().finish" and silent == []
     assert {line.pop("run") for line in lines} == {state["run"]}
     assert [{**more, **values} for _, (values,), more in logs] == lines
@@ -55,7 +69,9 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
     for name in ("loss", "eval/loss", "grad_norm", "lr"):
         events = board.Scalars(name)
         assert [e.step for e in events] == [1, 2, 3, 4]
-        assert [e.value for e in events] == pytest.approx([line[name] for line in lines], rel=1e-6)
+        assert [e.value for e in events] == pytest.approx(
+            [line[name] for line in lines], rel=1e-6
+        )
 
 
 def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path) -> None:  # noqa: F811
@@ -76,14 +92,24 @@ def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path) -> None:  # 
 
 
 def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path) -> None:  # noqa: F811
-    cache = {"data__cache": str(tmp_path / "cache"), "run__steps": 1, "run__overwrite": True, "run__export": False}
+    cache = {
+        "data__cache": str(tmp_path / "cache"),
+        "run__steps": 1,
+        "run__overwrite": True,
+        "run__export": False,
+    }
     config = settings(demo, "dpo", tmp_path / "run", **cache, run__save_last=False)
     assert on_ranks(1, config)[0]["reference_gap"] < 1e-5
-    assert not list((tmp_path / "run").glob("checkpoints/*"))  # only a stop would have saved one
+    assert not list(
+        (tmp_path / "run").glob("checkpoints/*")
+    )  # only a stop would have saved one
     caches = list((tmp_path / "cache").glob("reference-*.bin"))
     for path in caches:
         np.memmap(path, dtype=np.float32, mode="r+")[:] += 0.01
-    with pytest.raises(AssertionError, match=r"data.cache: .*reference-.*.bin .*does not hold what was written there"):
+    with pytest.raises(
+        AssertionError,
+        match=r"data.cache: .*reference-.*.bin .*does not hold what was written there",
+    ):
         on_ranks(1, config)
     for path in caches:  # as if a run from other weights had written them
         path.with_suffix(".json").write_text(json.dumps({path.name: digest_of(path)}))

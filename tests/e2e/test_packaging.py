@@ -24,7 +24,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the wheel holds, built from a copy of the checkout, and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, folder / "source" / name)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"  # fetches nothing
@@ -36,7 +38,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(arguments: list[str], cwd: Path, site: Path) -> subprocess.CompletedProcess[str]:
     env = environment() | {"PYTHONPATH": str(site)}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_wheel_holds_every_module_and_no_more(installed: Path, tmp_path: Path) -> None:
@@ -45,32 +54,50 @@ def test_wheel_holds_every_module_and_no_more(installed: Path, tmp_path: Path) -
     assert {name.split("/")[0] for name in found} == set(PACKAGES)
     assert {f"{p}/py.typed" for p in PACKAGES} <= found
     kinds = (".py", ".jinja", ".toml")
-    ours = {str(p.relative_to(ROOT)) for name in PACKAGES for p in (ROOT / name).rglob("*") if p.suffix in kinds}
+    ours = {
+        str(p.relative_to(ROOT))
+        for name in PACKAGES
+        for p in (ROOT / name).rglob("*")
+        if p.suffix in kinds
+    }
     assert ours <= found
     script = "import losses, models, ulysses.run.training_run; print(*(m.__file__ for m in (losses, models, ulysses)))"
     done = python(["-c", script], tmp_path, installed)  # from an empty folder
-    assert [Path(p).parent.parent for p in done.stdout.split()[-3:]] == [installed] * 3, done.stderr
+    assert [Path(p).parent.parent for p in done.stdout.split()[-3:]] == [installed] * 3, (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("name", ["models", "losses"])
-def test_a_foreign_package_is_named_by_its_file(name: str, installed: Path, tmp_path: Path) -> None:
+def test_a_foreign_package_is_named_by_its_file(
+    name: str, installed: Path, tmp_path: Path
+) -> None:
     foreign = tmp_path / name / "__init__.py"
     foreign.parent.mkdir()
     foreign.touch()
-    sentence = f"ImportError: {foreign} shadows the engine's own package {name} ({installed / name})"
-    for arguments in (["-c", "import ulysses.run.training_run"], ["-m", "ulysses.export", "a", "b"]):
+    sentence = (
+        f"ImportError: {foreign} shadows the engine's own package {name} ({installed / name})"
+    )
+    for arguments in (
+        ["-c", "import ulysses.run.training_run"],
+        ["-m", "ulysses.export", "a", "b"],
+    ):
         done = python(arguments, tmp_path, installed)  # the working directory comes first
         assert done.returncode == 1 and sentence in done.stderr
     done = python(["-c", "from ulysses import UlyssesAttention"], tmp_path, installed)
     assert done.returncode == 0, "as a library it needs no models: " + done.stderr
 
 
-def test_the_command_works_from_any_folder_and_answers_at_once(installed: Path, tmp_path: Path) -> None:
+def test_the_command_works_from_any_folder_and_answers_at_once(
+    installed: Path, tmp_path: Path
+) -> None:
     [entry] = installed.glob("*.dist-info/entry_points.txt")
     assert "ulysses = ulysses.cli:main" in entry.read_text()
     light = ("import sys; sys.argv[1:] = ['--version']; from ulysses.cli import main; code = main(); "
              "print(sorted({'torch', 'numpy', 'pydantic', 'matplotlib'} & set(sys.modules)), code)")  # fmt: skip
-    [number] = re.findall(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    [number] = re.findall(
+        r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
     assert python(["-c", light], tmp_path, installed).stdout.splitlines() == [number, "[] 0"]
     late = "import ulysses; [getattr(ulysses, n) for n in ulysses.__all__]; print(ulysses.parallel.__name__)"
     assert python(["-c", late], tmp_path, installed).stdout == "ulysses.parallel\n"
@@ -81,20 +108,29 @@ def test_the_command_works_from_any_folder_and_answers_at_once(installed: Path, 
     }  # fmt: skip
     for words, (code, sentence) in cases.items():
         done = python(["-m", "ulysses.cli", *words.split()], tmp_path, installed)
-        assert done.returncode == code and sentence in done.stdout + done.stderr, (words, done.stderr[-1000:])
+        assert done.returncode == code and sentence in done.stdout + done.stderr, (
+            words,
+            done.stderr[-1000:],
+        )
 
 
 def test_the_images_steps_are_those_of_the_repository() -> None:
     """There is no docker here: every file that the image copies exists, and it installs as the Makefile does."""
     text = (ROOT / "Dockerfile").read_text()
-    copied = [word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()]
+    copied = [
+        word
+        for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
+        for word in line.split()
+    ]
     assert {*PACKAGES, "configs", "examples", "pyproject.toml"} <= set(copied)
     assert all((ROOT / name).exists() for name in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {project["readme"], *project["license-files"]}
     assert needed <= set(copied), "the build of the package reads them"
     [(install, extras)] = re.findall(
-        r"^RUN \.venv/bin/(python -m pip install -q).* -e \"\.\[([\w,]+)\]\"$", text, re.MULTILINE
+        r"^RUN \.venv/bin/(python -m pip install -q).* -e \"\.\[([\w,]+)\]\"$",
+        text,
+        re.MULTILINE,
     )
     assert f"$(BIN)/{install}" in (ROOT / "Makefile").read_text()
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
@@ -119,9 +155,16 @@ def test_the_notebooks_cells_run_in_order(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples/single_gpu.ipynb").read_text())["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     demo = ROOT / "configs/demo"
-    write_model(tmp_path / "model", ModelConfig.from_hf(json.loads((demo / "model/config.json").read_text())))
+    write_model(
+        tmp_path / "model",
+        ModelConfig.from_hf(json.loads((demo / "model/config.json").read_text())),
+    )
     shutil.copytree(demo / "data/tokenizer", tmp_path / "model", dirs_exist_ok=True)
-    for name, value in {"MODEL": str(tmp_path / "model"), "STEPS": 3, "DTYPE": "float32"}.items():
+    for name, value in {
+        "MODEL": str(tmp_path / "model"),
+        "STEPS": 3,
+        "DTYPE": "float32",
+    }.items():
         code, found = re.subn(rf"(?m)^{name} = .*$", f"{name} = {value!r}", code)
         assert found == 1
     done = python(["-c", code], tmp_path, ROOT)

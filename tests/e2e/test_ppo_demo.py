@@ -15,7 +15,12 @@ SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "v
 
 
 def launch(
-    stage: str, folder: Path, name: str, steps: int, settings: dict[str, Any] | None = None, fails: bool = False
+    stage: str,
+    folder: Path,
+    name: str,
+    steps: int,
+    settings: dict[str, Any] | None = None,
+    fails: bool = False,
 ) -> Any:
     """Run a demo configuration on the data of `folder`; PPO starts from the SFT run there.
 
@@ -41,12 +46,17 @@ def launch(
 def rise(lines: list[dict[str, float]]) -> float:
     """How many standard errors the score of the last of the rollouts lies above that of the first."""
     first, last = lines[0], lines[-1]
-    error = math.hypot(first["objective/scores_std"], last["objective/scores_std"]) / 8  # 64 answers
+    error = (
+        math.hypot(first["objective/scores_std"], last["objective/scores_std"]) / 8
+    )  # 64 answers
     return (last["objective/scores"] - first["objective/scores"]) / error
 
 
 def assert_starts_at_the_reference(lines: list[dict[str, float]]) -> None:
-    assert lines[0]["val/ratio"] == pytest.approx(1, abs=1e-5) and abs(lines[0]["objective/kl"]) < 1e-4
+    assert (
+        lines[0]["val/ratio"] == pytest.approx(1, abs=1e-5)
+        and abs(lines[0]["objective/kl"]) < 1e-4
+    )
     assert max(m["sampler/logp_gap_max"] for m in lines) < 1e-3
 
 
@@ -78,12 +88,18 @@ def test_servers_sample_and_a_dead_one_is_one_sentence(spoken: Path) -> None:
                 "model.lora.rank": 4, "run.resume": "auto", "run.keep": 0}  # fmt: skip
     lines = launch("grpo", spoken, "served", 8, settings)
     assert lines[-1]["rollout"] == 1 and lines[-1]["sampler/logp_gap"] > 0.1
-    assert [path for path, _ in server.asked].count("/collective_rpc") == 1, "every second rollout"
+    assert [path for path, _ in server.asked].count("/collective_rpc") == 1, (
+        "every second rollout"
+    )
     names = WeightFiles(spoken / "served/sampler").tensors
-    assert "model.norm.weight" in names and not [n for n in names if "lora" in n], "servers get whole weights"
+    assert "model.norm.weight" in names and not [n for n in names if "lora" in n], (
+        "servers get whole weights"
+    )
     server.fault = "refuse"
     broken = launch("grpo", spoken, "served", 16, settings, fails=True)
-    assert f"the sampling server {server.address}/collective_rpc failed (HTTP Error 503" in broken
+    assert (
+        f"the sampling server {server.address}/collective_rpc failed (HTTP Error 503" in broken
+    )
     server.fault = ""
     lines = launch("grpo", spoken, "served", 16, settings)
     assert [m["step"] for m in lines] == list(range(1, 17)) and lines[-1]["rollout"] == 3

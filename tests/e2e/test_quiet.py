@@ -12,7 +12,11 @@ OURS = re.compile(
     r"|  [\d.]+% of the tokens are prompts)\b"
     r"|\s*\d+%\|.*step|\s*$"  # the progress bar, in pieces between carriage returns
 )
-LOUD = ("PYTHONWARNINGS", "DS_ACCELERATOR", "TOKENIZERS_PARALLELISM")  # what silences libraries in the other tests
+LOUD = (
+    "PYTHONWARNINGS",
+    "DS_ACCELERATOR",
+    "TOKENIZERS_PARALLELISM",
+)  # what silences libraries in the other tests
 
 
 def lines(tmp_path: Path, *more: str) -> list[str]:
@@ -20,7 +24,9 @@ def lines(tmp_path: Path, *more: str) -> list[str]:
     arguments = tiny("dpo", tmp_path / "run", **changes)
     loud = {name: value for name, value in environment().items() if name not in LOUD}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run([sys.executable, "train.py", *arguments, *more], cwd=ROOT, env=loud, **pipes)
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments, *more], cwd=ROOT, env=loud, **pipes
+    )
     assert done.returncode == 0, done.stdout
     return re.split(r"[\r\n]", done.stdout)
 
@@ -29,4 +35,7 @@ def test_every_line_is_the_runs_own(tmp_path: Path) -> None:
     found = lines(tmp_path)
     assert len([line for line in found if line.strip()]) >= 5
     assert not [line for line in found if not OURS.match(line)]
-    assert any("DeepSpeed" in line or "Warning" in line or "WARNING" in line for line in lines(tmp_path, "--debug"))
+    assert any(
+        "DeepSpeed" in line or "Warning" in line or "WARNING" in line
+        for line in lines(tmp_path, "--debug")
+    )

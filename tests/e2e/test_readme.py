@@ -20,18 +20,24 @@ from ulysses.train import main
 ROOT = Path(__file__).resolve().parents[2]
 READMES = ("README.md", "README.zh-CN.md")
 DOCUMENTS = sorted(
-    p.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/*.md", "tests/*.md") for p in ROOT.glob(pattern)
+    p.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "tests/*.md")
+    for p in ROOT.glob(pattern)
 )
 CONFIGS = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("configs/**/*.toml"))
 
 
 def blocks(document: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
 def table(document: str, first_cell: str) -> list[list[str]]:
     """Rows below the header that begins with `first_cell`."""
-    (text,) = re.findall(rf"^\| {first_cell}.*\n(?:\|.*\n)+", (ROOT / document).read_text(), re.MULTILINE)
+    (text,) = re.findall(
+        rf"^\| {first_cell}.*\n(?:\|.*\n)+", (ROOT / document).read_text(), re.MULTILINE
+    )
     header, _, *rows = text.splitlines()
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in (header, *rows)]
 
@@ -43,16 +49,27 @@ def test_ten_line_configuration_is_valid(document: str, tmp_path: Path) -> None:
     path = tmp_path / "long.toml"
     path.write_text(text)
     config = parse_command_line(["--config", str(path)]).config
-    assert config.stage == "sft" and config.data.max_length == 65536 and config.parallel.sequence_parallel_size == 8
+    assert (
+        config.stage == "sft"
+        and config.data.max_length == 65536
+        and config.parallel.sequence_parallel_size == 8
+    )
 
 
 def test_every_stage_has_a_demo_and_configurations_are_short() -> None:
-    assert {Path(path).stem for path in CONFIGS if path.startswith("configs/demo/")} == {*STAGES, "grpo"}
+    assert {Path(path).stem for path in CONFIGS if path.startswith("configs/demo/")} == {
+        *STAGES,
+        "grpo",
+    }
     assert all(len((ROOT / path).read_text().splitlines()) <= 40 for path in CONFIGS)
 
 
-@pytest.mark.parametrize("path", [path for path in CONFIGS if not path.startswith("configs/demo/")])
-def test_every_shipped_configuration_can_be_planned(path: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if not path.startswith("configs/demo/")]
+)
+def test_every_shipped_configuration_can_be_planned(
+    path: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is absent but the model, data on the hub, and files of which the line says what to put there."""
     monkeypatch.chdir(ROOT)
     text = (ROOT / path).read_text()
@@ -65,11 +82,19 @@ def test_every_shipped_configuration_can_be_planned(path: str, capsys, monkeypat
     assert f"predicted for {gpus} GPU" in said
     assert 10 < float(*re.findall(r"\(auto: ([\d.]+) GiB predicted", said)) <= 0.95 * float(gib)
     for name in re.findall(r"data file or folder (\S+) does not exist", said):
-        assert re.search(rf'"{name}".*# put ', text), f"{name} is not there, and nothing says what to put there"
+        assert re.search(rf'"{name}".*# put ', text), (
+            f"{name} is not there, and nothing says what to put there"
+        )
     if path.startswith("configs/recipes/"):
-        [(gib, seconds)] = re.findall(r"Predicted by the dry run: ([\d.]+) GiB of each GPU and (\d+) s per step", text)
-        assert float(*re.findall(r"([\d.]+) GiB predicted", said)) == pytest.approx(float(gib), rel=0.1)
-        assert float(*re.findall(r"([\d.]+) s / step", said)) == pytest.approx(float(seconds), rel=0.15)
+        [(gib, seconds)] = re.findall(
+            r"Predicted by the dry run: ([\d.]+) GiB of each GPU and (\d+) s per step", text
+        )
+        assert float(*re.findall(r"([\d.]+) GiB predicted", said)) == pytest.approx(
+            float(gib), rel=0.1
+        )
+        assert float(*re.findall(r"([\d.]+) s / step", said)) == pytest.approx(
+            float(seconds), rel=0.15
+        )
 
 
 @pytest.mark.parametrize("document", READMES)
@@ -103,8 +128,12 @@ def test_heads_and_degrees() -> None:
     degrees = [int(cell) for cell in header[2:]]
     for row in rows:
         heads = int(row[0].split("/")[0])
-        assert row[2:] == [f"{math.gcd(d, heads)}x{d // math.gcd(d, heads)}" for d in degrees], row
-    published = {f"{a.num_attention_heads} / {a.num_key_value_heads}" for a in ARCHITECTURES.values()}
+        assert row[2:] == [
+            f"{math.gcd(d, heads)}x{d // math.gcd(d, heads)}" for d in degrees
+        ], row
+    published = {
+        f"{a.num_attention_heads} / {a.num_key_value_heads}" for a in ARCHITECTURES.values()
+    }
     assert {row[0] for row in rows} == published
 
 
@@ -140,7 +169,9 @@ def test_commands_files_and_links_exist(document: str) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         if not link.startswith("http"):
             assert (folder / link).exists(), link
-    for path in re.findall(r"`((?:losses|models|ulysses|configs|tests|examples|benchmarks|docs)/[\w./-]*)`", text):
+    for path in re.findall(
+        r"`((?:losses|models|ulysses|configs|tests|examples|benchmarks|docs)/[\w./-]*)`", text
+    ):
         assert (ROOT / path).exists(), path
     planned = {"gpus", "gpu-memory", "host-memory"}
     for command in "\n".join(blocks(document, "bash")).replace("\\\n", " ").splitlines():
@@ -148,16 +179,27 @@ def test_commands_files_and_links_exist(document: str) -> None:
         if words[:1] == ["ulysses"]:
             assert words[1] == "--version" or f"\n  {words[1]} " in HELP, command
         if "--config" in words:
-            options = {w.removeprefix("--") for w in words[words.index("--config") :] if w.startswith("--")}
-            assert options <= set(known_keys()) | planned | {"config", "dry-run", "inspect"}, command
-            assert not (path := words[words.index("--config") + 1]).startswith("configs/") or (ROOT / path).exists()
+            options = {
+                w.removeprefix("--")
+                for w in words[words.index("--config") :]
+                if w.startswith("--")
+            }
+            assert options <= set(known_keys()) | planned | {"config", "dry-run", "inspect"}, (
+                command
+            )
+            assert (
+                not (path := words[words.index("--config") + 1]).startswith("configs/")
+                or (ROOT / path).exists()
+            )
 
 
 def test_the_sites_pages_and_names_exist() -> None:
     """What `make docs` checks with mkdocs: pages of the navigation, anchors aside, and names of the reference."""
     site = (ROOT / "mkdocs.yml").read_text()
     pages = re.findall(r"- ([\w-]+\.md)$", site, re.MULTILINE)
-    assert len(pages) == len(set(pages)) > 15 and all((ROOT / "docs" / page).exists() for page in pages)
+    assert len(pages) == len(set(pages)) > 15 and all(
+        (ROOT / "docs" / page).exists() for page in pages
+    )
     names = re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     assert len(names) > 15 and all(pkgutil.resolve_name(name).__doc__ for name in names)
 
@@ -175,4 +217,6 @@ def test_tests_named_in_the_fault_table_exist() -> None:
     found = re.findall(r"`((?:unit|distributed|parity|golden|e2e)/\w+\.py)::(\w+)`", text)
     assert len(found) > 30
     for file, name in found:
-        assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{file}::{name}"
+        assert re.search(
+            rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE
+        ), f"{file}::{name}"

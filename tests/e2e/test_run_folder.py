@@ -25,12 +25,16 @@ def test_two_runs_do_not_share_a_folder_and_a_dead_one_is_succeeded(tmp_path: Pa
     [sentence] = errors(outcome)
     assert outcome.code == 2
     assert re.search(
-        rf"run.output: .*/run is in use by run [0-9a-f]{{8}}, process {first.processes[0].pid} on", sentence
+        rf"run.output: .*/run is in use by run [0-9a-f]{{8}}, process {first.processes[0].pid} on",
+        sentence,
     )
     first.send(signal.SIGKILL)
     first.until(lambda: False)
     outcome = ranks(arguments(tmp_path, run__overwrite=True), 1, tmp_path / "third").check()
-    assert f"run was left by run {metrics_id(sentence)}, process {first.processes[0].pid}" in outcome.stdout
+    assert (
+        f"run was left by run {metrics_id(sentence)}, process {first.processes[0].pid}"
+        in outcome.stdout
+    )
     assert "which has ended, and is taken over" in outcome.stdout
     assert {line["run"] for line in metrics(tmp_path / "run")} != {metrics_id(sentence)}
 
@@ -49,18 +53,29 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
             agreement.HOLDER = "../elsewhere"
 
     outcome = ranks(arguments(tmp_path), 2, tmp_path / "logs", before=before)
-    sentence = (
-        r"error: run.output: .* is not the folder that rank 0 writes to; set it to a folder on a file system"
-    )
-    assert outcome.code == 2 and len(errors(outcome)) == 1 and re.match(sentence, errors(outcome)[0]), outcome.stderr
+    sentence = r"error: run.output: .* is not the folder that rank 0 writes to; set it to a folder on a file system"
+    assert (
+        outcome.code == 2
+        and len(errors(outcome)) == 1
+        and re.match(sentence, errors(outcome)[0])
+    ), outcome.stderr
 
 
 @pytest.mark.parametrize(
     ("fact", "sentence"),
     [
-        ("ulysses/run/trainer.py", r"error: ulysses/run/trainer.py is 'x' on .* \(rank 1\) but '\w{32}' on"),
-        ("the tokenizer", r"error: the tokenizer is 'x' on .* \(rank 1\) but '\w{64}' on .* \(rank 0\); start all"),
-        ("torch", r"error: torch is 'x' on \S+ \(rank 1\) but '[\d.]+\S*' on \S+ \(rank 0\); start all"),
+        (
+            "ulysses/run/trainer.py",
+            r"error: ulysses/run/trainer.py is 'x' on .* \(rank 1\) but '\w{32}' on",
+        ),
+        (
+            "the tokenizer",
+            r"error: the tokenizer is 'x' on .* \(rank 1\) but '\w{64}' on .* \(rank 0\); start all",
+        ),
+        (
+            "torch",
+            r"error: torch is 'x' on \S+ \(rank 1\) but '[\d.]+\S*' on \S+ \(rank 0\); start all",
+        ),
     ],
 )
 def test_what_differs_on_a_node_is_named(tmp_path: Path, fact: str, sentence: str) -> None:
@@ -68,14 +83,22 @@ def test_what_differs_on_a_node_is_named(tmp_path: Path, fact: str, sentence: st
         import ulysses.run.training_run as run
 
         facts_of = run.facts_of
-        run.facts_of = lambda *data, **more: facts_of(*data, **more) | ({fact: "x"} if rank else {})
+        run.facts_of = lambda *data, **more: (
+            facts_of(*data, **more) | ({fact: "x"} if rank else {})
+        )
 
     outcome = ranks(arguments(tmp_path), 2, tmp_path / "logs", before=before)
-    assert outcome.code == 2 and len(errors(outcome)) == 1 and re.match(sentence, errors(outcome)[0]), outcome.stderr
+    assert (
+        outcome.code == 2
+        and len(errors(outcome)) == 1
+        and re.match(sentence, errors(outcome)[0])
+    ), outcome.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_path: Path) -> None:
+def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(
+    tmp_path: Path,
+) -> None:
     rows = (ROOT / "configs/demo/data/sft_train.jsonl").read_text().splitlines()
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(rows[:40]))
@@ -84,14 +107,19 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
     data.write_text("\n".join(rows[1:41]))
     [sentence] = errors(ranks(arguments(tmp_path, **more), 1, tmp_path / "logs"))
     assert re.match(
-        r"error: run.resume: the training data or how they are tokenised have changed since .*step-2 was", sentence
+        r"error: run.resume: the training data or how they are tokenised have changed since .*step-2 was",
+        sentence,
     )
-    [sentence] = errors(ranks(arguments(tmp_path, **more, batch__examples=4), 1, tmp_path / "logs"))
+    [sentence] = errors(
+        ranks(arguments(tmp_path, **more, batch__examples=4), 1, tmp_path / "logs")
+    )
     assert (
         "had batch.examples 8 but this run has 4; set the same, or another run.output, or run.resume_anyway"
         in sentence
     )
-    anyway = arguments(tmp_path, **more, batch__examples=4, run__resume_anyway=True, optimizer__lr=1e-4)
+    anyway = arguments(
+        tmp_path, **more, batch__examples=4, run__resume_anyway=True, optimizer__lr=1e-4
+    )
     told = ranks(anyway, 1, tmp_path / "logs").check().stdout
     for line in (
         r"resumed .*step-2 at step 2", r"changed since then: optimizer.lr was \S+ and is 0.0001",
@@ -103,7 +131,9 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
-def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path: Path, file: str) -> None:
+def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
+    tmp_path: Path, file: str
+) -> None:
     def before(rank: int) -> None:
         from ulysses.run.metrics import MetricsLog
 
@@ -131,7 +161,9 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path:
     ), sentence
     assert "Traceback" not in outcome.stderr
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-4"]
-    assert [line["step"] for line in metrics(tmp_path / "run")] == ([1, 2] if file == "metrics.jsonl" else [1, 2, 3, 4])
+    assert [line["step"] for line in metrics(tmp_path / "run")] == (
+        [1, 2] if file == "metrics.jsonl" else [1, 2, 3, 4]
+    )
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
@@ -163,9 +195,16 @@ def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path: Path, kind: st
     options = {"run__save_last": kind == "checkpoint", "run__export": kind == "export"}
     outcome = ranks(arguments(tmp_path, **options), 2, tmp_path / "logs", before=before)
     [sentence] = errors(outcome)
-    place = r"/checkpoints/.step-2.tmp cannot be written" if kind == "checkpoint" else "/export.* after step 2"
+    place = (
+        r"/checkpoints/.step-2.tmp cannot be written"
+        if kind == "checkpoint"
+        else "/export.* after step 2"
+    )
     assert outcome.code == 1 and re.search(
         rf"{place}: .*File too large.* GiB are free there", sentence
     )
     assert "Traceback" not in outcome.stderr
-    assert not list((tmp_path / "run").glob("checkpoints/step-*")) and not (tmp_path / "run/export").exists()
+    assert (
+        not list((tmp_path / "run").glob("checkpoints/step-*"))
+        and not (tmp_path / "run/export").exists()
+    )

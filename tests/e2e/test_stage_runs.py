@@ -59,11 +59,15 @@ def settings(demo: Path, stage: str, output: Path, **changes: Any) -> dict[str, 
     return config
 
 
-def from_model(demo: Path, model: Path, stage: str, output: Path, **changes: Any) -> dict[str, Any]:
+def from_model(
+    demo: Path, model: Path, stage: str, output: Path, **changes: Any
+) -> dict[str, Any]:
     """The same, but the run starts from a model's folder."""
     config = settings(demo, stage, output, **changes)
     drawn = ("init", "config", "tokenizer")
-    config["model"] = {k: v for k, v in config["model"].items() if k not in drawn} | {"path": str(model)}
+    config["model"] = {k: v for k, v in config["model"].items() if k not in drawn} | {
+        "path": str(model)
+    }
     return config
 
 
@@ -86,7 +90,9 @@ def train(config: dict[str, Any], stop_after: int | None = None) -> list[dict[st
 
 
 def on_ranks(world: int, config: dict[str, Any], **more: Any) -> list[dict[str, float]]:
-    return run_distributed(train, world, config, with_zero=True, timeout=200, cpu=True, **more)[0]
+    return run_distributed(train, world, config, with_zero=True, timeout=200, cpu=True, **more)[
+        0
+    ]
 
 
 def strictly(config: dict[str, Any]) -> tuple[list[dict[str, float]], bool]:
@@ -96,24 +102,46 @@ def strictly(config: dict[str, Any]) -> tuple[list[dict[str, float]], bool]:
 
 def test_deterministic_runs_have_the_same_numbers(demo, tmp_path) -> None:
     """Memory that torch leaves uninitialised is filled with nan there, so nobody reads any."""
-    config = settings(demo, "dpo", tmp_path / "plain", parallel__sequence_parallel_size=2, run__steps=2)
+    config = settings(
+        demo, "dpo", tmp_path / "plain", parallel__sequence_parallel_size=2, run__steps=2
+    )
     usual = on_ranks(2, config)
     config["run"] |= {"output": str(tmp_path / "strict"), "deterministic": True}
     lines, strict = run_distributed(strictly, 2, config, with_zero=True, cpu=True)[0]
-    assert strict and [[x["loss"], x["grad_norm"]] for x in lines] == [[x["loss"], x["grad_norm"]] for x in usual]
+    assert strict and [[x["loss"], x["grad_norm"]] for x in lines] == [
+        [x["loss"], x["grad_norm"]] for x in usual
+    ]
 
 
 def test_kto_begins_at_the_reference(demo, tmp_path) -> None:
     for options in ({}, {"kto__reference": "live"}, {"model__lora__rank": 2}):
-        first = on_ranks(1, settings(demo, "kto", tmp_path / "run", run__steps=1, run__overwrite=True, **options))[0]
-        assert first["loss"] == pytest.approx(0.5, abs=1e-6) and abs(first["rewards/margins"]) < 1e-5
+        first = on_ranks(
+            1,
+            settings(
+                demo, "kto", tmp_path / "run", run__steps=1, run__overwrite=True, **options
+            ),
+        )[0]
+        assert (
+            first["loss"] == pytest.approx(0.5, abs=1e-6)
+            and abs(first["rewards/margins"]) < 1e-5
+        )
         assert first["kl"] == pytest.approx(0.0, abs=1e-4) and first["reference_gap"] < 1e-5
 
 
 def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path) -> None:
     """29 examples in steps of 7: five steps an epoch, the last one of a single example without a partner."""
     runs = [
-        on_ranks(world, settings(demo, "kto", tmp_path / name, run__steps=12, kto__reference=kind, optimizer__lr=3e-3))
+        on_ranks(
+            world,
+            settings(
+                demo,
+                "kto",
+                tmp_path / name,
+                run__steps=12,
+                kto__reference=kind,
+                optimizer__lr=3e-3,
+            ),
+        )
         for name, kind, world in (("cached", "cached", 1), ("live", "live", 2))
     ]
     assert max(line["kl"] for line in runs[0]) > 0.01
@@ -127,7 +155,10 @@ def test_kto_resumes_only_with_its_reference(demo, tmp_path) -> None:
     config = settings(demo, "kto", tmp_path / "run", run__steps=6, run__resume="auto")
     on_ranks(1, config, stop_after=3)
     config["data"]["cache"] = str(tmp_path / "cache")
-    with pytest.raises(AssertionError, match=r"no longer has the initial policy; restore data\.cache, or set kto\.ref"):
+    with pytest.raises(
+        AssertionError,
+        match=r"no longer has the initial policy; restore data\.cache, or set kto\.ref",
+    ):
         on_ranks(1, config)
 
 
@@ -139,7 +170,9 @@ def test_reward_model_scores_the_same_in_transformers(demo, tmp_path) -> None:
     last, export = on_ranks(2, config)[-1], tmp_path / "run" / "export"
     rows = [[3, 5, 9, 650, 7], [4, 650, 4], [11, 12, 13, 14, 15, 16, 650]]
     ours = run_distributed(scores, 2, export, rows, with_zero=True, cpu=True)[0]
-    theirs = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32).eval()
+    theirs = AutoModelForSequenceClassification.from_pretrained(
+        export, dtype=torch.float32
+    ).eval()
     pad = theirs.config.pad_token_id
     assert theirs.config.num_labels == 1 and pad is not None
     width = max(map(len, rows))
@@ -150,7 +183,9 @@ def test_reward_model_scores_the_same_in_transformers(demo, tmp_path) -> None:
     torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(alone, ours, rtol=1e-4, atol=1e-5)
     # The head travels: a run that starts from the export, with learning rate 0, evaluates exactly alike.
-    line = on_ranks(1, from_model(demo, export, "rm", tmp_path / "again", run__steps=1, optimizer__lr=0.0))[-1]
+    line = on_ranks(
+        1, from_model(demo, export, "rm", tmp_path / "again", run__steps=1, optimizer__lr=0.0)
+    )[-1]
     for name in ("eval/loss", "eval/accuracy", "eval/mean_reward"):
         assert line[name] == pytest.approx(last[name], rel=1e-4)
 
@@ -176,8 +211,12 @@ def base(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "export"
 
 
-def with_adapters(demo: Path, base: Path, stage: str, output: Path, **changes: Any) -> dict[str, Any]:
-    return from_model(demo, base, stage, output, optimizer__lr=2e-2, model__lora__rank=4, **changes)
+def with_adapters(
+    demo: Path, base: Path, stage: str, output: Path, **changes: Any
+) -> dict[str, Any]:
+    return from_model(
+        demo, base, stage, output, optimizer__lr=2e-2, model__lora__rank=4, **changes
+    )
 
 
 @torch.no_grad()
@@ -201,7 +240,9 @@ def test_adapters_load_with_peft(demo, base, tmp_path, stage) -> None:
     def model(folder: Path) -> Any:
         if stage == "sft":
             return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        return AutoModelForSequenceClassification.from_pretrained(
+            folder, num_labels=1, dtype=torch.float32
+        )
 
     line = on_ranks(2, with_adapters(demo, base, stage, tmp_path / "plain"))[-1]
     on_ranks(1, with_adapters(demo, base, stage, tmp_path / "merged", model__lora__merge=True))
@@ -217,8 +258,13 @@ def test_adapters_load_with_peft(demo, base, tmp_path, stage) -> None:
         torch.testing.assert_close(after, model(merged)(tokens).logits, rtol=1e-3, atol=1e-3)
     if stage == "sft":  # transformers draws the score head of the base anew each time
         assert (after - before).abs().max() > 0.05
-        rows = [example.sequences[0] for example in held_out(settings(demo, "sft", tmp_path / "nowhere"))]
-        nll = -sum(logps(adapted, s) for s in rows) / sum(s.loss_weights[1:].sum() for s in rows)
+        rows = [
+            example.sequences[0]
+            for example in held_out(settings(demo, "sft", tmp_path / "nowhere"))
+        ]
+        nll = -sum(logps(adapted, s) for s in rows) / sum(
+            s.loss_weights[1:].sum() for s in rows
+        )
         assert line["eval/nll"] == pytest.approx(float(nll), rel=1e-4)
 
 
@@ -226,7 +272,15 @@ def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path
     config = with_adapters(demo, base, "dpo", tmp_path / "run", run__save_every=2, run__steps=2)
     sizes, changed = run_distributed(measured, 2, config, with_zero=True, cpu=True)[0]
     rank, width, ff, kv = 4, 32, 48, 16
-    pairs = [(width, width), (width, kv), (width, kv), (width, width), (width, ff), (width, ff), (ff, width)]
+    pairs = [
+        (width, width),
+        (width, kv),
+        (width, kv),
+        (width, width),
+        (width, ff),
+        (width, ff),
+        (ff, width),
+    ]
     adapters = 2 * sum(rank * (a + b) for a, b in pairs)
     padding = 2 * 7 * 2 * 2  # every partition is padded to a multiple of the ranks
     for size in sizes:
@@ -254,13 +308,22 @@ def measured(config: dict[str, Any]) -> tuple[list[int], list[str]]:
     sizes += [sum(f.numel() for f in partition.masters)]
     sizes += [sum(engine.optimizer.state[f]["exp_avg"].numel() for f in partition.masters)]
     after = full_parameters(engine)
-    return sizes, [n for n, value in after if value is not None and not torch.equal(value, before[n])]
+    return sizes, [
+        n for n, value in after if value is not None and not torch.equal(value, before[n])
+    ]
 
 
 def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_path) -> None:
     """Cached and live agree, no second engine is built, and a resumed run may fill a lost cache."""
-    live = on_ranks(1, with_adapters(demo, base, "dpo", tmp_path / "live", run__steps=4, dpo__reference="live"))
-    config = with_adapters(demo, base, "dpo", tmp_path / "cached", run__steps=4, run__resume="auto")
+    live = on_ranks(
+        1,
+        with_adapters(
+            demo, base, "dpo", tmp_path / "live", run__steps=4, dpo__reference="live"
+        ),
+    )
+    config = with_adapters(
+        demo, base, "dpo", tmp_path / "cached", run__steps=4, run__resume="auto"
+    )
     on_ranks(1, config, stop_after=2)
     config["data"]["cache"] = str(tmp_path / "lost")
     cached = on_ranks(1, config)
@@ -276,17 +339,36 @@ def test_another_reference_gives_its_own_loss_and_stays_as_it_was(demo, base, tm
 
     # heads that the policy's degree does not divide
     shape = SHAPE | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
-    on_ranks(1, settings(demo, "sft", tmp_path / "other", run__seed=7, optimizer__lr=3e-2, model__config=shape))
+    on_ranks(
+        1,
+        settings(
+            demo,
+            "sft",
+            tmp_path / "other",
+            run__seed=7,
+            optimizer__lr=3e-2,
+            model__config=shape,
+        ),
+    )
     reference = tmp_path / "other/export"
     config = from_model(demo, base, "dpo", tmp_path / "run", parallel__sequence_parallel_size=2, optimizer__lr=3e-3,
                         dpo__reference=str(reference))  # fmt: skip
     last = on_ranks(2, config)[-1]
     folders = (tmp_path / "run/export", reference)
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in folders)
-    config |= {"batch": config["batch"] | {"share_prompts": False}, "run": {"output": str(tmp_path / "no"), "steps": 1}}
-    gains = torch.tensor([[logps(ours, s) - logps(theirs, s) for s in e.sequences] for e in held_out(config)])
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in folders
+    )
+    config |= {
+        "batch": config["batch"] | {"share_prompts": False},
+        "run": {"output": str(tmp_path / "no"), "steps": 1},
+    }
+    gains = torch.tensor(
+        [[logps(ours, s) - logps(theirs, s) for s in e.sequences] for e in held_out(config)]
+    )
     margins = 0.1 * (gains[:, 0] - gains[:, 1])
     assert last["eval/loss"] == pytest.approx(float(-F.logsigmoid(margins).mean()), rel=1e-4)
     assert last["eval/rewards/margins"] == pytest.approx(float(margins.mean()), rel=1e-3)
     assert abs(last["eval/loss"] - np.log(2)) > 1e-2, "the other reference shows"
-    assert last["tokens_shared"] > 0, "the run computes each prompt once; the loss above is of whole sequences"
+    assert last["tokens_shared"] > 0, (
+        "the run computes each prompt once; the loss above is of whole sequences"
+    )

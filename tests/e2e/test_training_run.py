@@ -61,16 +61,29 @@ def place(demo: Path) -> Path:  # noqa: F811
 
 def changed(place: Path, **changes: Any) -> TrainingRun:
     """A run by the settings of dpo.toml and these changes, by dotted keys."""
-    return TrainingRun(parse_command_line(["--config", str(place / "dpo.toml")], **changes).config)
+    return TrainingRun(
+        parse_command_line(["--config", str(place / "dpo.toml")], **changes).config
+    )
 
 
 def face(place: Path, port: int) -> dict[str, Any]:
-    changes = {"optimizer.lr": 1e-3, "data.train": str(place / "dpo_eval.jsonl"), "parallel.sequence_parallel_size": 2}
-    with suppress(ArithmeticError), TrainingRun(tomllib.loads((place / "dpo.toml").read_text())):
+    changes = {
+        "optimizer.lr": 1e-3,
+        "data.train": str(place / "dpo_eval.jsonl"),
+        "parallel.sequence_parallel_size": 2,
+    }
+    with (
+        suppress(ArithmeticError),
+        TrainingRun(tomllib.loads((place / "dpo.toml").read_text())),
+    ):
         raise ArithmeticError  # on every rank, and all go on
     with changed(place, **changes) as run:
         run.train()
-        found = {"step": run.trainer.step, "metrics": run.trainer.metrics, "config": run.config.optimizer.lr}
+        found = {
+            "step": run.trainer.step,
+            "metrics": run.trainer.metrics,
+            "config": run.config.optimizer.lr,
+        }
         run.export(place / "elsewhere")
     time.sleep(3 * POLL_SECONDS)
     found["watching"] = [t.name for t in threading.enumerate()].count("failure watch")
@@ -83,21 +96,31 @@ def test_settings_metrics_and_export(place: Path) -> None:
     found = run_distributed(face, 2, place, free_port(), with_zero=True)[0]
     line = json.loads((place / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert found["config"] == 1e-3 and line["lr"] <= 1e-3
-    assert found["watching"] == 0  # who still watched for failures would take a later run's end for one
+    assert (
+        found["watching"] == 0
+    )  # who still watched for failures would take a later run's end for one
     assert found["step"] == 2
-    assert all(found["metrics"][name] == line[name] for name in ("loss", "tokens", "tokens_per_second"))
-    elsewhere, exported = (place / folder / "model.safetensors" for folder in ("elsewhere", "run/export"))
+    assert all(
+        found["metrics"][name] == line[name] for name in ("loss", "tokens", "tokens_per_second")
+    )
+    elsewhere, exported = (
+        place / folder / "model.safetensors" for folder in ("elsewhere", "run/export")
+    )
     assert elsewhere.read_bytes() == exported.read_bytes()
 
 
 def live_tensors() -> list[torch.Tensor]:
     """All tensors that this process holds."""
     gc.collect()
-    return [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    return [
+        thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
+    ]
 
 
 def live_bytes() -> int:
-    storages = [tensor.untyped_storage() for tensor in live_tensors() if tensor.device.type != "meta"]
+    storages = [
+        tensor.untyped_storage() for tensor in live_tensors() if tensor.device.type != "meta"
+    ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -120,12 +143,21 @@ def one(place: Path, fault: str = "", **overrides: Any) -> tuple[int, int, float
 def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
     dist.destroy_process_group()
     gc.unfreeze()  # what the rank began with counts, too
-    inherited = live_tensors()  # of earlier tests, whose process this one was forked from: none may go meanwhile
+    inherited = (
+        live_tensors()
+    )  # of earlier tests, whose process this one was forked from: none may go meanwhile
     held = live_bytes()
     found = [one(place), one(place, "while training"), one(place, **{"dpo.reference": "live"})]
-    with mock.patch.object(run_module, "Trainer", side_effect=ArithmeticError("the start")):  # engines exist by then
-        found.append((held + (1 << 20), *one(place, "the start", **{"dpo.reference": "live"})[1:]))
-    found += [one(place, **{"memory.offload_optimizer": True, "memory.offload_parameters": True}), one(place)]
+    with mock.patch.object(
+        run_module, "Trainer", side_effect=ArithmeticError("the start")
+    ):  # engines exist by then
+        found.append(
+            (held + (1 << 20), *one(place, "the start", **{"dpo.reference": "live"})[1:])
+        )
+    found += [
+        one(place, **{"memory.offload_optimizer": True, "memory.offload_parameters": True}),
+        one(place),
+    ]
     initialize_distributed()  # for the harness
     del inherited
     return [(inside - held, after - held, loss) for inside, after, loss in found]
@@ -138,7 +170,9 @@ def test_everything_is_released_and_a_process_may_run_again(place: Path) -> None
     for inside, after, _ in found:
         assert inside > 3 * model and after < 1000, found
     losses = [loss for _, _, loss in found if loss is not None]
-    assert len(losses) == 5 and all(loss == pytest.approx(losses[0], abs=1e-6) for loss in losses)
+    assert len(losses) == 5 and all(
+        loss == pytest.approx(losses[0], abs=1e-6) for loss in losses
+    )
 
 
 def wrong_kernel(place: Path) -> None:
@@ -155,4 +189,6 @@ def test_a_kernel_with_wrong_gradients_does_not_train(place: Path) -> None:
     (place / "earlier").mkdir()
     (place / "earlier/metrics.jsonl").write_text("an earlier run's")
     run_distributed(wrong_kernel, 1, place, with_zero=True)
-    assert (place / "earlier/metrics.jsonl").read_text() == "an earlier run's"  # run.overwrite has not begun
+    assert (
+        place / "earlier/metrics.jsonl"
+    ).read_text() == "an earlier run's"  # run.overwrite has not begun

@@ -22,11 +22,31 @@ from ulysses.run.watch import Watch
 
 # where it happens: the rank and what becomes of it; the rank that is named, where it is and what is said of it
 FAULTS: dict[str, tuple[int, int, str]] = {
-    "killed in the third step": (1, signal.SIGKILL, r"rank 1 on \S+ has not moved since .*, \d+ s ago: .* gone"),
-    "killed with the store": (0, signal.SIGKILL, r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at"),
-    "stopped in the third step": (1, signal.SIGSTOP, r"rank 1 on \S+ has not moved since .*, 1\d s ago: .* gone, stop"),
-    "asleep in the third step": (1, 0, r"rank 1 on \S+ has not moved since step 3, forward, 1\d s ago: .* is alive"),
-    "stopped in tokenising": (1, signal.SIGSTOP, r"rank 1 on \S+ has not moved since tokenising, .*: .* gone, stop"),
+    "killed in the third step": (
+        1,
+        signal.SIGKILL,
+        r"rank 1 on \S+ has not moved since .*, \d+ s ago: .* gone",
+    ),
+    "killed with the store": (
+        0,
+        signal.SIGKILL,
+        r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at",
+    ),
+    "stopped in the third step": (
+        1,
+        signal.SIGSTOP,
+        r"rank 1 on \S+ has not moved since .*, 1\d s ago: .* gone, stop",
+    ),
+    "asleep in the third step": (
+        1,
+        0,
+        r"rank 1 on \S+ has not moved since step 3, forward, 1\d s ago: .* is alive",
+    ),
+    "stopped in tokenising": (
+        1,
+        signal.SIGSTOP,
+        r"rank 1 on \S+ has not moved since tokenising, .*: .* gone, stop",
+    ),
 }
 
 
@@ -67,8 +87,15 @@ def drills(tmp_path_factory: pytest.TempPathFactory) -> Any:
     runs = {}
     for name in FAULTS:
         folder = tmp_path_factory.mktemp("drill")
-        settings = {"run__timeout": 10, "run__stall_warning": 6, "run__steps": 4, "run__export": False}
-        runs[name] = Ranks(tiny("sft", folder / "run", **settings), 2, folder, before=plant(name))
+        settings = {
+            "run__timeout": 10,
+            "run__stall_warning": 6,
+            "run__steps": 4,
+            "run__export": False,
+        }
+        runs[name] = Ranks(
+            tiny("sft", folder / "run", **settings), 2, folder, before=plant(name)
+        )
     yield runs
     for run in runs.values():
         run.send(signal.SIGKILL)
@@ -112,14 +139,30 @@ def test_every_process_group_follows_the_time_limit(tmp_path: Path) -> None:
 
         def shown(self: Any, name: str, *rest: Any, **more: Any) -> None:
             phase(self, name, *rest, **more)
-            groups = [g._get_backend(torch.device("cpu")).options._timeout for g in dist.distributed_c10d._world.pg_map]
-            print("phase", name, len(groups), *{group.total_seconds() for group in groups}, flush=True)
+            groups = [
+                g._get_backend(torch.device("cpu")).options._timeout
+                for g in dist.distributed_c10d._world.pg_map
+            ]
+            print(
+                "phase",
+                name,
+                len(groups),
+                *{group.total_seconds() for group in groups},
+                flush=True,
+            )
 
         Watch.phase = shown
 
-    settings = {"run__steps": 2, "run__timeout": 10, "parallel__sequence_parallel_size": 2, "run__save_last": True}
+    settings = {
+        "run__steps": 2,
+        "run__timeout": 10,
+        "parallel__sequence_parallel_size": 2,
+        "run__save_last": True,
+    }
     printed = start(tmp_path, before, **settings).wait(60).check().stdout
-    found = re.findall(r"^phase (forward|save) ([3-9]) (.*)$", printed, re.M)  # the mesh's and the reduction's, too
+    found = re.findall(
+        r"^phase (forward|save) ([3-9]) (.*)$", printed, re.M
+    )  # the mesh's and the reduction's, too
     assert [seconds for _, _, seconds in dict.fromkeys(found)] == ["1810.0", "20.0", "86400.0"]
 
 
@@ -132,7 +175,10 @@ def test_a_gpu_that_is_behind_is_said() -> None:
     place, late = "step 3, forward", " (its GPU has not finished the step before)"
     for expected in (place + late, place):
         deadline = time.monotonic() + 20
-        while f'"{expected}"' not in store.get("ulysses/alive/0").decode() and time.monotonic() < deadline:
+        while (
+            f'"{expected}"' not in store.get("ulysses/alive/0").decode()
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         assert f'"{expected}"' in store.get("ulysses/alive/0").decode()
         behind[0] = False
@@ -153,7 +199,9 @@ def test_what_the_watch_reads_itself_is_no_progress(monkeypatch) -> None:
 
 def test_an_interrupt_saves(tmp_path: Path) -> None:
     run = start(tmp_path, slow_steps, run__steps=400)
-    run.until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(metrics(tmp_path / "run")) > 1)
+    run.until(
+        lambda: (tmp_path / "run/metrics.jsonl").exists() and len(metrics(tmp_path / "run")) > 1
+    )
     run.send(signal.SIGINT)
     outcome = run.wait(60).check()
     assert "asked to stop" in outcome.stderr and len(saved(tmp_path)) == 1
@@ -161,7 +209,9 @@ def test_an_interrupt_saves(tmp_path: Path) -> None:
 
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
     run = start(tmp_path, plant("asleep in the third step"))
-    run.until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(metrics(tmp_path / "run")) > 1)
+    run.until(
+        lambda: (tmp_path / "run/metrics.jsonl").exists() and len(metrics(tmp_path / "run")) > 1
+    )
     time.sleep(1)  # rank 1 is asleep, rank 0 is stuck in a collective
     run.send(signal.SIGINT)
     run.until(lambda: False, 2)
@@ -173,7 +223,9 @@ def test_a_second_interrupt_leaves_at_once(tmp_path: Path) -> None:
 
 def test_a_checkpoint_after_some_time_on_one_clock(tmp_path: Path) -> None:
     """The clocks of two ranks would not agree on the step; steps of at least 0.2 s, a checkpoint after 0.5 s."""
-    start(tmp_path, slow_steps, run__steps=8, run__save_minutes=0.5 / 60, run__keep=0).wait(60).check()
+    start(tmp_path, slow_steps, run__steps=8, run__save_minutes=0.5 / 60, run__keep=0).wait(
+        60
+    ).check()
     assert saved(tmp_path)
 
 
@@ -201,7 +253,9 @@ def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path: Path) -> None:
 
 def test_restarts_and_overwriting_exclude_each_other(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(ValueError, match="run.overwrite would delete the checkpoints that a restart continues"):
+    with pytest.raises(
+        ValueError, match="run.overwrite would delete the checkpoints that a restart continues"
+    ):
         resume_point(RunSection(output=str(tmp_path), steps=1, overwrite=True))
 
 

@@ -31,7 +31,11 @@ def stored(name: str) -> list[list[float]]:
 
 def main() -> None:
     for name in CASES:
-        content = {"columns": ["loss", "grad_norm"], "torch": torch.__version__, "steps": curve(name)}
+        content = {
+            "columns": ["loss", "grad_norm"],
+            "torch": torch.__version__,
+            "steps": curve(name),
+        }
         (FOLDER / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
         print(f"wrote {FOLDER / name}.json")
     sys.stdout.flush()

@@ -16,9 +16,15 @@ def test_curve_has_not_changed(name: str) -> None:
         off = max(abs(a - b) / abs(b) for a, b in zip(after, before, strict=True))
         changed |= off > TOLERANCE
         mark = "  <--" if off > TOLERANCE else ""
-        lines.append(f"{step:4d}  {before[0]:.8f} {after[0]:.8f}   {before[1]:.8f} {after[1]:.8f}   {off:.1e}{mark}")
-    table = "\n".join(["step  loss old   loss new     norm old   norm new     difference", *lines])
-    assert not changed, f"{name}: the curve has changed\n{table}\nif this is meant: python -m tests.golden.curves"
+        lines.append(
+            f"{step:4d}  {before[0]:.8f} {after[0]:.8f}   {before[1]:.8f} {after[1]:.8f}   {off:.1e}{mark}"
+        )
+    table = "\n".join(
+        ["step  loss old   loss new     norm old   norm new     difference", *lines]
+    )
+    assert not changed, (
+        f"{name}: the curve has changed\n{table}\nif this is meant: python -m tests.golden.curves"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)

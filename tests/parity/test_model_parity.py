@@ -30,21 +30,47 @@ SCALING = {
     "original_max_position_embeddings": 32,
 }
 RAW = {
-    "llama": {**SIZE, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": SCALING, "rms_norm_eps": 1e-5},
+    "llama": {
+        **SIZE,
+        "model_type": "llama",
+        "rope_theta": 5e5,
+        "rope_scaling": SCALING,
+        "rms_norm_eps": 1e-5,
+    },
     "qwen2": {**SIZE, "model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True},
     "llama with biases": {**SIZE, "model_type": "llama", "attention_bias": True},
     "qwen3": {**SIZE, "model_type": "qwen3", "rope_theta": 1e6, "head_dim": 12},
-    "qwen3 tied": {**SIZE, "model_type": "qwen3", "rope_theta": 1e6, "head_dim": 8, "tie_word_embeddings": True},
-    "mistral": {**SIZE, "model_type": "mistral", "rope_theta": 1e6, "sliding_window": None, "head_dim": 12},
+    "qwen3 tied": {
+        **SIZE,
+        "model_type": "qwen3",
+        "rope_theta": 1e6,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+    },
+    "mistral": {
+        **SIZE,
+        "model_type": "mistral",
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "head_dim": 12,
+    },
 }
 LENGTHS = (5, 33, 1, 18)
 # an original window of 8 tokens, so that the sequences are four times as long
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 2.0, "beta_slow": 0.25}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2.0,
+    "beta_slow": 0.25,
+}
 RAW |= {
     "yarn": RAW["llama"] | {"rope_scaling": YARN},
-    "yarn with attention_factor": RAW["qwen2"] | {"rope_scaling": YARN | {"attention_factor": 1.4}},
+    "yarn with attention_factor": RAW["qwen2"]
+    | {"rope_scaling": YARN | {"attention_factor": 1.4}},
     "qwen3 with yarn": RAW["qwen3"] | {"rope_scaling": YARN},
-    "linear": RAW["qwen2"] | {"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "linear": RAW["qwen2"]
+    | {"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 4.0}},
 }
 
 
@@ -97,7 +123,9 @@ def test_logprobs_and_gradients(kind: str) -> None:
         logps = expected.gather(1, row[1:, None])[:, 0]
         at = slice(start, start + len(row) - 1)
         torch.testing.assert_close(out.logps[at], logps, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(out.entropy[at], -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            out.entropy[at], -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5
+        )
         torch.testing.assert_close(out.lse[at], logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
         assert out.logps[start + len(row) - 1] == 0
         if len(row) > 1:
@@ -134,7 +162,13 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(kind: str) -> None:
     twin = hf_twin(model, RAW[kind])
     row = random_rows()[1]
     exact = twin(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
-    theirs = twin.bfloat16()(row[None]).logits[0, :-1].float().log_softmax(-1).gather(1, row[1:, None])[:, 0]
+    theirs = (
+        twin.bfloat16()(row[None])
+        .logits[0, :-1]
+        .float()
+        .log_softmax(-1)
+        .gather(1, row[1:, None])[:, 0]
+    )
     ours = model.bfloat16()(batch_of([row])).logps[:-1]
     assert (ours - exact).norm() <= 1.2 * (theirs - exact).norm() + 1e-3
 
@@ -160,7 +194,10 @@ def test_noise_does_not_depend_on_the_packing() -> None:
     from models.decoder import embedding_noise
 
     rows = random_rows()
-    sequences = [Sequence(row, torch.ones(len(row)), columns={"noise_key": float(i)}) for i, row in enumerate(rows)]
+    sequences = [
+        Sequence(row, torch.ones(len(row)), columns={"noise_key": float(i)})
+        for i, row in enumerate(rows)
+    ]
     forward = pack_shard(sequences, ParallelMesh())
     backward = pack_shard(sequences[::-1], ParallelMesh())
     a, b = embedding_noise(forward, 32, 5.0, seed=7), embedding_noise(backward, 32, 5.0, seed=7)
@@ -173,4 +210,6 @@ def test_noise_does_not_depend_on_the_packing() -> None:
         a, embedding_noise(forward, 32, 5.0, seed=8)
     )
     model = filled(CausalLM(ModelConfig.from_hf(RAW["llama"])))
-    assert not torch.equal(model(forward).logps, model(forward, noise_alpha=5.0, noise_seed=1).logps)
+    assert not torch.equal(
+        model(forward).logps, model(forward, noise_alpha=5.0, noise_seed=1).logps
+    )

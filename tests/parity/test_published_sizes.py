@@ -59,4 +59,8 @@ def test_reward_model_count() -> None:
     config = ARCHITECTURES["qwen2.5-0.5b"]
     with torch.device("meta"):
         model = RewardModel(config)
-    assert sum(p.numel() for p in model.parameters()) == count_parameters(config, reward=True) == 494_032_768 + 896
+    assert (
+        sum(p.numel() for p in model.parameters())
+        == count_parameters(config, reward=True)
+        == 494_032_768 + 896
+    )

@@ -25,7 +25,9 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
-def adapter_by_peft(base: Path, folder: Path, task: str = "CAUSAL_LM", **options: Any) -> dict[str, torch.Tensor]:
+def adapter_by_peft(
+    base: Path, folder: Path, task: str = "CAUSAL_LM", **options: Any
+) -> dict[str, torch.Tensor]:
     """Save an adapter of PEFT's own over the base; return the weights that PEFT merges, in float32."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -34,12 +36,16 @@ def adapter_by_peft(base: Path, folder: Path, task: str = "CAUSAL_LM", **options
     kind = AutoModelForCausalLM if task == "CAUSAL_LM" else AutoModelForSequenceClassification
     model = kind.from_pretrained(base, num_labels=1, dtype=torch.float32)
     options = {"target_modules": ["q_proj", "down_proj"], **options}
-    adapted = get_peft_model(model, LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, task_type=task, **options))
+    adapted = get_peft_model(
+        model, LoraConfig(r=3, lora_alpha=7, init_lora_weights=False, task_type=task, **options)
+    )
     adapted.save_pretrained(folder)
     return dict(adapted.merge_and_unload().named_parameters())
 
 
-@pytest.mark.parametrize("task, rslora", [("CAUSAL_LM", False), ("CAUSAL_LM", True), ("SEQ_CLS", False)])
+@pytest.mark.parametrize(
+    "task, rslora", [("CAUSAL_LM", False), ("CAUSAL_LM", True), ("SEQ_CLS", False)]
+)
 def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
     whole = adapter_by_peft(base, tmp_path / "adapter", task, use_rslora=rslora)
     files, plain = WeightFiles(tmp_path / "adapter"), WeightFiles(base)
@@ -51,7 +57,9 @@ def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
         for start, stop in ((0, 3), (5, 40), (17, 18), (30, None), (4, 4)):
             part = files.read(name, start, stop)
             torch.testing.assert_close(part, found[start:stop], rtol=1e-6, atol=1e-7)
-    moved = [n for n in plain.tensors if not torch.equal(plain.read(n), files.read(n).bfloat16())]
+    moved = [
+        n for n in plain.tensors if not torch.equal(plain.read(n), files.read(n).bfloat16())
+    ]
     assert len(moved) == 4 and all("q_proj" in n or "down_proj" in n for n in moved)
 
 
@@ -70,8 +78,13 @@ def test_adapters_scale_alike_in_training_export_and_peft(base, tmp_path, rslora
     x, layer = torch.randn(5, 16), model.get_submodule(stem)
     torch.testing.assert_close(layer(x), x @ whole[f"{stem}.weight"].T, rtol=1e-4, atol=1e-4)
     (tmp_path / "out").mkdir()
-    save_adapters(tmp_path / "out", adapters, ModelSection(path=str(base), lora=section), reward=False)
-    read = WeightFiles(tmp_path / "out").read(f"{stem}.weight") - WeightFiles(base).read(f"{stem}.weight").float()
+    save_adapters(
+        tmp_path / "out", adapters, ModelSection(path=str(base), lora=section), reward=False
+    )
+    read = (
+        WeightFiles(tmp_path / "out").read(f"{stem}.weight")
+        - WeightFiles(base).read(f"{stem}.weight").float()
+    )
     torch.testing.assert_close(read, change.view(-1), rtol=1e-3, atol=1e-4)
 
 
@@ -81,28 +94,42 @@ def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, monkeypatc
     config = json.loads((folder / "adapter_config.json").read_text())
     weights = load_file(folder / "adapter_model.safetensors")
 
-    def refused(part, kind = ValueError, more = None, **changes):
+    def refused(part, kind=ValueError, more=None, **changes):
         (folder / "adapter_config.json").write_text(json.dumps(config | changes))
         save_file(weights | (more or {}), folder / "adapter_model.safetensors")
         with pytest.raises(kind) as error:
             WeightFiles(folder)
-        assert part in str(error.value) and "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+        assert (
+            part in str(error.value)
+            and "\n" not in str(error.value)
+            and str(tmp_path) in str(error.value)
+        )
 
     for field, value in {"use_dora": True, "peft_type": "LOHA", "alpha_pattern": {"q_proj": 1},
                          "init_lora_weights": "pissa"}.items():  # fmt: skip
         refused(f"{field} = ", **{field: value})
     refused("there is no folder", FileNotFoundError, base_model_name_or_path=absent)
-    monkeypatch.setattr(sys, "argv", ["ulysses.export", "--merge", str(folder), str(tmp_path / "out")])
+    monkeypatch.setattr(
+        sys, "argv", ["ulysses.export", "--merge", str(folder), str(tmp_path / "out")]
+    )
     assert export.main() == 2 and not (tmp_path / "out").exists()
-    assert f"base_model_name_or_path in {folder / 'adapter_config.json'} is '{absent}'" in capsys.readouterr().err
+    assert (
+        f"base_model_name_or_path in {folder / 'adapter_config.json'} is '{absent}'"
+        in capsys.readouterr().err
+    )
     refused("is missing", base_model_name_or_path=None)
     refused("does not fit", r=4)
-    refused("neither a LoRA matrix", more={"base_model.model.model.norm.weight": torch.ones(16)})
+    refused(
+        "neither a LoRA matrix", more={"base_model.model.model.norm.weight": torch.ones(16)}
+    )
     (folder / "model.safetensors").touch()
     refused("an adapter and a whole model")
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors; convert the adapter to safetensors"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"adapter_model\.safetensors; convert the adapter to safetensors",
+    ):
         WeightFiles(folder)
 
 
@@ -112,6 +139,13 @@ def test_an_adapter_that_is_not_finite_is_not_merged(base, tmp_path, capsys):
     weights = load_file(folder / "adapter_model.safetensors")
     next(iter(weights.values()))[0, 0] = torch.nan
     save_file(weights, folder / "adapter_model.safetensors")
-    assert export.main(["--merge", str(folder), str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
+    assert (
+        export.main(["--merge", str(folder), str(tmp_path / "out")]) == 2
+        and not (tmp_path / "out").exists()
+    )
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "lora_A.weight in " in said and "holds infinite weights, or some" in said
+    assert (
+        said.count("\n") == 1
+        and "lora_A.weight in " in said
+        and "holds infinite weights, or some" in said
+    )

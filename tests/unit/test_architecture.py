@@ -19,7 +19,10 @@ FLOORS = {
     "ulysses.train": 7, "ulysses.cli": 7, "ulysses.export": 7, "ulysses.report": 7, "ulysses.migrate": 7,
 }  # fmt: skip
 # Of our own code, what the models and the configuration may import.
-ONLY = {"models": ("models", "losses", "ulysses.parallel", "ulysses.memory"), "ulysses.config": ("ulysses.config",)}
+ONLY = {
+    "models": ("models", "losses", "ulysses.parallel", "ulysses.memory"),
+    "ulysses.config": ("ulysses.config",),
+}
 # ... and what the configuration may not: it is read before torch is.
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "peft", "numpy"}
 FOREIGN_ONLY_IN = {
@@ -64,7 +67,9 @@ def imports(path: Path) -> list[tuple[str, str]]:
 
 
 def floor(module: str) -> int | None:
-    best = max((k for k in FLOORS if module == k or module.startswith(k + ".")), key=len, default=None)
+    best = max(
+        (k for k in FLOORS if module == k or module.startswith(k + ".")), key=len, default=None
+    )
     return FLOORS[best] if best else None
 
 
@@ -72,19 +77,31 @@ def floor(module: str) -> int | None:
 def test_file_follows_the_house_rules(path: Path) -> None:
     text, name = path.read_text(), module_name(path)
     assert text.count("\n") <= 500, "a file this long is telling us something"
-    if name.startswith(("losses", "ulysses.parallel")):  # they work when they are copied elsewhere
-        assert not re.search(r"(?m)^\s*(from|import) (losses|ulysses)\b", _code(text)), f"{name} imports itself by name"
+    if name.startswith(
+        ("losses", "ulysses.parallel")
+    ):  # they work when they are copied elsewhere
+        assert not re.search(r"(?m)^\s*(from|import) (losses|ulysses)\b", _code(text)), (
+            f"{name} imports itself by name"
+        )
     own = floor(name)
     for module, imported in imports(path):
         top = module.split(".")[0]
-        assert str(path.relative_to(ROOT)).startswith(FOREIGN_ONLY_IN.get(top, "")), f"{name} imports {top}"
-        assert top not in PACKAGES or not re.match("_[^_]", imported), f"{name} imports {imported}"
+        assert str(path.relative_to(ROOT)).startswith(FOREIGN_ONLY_IN.get(top, "")), (
+            f"{name} imports {top}"
+        )
+        assert top not in PACKAGES or not re.match("_[^_]", imported), (
+            f"{name} imports {imported}"
+        )
         target = floor(f"{module}.{imported}") or floor(module)
         if own and target:
             assert target <= own, f"{name} (floor {own}) imports {module} (floor {target})"
-        allowed = next((names for folder, names in ONLY.items() if name.startswith(folder)), PACKAGES)
+        allowed = next(
+            (names for folder, names in ONLY.items() if name.startswith(folder)), PACKAGES
+        )
         assert top not in PACKAGES or module.startswith(allowed), f"{name} imports {module}"
-        assert top not in HEAVY or not name.startswith("ulysses.config"), f"{name} imports {top}"
+        assert top not in HEAVY or not name.startswith("ulysses.config"), (
+            f"{name} imports {top}"
+        )
     tree = ast.parse(text)
     foreign = {m.split(".")[0] for m, _ in imports(path)} - set(PACKAGES)
     for node in ast.walk(tree):
@@ -93,7 +110,11 @@ def test_file_follows_the_house_rules(path: Path) -> None:
             root = target
             while isinstance(root, ast.Attribute | ast.Subscript):
                 root = root.value
-            if isinstance(target, ast.Attribute | ast.Subscript) and isinstance(root, ast.Name) and root.id in foreign:
+            if (
+                isinstance(target, ast.Attribute | ast.Subscript)
+                and isinstance(root, ast.Name)
+                and root.id in foreign
+            ):
                 line = ast.get_source_segment(text, node) or ""
                 switch = line.startswith("torch.backends.")  # documented switches, not patches
                 assert switch or root.id == "os" or line == ALLOWED_FOREIGN_ASSIGNMENT, (
@@ -104,9 +125,12 @@ def test_file_follows_the_house_rules(path: Path) -> None:
 def test_no_import_circles() -> None:
     modules = {module_name(p) for p in sources()}
     edges = {
-        module_name(p): {f"{m}.{i}" if f"{m}.{i}" in modules else m for m, i in imports(p)} for p in sources()
+        module_name(p): {f"{m}.{i}" if f"{m}.{i}" in modules else m for m, i in imports(p)}
+        for p in sources()
     }
-    TopologicalSorter({k: {t for t in v if t in edges and t != k} for k, v in edges.items()}).prepare()
+    TopologicalSorter(
+        {k: {t for t in v if t in edges and t != k} for k, v in edges.items()}
+    ).prepare()
 
 
 def test_no_two_modules_or_classes_have_one_name() -> None:
@@ -117,9 +141,15 @@ def test_no_two_modules_or_classes_have_one_name() -> None:
             path.parent.name in ("stages", "rl") and (ROOT / "losses" / path.name).exists()
         )
         names = [path.stem] if own else []
-        names += [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        names += [
+            node.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ClassDef)
+        ]
         for name in names:
-            assert name not in seen, f"{name} is in {seen[name].relative_to(ROOT)} and in {path.relative_to(ROOT)}"
+            assert name not in seen, (
+                f"{name} is in {seen[name].relative_to(ROOT)} and in {path.relative_to(ROOT)}"
+            )
             seen[name] = path
 
 
@@ -127,7 +157,9 @@ def test_every_file_begins_with_its_purpose() -> None:
     for path in sources():
         text = ast.get_docstring(ast.parse(path.read_text()))
         if path.read_text().strip():
-            assert text and text.split("\n\n")[0].rstrip().endswith((".", ":")), path.relative_to(ROOT)
+            assert text and text.split("\n\n")[0].rstrip().endswith((".", ":")), (
+                path.relative_to(ROOT)
+            )
 
 
 def test_each_kind_of_knowledge_stays_in_its_place() -> None:
@@ -135,7 +167,9 @@ def test_each_kind_of_knowledge_stays_in_its_place() -> None:
     for path in sources():
         name, text = str(path.relative_to(ROOT)), path.read_text()
         if not name.startswith(("ulysses/stages/", "ulysses/rl/")):
-            found = re.search(r"\.stage\s*(?:==|!=|in\b|not in\b)", re.sub(r"(?m)#.*$", "", _code(text)))
+            found = re.search(
+                r"\.stage\s*(?:==|!=|in\b|not in\b)", re.sub(r"(?m)#.*$", "", _code(text))
+            )
             assert not found, f"{name} asks which stage it is"
         if name != "ulysses/zero/deepspeed_internals.py":
             assert not [w for w in DEEPSPEED_INTERNALS if w in _code(text)], name
@@ -148,7 +182,11 @@ def _code(text: str) -> str:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            rest = [n for n in body if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))]
+            rest = [
+                n
+                for n in body
+                if not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+            ]
             node.body = rest or [ast.Pass()]  # type: ignore[attr-defined]
     return ast.unparse(tree)
 

@@ -14,7 +14,9 @@ def test_arguments_override_toml(tmp_path):
     toml.write_text(
         'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 5\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.99]\n'
     )
-    config = parse_command_line(["--config", str(toml), "--optimizer.lr", "1e-6", "--run.overwrite"]).config
+    config = parse_command_line(
+        ["--config", str(toml), "--optimizer.lr", "1e-6", "--run.overwrite"]
+    ).config
     assert config.stage == "sft" and config.run.overwrite
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-6, (0.9, 0.99))
 
@@ -23,7 +25,10 @@ def test_arguments_override_toml(tmp_path):
     "arguments, expected",
     [
         (["--data.train", "a", "--data.train=b"], ["a", "b"]),
-        (["--data.train", '[{"path": "a"}, {"path": "b", "weight": 2}]'], [{"path": "a"}, {"path": "b", "weight": 2}]),
+        (
+            ["--data.train", '[{"path": "a"}, {"path": "b", "weight": 2}]'],
+            [{"path": "a"}, {"path": "b", "weight": 2}],
+        ),
         (["--data.train", '{"path": "a"}', "--data.train", '["b"]'], [{"path": "a"}, "b"]),
         (["--data.train", "[]"], []),
     ],
@@ -37,7 +42,9 @@ def test_data_sources_are_kept_one_by_one_and_replace_the_files(tmp_path, argume
 
 def test_learning_rate_factor():
     for factor, rate in ((["0.5"], 1e-5), ([], 2e-5)):
-        config = parse_command_line([*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", *factor]).config
+        config = parse_command_line(
+            [*BASE, "--optimizer.lr", "2e-5", "--adjust-lr", *factor]
+        ).config
         assert config.optimizer.lr == pytest.approx(rate)
 
 
@@ -49,18 +56,26 @@ def test_free_tables_take_dotted_keys():
     line = """--stage sft --run.steps 1 --model.init random --model.config.hidden_size 64 --run.wandb=
         --model.special_tokens.pad_token x --deepspeed.zero_optimization.overlap_comm false"""
     config = parse_command_line(line.split()).config
-    assert config.model.config == {"hidden_size": 64} and config.model.special_tokens == {"pad_token": "x"}
-    assert config.deepspeed.zero_optimization == {"overlap_comm": False} and config.run.wandb == ""
+    assert config.model.config == {"hidden_size": 64} and config.model.special_tokens == {
+        "pad_token": "x"
+    }
+    assert (
+        config.deepspeed.zero_optimization == {"overlap_comm": False} and config.run.wandb == ""
+    )
 
 
 def test_foreign_names_lead_to_keys_that_exist():
     """Every name leads somewhere, no name is in two lists, and no key of ours is called foreign."""
     names, keys = foreign_names(), set(known_keys())
     for stage in STAGES:
-        keys |= {f"STAGE.{key.partition('.')[2]}" for key in keys if key.startswith(f"{stage}.")}
+        keys |= {
+            f"STAGE.{key.partition('.')[2]}" for key in keys if key.startswith(f"{stage}.")
+        }
     for name, rule in names["ours"].items():
         table = {"key": rule} if isinstance(rule, str) else rule
-        several = [value for value in table.get("values", {}).values() if isinstance(value, dict)]
+        several = [
+            value for value in table.get("values", {}).values() if isinstance(value, dict)
+        ]
         assert {table["key"], *(key for settings in several for key in settings)} <= keys, name
         assert name not in keys or table["key"] == name
     lists = [set(names[kind]) for kind in ("ours", "not_needed", "by_hand", "not_supported")]
@@ -72,7 +87,10 @@ def test_help_lists_every_key(capsys):
         parse_command_line(["--help"])
     assert stop.value.code == 0
     shown = capsys.readouterr().out
-    assert "--batch.tokens_per_microbatch int|auto\n" in shown and "--model.dtype bfloat16|float32\n" in shown
+    assert (
+        "--batch.tokens_per_microbatch int|auto\n" in shown
+        and "--model.dtype bfloat16|float32\n" in shown
+    )
     for key, info in known_keys().items():
         assert key in shown
         assert info.description, f"{key} has no description"

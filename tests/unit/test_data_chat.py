@@ -16,7 +16,12 @@ from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, load_tokenizer
 from ulysses.data.read.messages import Message
 
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+    }
+]
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
 PLAIN_CHATML = (  # as many model folders ship it: no generation marks
     "{% for message in messages %}"
@@ -40,7 +45,9 @@ named = pytest.mark.parametrize("name", END)
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
     def made(specials, end, more):
-        folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), specials, bos=more.get("bos_token"))
+        folder = write_tokenizer(
+            tmp_path_factory.mktemp("tokenizer"), specials, bos=more.get("bos_token")
+        )
         return load_tokenizer(folder, eos_token=end, **more)
 
     return {name: made(*parts) for name, parts in MADE_OF.items()}
@@ -61,7 +68,11 @@ def conversation(*contents):
 
 def encode(template, messages, tools=(), generation_prompt=False):
     """One conversation with all of its answers, or one that ends as a prompt."""
-    answers = [i for i, message in enumerate(messages) if message.role == "assistant" and not generation_prompt]
+    answers = [
+        i
+        for i, message in enumerate(messages)
+        if message.role == "assistant" and not generation_prompt
+    ]
     return template.encode_batch(template.render(messages, tools, answers))[0]
 
 
@@ -74,9 +85,15 @@ def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name):
     """transformers reads the same Jinja file: rendering, tokens and (for our marks) the assistant mask."""
     tokenizer = tokenizers[name]
     template = ChatTemplate(tokenizer, name)
-    messages = [Message("system", "Be kind."), *conversation("Hello there", "General Kenobi", "ok", "Bye.")]
+    messages = [
+        Message("system", "Be kind."),
+        *conversation("Hello there", "General Kenobi", "ok", "Bye."),
+    ]
     encoded = encode(template, messages)
-    assert [t.strip() for t in answers(tokenizer, encoded)] == ["General Kenobi" + END[name], "Bye." + END[name]]
+    assert [t.strip() for t in answers(tokenizer, encoded)] == [
+        "General Kenobi" + END[name],
+        "Bye." + END[name],
+    ]
     end = tokenizer.convert_tokens_to_ids(END[name])
     assert all(encoded.tokens[a:b].count(end) == 1 for a, b in encoded.spans)
     assert template.stop_tokens == sorted({end, tokenizer.eos_token_id})
@@ -87,7 +104,9 @@ def test_spans_are_the_answers_with_their_end_of_turn(tokenizers, name):
     length = encoded.spans[-1][1]  # nothing after the last end-of-turn token
     assert encoded.tokens == expected["input_ids"][:length]
     mask = [int(any(a <= i < b for a, b in encoded.spans)) for i in range(length)]
-    assert mask == expected["assistant_masks"][:length] and not any(expected["assistant_masks"][length:])
+    assert mask == expected["assistant_masks"][:length] and not any(
+        expected["assistant_masks"][length:]
+    )
     assert tokenizer.decode(expected["input_ids"][length:]).strip() == ""
 
 
@@ -99,9 +118,13 @@ def test_tools_and_calls_are_rendered_like_transformers(tokenizers, name):
                 Message("tool", "8"), Message("assistant", "7")]  # fmt: skip
     plain = [{"role": m.role, "content": m.content} | ({"tool_calls": list(m.tool_calls)} if m.tool_calls else {})
              for m in messages]  # fmt: skip
-    text = tokenizer.apply_chat_template(plain, tools=TOOLS, chat_template=template.text, tokenize=False)
+    text = tokenizer.apply_chat_template(
+        plain, tools=TOOLS, chat_template=template.text, tokenize=False
+    )
     encoded = encode(template, messages, TOOLS)
-    assert tokenizer.decode(encoded.tokens) == text[: len(tokenizer.decode(encoded.tokens))].rstrip("\n")
+    assert tokenizer.decode(encoded.tokens) == text[
+        : len(tokenizer.decode(encoded.tokens))
+    ].rstrip("\n")
     first, last = answers(tokenizer, encoded)
     assert '"name": "f"' in first and '"x": "é"' in first and first.endswith(END[name])
     assert last.strip() == "7" + END[name]
@@ -110,17 +133,48 @@ def test_tools_and_calls_are_rendered_like_transformers(tokenizers, name):
 def test_known_renderings(tokenizers):
     """The strings the published models were trained on."""
     messages = [Message("system", "S"), Message("user", "U"), Message("assistant", "A")]
-    text = tokenizers["llama3"].decode(encode(ChatTemplate(tokenizers["llama3"], "llama3"), messages).tokens)
-    assert text == ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user"
-                    "<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>")
-    text = tokenizers["qwen2.5"].decode(encode(ChatTemplate(tokenizers["qwen2.5"], "qwen2.5"), messages[1:]).tokens)
-    assert text == ("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-                    "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>")
+    text = tokenizers["llama3"].decode(
+        encode(ChatTemplate(tokenizers["llama3"], "llama3"), messages).tokens
+    )
+    assert text == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user"
+        "<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
+    )
+    text = tokenizers["qwen2.5"].decode(
+        encode(ChatTemplate(tokenizers["qwen2.5"], "qwen2.5"), messages[1:]).tokens
+    )
+    assert text == (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+        "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>"
+    )
 
 
-PARTS = ("<|im_end|>", "<|im_start|>assistant\n", "<|eot_id|>", "<|begin_of_text|>", "<|endoftext|>", "\n", "\n\n",
-         " ", "  ", "\t", "a", "Z9", "é", "漢字", "🙂", "e\u0301", "<", "|>", "{{ x }}", "{% if %}", "\\n", "\r\n",
-         "\u200b", "</s>")
+PARTS = (
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|eot_id|>",
+    "<|begin_of_text|>",
+    "<|endoftext|>",
+    "\n",
+    "\n\n",
+    " ",
+    "  ",
+    "\t",
+    "a",
+    "Z9",
+    "é",
+    "漢字",
+    "🙂",
+    "e\u0301",
+    "<",
+    "|>",
+    "{{ x }}",
+    "{% if %}",
+    "\\n",
+    "\r\n",
+    "\u200b",
+    "</s>",
+)
 
 
 @named
@@ -134,7 +188,10 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
         return sum(t in special for t in encoded.tokens)
 
     for _ in range(60):
-        texts = ["x" + "".join(generator.choices(PARTS, k=generator.randrange(1, 9))) + "y" for _ in range(4)]
+        texts = [
+            "x" + "".join(generator.choices(PARTS, k=generator.randrange(1, 9))) + "y"
+            for _ in range(4)
+        ]
         texts[1] = texts[1][1:]  # answers may begin with anything
         texts[3] = texts[3][1:]
         messages = conversation(*texts)
@@ -144,9 +201,14 @@ def test_adversarial_texts_keep_prefix_mask_and_special_tokens(tokenizers, name)
             assert prompt.tokens == encoded.tokens[: encoded.spans[turns // 2][0]]
         trims = name in ("llama3", "llama3.1", "plain")
         for written, text in zip(answers(tokenizer, encoded), texts[1::2]):
-            assert written == (" " * (name == "plain")) + (text.strip() if trims else text) + END[name]
+            assert (
+                written
+                == (" " * (name == "plain")) + (text.strip() if trims else text) + END[name]
+            )
         assert count(encoded) == count(encode(template, conversation("xy", "xy", "xy", "xy")))
-    assert tokenizer(END[name])["input_ids"][-1] == tokenizer.eos_token_id  # the caller's stays as it was
+    assert (
+        tokenizer(END[name])["input_ids"][-1] == tokenizer.eos_token_id
+    )  # the caller's stays as it was
 
 
 def test_exactly_one_bos(tokenizers, templated):
@@ -158,18 +220,32 @@ def test_exactly_one_bos(tokenizers, templated):
     )
     for template in (ChatTemplate(tokenizer, "llama3"), without):
         encoded = encode(template, conversation("<|begin_of_text|>", "<|begin_of_text|>a"))
-        assert [i for i, token in enumerate(encoded.tokens) if token == tokenizer.bos_token_id] == [0]
+        assert [
+            i for i, token in enumerate(encoded.tokens) if token == tokenizer.bos_token_id
+        ] == [0]
         assert answers(tokenizer, encoded) == ["<|begin_of_text|>a<|eot_id|>"]
     assert TextEncoder(tokenizers["chatml"]).bos is None
 
 
-@pytest.mark.parametrize("after, ends", [("<|im_end|>\n", ["a<|im_end|>", "b<|im_end|>"]),
-                                             ("\n", ["a", "b<|im_end|>"])])  # EOS once, at the end
-def test_marks_without_the_end_of_turn_and_templates_without_any(tokenizers, templated, after, ends):
-    marks = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}" + after
+@pytest.mark.parametrize(
+    "after, ends",
+    [("<|im_end|>\n", ["a<|im_end|>", "b<|im_end|>"]), ("\n", ["a", "b<|im_end|>"])],
+)  # EOS once, at the end
+def test_marks_without_the_end_of_turn_and_templates_without_any(
+    tokenizers, templated, after, ends
+):
+    marks = (
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        + after
+    )
     other = "{% else %}{{ m.content }}\n{% endif %}"
-    template = templated(tokenizers["chatml"], "{% for m in messages %}" + marks + other + "{% endfor %}")
-    assert answers(tokenizers["chatml"], encode(template, conversation("q", "a", "r", "b"))) == ends
+    template = templated(
+        tokenizers["chatml"], "{% for m in messages %}" + marks + other + "{% endfor %}"
+    )
+    assert (
+        answers(tokenizers["chatml"], encode(template, conversation("q", "a", "r", "b")))
+        == ends
+    )
 
 
 def unmarked(name):
@@ -193,11 +269,17 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         said = ["a", "b c", "a", "x\n\ny", "<think>z</think>w", "user", END[name]]
         if case % 4 == 0:
             said += [" a", "b \n"]
-        messages = [Message("system", "s")] * (case % 2) + conversation(*draw.choices(said, k=20 + case % 3))
-        answers = [i for i, message in enumerate(messages) if message.role == "assistant"][case % 5 :]
+        messages = [Message("system", "s")] * (case % 2) + conversation(
+            *draw.choices(said, k=20 + case % 3)
+        )
+        answers = [i for i, message in enumerate(messages) if message.role == "assistant"][
+            case % 5 :
+        ]
         with mock.patch.object(Template, "generate", counted):
             for turns in ("together", "auto"):
-                (together,) = template.encode_batch(template.render(messages, (), answers, turns))
+                (together,) = template.encode_batch(
+                    template.render(messages, (), answers, turns)
+                )
                 if case % 4:
                     assert 0 < sum(rendered) <= 5 * len(messages), turns
                 rendered.clear()
@@ -206,9 +288,15 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         assert len(alone) == len(answers)
         for one, span in zip(reversed(alone), together.spans):
             assert one.spans == [span] and one.tokens == together.tokens[: span[1]]
-    last = PLAIN_CHATML.replace("message['content']", "message['content'] + ('!' if loop.revindex == 2 else '')")
-    with pytest.raises(DropRowError, match="rewrites earlier turns|where it opens the assistant's turn"):
-        templated(tokenizers["chatml"], last).render(conversation(*"uaubucud"), (), [1, 3, 5, 7])
+    last = PLAIN_CHATML.replace(
+        "message['content']", "message['content'] + ('!' if loop.revindex == 2 else '')"
+    )
+    with pytest.raises(
+        DropRowError, match="rewrites earlier turns|where it opens the assistant's turn"
+    ):
+        templated(tokenizers["chatml"], last).render(
+            conversation(*"uaubucud"), (), [1, 3, 5, 7]
+        )
 
 
 def test_a_template_that_rewrites_history_is_refused_per_row(tokenizers, templated):
@@ -233,7 +321,11 @@ R1 = (  # opens every answer with <think>, and shows none of the thinking, as De
 
 def texts(tokenizer, template, messages, turns, answers=None):
     """The rendered texts, with their trained answers in brackets."""
-    answers = [i for i, m in enumerate(messages) if m.role == "assistant"] if answers is None else answers
+    answers = (
+        [i for i, m in enumerate(messages) if m.role == "assistant"]
+        if answers is None
+        else answers
+    )
     found = []
     for encoded in template.encode_batch(template.render(messages, (), answers, turns)):
         cuts = [0, *(place for span in encoded.spans for place in span), len(encoded.tokens)]
@@ -249,13 +341,18 @@ def test_qwen3_writes_what_is_published(tokenizers):
     messages = [Message("system", ""), Message("user", "q"), Message("assistant", THINK.format("t", "a")),
                 Message("user", "r"), Message("assistant", "", None, (CALL,), {"reasoning_content": "\nu\n"}),
                 Message("tool", "7"), Message("assistant", "b")]  # fmt: skip
-    head = "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    head = (
+        "<|im_start|>system\n<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    )
     call = '<think>\nu\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call><|im_end|>'
     history = head + "a<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
     tool = "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     last = "<think>\n\n</think>\n\nb<|im_end|>"
     first = head + "[<think>\nt\n</think>\n\na<|im_end|>]"
-    assert texts(tokenizer, template, messages, "auto") == [f"{history}[{call}]{tool}[{last}]", first]
+    assert texts(tokenizer, template, messages, "auto") == [
+        f"{history}[{call}]{tool}[{last}]",
+        first,
+    ]
     assert texts(tokenizer, template, messages, "separate") == [f"{history}{call}{tool}[{last}]",
                                                                 f"{history}[{call}]", first]  # fmt: skip
     assert texts(tokenizer, template, messages[:4], "auto", []) == [history]
@@ -263,13 +360,19 @@ def test_qwen3_writes_what_is_published(tokenizers):
         encode(template, messages)
     tools = texts(tokenizer, template, messages[1:2], "auto", [])[0]
     assert tools == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    with_tools = tokenizer.decode(encode(template, messages[1:2], TOOLS, generation_prompt=True).tokens)
+    with_tools = tokenizer.decode(
+        encode(template, messages[1:2], TOOLS, generation_prompt=True).tokens
+    )
     assert with_tools == (
         "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
-        "provided with function signatures within <tools></tools> XML tags:\n<tools>\n" '{"type": "function", '
-        '"function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}' "\n</tools>\n\nFor each "
+        "provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+        '{"type": "function", '
+        '"function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}'
+        "\n</tools>\n\nFor each "
         "function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:"
-        '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n' + tools)
+        '\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+        + tools
+    )
 
 
 def test_llama31_writes_what_is_published(tokenizers):
@@ -289,12 +392,19 @@ def test_llama31_writes_what_is_published(tokenizers):
         + header.format("assistant") + '{"name": "f", "parameters": {"x": "é"}}<|eot_id|>' + header.format("ipython")
         + '"7"<|eot_id|>' + header.format("assistant") + "a<|eot_id|>")  # fmt: skip
     said = [messages[0], Message("assistant", "I will call", None, (CALL,))]
-    with pytest.raises(DropRowError, match="leaves out a part of an answer"):  # the published template drops the text
+    with pytest.raises(
+        DropRowError, match="leaves out a part of an answer"
+    ):  # the published template drops the text
         encode(template, said, TOOLS)
 
 
 def test_built_in_templates_keep_system_messages_where_they_are(tokenizers):
-    late = [Message("system", ""), Message("user", "q"), Message("system", "s"), Message("assistant", "a")]
+    late = [
+        Message("system", ""),
+        Message("user", "q"),
+        Message("system", "s"),
+        Message("assistant", "a"),
+    ]
     for name in ("llama3", "chatml", "qwen2.5", "qwen3"):
         tokenizer = tokenizers["qwen2.5" if name == "qwen3" else name]
         text = tokenizer.decode(encode(ChatTemplate(tokenizer, name), late).tokens)
@@ -302,14 +412,21 @@ def test_built_in_templates_keep_system_messages_where_they_are(tokenizers):
         assert roles == [message.role for message in late], text
 
 
-def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_writes_it(tokenizers, templated):
+def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_writes_it(
+    tokenizers, templated
+):
     tokenizer = tokenizers["chatml"]
     template = templated(tokenizer, R1)
     assert template.stop_tokens == [tokenizer.eos_token_id]
     messages = conversation("q", THINK.format("t", "a"), "r", THINK.format("u", "b"))
-    opened, history = "<|im_start|>U:q<|im_start|>A:", "\n\na<|im_end|><|im_start|>U:r<|im_start|>A:<think>\n"
+    opened, history = (
+        "<|im_start|>U:q<|im_start|>A:",
+        "\n\na<|im_end|><|im_start|>U:r<|im_start|>A:<think>\n",
+    )
     assert texts(tokenizer, template, messages, "auto") == [
-        opened + history + "[u\n</think>\n\nb<|im_end|>]", opened + "<think>\n[t\n</think>\n\na<|im_end|>]"]
+        opened + history + "[u\n</think>\n\nb<|im_end|>]",
+        opened + "<think>\n[t\n</think>\n\na<|im_end|>]",
+    ]
     with pytest.raises(DropRowError, match="rewrites earlier turns"):
         encode(template, messages)
     with pytest.raises(DropRowError, match="where it opens the assistant's turn"):
@@ -321,11 +438,13 @@ def test_a_prompt_may_begin_the_answer(tokenizers, name):
     """Its tokens are those of the prompt that is continued at inference, and they are not trained."""
     tokenizer, template = tokenizers[name], ChatTemplate(tokenizers[name], name)
     begun = Message("assistant", "Sure, <|im_", begun=11)
-    prompt, = template.encode_batch(template.render([Message("user", "q"), begun]))
+    (prompt,) = template.encode_batch(template.render([Message("user", "q"), begun]))
     whole, = template.encode_batch(template.render([Message("user", "q"), Message(
         "assistant", "Sure, <|im_end|> it is", begun=11)], (), [1]))  # fmt: skip
     start, stop = whole.spans[0]
-    assert prompt.tokens == whole.tokens[:start] and tokenizer.decode(prompt.tokens).endswith(" Sure, <|im_"[-11:])
+    assert prompt.tokens == whole.tokens[:start] and tokenizer.decode(prompt.tokens).endswith(
+        " Sure, <|im_"[-11:]
+    )
     assert tokenizer.decode(whole.tokens[start:stop]) == "end|> it is" + END[name]
 
 
@@ -344,16 +463,19 @@ def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(t
     folder = write_tokenizer(tmp_path / "merges", CHATML)
     text = json.loads((folder / "tokenizer.json").read_text())
     text["model"]["vocab"]["ĊĊ"], text["model"]["merges"] = 300, [["Ċ", "Ċ"]]
-    text["pre_tokenizer"]["use_regex"] = False  # so that two newlines are one word, as in Llama-3 and Qwen
+    text["pre_tokenizer"]["use_regex"] = (
+        False  # so that two newlines are one word, as in Llama-3 and Qwen
+    )
     (folder / "tokenizer.json").write_text(json.dumps(text))
     tokenizer = load_tokenizer(folder, eos_token="<|im_end|>")
     template = ChatTemplate(tokenizer, "chatml")
     rendered = template.render(conversation("q", "\na"), (), [1])
-    whole, = template.encode_batch(rendered, as_whole=True)
+    (whole,) = template.encode_batch(rendered, as_whole=True)
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n\na<|im_end|>"
-    assert whole.tokens == tokenizer(text)["input_ids"] and tokenizer.decode(whole.tokens[slice(*whole.spans[0])]) == (
-        "\n\na<|im_end|>")
-    alone, = template.encode_batch(rendered)
+    assert whole.tokens == tokenizer(text)["input_ids"] and tokenizer.decode(
+        whole.tokens[slice(*whole.spans[0])]
+    ) == ("\n\na<|im_end|>")
+    (alone,) = template.encode_batch(rendered)
     prompt = encode(template, conversation("q"), generation_prompt=True)
     assert alone.tokens[: alone.spans[0][0]] == prompt.tokens and alone.tokens != whole.tokens
 
@@ -362,7 +484,11 @@ def test_template_mistakes_are_one_sentence(tokenizers, templated):
     tokenizer = tokenizers["plain"]
     for make, text, message in (
         (ChatTemplate, "tokenizer", "has no chat template; set data.chat_template to llama3"),
-        (ChatTemplate, "chatml", "writes <.im_end.>, <.im_start.>, which the tokenizer does not have"),
+        (
+            ChatTemplate,
+            "chatml",
+            "writes <.im_end.>, <.im_start.>, which the tokenizer does not have",
+        ),
         (ChatTemplate, "absent.jinja", "neither tokenizer, llama3"),
         (templated, "{% for %}", "not valid Jinja"),
         (templated, "{{ messages[0].content }}", "knows neither"),
@@ -394,8 +520,15 @@ def test_load_tokenizer(tmp_path):
     for path in (folder, folder / "tokenizer.json"):
         tokenizer = load_tokenizer(path, eos_token="<|im_end|>")
         assert tokenizer.eos_token_id == 258 and len(tokenizer) == 259
-    full = write_tokenizer(tmp_path / "full", CHATML, eos_token="<|im_end|>", chat_template=PLAIN_CHATML)
+    full = write_tokenizer(
+        tmp_path / "full", CHATML, eos_token="<|im_end|>", chat_template=PLAIN_CHATML
+    )
     (full / "evil.py").write_text("raise SystemExit('code of the folder ran')")
-    (full / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
+    (full / "config.json").write_text(
+        '{"model_type": "evil", "auto_map": {"AutoTokenizer": ["evil.Evil", null]}}'
+    )
     tokenizer = load_tokenizer(full)
-    assert isinstance(tokenizer, PreTrainedTokenizerFast) and ChatTemplate(tokenizer).text == PLAIN_CHATML
+    assert (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and ChatTemplate(tokenizer).text == PLAIN_CHATML
+    )

@@ -18,29 +18,49 @@ USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "cont
 
 
 def trained(tokenizer, sequence):
-    return tokenizer.decode([int(t) for t, w in zip(sequence.tokens, sequence.loss_weights) if w])
+    return tokenizer.decode(
+        [int(t) for t, w in zip(sequence.tokens, sequence.loss_weights) if w]
+    )
 
 
 def test_sft_trains_every_answer_or_the_last_or_all(tokenizer, open_rows):
-    row = {"messages": [USER, BOT, USER, {"role": "assistant", "content": "last", "weight": 0.25}]}
+    row = {
+        "messages": [USER, BOT, USER, {"role": "assistant", "content": "last", "weight": 0.25}]
+    }
     sequence = open_rows([row], "sequence")[0].sequences[0]
     assert trained(tokenizer, sequence) == "answer<|im_end|>last<|im_end|>"
     assert set(np.unique(sequence.loss_weights)) == {0.0, 1.0, 0.25}
     assert open_rows([row], "sequence", train_on="all")[0].sequences[0].loss_weights.all()
     history = {"instruction": "i", "output": "o", "history": [["u", "a"]]}
     completion = {"prompt": [USER, BOT, USER], "completion": [BOT]}
-    for given, train_on, text in ((row, "last", "last<|im_end|>"), (history, "assistant", "a<|im_end|>o<|im_end|>"),
-                                  (completion, "assistant", "answer<|im_end|>")):
-        assert trained(tokenizer, open_rows([given], "sequence", train_on=train_on)[0].sequences[0]) == text
+    for given, train_on, text in (
+        (row, "last", "last<|im_end|>"),
+        (history, "assistant", "a<|im_end|>o<|im_end|>"),
+        (completion, "assistant", "answer<|im_end|>"),
+    ):
+        assert (
+            trained(
+                tokenizer, open_rows([given], "sequence", train_on=train_on)[0].sequences[0]
+            )
+            == text
+        )
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.6])
 @pytest.mark.parametrize("kind", ["sequence", "text"])
 def test_a_fraction_of_the_rows_is_held_out(tokenizer, open_rows, kind, share):
     """Each row is on one side, by its place alone, and every stretch and every second row have the share."""
-    rows = [{"prompt": "p", "completion": f"row {i:03}", "text": f"row {i:03}"} for i in range(200)]
-    sides = [open_rows(rows, kind, eval_fraction=share, held_out=held_out) for held_out in (False, True)]
-    texts = ["".join(tokenizer.decode(d[i].sequences[0].tokens) for i in range(len(d))) for d in sides]
+    rows = [
+        {"prompt": "p", "completion": f"row {i:03}", "text": f"row {i:03}"} for i in range(200)
+    ]
+    sides = [
+        open_rows(rows, kind, eval_fraction=share, held_out=held_out)
+        for held_out in (False, True)
+    ]
+    texts = [
+        "".join(tokenizer.decode(d[i].sequences[0].tokens) for i in range(len(d)))
+        for d in sides
+    ]
     train, held = ([i for i in range(200) if f"row {i:03}" in text] for text in texts)
     assert sorted(train + held) == [*range(200)]
     for part in (range(200), range(50), range(150, 200), range(0, 200, 2), range(0, 200, 5)):
@@ -49,12 +69,23 @@ def test_a_fraction_of_the_rows_is_held_out(tokenizer, open_rows, kind, share):
 
 
 def thought(thinking, answer, **more):
-    return {"role": "assistant", "content": f"<think>\n{thinking}\n</think>\n\n{answer}", **more}
+    return {
+        "role": "assistant",
+        "content": f"<think>\n{thinking}\n</think>\n\n{answer}",
+        **more,
+    }
 
 
 def test_turns_that_the_template_rewrites_are_sequences_of_one_example(tokenizer, open_rows):
     """The same tokens and weights as rows of their own, with the history that inference will see."""
-    messages = [USER, thought("x", "one"), USER, thought("y", "two", weight=0.5), USER, thought("z", "three")]
+    messages = [
+        USER,
+        thought("x", "one"),
+        USER,
+        thought("y", "two", weight=0.5),
+        USER,
+        thought("z", "three"),
+    ]
     rows = [{"messages": messages}, {"messages": messages[:2]}]
     dataset = open_rows(rows, "sequence", template="qwen3")
     assert len(dataset) == 2 and [len(example.sequences) for example in dataset] == [3, 1]
@@ -62,10 +93,16 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(tokenizer
     assert dataset.report.notes == {ended: 1} and f"{ended}: 1 (" in str(dataset.report)
     untrained = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in messages]
     own = [{"messages": [*untrained[:i], messages[i]]} for i in (5, 3, 1)]
-    for sequence, row in zip(dataset[0].sequences, open_rows(own, "sequence", template="qwen3", name="own.jsonl")):
+    for sequence, row in zip(
+        dataset[0].sequences, open_rows(own, "sequence", template="qwen3", name="own.jsonl")
+    ):
         (alone,) = row.sequences
-        assert list(sequence.tokens) == list(alone.tokens) and list(sequence.loss_weights) == list(alone.loss_weights)
-    assert trained(tokenizer, dataset[0].sequences[1]) == "<think>\ny\n</think>\n\ntwo<|im_end|>"
+        assert list(sequence.tokens) == list(alone.tokens) and list(
+            sequence.loss_weights
+        ) == list(alone.loss_weights)
+    assert (
+        trained(tokenizer, dataset[0].sequences[1]) == "<think>\ny\n</think>\n\ntwo<|im_end|>"
+    )
 
     # the history of a later turn holds the prompts of earlier ones, which are computed once
     shared = TokenizedDataset(dataset.folder, share_prompts=True)
@@ -84,7 +121,9 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(tokenizer
 def test_a_turn_that_is_too_long_is_left_out_alone(tokenizer, open_rows):
     row = {"messages": [USER, thought("x" * 200, "one"), USER, thought("y", "two")]}
     dataset = open_rows([row], "sequence", 150, template="qwen3", truncation="drop")
-    assert [trained(tokenizer, s) for s in dataset[0].sequences] == ["<think>\ny\n</think>\n\ntwo<|im_end|>"]
+    assert [trained(tokenizer, s) for s in dataset[0].sequences] == [
+        "<think>\ny\n</think>\n\ntwo<|im_end|>"
+    ]
     assert dataset.report.notes == {"turns left out, longer than max_length": 1,
                                     "conversations whose turns are trained separately": 1}  # fmt: skip
     assert not dataset.report.dropped
@@ -95,7 +134,11 @@ def test_prompts_of_preferences_are_those_of_inference(tokenizer, open_rows, kin
     """Earlier thinking is gone, the answer's own is trained."""
     said = [thought("y", "two")]
     row = {"prompt": [USER, thought("x", "one"), USER]}
-    row |= {"chosen": said, "rejected": "bad"} if kind == "pair" else {"completion": said, "label": True}
+    row |= (
+        {"chosen": said, "rejected": "bad"}
+        if kind == "pair"
+        else {"completion": said, "label": True}
+    )
     (example,) = open_rows([row], kind, template="qwen3")
     head = int(example.columns["prompt_length"])
     assert tokenizer.decode(example.sequences[0].tokens[:head]) == (
@@ -117,25 +160,38 @@ def test_what_the_template_does_not_show_is_refused_or_counted(open_rows):
 
 
 def test_pairs_share_their_prompt_tokens(tokenizer, open_rows):
-    dataset = open_rows([{"prompt": [USER, BOT, USER], "chosen": "good", "rejected": "not so good"}] * 2, "pair")
+    dataset = open_rows(
+        [{"prompt": [USER, BOT, USER], "chosen": "good", "rejected": "not so good"}] * 2, "pair"
+    )
     example = dataset[1]
     head = int(example.columns["prompt_length"])
     chosen, rejected = example.sequences
     assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
-    assert trained(tokenizer, chosen) == "good<|im_end|>" and trained(tokenizer, rejected) == "not so good<|im_end|>"
+    assert (
+        trained(tokenizer, chosen) == "good<|im_end|>"
+        and trained(tokenizer, rejected) == "not so good<|im_end|>"
+    )
     assert not chosen.loss_weights[:head].any() and chosen.loss_weights[head:].all()
     assert dataset.lengths[1] == len(chosen.tokens) + len(rejected.tokens)
     flat = np.fromfile(dataset.folder / "tokens.bin", np.int32)
     assert len(flat) == dataset.lengths.sum()
-    offset = dataset.lengths[0] + len(chosen.tokens)  # sequences lie end to end, which the reference's values rely on
+    offset = dataset.lengths[0] + len(
+        chosen.tokens
+    )  # sequences lie end to end, which the reference's values rely on
     assert list(flat[offset : offset + len(rejected.tokens)]) == list(rejected.tokens)
     assert isinstance(chosen.tokens, np.memmap)
 
 
-@pytest.mark.parametrize("truncation, max_length", [("keep_start", 90), ("keep_end", 24), ("keep_end", 90)])
+@pytest.mark.parametrize(
+    "truncation, max_length", [("keep_start", 90), ("keep_end", 24), ("keep_end", 90)]
+)
 def test_truncated_pairs_stay_trainable_and_keep_one_prompt(open_rows, truncation, max_length):
-    rows = [{"prompt": "p" * p, "chosen": "c" * c, "rejected": "r" * r}
-            for p in (1, 30, 200) for c in (1, 40, 300) for r in (2, 77)]
+    rows = [
+        {"prompt": "p" * p, "chosen": "c" * c, "rejected": "r" * r}
+        for p in (1, 30, 200)
+        for c in (1, 40, 300)
+        for r in (2, 77)
+    ]
     dataset = open_rows(rows, "pair", max_length, truncation=truncation)
     for example in dataset:
         head = int(example.columns["prompt_length"])
@@ -143,13 +199,20 @@ def test_truncated_pairs_stay_trainable_and_keep_one_prompt(open_rows, truncatio
         assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
         for sequence in example.sequences:
             assert len(sequence.tokens) <= max_length and sequence.loss_weights[1:].any()
-    dropped = {"no trained token is left after truncation": 6} if truncation == "keep_start" else {}
-    assert dataset.report.dropped == dropped and len(dataset) + sum(dropped.values()) == len(rows)
+    dropped = (
+        {"no trained token is left after truncation": 6} if truncation == "keep_start" else {}
+    )
+    assert dataset.report.dropped == dropped and len(dataset) + sum(dropped.values()) == len(
+        rows
+    )
 
 
 def test_sft_truncation_policies(tokenizer, open_rows):
-    rows = [{"messages": [USER, BOT]}, {"messages": [USER, {"role": "assistant", "content": "a" * 100}]},
-            {"messages": [{"role": "user", "content": "q" * 100}, BOT]}]
+    rows = [
+        {"messages": [USER, BOT]},
+        {"messages": [USER, {"role": "assistant", "content": "a" * 100}]},
+        {"messages": [{"role": "user", "content": "q" * 100}, BOT]},
+    ]
     start = open_rows(rows, "sequence", 60)
     assert len(start) == 2 and start.lengths[1] == 60
     assert start.report.dropped == {"no trained token is left after truncation": 1}
@@ -160,36 +223,54 @@ def test_sft_truncation_policies(tokenizer, open_rows):
     assert end.report.notes == {"truncated": 2}
     drop = open_rows(rows, "sequence", 60, truncation="drop")
     assert len(drop) == 1 and drop.report.dropped == {"longer than max_length": 2}
-    with pytest.raises(DataError, match=r"rows.jsonl row 2 has \d+ tokens but data.max_length is 60; raise it"):
+    with pytest.raises(
+        DataError, match=r"rows.jsonl row 2 has \d+ tokens but data.max_length is 60; raise it"
+    ):
         open_rows(rows, "sequence", 60, truncation="error")
     with pytest.raises(DataError, match=r"no example is left of .*rows.jsonl"):
         open_rows(rows[2:], "sequence", 40)
 
 
 def test_keep_end_keeps_bos(tmp_path, open_rows):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", bos="<|begin_of_text|>"), eos_token="<|eot_id|>",
-                               bos_token="<|begin_of_text|>")
+    tokenizer = load_tokenizer(
+        write_tokenizer(tmp_path / "t", bos="<|begin_of_text|>"),
+        eos_token="<|eot_id|>",
+        bos_token="<|begin_of_text|>",
+    )
     rows = [{"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}]
     for kind in ("pair", "prompt"):
-        dataset = open_rows(rows, kind, 40, template="llama3", tokenizer=tokenizer, truncation="keep_end")
+        dataset = open_rows(
+            rows, kind, 40, template="llama3", tokenizer=tokenizer, truncation="keep_end"
+        )
         for sequence in dataset[0].sequences:
             tokens = list(sequence.tokens)
-            assert tokens[0] == tokenizer.bos_token_id and tokens.count(tokenizer.bos_token_id) == 1
+            assert (
+                tokens[0] == tokenizer.bos_token_id
+                and tokens.count(tokenizer.bos_token_id) == 1
+            )
             assert "assistant<|end_header_id|>\n\n" in tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("max_length", [7, 64, 4096])
 @pytest.mark.parametrize("bos", [None, "<|im_start|>"])
 def test_documents_are_split_without_losing_a_token(tmp_path, open_rows, max_length, bos):
-    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", CHATML, bos=bos), eos_token="<|im_end|>",
-                               **({"bos_token": bos} if bos else {}))
+    tokenizer = load_tokenizer(
+        write_tokenizer(tmp_path / "t", CHATML, bos=bos),
+        eos_token="<|im_end|>",
+        **({"bos_token": bos} if bos else {}),
+    )
     texts = ["a", "hello <|im_end|> there", "x" * 500, "line\n" * 200]
     dataset = open_rows([{"text": t} for t in texts], "text", max_length, tokenizer=tokenizer)
     documents, current = [], []
     for example in dataset:
         tokens = example.sequences[0].tokens.tolist()
-        assert 2 <= len(tokens) <= max_length and np.asarray(example.sequences[0].loss_weights).all()
-        assert not current or current[-1] == tokens[0]  # overlap: the last token is the next piece's first context
+        assert (
+            2 <= len(tokens) <= max_length
+            and np.asarray(example.sequences[0].loss_weights).all()
+        )
+        assert (
+            not current or current[-1] == tokens[0]
+        )  # overlap: the last token is the next piece's first context
         current += tokens[1:] if current else tokens
         if tokens[-1] == tokenizer.eos_token_id:
             documents.append(current)
@@ -197,11 +278,15 @@ def test_documents_are_split_without_losing_a_token(tmp_path, open_rows, max_len
     head = [tokenizer.bos_token_id] if bos else []
     assert [d[: len(head)] for d in documents] == [head] * 4
     assert [tokenizer.decode(d[len(head) : -1]) for d in documents] == texts
-    assert all(d.count(tokenizer.eos_token_id) == 1 for d in documents)  # the text's own <|im_end|> stays text
+    assert all(
+        d.count(tokenizer.eos_token_id) == 1 for d in documents
+    )  # the text's own <|im_end|> stays text
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
-def test_huge_text_is_tokenised_part_by_part_like_the_whole(tmp_path, tokenizer, monkeypatch, name):
+def test_huge_text_is_tokenised_part_by_part_like_the_whole(
+    tmp_path, tokenizer, monkeypatch, name
+):
     text = "".join(f"word {i}, and some more.\n" for i in range(3000))
     path = tmp_path / name
     path.write_text(text if name == "t.txt" else json.dumps({"text": text}))
@@ -211,12 +296,17 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(tmp_path, tokenizer,
     parts = list(safe_parts(text))
     assert "".join(parts) == text and len(parts) > 5 and max(map(len, parts)) <= 10_064
     in_parts = open_dataset(*arguments, tmp_path / "two")
-    assert (whole.folder / "tokens.bin").read_bytes() == (in_parts.folder / "tokens.bin").read_bytes()
+    assert (whole.folder / "tokens.bin").read_bytes() == (
+        in_parts.folder / "tokens.bin"
+    ).read_bytes()
     assert len(whole) == -(-len(text) // 999) and in_parts.report.read == 1
 
 
 def test_unpaired_and_mismatched_completions(tokenizer, open_rows):
-    rows = [{"prompt": f"p{i // 2}", "completion": f"c{i}" * 5, "label": i % 2 == 0} for i in range(6)]
+    rows = [
+        {"prompt": f"p{i // 2}", "completion": f"c{i}" * 5, "label": i % 2 == 0}
+        for i in range(6)
+    ]
     dataset = open_rows(rows, "unpaired", 50)
     assert dataset.columns["label"].tolist() == [1, 0, 1, 0, 1, 0]
     assert dataset.columns["prompt_id"].tolist() == [0, 0, 1, 1, 2, 2]
@@ -229,7 +319,10 @@ def test_unpaired_and_mismatched_completions(tokenizer, open_rows):
 
 
 def test_prompts_end_with_the_opened_turn_and_keep_their_row(tokenizer, open_rows):
-    rows = [{"question": "What?", "answer": "#### 18"}, {"question": "Who is 漢?", "answer": "#### 3"}]
+    rows = [
+        {"question": "What?", "answer": "#### 18"},
+        {"question": "Who is 漢?", "answer": "#### 3"},
+    ]
     dataset = open_rows(rows, "prompt")
     text = tokenizer.decode(dataset[1].sequences[0].tokens.tolist())
     assert text.endswith("Who is 漢?<|im_end|>\n<|im_start|>assistant\n")
@@ -241,7 +334,10 @@ def test_cache_is_keyed_by_content(tmp_path, open_rows):
     first = open_rows([row], "sequence")
     stamp = (first.folder / "tokens.bin").stat().st_mtime_ns
     again = open_rows([row], "sequence", name="other_name.jsonl")
-    assert again.folder == first.folder and (first.folder / "tokens.bin").stat().st_mtime_ns == stamp
+    assert (
+        again.folder == first.folder
+        and (first.folder / "tokens.bin").stat().st_mtime_ns == stamp
+    )
     assert str(again.report) == str(first.report)
     others = [
         open_rows([row, row], "sequence"), open_rows([row], "sequence", 400),
@@ -249,20 +345,29 @@ def test_cache_is_keyed_by_content(tmp_path, open_rows):
         open_rows([row], "sequence", template="qwen2.5"),
     ]  # fmt: skip
     assert len({d.fingerprint for d in [first, *others]}) == 5
-    assert len(os.listdir(tmp_path / "cache" / "tokenized")) == 5  # and no file of a writer is left
+    assert (
+        len(os.listdir(tmp_path / "cache" / "tokenized")) == 5
+    )  # and no file of a writer is left
 
 
 def test_unwritable_cache_is_one_sentence(tmp_path, open_rows):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(DataError, match=r"the data cache .* cannot be written: .*set data.cache"):
+    with pytest.raises(
+        DataError, match=r"the data cache .* cannot be written: .*set data.cache"
+    ):
         open_rows([{"messages": [USER, BOT]}], "sequence")
 
 
 def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys):
     preview_examples(open_rows([{"messages": [USER, BOT]}], "sequence"), tokenizer, 5)
     text = capsys.readouterr().out
-    assert "<|im_start|>assistant\n[[answer<|im_end|>]]\n" in text and "8 trained" not in text.split("\n")[1]
+    assert (
+        "<|im_start|>assistant\n[[answer<|im_end|>]]\n" in text
+        and "8 trained" not in text.split("\n")[1]
+    )
     assert "7 trained" in text and "read 1 rows, kept 1 examples" in text
-    preview_examples(open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair"), tokenizer, 1)
+    preview_examples(
+        open_rows([{"prompt": "p", "chosen": "good", "rejected": "bad"}], "pair"), tokenizer, 1
+    )
     text = capsys.readouterr().out
     assert "(chosen)" in text and "[[bad<|im_end|>]]" in text

@@ -42,6 +42,12 @@ def test_held_out_questions_are_new(demo):
     def questions(name):
         return {json.loads(line)["messages"][0]["content"] for line in open(demo / "a" / name)}
 
-    train = questions("sft_train.jsonl") | questions("kto_train.jsonl") | questions("ppo_train.jsonl")
-    held_out = questions("sft_eval.jsonl") | questions("kto_eval.jsonl") | questions("ppo_eval.jsonl")
+    train = (
+        questions("sft_train.jsonl")
+        | questions("kto_train.jsonl")
+        | questions("ppo_train.jsonl")
+    )
+    held_out = (
+        questions("sft_eval.jsonl") | questions("kto_eval.jsonl") | questions("ppo_eval.jsonl")
+    )
     assert len(held_out) == 192 and not train & held_out

@@ -13,16 +13,28 @@ from ulysses.data import DataError
 from ulysses.data.read.formats import Report, locate_rows, read_records
 from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
 
-USER, BOT, OTHER = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
-HUMAN, GPT, GPT_OTHER = ({"from": f, "value": v} for f, v in (("human", "q"), ("gpt", "a"), ("gpt", "b")))
-TRANSCRIPTS = {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}
+USER, BOT, OTHER = (
+    {"role": r, "content": c}
+    for r, c in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
+)
+HUMAN, GPT, GPT_OTHER = (
+    {"from": f, "value": v} for f, v in (("human", "q"), ("gpt", "a"), ("gpt", "b"))
+)
+TRANSCRIPTS = {
+    "chosen": "\n\nHuman: q\n\nAssistant: a",
+    "rejected": "\n\nHuman: q\n\nAssistant: b",
+}
 PAIR_ROW = {"prompt": "q", "chosen": "a", "rejected": "b"}
 
 
 def load(path, kind="text", bad_rows="error", **source):
     report = Report()
     sources = [Source(str(path), **source)]
-    records = list(read_records(locate_rows(sources, report), sources, kind, events := [], bad_rows=bad_rows))
+    records = list(
+        read_records(
+            locate_rows(sources, report), sources, kind, events := [], bad_rows=bad_rows
+        )
+    )
     for event in events:
         report.count(*event)
     return records, report
@@ -94,7 +106,10 @@ def test_preference_formats(tmp_path, row):
     records, _ = read(tmp_path, [row], "pair")
     assert [flat(r) for r in records] == [PAIR]
     unpaired, _ = read(tmp_path, [row], "unpaired")
-    assert [(flat(r), r.columns["label"]) for r in unpaired] == [(([Q], [[A]]), 1.0), (([Q], [[B]]), 0.0)]
+    assert [(flat(r), r.columns["label"]) for r in unpaired] == [
+        (([Q], [[A]]), 1.0),
+        (([Q], [[B]]), 0.0),
+    ]
     prompts, _ = read(tmp_path, [row], "prompt")
     assert [flat(r) for r in prompts] == [([Q], [[]])] and prompts[0].row == row
 
@@ -109,7 +124,9 @@ def test_preference_formats(tmp_path, row):
 )  # fmt: skip
 def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(tmp_path, row, history):
     """The chosen answer alone, and not the turns before it."""
-    with pytest.raises(DataError, match=r'to train on one set columns = \{completion = "chosen"\}'):
+    with pytest.raises(
+        DataError, match=r'to train on one set columns = \{completion = "chosen"\}'
+    ):
         read(tmp_path, [row], "sequence")
     records, _ = read(tmp_path, [row], "sequence", columns={"completion": "chosen"})
     assert [flat(r) for r in records] == [([*history, Q], [[A]])]
@@ -117,7 +134,13 @@ def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(tmp_path, row, 
 
 @pytest.mark.parametrize(
     "more",
-    [{"answer": 42}, {"label": "cat"}, {"answers": ["4", "four"]}, {"response": {"x": 1}}, {"margin": "wide"}],
+    [
+        {"answer": 42},
+        {"label": "cat"},
+        {"answers": ["4", "four"]},
+        {"response": {"x": 1}},
+        {"margin": "wide"},
+    ],
 )
 @pytest.mark.parametrize("form", [{"prompt": "q"}, {"messages": [USER]}, {"instruction": "q"}])
 def test_what_stands_beside_a_prompt_is_the_rewards_own(tmp_path, form, more):
@@ -132,28 +155,49 @@ def test_ranked_lists(tmp_path):
     assert [[a[0].content for a in r.answers] for r in records] == [["y", "x"], ["y", "z"]]
     assert report.notes == {"rows that gave several examples": 1}
     records, _ = read(tmp_path, [row, PAIR_ROW | {"margin": 0.5}], "ranked")
-    assert [(len(r.answers), r.ranks, r.columns["margin"]) for r in records] == [(3, [1, 0, 1], 0), (2, [0, 1], 0.5)]
+    assert [(len(r.answers), r.ranks, r.columns["margin"]) for r in records] == [
+        (3, [1, 0, 1], 0),
+        (2, [0, 1], 0.5),
+    ]
 
 
 def test_tools_and_function_calls(tmp_path):
     called = {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}
     turns = [HUMAN, called, {"from": "observation", "value": "7"}, GPT]
-    row = {"conversations": turns, "tools": '[{"name": "f", "description": "d", "parameters": {}}]'}
+    row = {
+        "conversations": turns,
+        "tools": '[{"name": "f", "description": "d", "parameters": {}}]',
+    }
     (record,), _ = read(tmp_path, [row], "sequence")
     (messages,) = record.answers
     assert [m.role for m in messages] == ["user", "assistant", "tool", "assistant"]
-    assert messages[1].tool_calls == ({"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},)
+    assert messages[1].tool_calls == (
+        {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}},
+    )
     assert record.tools[0]["function"]["name"] == "f"
 
 
 def test_keys_of_messages_are_kept_for_the_template(tmp_path):
-    called = {"role": "assistant", "content": None, "reasoning_content": "t", "audio": None,
-              "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "t",
+        "audio": None,
+        "function_call": {"name": "f", "arguments": '{"x": 1}'},
+    }
     told = {"role": "tool", "content": "7", "tool_call_id": "c"}
-    identified = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
+    identified = {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
+    }
     row = {"messages": [USER, called, told, identified], "image": None, "images": []}
     messages = read(tmp_path, [row], "sequence")[0][0].answers[0]
-    assert [dict(m.more) for m in messages] == [{}, {"reasoning_content": "t"}, {"tool_call_id": "c"}, {}]
+    assert [dict(m.more) for m in messages] == [
+        {},
+        {"reasoning_content": "t"},
+        {"tool_call_id": "c"},
+        {},
+    ]
     assert messages[1].tool_calls[0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert messages[3].tool_calls[0]["id"] == "c"
 
@@ -161,23 +205,48 @@ def test_keys_of_messages_are_kept_for_the_template(tmp_path):
 def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(tmp_path):
     begun = [USER, {"role": "assistant", "content": "Sure, "}]
     for prompt, end in ((begun, "Sure, "), ("\n\nHuman: q\n\nAssistant: Sure,", "Sure,")):
-        rows = [{"prompt": prompt, "completion": "a"}, {"prompt": prompt, "completion": [BOT, USER, OTHER]}]
+        rows = [
+            {"prompt": prompt, "completion": "a"},
+            {"prompt": prompt, "completion": [BOT, USER, OTHER]},
+        ]
         first, second = read(tmp_path, rows, "sequence")[0]
-        assert flat(first) == ([Q], [[("assistant", end + "a")]]) and first.answers[0][0].begun == len(end)
+        assert flat(first) == ([Q], [[("assistant", end + "a")]]) and first.answers[0][
+            0
+        ].begun == len(end)
         assert flat(second) == ([Q], [[("assistant", end + "a"), Q, B]])
         pair = {"prompt": prompt, "chosen": "a", "rejected": [OTHER]}
-        assert flat(read(tmp_path, [pair], "pair")[0][0]) == ([Q], [[("assistant", end + x)] for x in ("a", "b")])
+        assert flat(read(tmp_path, [pair], "pair")[0][0]) == (
+            [Q],
+            [[("assistant", end + x)] for x in ("a", "b")],
+        )
         for row in (pair, {"prompt": prompt, "answer": "for the reward"}):
             found = read(tmp_path, [row], "prompt")[0][0]
-            assert flat(found) == ([Q, ("assistant", end)], [[]]) and found.prompt[-1].begun == len(end)
+            assert flat(found) == ([Q, ("assistant", end)], [[]]) and found.prompt[
+                -1
+            ].begun == len(end)
     empty = {"prompt": begun, "completion": " "}
     assert read(tmp_path, [empty], "sequence")[1].dropped == {"empty answer": 1}
-    later = {"prompt": begun, "completion": [USER, BOT]}  # a new question, so the prompt's turn is a whole one
-    assert flat(read(tmp_path, [later], "sequence")[0][0]) == ([Q, ("assistant", "Sure, ")], [[Q, A]])
+    later = {
+        "prompt": begun,
+        "completion": [USER, BOT],
+    }  # a new question, so the prompt's turn is a whole one
+    assert flat(read(tmp_path, [later], "sequence")[0][0]) == (
+        [Q, ("assistant", "Sure, ")],
+        [[Q, A]],
+    )
 
 
 def test_message_weights(tmp_path):
-    row = {"messages": [USER | {"loss_weight": 0.0}, BOT | {"train": False}, USER, BOT | {"weight": 0.5}, USER, BOT]}
+    row = {
+        "messages": [
+            USER | {"loss_weight": 0.0},
+            BOT | {"train": False},
+            USER,
+            BOT | {"weight": 0.5},
+            USER,
+            BOT,
+        ]
+    }
     records, _ = read(tmp_path, [row], "sequence")
     assert [m.weight for m in records[0].answers[0]] == [0.0, 0.0, None, 0.5, None, None]
 
@@ -190,7 +259,11 @@ def message(**keys):
     "row, kind, sentence",
     [
         ({"instruction": "q"}, "sequence", "row 1 has no answer"),
-        ({"instruction": 3, "output": "a"}, "sequence", "row 1 'instruction' is int, not a string"),
+        (
+            {"instruction": 3, "output": "a"},
+            "sequence",
+            "row 1 'instruction' is int, not a string",
+        ),
         ([1], "sequence", "row 1 is list, not an object"),
         (GOOD | {"history": [["x"]]}, "sequence", "list of .user, assistant. pairs"),
         (GOOD | {"output": "\ud800"}, "sequence", "unpaired surrogate"),
@@ -202,11 +275,27 @@ def message(**keys):
         ({"messages": [USER, "text"]}, "sequence", "message 2 is str, not an object"),
         (message(role="wizard", content="x"), "sequence", "message 2 has the role 'wizard'"),
         (message(role="assistant"), "sequence", "message 2 has no text content"),
-        (message(role="assistant", content=[{"type": "image", "value": "x"}]), "sequence", "type 'image'; only text"),
-        (message(role="user", content="x", weight=1), "sequence", "gives the weight 1 to a user message"),
+        (
+            message(role="assistant", content=[{"type": "image", "value": "x"}]),
+            "sequence",
+            "type 'image'; only text",
+        ),
+        (
+            message(role="user", content="x", weight=1),
+            "sequence",
+            "gives the weight 1 to a user message",
+        ),
         (message(role="assistant", content="x", weight=-1), "sequence", "negative weight"),
-        (message(**{"from": "function_call"}, value="not json"), "sequence", "tool call as JSON"),
-        (GOOD | {"images": ["a.png"]}, "sequence", "the column 'images', but only text .*columns = .unused = .images"),
+        (
+            message(**{"from": "function_call"}, value="not json"),
+            "sequence",
+            "tool call as JSON",
+        ),
+        (
+            GOOD | {"images": ["a.png"]},
+            "sequence",
+            "the column 'images', but only text .*columns = .unused = .images",
+        ),
         ({"text": "x", "audio": {"path": "a.wav"}}, "text", "the column 'audio'"),
         (PAIR_ROW | {"video": "a.mp4"}, "prompt", "the column 'video'"),
     ],
@@ -223,9 +312,17 @@ def test_bad_rows_are_errors_that_name_the_row(tmp_path, row, kind, sentence):
         ({"instruction": "q", "output": " "}, "sequence", "empty answer"),
         ({"instruction": "", "output": "a"}, "sequence", "empty prompt"),
         (GOOD | {"label": False}, "sequence", "its label is false"),
-        ({"instruction": "q", "chosen": "a", "rejected": "a"}, "pair", "chosen and rejected are the same"),
+        (
+            {"instruction": "q", "chosen": "a", "rejected": "a"},
+            "pair",
+            "chosen and rejected are the same",
+        ),
         ({"instruction": "q", "chosen": "a", "rejected": ""}, "pair", "empty answer"),
-        (PAIR_ROW | {"chosen": [USER, BOT]}, "pair", "an answer does not begin and end with an assistant message"),
+        (
+            PAIR_ROW | {"chosen": [USER, BOT]},
+            "pair",
+            "an answer does not begin and end with an assistant message",
+        ),
     ],
 )
 def test_rows_without_use_are_dropped_and_reported(tmp_path, row, kind, reason):
@@ -244,9 +341,14 @@ def test_transcripts_with_different_prompts_or_empty_answers_are_dropped(tmp_pat
         {"chosen": opened + " x", "rejected": opened + " y\n\nHuman: bye"},
     ]
     records, report = read(tmp_path, rows, "pair")
-    assert [flat(r) for r in records] == [([Q, A, ("user", "more")], [[("assistant", "x")], [("assistant", "y")]])]
-    assert report.dropped == {"the prompts of chosen and rejected differ": 1, "empty answer": 1,
-                              "rejected does not end with an assistant message": 1}
+    assert [flat(r) for r in records] == [
+        ([Q, A, ("user", "more")], [[("assistant", "x")], [("assistant", "y")]])
+    ]
+    assert report.dropped == {
+        "the prompts of chosen and rejected differ": 1,
+        "empty answer": 1,
+        "rejected does not end with an assistant message": 1,
+    }
 
 
 def test_broken_json_line_is_named_or_dropped(tmp_path):
@@ -268,7 +370,9 @@ def test_file_kinds_give_the_same_records(tmp_path):
     (tmp_path / "lines.json").write_text(lines)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "a.json").write_text("\ufeff" + json.dumps(rows, indent=1), encoding="utf-8")
+    (tmp_path / "folder" / "a.json").write_text(
+        "\ufeff" + json.dumps(rows, indent=1), encoding="utf-8"
+    )
     table = datasets.Dataset.from_list(rows)
     table.to_csv(tmp_path / "a.csv")
     table.to_parquet(tmp_path / "a.parquet")
@@ -308,10 +412,15 @@ def test_a_folder_gives_the_split_that_the_hub_would_give(tmp_path, name):
         records, report = load(folder, split=split)
         assert [record.text for record in records] == sorted(layout[split])
         left = files - {*layout[split]}
-        assert report.notes == ({f"files left out, not of split {split}": len(left)} if left else {})
+        assert report.notes == (
+            {f"files left out, not of split {split}": len(left)} if left else {}
+        )
         assert all(str(folder / file) in str(report) for file in left)
     there = ", ".join(split for split in layout if split)
-    with pytest.raises(DataError, match=rf"/folder has no split 'other', only {there}; set split to one of them"):
+    with pytest.raises(
+        DataError,
+        match=rf"/folder has no split 'other', only {there}; set split to one of them",
+    ):
         load(folder, split="other")
     with pytest.raises(DataError, match="has no split 'other'"):
         source_digest(Source(str(folder), split="other"), tmp_path)
@@ -327,10 +436,15 @@ def test_splits_of_a_saved_folder_and_of_a_folder_without_data_for_the_hub(tmp_p
     rows = {name: datasets.Dataset.from_list([{"text": name}]) for name in ("train", "test")}
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
     assert [load(tmp_path / "saved", split=name)[0][0].text for name in rows] == [*rows]
-    with pytest.raises(DataError, match=r"^/.*/saved has no split 'other', only train, test; set split to one of them"):
+    with pytest.raises(
+        DataError,
+        match=r"^/.*/saved has no split 'other', only train, test; set split to one of them",
+    ):
         load(tmp_path / "saved", split="other")
     (tmp_path / "few").mkdir()
-    write_rows(tmp_path / "few/config.json", [{"text": "a"}])  # a name that the hub never takes for data
+    write_rows(
+        tmp_path / "few/config.json", [{"text": "a"}]
+    )  # a name that the hub never takes for data
     assert load(tmp_path / "few")[0][0].text == "a"
 
 
@@ -345,17 +459,24 @@ def test_hub_datasets_go_through_datasets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records, _ = load("org/data", split="test")
     assert records[0].text == "hello" and records[0].where == "org/data row 1"
-    with pytest.raises(DataError, match=r"absent/data does not exist .* no hub dataset .* no such dataset"):
+    with pytest.raises(
+        DataError, match=r"absent/data does not exist .* no hub dataset .* no such dataset"
+    ):
         load("absent/data")
 
 
 def test_sources_and_their_mistakes(tmp_path):
     assert parse_sources(["a.jsonl", {"path": "b.jsonl", "weight": 2.0, "format": None}]) == [
-        Source("a.jsonl"), Source("b.jsonl", weight=2.0)]
+        Source("a.jsonl"),
+        Source("b.jsonl", weight=2.0),
+    ]
     absent = Source(str(tmp_path / "absent.jsonl"))
     assert absent.path in missing_sources([absent])[0]
     (tmp_path / "x.docx").write_text("")
-    for path, message in ((absent.path, "does not exist"), (tmp_path / "x.docx", "x.docx is none of")):
+    for path, message in (
+        (absent.path, "does not exist"),
+        (tmp_path / "x.docx", "x.docx is none of"),
+    ):
         with pytest.raises(DataError, match=message):
             load(path, "sequence")
 
@@ -366,13 +487,19 @@ def test_digest_follows_content_and_bytes_are_hashed_once(tmp_path, monkeypatch)
     source = Source(write_rows(tmp_path / "a.jsonl", [GOOD]))
     hashed = []
     digest = hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(1) or digest(file, name))
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: hashed.append(1) or digest(file, name)
+    )
     first = source_digest(source, tmp_path / "cache")
     assert source_digest(source, tmp_path / "cache") == first and len(hashed) == 1
     write_rows(tmp_path / "a.jsonl", [{**GOOD, "output": "b"}])
     assert source_digest(source, tmp_path / "cache") != first and len(hashed) == 2
     copy = write_rows(tmp_path / "b.jsonl", [GOOD])
-    assert source_digest(Source(copy), tmp_path) == first != source_digest(Source(copy, format="alpaca"), tmp_path)
+    assert (
+        source_digest(Source(copy), tmp_path)
+        == first
+        != source_digest(Source(copy, format="alpaca"), tmp_path)
+    )
 
 
 def test_text_file_with_separator_is_several_documents(tmp_path):

@@ -5,14 +5,18 @@ import pytest
 
 from ulysses.data.serve.preview import preview_examples
 
-PAIRS = [{"prompt": "a prompt of some length", "chosen": "good", "rejected": "not good"},
-         {"prompt": "p", "chosen": "same start, one", "rejected": "same start, two"}]
+PAIRS = [
+    {"prompt": "a prompt of some length", "chosen": "good", "rejected": "not good"},
+    {"prompt": "p", "chosen": "same start, one", "rejected": "same start, two"},
+]
 LIST = {"prompt": "rank these", "completions": ["x", "better", "x y"], "scores": [1, 3, 1]}
 
 
 @pytest.fixture
 def opened(open_rows):
-    return lambda kind, share_prompts: open_rows([*PAIRS, LIST], kind, share_prompts=share_prompts)
+    return lambda kind, share_prompts: open_rows(
+        [*PAIRS, LIST], kind, share_prompts=share_prompts
+    )
 
 
 @pytest.mark.parametrize("kind", ["pair", "ranked"])
@@ -23,20 +27,32 @@ def test_branches_leave_out_the_prompt_and_nothing_else(opened, kind):
         first = given.sequences[0]
         for place, (s, tree) in enumerate(zip(given.sequences, trees.sequences, strict=True)):
             cut = tree.prefix_length
-            assert cut == (int(given.columns["prompt_length"]) - 1 if place else 0) and tree.prefix_owner == place
-            assert [*first.tokens[:cut], *tree.tokens] == list(s.tokens) and not s.loss_weights[: cut + 1].any()
+            assert (
+                cut == (int(given.columns["prompt_length"]) - 1 if place else 0)
+                and tree.prefix_owner == place
+            )
+            assert [*first.tokens[:cut], *tree.tokens] == list(s.tokens) and not s.loss_weights[
+                : cut + 1
+            ].any()
             assert list(tree.loss_weights) == list(s.loss_weights[cut:])
     assert (whole.lengths - shared.lengths).tolist() == shared.prefix_lengths.sum(1).tolist()
     saved = shared.prefix_lengths.sum() / whole.lengths.sum()
-    assert f"{saved:.1%} of the tokens are prompts that another answer has" in str(shared.report)
-    assert whole.fingerprint != shared.fingerprint  # cached log-probabilities have the layout of their dataset
+    assert f"{saved:.1%} of the tokens are prompts that another answer has" in str(
+        shared.report
+    )
+    assert (
+        whole.fingerprint != shared.fingerprint
+    )  # cached log-probabilities have the layout of their dataset
 
 
 def test_a_ranked_list_is_one_example_with_its_ranks(opened):
     dataset = opened("ranked", True)
     found = [[s.columns["rank"] for s in example.sequences] for example in dataset]
     assert found == [[0, 1], [0, 1], [1, 0, 1]]
-    assert dataset.sequence_lengths.shape == (3, 3) and np.count_nonzero(dataset.sequence_lengths) == 7
+    assert (
+        dataset.sequence_lengths.shape == (3, 3)
+        and np.count_nonzero(dataset.sequence_lengths) == 7
+    )
 
 
 def test_inspection_shows_the_tree(opened, tokenizer, capsys):
@@ -44,4 +60,8 @@ def test_inspection_shows_the_tree(opened, tokenizer, capsys):
     preview_examples(dataset, tokenizer, 3)
     cut = dataset.prefix_lengths[2, 1]
     text = capsys.readouterr().out
-    assert "example 2 (ranked 1): " in text and "rank 1" in text and f"after {cut} of the first sequence, " in text
+    assert (
+        "example 2 (ranked 1): " in text
+        and "rank 1" in text
+        and f"after {cut} of the first sequence, " in text
+    )

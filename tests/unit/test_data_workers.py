@@ -16,8 +16,11 @@ from ulysses.data.serve.workers import in_order
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 ROWS = {
-    "sequence": [{"messages": TURNS * (1 + i % 7)} for i in range(100)] + [{"messages": TURNS[:1]}] * 9,
-    "pair": [{"prompt": f"q{i}", "chosen": "yes " * i, "rejected": f"no{i}"} for i in range(60)],
+    "sequence": [{"messages": TURNS * (1 + i % 7)} for i in range(100)]
+    + [{"messages": TURNS[:1]}] * 9,
+    "pair": [
+        {"prompt": f"q{i}", "chosen": "yes " * i, "rejected": f"no{i}"} for i in range(60)
+    ],
     "prompt": [{"prompt": f"q{i % 20}", "answer": i} for i in range(60)],
     "text": [{"text": "word " * (i % 5) * 100 + "."} for i in range(60)] + [{"text": ""}] * 8,
 }
@@ -67,7 +70,9 @@ def test_a_killed_process_ends_the_run(monkeypatch):
     monkeypatch.setattr(workers, "BATCHES_AT_FIRST", 2)
     found = in_order(die_at_seven, range(100), 2)
     assert [next(found) for _ in range(7)] == list(range(7))
-    with pytest.raises(DataError, match="was killed, perhaps for want of memory; set data.workers"):
+    with pytest.raises(
+        DataError, match="was killed, perhaps for want of memory; set data.workers"
+    ):
         list(found)
     assert not active_children()
 
@@ -93,7 +98,13 @@ def test_rows_are_counted_for_the_bar(tmp_path):
 def test_what_a_caller_has_frozen_stays_frozen(frozen, monkeypatch):
     """Ours is only frozen while batches are worked on."""
     calls: list[str] = []
-    for name, result in (("get_freeze_count", int(frozen)), ("freeze", None), ("unfreeze", None)):
-        monkeypatch.setattr(gc, name, lambda name=name, result=result: calls.append(name) or result)
+    for name, result in (
+        ("get_freeze_count", int(frozen)),
+        ("freeze", None),
+        ("unfreeze", None),
+    ):
+        monkeypatch.setattr(
+            gc, name, lambda name=name, result=result: calls.append(name) or result
+        )
     assert list(in_order(str, [[1], [2]], 1)) == ["[1]", "[2]"]
     assert calls == ["get_freeze_count", *([] if frozen else ["freeze", "unfreeze"])]

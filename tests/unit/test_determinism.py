@@ -24,7 +24,10 @@ def switch():
 
 def test_operations_without_a_deterministic_kernel_will_raise():
     require_determinism()
-    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     assert os.environ[CUBLAS] == ":4096:8"
 
 
@@ -36,5 +39,11 @@ def test_a_users_own_workspace_is_kept(monkeypatch):
 
 def test_our_triton_kernels_use_no_atomics():
     """Sums by atomics come in any order; every kernel of ours has its own place to write to."""
-    texts = [path.read_text() for name in ("losses", "models", "ulysses") for path in (ROOT / name).rglob("*.py")]
-    assert any("@triton.jit" in text for text in texts) and not any("tl.atomic_" in text for text in texts)
+    texts = [
+        path.read_text()
+        for name in ("losses", "models", "ulysses")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    assert any("@triton.jit" in text for text in texts) and not any(
+        "tl.atomic_" in text for text in texts
+    )

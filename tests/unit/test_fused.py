@@ -42,7 +42,9 @@ def in_float64(function, inputs, *grads):
     return *values, *torch.autograd.grad(values, exact, [g.double() for g in grads])
 
 
-def draw(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
+def draw(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
@@ -78,7 +80,9 @@ def test_norm_gradient(device, dtype, shape):
     mine_x, mine_w = rms_norm_backward(grad.clone(), x, weight, 1e-5)
     near(mine_x, grad_x, dtype)
     near(mine_w, grad_w, dtype, torch.promote_types(dtype, torch.float32))
-    near(rms_norm_backward(grad, x, weight, 1e-5, residual)[0], grad_x + residual.double(), dtype)
+    near(
+        rms_norm_backward(grad, x, weight, 1e-5, residual)[0], grad_x + residual.double(), dtype
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -88,7 +92,11 @@ def test_rotation(device, dtype, heads, width):
     q, k = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
     k = k[:, : heads[1]]  # rows that are not dense, like a view of an exchange buffer
     cos, sin = turns(19, width // 2, device)
-    all_near(rotate_pair(q, k, cos, sin, back=True), (turned(q, cos, -sin), turned(k, cos, -sin)), dtype)
+    all_near(
+        rotate_pair(q, k, cos, sin, back=True),
+        (turned(q, cos, -sin), turned(k, cos, -sin)),
+        dtype,
+    )
     wanted = turned(q, cos, sin), turned(k, cos, sin)
     inside = rotate_pair(q, k, cos, sin, out=(q, k))
     assert [x.data_ptr() for x in inside] == [q.data_ptr(), k.data_ptr()]
@@ -102,7 +110,18 @@ def test_rotation(device, dtype, heads, width):
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together):
     rows, kv = heads * width, kv_heads * width
-    shapes = (40, 32), (32,), (rows, 32), (kv, 32), (kv, 32), (rows,), (kv,), (kv,), (width,), (width,)
+    shapes = (
+        (40, 32),
+        (32,),
+        (rows, 32),
+        (kv, 32),
+        (kv, 32),
+        (rows,),
+        (kv,),
+        (kv,),
+        (width,),
+        (width,),
+    )
     inputs = draw(*shapes[: 10 if normed else 8], dtype=dtype, device=device)
     if together:
         inputs[2:5] = neighbours(*inputs[2:5])
@@ -114,7 +133,9 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 
     def exact(hidden, norm, *rest):
         rows = normalised(hidden, norm)
-        q, k, v = (F.linear(rows, w, b).unflatten(1, (-1, width)) for w, b in zip(rest[:3], rest[3:6]))
+        q, k, v = (
+            F.linear(rows, w, b).unflatten(1, (-1, width)) for w, b in zip(rest[:3], rest[3:6])
+        )
         if normed:
             q, k = normalised(q, rest[6]), normalised(k, rest[7])
         return turned(q, cos, sin), turned(k, cos, sin), v, hidden
@@ -131,7 +152,14 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
 @pytest.mark.parametrize("tile", [40, 16])
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 def test_feed_forward_half(device, dtype, tile, together):
-    shapes = (40, 32), (40, 32), (32,), (97, 32), (97, 32), (32, 97)  # not whole blocks of the kernels
+    shapes = (
+        (40, 32),
+        (40, 32),
+        (32,),
+        (97, 32),
+        (97, 32),
+        (32, 97),
+    )  # not whole blocks of the kernels
     grad, *inputs = draw(*shapes, dtype=dtype, device=device)
     if together:
         inputs[2:4] = neighbours(*inputs[2:4])
@@ -145,13 +173,25 @@ def test_feed_forward_half(device, dtype, tile, together):
     x, *weights = (t.requires_grad_() for t in inputs)
     w = *weights, 1e-5
     out = FeedForwardNode.apply(x, *w)
-    factor = {torch.float32: 1.0, torch.bfloat16: 4.0}[dtype]  # several bfloat16 roundings in a row
-    all_near((out, add_by_tiles(lambda rows: mlp(rows, *w)[-1], x, tile)), (exact, exact), dtype, factor)
-    for found in (torch.autograd.grad(out, inputs, grad), feed_forward_gradients(x, grad, w, tile)):
+    factor = {torch.float32: 1.0, torch.bfloat16: 4.0}[
+        dtype
+    ]  # several bfloat16 roundings in a row
+    all_near(
+        (out, add_by_tiles(lambda rows: mlp(rows, *w)[-1], x, tile)),
+        (exact, exact),
+        dtype,
+        factor,
+    )
+    for found in (
+        torch.autograd.grad(out, inputs, grad),
+        feed_forward_gradients(x, grad, w, tile),
+    ):
         all_near(found, exact_grads, dtype, factor)
     for frozen in (weights[0], *weights[2:]):
         frozen.requires_grad_(False)
-    [*others, for_gate] = [g for g in feed_forward_gradients(x, grad, w, tile)[1:] if g is not None]
+    [*others, for_gate] = [
+        g for g in feed_forward_gradients(x, grad, w, tile)[1:] if g is not None
+    ]
     near(for_gate, exact_grads[2], dtype, factor=factor)
     assert not others
 
@@ -170,8 +210,14 @@ def test_kernels_are_launched_on_their_tensors_device(monkeypatch):
             return lambda *_, **__: seen.append(list(current))
 
     monkeypatch.setattr(torch.cuda, "device", guard)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1))
-    monkeypatch.setattr(fused_triton, "triton", SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=int))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=1)
+    )
+    monkeypatch.setattr(
+        fused_triton,
+        "triton",
+        SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=int),
+    )
     for name in ("rotate", "swiglu", "rms_norm"):
         monkeypatch.setattr(fused_triton, f"_{name}_kernel", Kernel(), raising=False)
     x, q = torch.ones(4, 8), torch.ones(4, 2, 8)
@@ -189,8 +235,15 @@ def test_kernels_run_where_the_current_device_is_another():
     def run(device):
         x, up, grad, weight = draw((40, 96), (40, 96), (40, 96), (96,), device=device)
         q, angles = x.view(40, 2, 48), up[:, :24]
-        found = [rms_norm(x, weight, 1e-5), rms_norm_backward(grad.clone(), x, weight, 1e-5)[0], activate(x, up)]
-        found += [*activate_backward(grad, x, up), *rotate_pair(q, q, angles.cos(), angles.sin())]
+        found = [
+            rms_norm(x, weight, 1e-5),
+            rms_norm_backward(grad.clone(), x, weight, 1e-5)[0],
+            activate(x, up),
+        ]
+        found += [
+            *activate_backward(grad, x, up),
+            *rotate_pair(q, q, angles.cos(), angles.sin()),
+        ]
         return [tensor.cpu() for tensor in found]
 
     all_near(run("cuda:1"), run("cpu"), torch.float32)
@@ -208,9 +261,13 @@ def test_more_than_two_to_the_31_elements():
     angles = torch.rand(rows, 64, device="cuda")
     q = x.view(rows, 32, 128)
     whole = rotate_pair(q, q[:, :1], angles.cos(), angles.sin())[0][tail]
-    assert torch.equal(whole, rotate_pair(q[tail], q[tail, :1], angles[tail].cos(), angles[tail].sin())[0])
+    assert torch.equal(
+        whole, rotate_pair(q[tail], q[tail, :1], angles[tail].cos(), angles[tail].sin())[0]
+    )
     del whole
     weight = torch.ones(width, device="cuda", dtype=torch.bfloat16)
     assert torch.equal(rms_norm(x, weight, 1e-5)[tail], rms_norm(x[tail], weight, 1e-5))
     grad_x, _ = rms_norm_backward(x.clone(), x, weight, 1e-5)
-    assert torch.equal(grad_x[tail], rms_norm_backward(x[tail].clone(), x[tail], weight, 1e-5)[0])
+    assert torch.equal(
+        grad_x[tail], rms_norm_backward(x[tail].clone(), x[tail], weight, 1e-5)[0]
+    )

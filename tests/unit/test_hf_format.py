@@ -39,10 +39,14 @@ def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path, limit):
     shards = sorted(path.name for path in tmp_path.glob("*"))
     parts = "model-00001-of-00002.safetensors model-00002-of-00002.safetensors model.safetensors.index.json".split()
     assert shards == (parts if limit == 100 else ["model.safetensors"])
-    stored = {k: v for path in tmp_path.glob("*.safetensors") for k, v in load_file(path).items()}
+    stored = {
+        k: v for path in tmp_path.glob("*.safetensors") for k, v in load_file(path).items()
+    }
     assert files.tensors.keys() == stored.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert torch.equal(stored[name], tensor) and torch.equal(files.read(name), tensor.reshape(-1))
+        assert torch.equal(stored[name], tensor) and torch.equal(
+            files.read(name), tensor.reshape(-1)
+        )
         for start, stop in ((0, 3), (2, 100), (5, 5), (1, None)):
             assert torch.equal(files.read(name, start, stop), tensor.reshape(-1)[start:stop])
 
@@ -51,11 +55,15 @@ def test_a_slice_reads_only_its_bytes(tmp_path):
     files = write(tmp_path, {"big": torch.arange(10_000_000, dtype=torch.float32)})
 
     def most_memory():
-        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        return (
+            int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        )
 
     Path("/proc/self/clear_refs").write_text("5")
     before = most_memory()
-    assert torch.equal(files.read("big", 50_000, 50_010), torch.arange(50_000, 50_010, dtype=torch.float32))
+    assert torch.equal(
+        files.read("big", 50_000, 50_010), torch.arange(50_000, 50_010, dtype=torch.float32)
+    )
     assert most_memory() - before < 10_000_000
 
 
@@ -64,7 +72,12 @@ def test_model_survives_both_directions_bit_by_bit(tmp_path):
 
     for kind in FAMILIES:
         config = ModelConfig.from_hf(
-            {**TINY, "model_type": kind, "tie_word_embeddings": kind == "qwen2", "sliding_window": None}
+            {
+                **TINY,
+                "model_type": kind,
+                "tie_word_embeddings": kind == "qwen2",
+                "sliding_window": None,
+            }
         )
         ours, theirs = tmp_path / f"{kind}-ours", tmp_path / f"{kind}-theirs"
         model = write_model(ours, config, torch.bfloat16, max_shard_bytes=4000)
@@ -89,7 +102,12 @@ def test_wrong_folders_are_refused_by_one_sentence(tmp_path):
     whole = tmp_path / "model.safetensors"
     refused(FileNotFoundError, "config.json", read_config, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    refused(FileNotFoundError, f"no model.safetensors in {tmp_path}; download it again, or", WeightFiles, tmp_path)
+    refused(
+        FileNotFoundError,
+        f"no model.safetensors in {tmp_path}; download it again, or",
+        WeightFiles,
+        tmp_path,
+    )
     files = write(tmp_path, {"a": torch.ones(100)})
     raw = whole.read_bytes()
     for broken in (raw[:-8], raw[:20], b"\xff" * 100, b""):
@@ -102,7 +120,9 @@ def test_wrong_folders_are_refused_by_one_sentence(tmp_path):
     refused(ValueError, "a has torch.Size([100]) instead of no shape", files.check, {})
     files.check({"a": size, "score.weight": one}, may_lack=("score.weight",))
     shard = "model-00001-of-00002.safetensors"
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": shard}})
+    )
     refused(FileNotFoundError, f"there is no {shard} in", WeightFiles, tmp_path)
     refused(FileNotFoundError, "there is no folder", resolve_model, str(tmp_path / "absent"))
     assert resolve_model(str(tmp_path)) == tmp_path
@@ -143,15 +163,26 @@ def hub(tmp_path):
     files = {"config.json": json.dumps(TINY).encode(), "chat_template.jinja": b"x", "modeling.py": b"never",
              "pytorch_model.bin": b"never", "model.safetensors": (tmp_path / "a").read_bytes()}  # fmt: skip
     about = {
-        "revision/main": {"id": "owner/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]},
-        f"tree/{COMMIT}": [{"type": "file", "path": n, "oid": n, "size": len(c)} for n, c in files.items()],
+        "revision/main": {
+            "id": "owner/tiny",
+            "sha": COMMIT,
+            "siblings": [{"rfilename": name} for name in files],
+        },
+        f"tree/{COMMIT}": [
+            {"type": "file", "path": n, "oid": n, "size": len(c)} for n, c in files.items()
+        ],
     }
     pages = {f"owner/tiny/resolve/{COMMIT}/{name}": content for name, content in files.items()}
-    pages |= {f"api/models/owner/tiny/{name}": json.dumps(value).encode() for name, value in about.items()}
+    pages |= {
+        f"api/models/owner/tiny/{name}": json.dumps(value).encode()
+        for name, value in about.items()
+    }
     for page, content in pages.items():
         (tmp_path / "hub" / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "hub" / page).write_bytes(content)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: Hub(*args, directory=tmp_path / "hub"))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *args: Hub(*args, directory=tmp_path / "hub")
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -170,8 +201,15 @@ def test_a_hub_id_is_fetched_and_then_found_offline(tmp_path, hub):
     found = resolve("owner/tiny")
     folder = Path(found)
     assert folder.is_relative_to(tmp_path / "home")
-    assert {p.name for p in folder.iterdir()} == {"config.json", "chat_template.jinja", "model.safetensors"}
-    assert torch.equal(WeightFiles(folder).read("a"), torch.ones(3)) and read_config(folder).vocab_size == 64
+    assert {p.name for p in folder.iterdir()} == {
+        "config.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    }
+    assert (
+        torch.equal(WeightFiles(folder).read("a"), torch.ones(3))
+        and read_config(folder).vocab_size == 64
+    )
     absent = resolve("owner/absent")
     assert absent.startswith("FileNotFoundError") and "owner/absent" in absent and hub in absent
     assert resolve("owner/tiny", HF_HUB_OFFLINE="1") == found

@@ -22,17 +22,35 @@ CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}X" + "{% endfor %}" * 3
+LOOP = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}X"
+    + "{% endfor %}" * 3
+)
 ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
 
 
 @pytest.mark.parametrize(
     "row, kind, sentence",
     [
-        ('{"messages": ' + "[" * 100_000, "sequence", "row 2 is not valid JSON: maximum recursion depth"),
-        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "text", "row 2 is not valid JSON: maximum recursion depth"),
         (
-            json.dumps({"messages": [*GOOD["messages"][:1], {"role": "assistant", "tool_calls": [CALL]}]}),
+            '{"messages": ' + "[" * 100_000,
+            "sequence",
+            "row 2 is not valid JSON: maximum recursion depth",
+        ),
+        (
+            '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            "text",
+            "row 2 is not valid JSON: maximum recursion depth",
+        ),
+        (
+            json.dumps(
+                {
+                    "messages": [
+                        *GOOD["messages"][:1],
+                        {"role": "assistant", "tool_calls": [CALL]},
+                    ]
+                }
+            ),
             "sequence",
             "row 2 is nested too deeply",
         ),
@@ -42,7 +60,8 @@ ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
             "row 2 'weight' is inf, not a finite number",
         ),
         (
-            '{"messages": [{"role": "assistant", "content": "a", "weight": 1%s}]}' % ("0" * 400),
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 1%s}]}'
+            % ("0" * 400),
             "sequence",
             "row 2 'weight' is 1000*, not a finite number",
         ),
@@ -54,7 +73,10 @@ ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
     ],
 )
 def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
-    good = {"ranked": {"prompt": "q", "chosen": "a", "rejected": "b"}, "text": {"text": "a"}}.get(kind, GOOD)
+    good = {
+        "ranked": {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "text": {"text": "a"},
+    }.get(kind, GOOD)
     rows = json.dumps(good) + "\n" + row + "\n"
     with pytest.raises(DataError, match=rf"rows.jsonl {sentence}") as caught:
         open_rows(rows, kind)
@@ -65,11 +87,15 @@ def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("prints", [False, True])
-def test_a_template_that_does_not_end_is_stopped_and_names_its_row(tmp_path, open_rows, monkeypatch, workers, prints):
+def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
+    tmp_path, open_rows, monkeypatch, workers, prints
+):
     monkeypatch.setattr("ulysses.data.read.bounded.RENDER_SECONDS", 60.0 if prints else 1.0)
     monkeypatch.setattr("ulysses.data.read.bounded.RENDER_CHARACTERS", 100_000)
     template = tmp_path / "loop.jinja"
-    template.write_text(CHAT + ON_A_WORD.replace("LOOP", LOOP.replace("X", "X" if prints else "")))
+    template.write_text(
+        CHAT + ON_A_WORD.replace("LOOP", LOOP.replace("X", "X" if prints else ""))
+    )
     hurt = {"messages": [{"role": "user", "content": "hurt"}, GOOD["messages"][1]]}
     rows = [GOOD] * (3000 if workers > 1 else 1) + [hurt]
     sentence = rf"rows.jsonl row {len(rows)} runs the chat template without end: it was stopped after .* mend its loops"
@@ -77,7 +103,8 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(tmp_path, ope
         open_rows(rows, "sequence", template=str(template), workers=workers)
     template.write_text(CHAT + LOOP.replace("X", "X" if prints else ""))
     with pytest.raises(
-        DataError, match=r"chat template .*loop.jinja cannot render one question: runs the chat template w"
+        DataError,
+        match=r"chat template .*loop.jinja cannot render one question: runs the chat template w",
     ):
         open_rows([GOOD], "sequence", template=str(template))
 
@@ -94,11 +121,16 @@ def opened_alone(folder: str, kind: str, size: int) -> int:
     import resource
 
     place = Path(folder)
-    tokenizer = load_tokenizer(write_tokenizer(place / "tokenizer", CHATML), eos_token="<|im_end|>")
+    tokenizer = load_tokenizer(
+        write_tokenizer(place / "tokenizer", CHATML), eos_token="<|im_end|>"
+    )
     said = "word " * (size // 5)
     rows = [{"text": said}, {"text": "a"}]
     if kind == "sequence":
-        rows = [{"messages": [GOOD["messages"][0], {"role": "assistant", "content": said}]}, GOOD]
+        rows = [
+            {"messages": [GOOD["messages"][0], {"role": "assistant", "content": said}]},
+            GOOD,
+        ]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data_case.open_rows(rows, kind, 256, folder=place, tokenizer=tokenizer, truncation="drop")
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -124,9 +156,12 @@ def test_a_long_row_costs_a_bounded_multiple_of_its_size(tmp_path, kind):
 )
 def test_headers_that_point_elsewhere_are_refused(tmp_path, entry):
     header = json.dumps({"a": entry}).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    (tmp_path / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(16)
+    )
     with pytest.raises(
-        ValueError, match=r"/model.safetensors is not a whole safetensors file \(.*\); download it again"
+        ValueError,
+        match=r"/model.safetensors is not a whole safetensors file \(.*\); download it again",
     ):
         WeightFiles(tmp_path)
 
@@ -146,7 +181,9 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, bad, dtype):
         files.read("a")
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 def test_quantised_weights_are_refused_before_they_are_read(tmp_path, dtype):
     write_weights(tmp_path, [("a", torch.ones(3)), ("b", torch.ones(3, 5).to(dtype))])
     message = rf"^/.*/model.safetensors holds b as {dtype}, but quantised weights cannot be trained; use the model "
@@ -156,7 +193,9 @@ def test_quantised_weights_are_refused_before_they_are_read(tmp_path, dtype):
 
 def test_deep_config_is_one_sentence(tmp_path):
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
-    with pytest.raises(ValueError, match=r"/config.json is not a JSON object \(maximum recursion depth"):
+    with pytest.raises(
+        ValueError, match=r"/config.json is not a JSON object \(maximum recursion depth"
+    ):
         read_config(tmp_path)
 
 
@@ -167,14 +206,17 @@ def test_links_out_of_a_model_folder_are_not_followed_and_the_hubs_are(tmp_path)
         folder.mkdir(parents=True)
     (model / "tokenizer.json").symlink_to(secret)
     with pytest.raises(
-        ValueError, match=r"/model/tokenizer.json is a link to .*/secret, outside of the model's folder; put"
+        ValueError,
+        match=r"/model/tokenizer.json is a link to .*/secret, outside of the model's folder; put",
     ):
         copy_side_files(model, target)
     assert not list(target.iterdir())
     (tmp_path / "hub/blobs/b1").write_text("[1]")
     (tmp_path / "hub/snapshots/a1/tokenizer.json").symlink_to("../../blobs/b1")
     copy_side_files(tmp_path / "hub/snapshots/a1", target)
-    assert (target / "tokenizer.json").read_text() == "[1]" and not (target / "tokenizer.json").is_symlink()
+    assert (target / "tokenizer.json").read_text() == "[1]" and not (
+        target / "tokenizer.json"
+    ).is_symlink()
 
 
 @pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o007, 0o660)])

@@ -64,11 +64,15 @@ def test_each_output_alone_has_exact_gradients(which):
     hidden, weight, targets = inputs(seed=2)
     upstream = torch.randn(M, dtype=torch.float64)
     ours = getattr(
-        linear_logprobs(hidden, weight, targets, entropy=True, lse=True, mean_logit=True, tile_rows=3), which
+        linear_logprobs(
+            hidden, weight, targets, entropy=True, lse=True, mean_logit=True, tile_rows=3
+        ),
+        which,
     )
     theirs = getattr(naive(hidden, weight, targets), which)
     for a, b in zip(
-        torch.autograd.grad(ours, [hidden, weight], upstream), torch.autograd.grad(theirs, [hidden, weight], upstream)
+        torch.autograd.grad(ours, [hidden, weight], upstream),
+        torch.autograd.grad(theirs, [hidden, weight], upstream),
     ):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
@@ -78,7 +82,9 @@ def test_gradcheck(flags):
     hidden, weight, targets = inputs(5, 3, 7, seed=3)
     assert torch.autograd.gradcheck(
         lambda h, w: tuple(
-            t for t in linear_logprobs(h, w, targets, tile_rows=2, temperature=1.3, **flags) if t is not None
+            t
+            for t in linear_logprobs(h, w, targets, tile_rows=2, temperature=1.3, **flags)
+            if t is not None
         ),
         (hidden, weight),
     )
@@ -87,8 +93,12 @@ def test_gradcheck(flags):
 @pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 64])
 def test_weight_gradient_follows_the_upstream_scale(scale):
     hidden, weight, targets = inputs(seed=4)
-    unscaled = torch.autograd.grad(-linear_logprobs(hidden, weight, targets).logps.sum(), [hidden, weight])
-    scaled = torch.autograd.grad(-linear_logprobs(hidden, weight, targets).logps.sum() * scale, [hidden, weight])
+    unscaled = torch.autograd.grad(
+        -linear_logprobs(hidden, weight, targets).logps.sum(), [hidden, weight]
+    )
+    scaled = torch.autograd.grad(
+        -linear_logprobs(hidden, weight, targets).logps.sum() * scale, [hidden, weight]
+    )
     for a, b in zip(scaled, unscaled):
         torch.testing.assert_close(a, b * scale, rtol=1e-12, atol=0)
 
@@ -98,7 +108,9 @@ def test_no_rows_still_connect_both_inputs():
     out = linear_logprobs(hidden, weight, targets, entropy=True)
     assert out.logps.shape == (0,) and out.entropy.shape == (0,)
     (out.logps.sum() + out.entropy.sum()).backward()
-    assert hidden.grad.shape == (0, D) and torch.equal(weight.grad, torch.zeros(V, D, dtype=torch.float64))
+    assert hidden.grad.shape == (0, D) and torch.equal(
+        weight.grad, torch.zeros(V, D, dtype=torch.float64)
+    )
 
 
 def test_ignored_targets_give_zero_value_and_gradient():
@@ -112,7 +124,9 @@ def test_ignored_targets_give_zero_value_and_gradient():
 
 def test_one_token():
     hidden, weight, targets = inputs(1, ignored=())
-    torch.testing.assert_close(linear_logprobs(hidden, weight, targets).logps, naive(hidden, weight, targets).logps)
+    torch.testing.assert_close(
+        linear_logprobs(hidden, weight, targets).logps, naive(hidden, weight, targets).logps
+    )
 
 
 def test_huge_logits_stay_finite():
@@ -121,8 +135,15 @@ def test_huge_logits_stay_finite():
     weight = weight.detach().float().requires_grad_()
     out = linear_logprobs(hidden, weight, targets, entropy=True, lse=True)
     (out.logps.sum() + out.entropy.sum() + out.lse.sum()).backward()
-    assert all(torch.isfinite(t).all() for t in (out.logps, out.entropy, out.lse, hidden.grad, weight.grad))
-    exact = (hidden.detach().double() @ weight.detach().double().t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert all(
+        torch.isfinite(t).all()
+        for t in (out.logps, out.entropy, out.lse, hidden.grad, weight.grad)
+    )
+    exact = (
+        (hidden.detach().double() @ weight.detach().double().t())
+        .log_softmax(-1)
+        .gather(1, targets[:, None])[:, 0]
+    )
     torch.testing.assert_close(out.logps.double(), exact, rtol=1e-6, atol=2e-2)
 
 
@@ -153,7 +174,9 @@ def test_bfloat16_inputs_keep_float32_log_probabilities():
     assert abs(coarse - exact) > 0.1  # what the rule protects from
     grad_hidden, grad_weight = torch.autograd.grad(ours.sum(), [hidden, weight])
     assert grad_hidden.dtype == grad_weight.dtype == torch.bfloat16
-    difference = torch.zeros(m, v, dtype=torch.float64).scatter_(1, targets[:, None], 1.0) - exact_logits.softmax(-1)
+    difference = torch.zeros(m, v, dtype=torch.float64).scatter_(
+        1, targets[:, None], 1.0
+    ) - exact_logits.softmax(-1)
     for got, want in (
         (grad_hidden, difference @ weight.detach().double()),
         (grad_weight, difference.t() @ hidden.detach().double()),
@@ -169,7 +192,11 @@ def emulate_wide_products(monkeypatch):
         return plain_mm(a, b) if out_dtype is None else (a.float() @ b.float()).to(out_dtype)
 
     def addmm(total, a, b, *, out_dtype, out):
-        assert a.dtype == torch.bfloat16 and out_dtype == out.dtype == torch.float32 and out is total
+        assert (
+            a.dtype == torch.bfloat16
+            and out_dtype == out.dtype == torch.float32
+            and out is total
+        )
         return out.add_(a.float() @ b.float())
 
     monkeypatch.setattr(torch, "mm", mm)
@@ -182,12 +209,17 @@ def test_half_precision_tiles_with_float32_products(monkeypatch, flags):
     emulate_wide_products(monkeypatch)
     hidden, weight, targets = inputs(40, 16, 300, torch.bfloat16)
     exact_inputs = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    ours, exact = linear_logprobs(hidden, weight, targets, tile_rows=16, **flags), naive(*exact_inputs, targets)
+    ours, exact = (
+        linear_logprobs(hidden, weight, targets, tile_rows=16, **flags),
+        naive(*exact_inputs, targets),
+    )
     upstream = torch.randn(40, dtype=torch.float64)
     pairs = [(a, b) for a, b in zip(ours, exact) if a is not None]
     for a, b in pairs:
         torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-5)
-    got = torch.autograd.grad([a for a, _ in pairs], [hidden, weight], [upstream.float()] * len(pairs))
+    got = torch.autograd.grad(
+        [a for a, _ in pairs], [hidden, weight], [upstream.float()] * len(pairs)
+    )
     want = torch.autograd.grad([b for _, b in pairs], exact_inputs, [upstream] * len(pairs))
     for a, b in zip(got, want):
         assert a.dtype == torch.bfloat16 and (a.double() - b).norm() < 5e-3 * b.norm()
@@ -198,11 +230,15 @@ def test_bfloat16_weight_gradient_is_accumulated_in_float32():
     rows = 512
     hidden = torch.ones(rows, 1).bfloat16()
     weight = torch.zeros(2, 1).bfloat16().requires_grad_()
-    logps = linear_logprobs(hidden, weight, torch.zeros(rows, dtype=torch.long), tile_rows=1).logps
+    logps = linear_logprobs(
+        hidden, weight, torch.zeros(rows, dtype=torch.long), tile_rows=1
+    ).logps
     (grad,) = torch.autograd.grad(logps.sum(), weight)
     assert grad.flatten().tolist() == [rows / 2, -rows / 2]
     targets = torch.zeros(rows, dtype=torch.long)
-    nll = linear_logprobs(hidden, weight, targets, loss_weights=torch.ones(rows), tile_rows=1).nll
+    nll = linear_logprobs(
+        hidden, weight, targets, loss_weights=torch.ones(rows), tile_rows=1
+    ).nll
     (grad,) = torch.autograd.grad(nll / 128, weight)
     assert grad.flatten().tolist() == [-rows / 256, rows / 256]
 
@@ -243,7 +279,12 @@ def test_nll_and_its_gradients_equal_naive(tile_rows, temperature):
     theirs = naive_nll(hidden, weight, targets, loss_weights, temperature)
     torch.testing.assert_close(ours.nll, theirs, rtol=1e-12, atol=1e-12)
     assert torch.equal(ours.logps, plain.logps) and not ours.logps.requires_grad
-    for upstream in (1.0, 8 / 1234, -0.3, 0.0):  # another backward pass finds the gradients as they were
+    for upstream in (
+        1.0,
+        8 / 1234,
+        -0.3,
+        0.0,
+    ):  # another backward pass finds the gradients as they were
         got = torch.autograd.grad(ours.nll * upstream, [hidden, weight], retain_graph=True)
         want = torch.autograd.grad(theirs * upstream, [hidden, weight], retain_graph=True)
         for a, b in zip(got, want):
@@ -261,7 +302,9 @@ def test_gradcheck_of_nll():
 def test_nll_of_tied_embeddings():
     _, weight, targets = inputs()
     tokens, loss_weights = targets.roll(1).clamp(min=0), random_weights()
-    ours = linear_logprobs(weight[tokens].tanh(), weight, targets, loss_weights=loss_weights, tile_rows=4).nll
+    ours = linear_logprobs(
+        weight[tokens].tanh(), weight, targets, loss_weights=loss_weights, tile_rows=4
+    ).nll
     theirs = naive_nll(weight[tokens].tanh(), weight, targets, loss_weights)
     got, want = (torch.autograd.grad(3 * loss, weight)[0] for loss in (ours, theirs))
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
@@ -277,7 +320,9 @@ def test_nll_without_a_target_connects_both_inputs(m):
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize(("frozen", "products"), [((), 3), ((0,), 2), ((1,), 2), ((0, 1), 1), ("no_grad", 1)])
+@pytest.mark.parametrize(
+    ("frozen", "products"), [((), 3), ((0,), 2), ((1,), 2), ((0, 1), 1), ("no_grad", 1)]
+)
 def test_nll_computes_the_logits_once_and_no_gradient_that_is_not_needed(frozen, products):
     *tensors, targets = inputs()
     loss_weights, made = random_weights(), 0
@@ -318,7 +363,10 @@ def test_bfloat16_gradients_of_nll(monkeypatch, wide, upstream):
     assert ours.dtype == torch.float32 and abs(ours - exact) < 1e-5 * abs(exact)
     got = torch.autograd.grad(ours * upstream, [hidden, weight])
     for a, b in zip(got, torch.autograd.grad(exact * upstream, exact_inputs)):
-        assert a.dtype == torch.bfloat16 and (a.double() - b).norm() < (5e-3 if wide else 3e-3) * b.norm()
+        assert (
+            a.dtype == torch.bfloat16
+            and (a.double() - b).norm() < (5e-3 if wide else 3e-3) * b.norm()
+        )
 
 
 class Head(nn.Module):
@@ -333,8 +381,14 @@ class Head(nn.Module):
 def test_parameter_data_may_be_replaced_between_forward_and_backward():
     """A partitioning engine frees the weight after forward and gathers it again, elsewhere, before backward."""
     torch.manual_seed(0)
-    head, hidden, targets = Head(), torch.randn(M, D, requires_grad=True), torch.randint(V, (M,))
-    want = torch.autograd.grad(naive(hidden, head.weight, targets).logps.sum(), [hidden, head.weight])
+    head, hidden, targets = (
+        Head(),
+        torch.randn(M, D, requires_grad=True),
+        torch.randint(V, (M,)),
+    )
+    want = torch.autograd.grad(
+        naive(hidden, head.weight, targets).logps.sum(), [hidden, head.weight]
+    )
     logps = head(hidden, targets).logps
     full = head.weight.data.clone()
     head.weight.data = torch.empty(0)
@@ -371,8 +425,12 @@ def test_logits_never_exist_whole():
 
     hidden, weight, targets = inputs(300, 4, 997, torch.float32)
     with Watch():
-        linear_logprobs(hidden, weight, targets, tile_rows=32, entropy=True).logps.sum().backward()
-        linear_logprobs(hidden, weight, targets, tile_rows=32, loss_weights=torch.ones(300)).nll.backward()
+        linear_logprobs(
+            hidden, weight, targets, tile_rows=32, entropy=True
+        ).logps.sum().backward()
+        linear_logprobs(
+            hidden, weight, targets, tile_rows=32, loss_weights=torch.ones(300)
+        ).nll.backward()
     assert largest == 32
 
 
@@ -390,7 +448,10 @@ def test_logits_never_exist_whole():
         ({"tile_rows": "big"}, "tile_rows is 'big'"),
         ({"bias": torch.zeros(4)}, r"bias is \[4\] but must be \[5\]"),
         ({"loss_weights": torch.ones(3)}, r"loss_weights are \[3\] but must be \[2\]"),
-        ({"loss_weights": torch.ones(2), "lse": True}, "gradient of nll alone; leave them out, or entropy, lse"),
+        (
+            {"loss_weights": torch.ones(2), "lse": True},
+            "gradient of nll alone; leave them out, or entropy, lse",
+        ),
         ({"loss_weights": torch.ones(2), "bias": torch.zeros(5)}, "gradient of nll alone"),
     ],
 )
@@ -401,16 +462,26 @@ def test_bad_arguments_are_refused(change, message):
         "targets": torch.zeros(2, dtype=torch.long),
     } | change
     with pytest.raises(ValueError, match=message):
-        linear_logprobs(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("targets"), **arguments)
+        linear_logprobs(
+            arguments.pop("hidden"),
+            arguments.pop("weight"),
+            arguments.pop("targets"),
+            **arguments,
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocabulary", "scale"), [(V, 1.0), (4096, 30.0), (9001, 1.0), (128256, 1.0)])
+@pytest.mark.parametrize(
+    ("vocabulary", "scale"), [(V, 1.0), (4096, 30.0), (9001, 1.0), (128256, 1.0)]
+)
 def test_gpu_tiles_equal_float64(dtype, vocabulary, scale):
     """Where only log-probabilities are asked for, tiles go through the kernels of logprobs_triton.py."""
     hidden, weight, targets = (x.detach().to("cuda") for x in inputs(m=300, v=vocabulary))
-    hidden, weight = ((x * factor).to(dtype).requires_grad_() for x, factor in ((hidden, scale), (weight, 1.0)))
+    hidden, weight = (
+        (x * factor).to(dtype).requires_grad_()
+        for x, factor in ((hidden, scale), (weight, 1.0))
+    )
     upstream = torch.randn(300, generator=torch.Generator().manual_seed(1)).to("cuda")
     ours = linear_logprobs(hidden, weight, targets, lse=True, tile_rows=128)
     theirs = naive(hidden.detach().double(), weight.detach().double(), targets)
@@ -420,11 +491,15 @@ def test_gpu_tiles_equal_float64(dtype, vocabulary, scale):
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact = torch.autograd.grad((naive(*wide, targets).logps * upstream.double()).sum(), wide)
     for mine, want in zip(grads, exact):
-        assert (mine.double() - want).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * want.norm()
+        assert (mine.double() - want).norm() < (
+            1e-5 if dtype == torch.float32 else 8e-3
+        ) * want.norm()
     fused = linear_logprobs(hidden, weight, targets, loss_weights=-upstream, tile_rows=128)
     torch.testing.assert_close(fused.logps, ours.logps)
     for mine, want in zip(torch.autograd.grad(fused.nll / 3, (hidden, weight)), exact):
-        assert (mine.double() * 3 - want).norm() < (1e-5 if dtype == torch.float32 else 8e-3) * want.norm()
+        assert (mine.double() * 3 - want).norm() < (
+            1e-5 if dtype == torch.float32 else 8e-3
+        ) * want.norm()
 
 
 @pytest.mark.gpu
@@ -436,5 +511,8 @@ def test_gpu_tiles_take_masked_words():
     targets = torch.full((M,), 9000, device="cuda")
     exact = torch.log_softmax(hidden.double() @ weight.double().t() + bias, -1)[:, 9000]
     torch.testing.assert_close(
-        linear_logprobs(hidden, weight, targets, bias=bias).logps.double(), exact, rtol=1e-5, atol=1e-5
+        linear_logprobs(hidden, weight, targets, bias=bias).logps.double(),
+        exact,
+        rtol=1e-5,
+        atol=1e-5,
     )

@@ -20,7 +20,14 @@ from losses import (
     reward_loss,
 )
 
-SMOOTHED = {"sigmoid": 0.1, "robust": 0.1, "exo_pair": 0.01, "simpo": 0.2, "sigmoid_norm": 0.3, "aot": 0.1}
+SMOOTHED = {
+    "sigmoid": 0.1,
+    "robust": 0.1,
+    "exo_pair": 0.01,
+    "simpo": 0.2,
+    "sigmoid_norm": 0.3,
+    "aot": 0.1,
+}
 
 
 mp.dps = 60  # and exponents without bound, so that no equation overflows
@@ -83,7 +90,9 @@ def literal(name, pw, pl, rw, rl, nw, nl, beta, e):
 
 def batch(n=6, seed=0, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
-    pw, pl, rw, rl = (-(5 + 20 * torch.rand(n, generator=g, dtype=torch.float64)) for _ in range(4))
+    pw, pl, rw, rl = (
+        -(5 + 20 * torch.rand(n, generator=g, dtype=torch.float64)) for _ in range(4)
+    )
     nw, nl = (torch.randint(3, 30, (n,), generator=g) for _ in range(2))
     return [t.to(dtype) for t in (pw, pl, rw, rl)], nw, nl
 
@@ -92,7 +101,9 @@ def call(name, logps, nw, nl, beta, e=0.0, **kwargs):
     pw, pl, rw, rl = logps
     if name in REFERENCE_FREE:
         rw = rl = None
-    lengths = {"chosen_lengths": nw, "rejected_lengths": nl} if name in LENGTH_NORMALISED else {}
+    lengths = (
+        {"chosen_lengths": nw, "rejected_lengths": nl} if name in LENGTH_NORMALISED else {}
+    )
     return dpo_loss(pw, pl, rw, rl, beta, name, e, **lengths, **kwargs)
 
 
@@ -106,8 +117,13 @@ def test_dpo_family_equals_its_equation(name, beta):
         got, chosen, rejected = call(name, logps, nw, nl, beta, e)
         rows = zip(*(t.tolist() for t in (*logps, nw, nl)))
         want = [float(literal(name, *row, beta, e)) for row in rows]
-        torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
-        seen = [p if name in REFERENCE_FREE else p - r for p, r in ((logps[0], logps[2]), (logps[1], logps[3]))]
+        torch.testing.assert_close(
+            got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9
+        )
+        seen = [
+            p if name in REFERENCE_FREE else p - r
+            for p, r in ((logps[0], logps[2]), (logps[1], logps[3]))
+        ]
         if name in LENGTH_NORMALISED:
             seen = [seen[0] / nw, seen[1] / nl]
         torch.testing.assert_close(chosen, beta * seen[0])
@@ -120,11 +136,15 @@ def test_dpo_family_gradients(name):
     for t in logps[:2]:
         t.requires_grad_()
     e = SMOOTHED.get(name, 0.0)
-    assert torch.autograd.gradcheck(lambda w, q: call(name, [w, q, *logps[2:]], nw, nl, 0.3, e)[0], logps[:2])
+    assert torch.autograd.gradcheck(
+        lambda w, q: call(name, [w, q, *logps[2:]], nw, nl, 0.3, e)[0], logps[:2]
+    )
 
 
 @pytest.mark.parametrize("name", DPO_LOSS_TYPES)
-@pytest.mark.parametrize("point", [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4), (-1.0, -1.0), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    "point", [(1e4, -1e4), (-1e4, 1e4), (-1e4, -1e4), (-1.0, -1.0), (0.0, 0.0)]
+)
 def test_dpo_family_at_the_limits(name, point):
     """Huge margins either way, and an equal pair: float32 value and gradient are the equation's."""
     near_one = -(2.0**-10) if name == "orpo" else 0.0  # ORPO has no value at probability 1
@@ -135,7 +155,9 @@ def test_dpo_family_at_the_limits(name, point):
     got.sum().backward()
     assert torch.isfinite(chosen).all() and torch.isfinite(rejected).all()
     for order, found in (((0, 0), got), ((1, 0), sides[0].grad), ((0, 1), sides[1].grad)):
-        want = float(diff(lambda w, q: literal(name, w, q, 0, 0, 1, 1, 0.1, e), tuple(point), order))
+        want = float(
+            diff(lambda w, q: literal(name, w, q, 0, 0, 1, 1, 0.1, e), tuple(point), order)
+        )
         assert found.item() == pytest.approx(want, rel=1e-6, abs=1e-6), order
 
 
@@ -152,13 +174,17 @@ def test_aot_compares_sorted_margins():
     """trl's formula: margins of policy and reference, each sorted; ours keeps the order of the pairs."""
     (pw, pl, rw, rl), _, _ = batch(9, seed=9)
     delta = (pw - pl).sort().values - (rw - rl).sort().values
-    want = torch.tensor([float(-mpf("0.9") * ls(0.3 * d) - mpf("0.1") * ls(-0.3 * d)) for d in delta.tolist()])
+    want = torch.tensor(
+        [float(-mpf("0.9") * ls(0.3 * d) - mpf("0.1") * ls(-0.3 * d)) for d in delta.tolist()]
+    )
     got, chosen, _ = dpo_loss(pw, pl, rw, rl, 0.3, "aot", 0.1)
     torch.testing.assert_close(got[(pw - pl).argsort()], want.double(), rtol=1e-6, atol=0)
     torch.testing.assert_close(chosen, 0.3 * (pw - rw))
     # a part of the pairs, compared with what all of them say
     margins = aot_margins(pw - pl, rw - rl)[2:5]
-    part = dpo_loss(pw[2:5], pl[2:5], rw[2:5], rl[2:5], 0.3, "aot", 0.1, aot_reference_margins=margins)[0]
+    part = dpo_loss(
+        pw[2:5], pl[2:5], rw[2:5], rl[2:5], 0.3, "aot", 0.1, aot_reference_margins=margins
+    )[0]
     torch.testing.assert_close(part, got[2:5])
 
 
@@ -167,13 +193,25 @@ def test_a_list_of_losses_is_their_weighted_sum():
     logps, nw, nl = batch(seed=10)
     lengths = {"chosen_lengths": nw, "rejected_lengths": nl}
     names, weights = ["ipo", "sigmoid", "bco_pair", "simpo", "hinge"], [0.5, 0.8, 0.2, 2.0, 0.0]
-    got, chosen, _ = dpo_loss(*logps, 0.2, names, 0.1, loss_weights=weights, f_divergence="js", **lengths)
-    own = {"sigmoid": {"label_smoothing": 0.1, "f_divergence": "js"}, "simpo": {"label_smoothing": 0.1}}
-    want = sum(w * dpo_loss(*logps, 0.2, n, **own.get(n, {}), **lengths)[0] for n, w in zip(names, weights))
+    got, chosen, _ = dpo_loss(
+        *logps, 0.2, names, 0.1, loss_weights=weights, f_divergence="js", **lengths
+    )
+    own = {
+        "sigmoid": {"label_smoothing": 0.1, "f_divergence": "js"},
+        "simpo": {"label_smoothing": 0.1},
+    }
+    want = sum(
+        w * dpo_loss(*logps, 0.2, n, **own.get(n, {}), **lengths)[0]
+        for n, w in zip(names, weights)
+    )
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(chosen, dpo_loss(*logps, 0.2, "ipo", **lengths)[1])  # rewards are the first one's
+    torch.testing.assert_close(
+        chosen, dpo_loss(*logps, 0.2, "ipo", **lengths)[1]
+    )  # rewards are the first one's
     alike = dpo_loss(*logps, 0.2, ["sigmoid", "hinge"])[0]
-    torch.testing.assert_close(alike, dpo_loss(*logps, 0.2, ["sigmoid", "hinge"], loss_weights=[1, 1])[0])
+    torch.testing.assert_close(
+        alike, dpo_loss(*logps, 0.2, ["sigmoid", "hinge"], loss_weights=[1, 1])[0]
+    )
     assert torch.equal(dpo_loss(*logps, 0.2, ["sigmoid"])[0], dpo_loss(*logps, 0.2)[0])
 
 
@@ -219,8 +257,13 @@ def test_f_divergences(kind):
         "alpha": lambda r: (exp(-0.3 * r) - 1) / -0.3,
     }[kind]
     got = call("sigmoid", logps, nw, nl, 0.1, f_divergence=kind, f_alpha=0.7)[0]
-    want = [float(-ls(0.1 * (score(pw - rw) - score(pl - rl)))) for pw, pl, rw, rl in zip(*(t.tolist() for t in logps))]
-    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    want = [
+        float(-ls(0.1 * (score(pw - rw) - score(pl - rl))))
+        for pw, pl, rw, rl in zip(*(t.tolist() for t in logps))
+    ]
+    torch.testing.assert_close(
+        got, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9
+    )
     for extreme in (1e4, -1e4):
         value = torch.tensor([extreme], requires_grad=True)
         zero = torch.zeros(1)
@@ -231,10 +274,14 @@ def test_f_divergences(kind):
 
 def test_alpha_divergence_meets_the_others_at_its_ends():
     logps, nw, nl = batch(seed=6)
-    near_reverse = call("sigmoid", logps, nw, nl, 0.1, f_divergence="alpha", f_alpha=1 - 1e-7)[0]
+    near_reverse = call("sigmoid", logps, nw, nl, 0.1, f_divergence="alpha", f_alpha=1 - 1e-7)[
+        0
+    ]
     torch.testing.assert_close(near_reverse, dpo_loss(*logps)[0], rtol=1e-5, atol=1e-6)
     zero = call("sigmoid", logps, nw, nl, 0.1, f_divergence="alpha", f_alpha=0.0)[0]
-    torch.testing.assert_close(zero, call("sigmoid", logps, nw, nl, 0.1, f_divergence="forward_kl")[0])
+    torch.testing.assert_close(
+        zero, call("sigmoid", logps, nw, nl, 0.1, f_divergence="forward_kl")[0]
+    )
 
 
 def test_ld_dpo_weights():
@@ -255,10 +302,16 @@ ONE = torch.zeros(1)
         ({"loss_type": "cdpo"}, "'sigmoid' with label_smoothing"),
         ({"loss_type": "kto_pair"}, "use kto_loss"),
         ({"loss_type": ["sigmoid", "sft"]}, "or set dpo.sft_weight"),
-        ({"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]}, "names 2 losses and loss_weights has 1"),
+        (
+            {"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]},
+            "names 2 losses and loss_weights has 1",
+        ),
         ({"loss_type": []}, "names 0 losses"),
         ({"loss_type": ["hinge", "ipo_sum"], "label_smoothing": 0.1}, "has none"),
-        ({"policy_chosen_logps": torch.zeros(1, 3)}, r"shapes \[\[1, 3\], \[1\].* sums over the tokens of each"),
+        (
+            {"policy_chosen_logps": torch.zeros(1, 3)},
+            r"shapes \[\[1, 3\], \[1\].* sums over the tokens of each",
+        ),
         ({"reference_chosen_logps": torch.zeros(())}, "every pair needs one of each"),
         ({"beta": 0.0}, "beta is 0.0"),
         ({"label_smoothing": 0.5}, "below 0.5"),
@@ -275,7 +328,13 @@ ONE = torch.zeros(1)
 )
 def test_dpo_refuses(arguments, message):
     base = dict.fromkeys(
-        ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps"), ONE
+        (
+            "policy_chosen_logps",
+            "policy_rejected_logps",
+            "reference_chosen_logps",
+            "reference_rejected_logps",
+        ),
+        ONE,
     )
     with pytest.raises(ValueError, match=message):
         dpo_loss(**(base | arguments))
@@ -286,9 +345,16 @@ def test_dpo_refuses(arguments, message):
 
 def test_reward_loss_equals_its_equation():
     w, q, m = (torch.randn(5, dtype=torch.float64) for _ in range(3))
-    want = [float(-ls(a - b - c) + 0.01 * (a + b) ** 2) for a, b, c in zip(w.tolist(), q.tolist(), m.tolist())]
-    torch.testing.assert_close(reward_loss(w, q, m, 0.01), torch.tensor(want, dtype=torch.float64))
-    assert torch.autograd.gradcheck(lambda a, b: reward_loss(a, b, m, 0.1), (w.requires_grad_(), q.requires_grad_()))
+    want = [
+        float(-ls(a - b - c) + 0.01 * (a + b) ** 2)
+        for a, b, c in zip(w.tolist(), q.tolist(), m.tolist())
+    ]
+    torch.testing.assert_close(
+        reward_loss(w, q, m, 0.01), torch.tensor(want, dtype=torch.float64)
+    )
+    assert torch.autograd.gradcheck(
+        lambda a, b: reward_loss(a, b, m, 0.1), (w.requires_grad_(), q.requires_grad_())
+    )
     torch.testing.assert_close(reward_loss(ONE, ONE), torch.tensor([math.log(2)]))
     extreme = torch.tensor([1e4, -1e4], requires_grad=True)
     loss = reward_loss(extreme, -extreme)
@@ -310,10 +376,14 @@ def test_kto_equals_its_equation(loss_type):
     pr, rr = (torch.randn(3, generator=g, dtype=torch.float64) for _ in range(2))
     pk, rk = (torch.randn(7, generator=g, dtype=torch.float64) for _ in range(2))
     kl_logps = (pk, rk) if loss_type == "kto" else (None, None)
-    got, chosen, rejected, kl = kto_loss(pc, pr, kl_logps[0], rc, rr, kl_logps[1], 0.5, 1.2, 0.8, loss_type=loss_type)
+    got, chosen, rejected, kl = kto_loss(
+        pc, pr, kl_logps[0], rc, rr, kl_logps[1], 0.5, 1.2, 0.8, loss_type=loss_type
+    )
     z0 = max(0.0, (pk - rk).mean().item()) if loss_type == "kto" else 0.0
     want = [float(1.2 * (1 - s(0.5 * (a - b - z0)))) for a, b in zip(pc.tolist(), rc.tolist())]
-    want += [float(0.8 * (1 - s(0.5 * (z0 - (a - b))))) for a, b in zip(pr.tolist(), rr.tolist())]
+    want += [
+        float(0.8 * (1 - s(0.5 * (z0 - (a - b))))) for a, b in zip(pr.tolist(), rr.tolist())
+    ]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
     torch.testing.assert_close(chosen, 0.5 * (pc - rc))
     torch.testing.assert_close(rejected, 0.5 * (pr - rr))
@@ -337,10 +407,14 @@ def test_kto_limits():
     # one side empty, huge ratios
     for extreme in (1e4, -1e4, 30.0, 0.0):
         pr = torch.tensor([extreme], requires_grad=True)
-        got, *_ = kto_loss(torch.zeros(0), pr, None, torch.zeros(0), ONE, None, kl=torch.tensor(0.0))
+        got, *_ = kto_loss(
+            torch.zeros(0), pr, None, torch.zeros(0), ONE, None, kl=torch.tensor(0.0)
+        )
         got.sum().backward()
         p = float(s(mpf(extreme) / 10))
-        assert got.item() == pytest.approx(p, abs=1e-6) and pr.grad.item() == pytest.approx(0.1 * p * (1 - p), abs=1e-6)
+        assert got.item() == pytest.approx(p, abs=1e-6) and pr.grad.item() == pytest.approx(
+            0.1 * p * (1 - p), abs=1e-6
+        )
     with pytest.raises(ValueError, match="needs at least one mismatched example"):
         kto_loss(ONE, ONE, None, ONE, ONE, None)
     with pytest.raises(ValueError, match="needs at least one mismatched example"):

@@ -42,16 +42,24 @@ def test_token_nll_and_its_limits():
 
 
 def test_micro_batches_add_up_to_the_whole():
-    logps, weights = torch.randn(12, dtype=torch.float64), torch.rand(12, dtype=torch.float64).round()
+    logps, weights = (
+        torch.randn(12, dtype=torch.float64),
+        torch.rand(12, dtype=torch.float64).round(),
+    )
     whole = token_nll(logps, weights)
     for split in ([12], [5, 7], [1, 1, 10]):
         parts = [token_nll(a, b) for a, b in zip(logps.split(split), weights.split(split))]
-        torch.testing.assert_close(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole[0] / whole[1])
+        torch.testing.assert_close(
+            sum(p[0] for p in parts) / sum(p[1] for p in parts), whole[0] / whole[1]
+        )
 
 
 @pytest.mark.parametrize("e", [0.0, 0.1])
 def test_label_smoothing_equals_torch(e):
-    hidden, weight = torch.randn(5, 4, dtype=torch.float64), torch.randn(9, 4, dtype=torch.float64)
+    hidden, weight = (
+        torch.randn(5, 4, dtype=torch.float64),
+        torch.randn(9, 4, dtype=torch.float64),
+    )
     targets = torch.randint(9, (5,))
     out = linear_logprobs(hidden, weight, targets, lse=True, mean_logit=True)
     want = F.cross_entropy(hidden @ weight.t(), targets, label_smoothing=e, reduction="none")
@@ -85,17 +93,23 @@ def gae_loop(rewards, values, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (1.0, 1.0), (0.0, 0.5), (0.9, 0.0), (1.0, 0.5)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 0.95), (0.99, 1.0), (1.0, 1.0), (0.0, 0.5), (0.9, 0.0), (1.0, 0.5)]
+)
 def test_packed_gae_equals_the_loop(gamma, lam):
     g = torch.Generator().manual_seed(0)
     lengths = [1, 37, 2, 64, 65, 1, 130]
     cu = torch.tensor([0, *lengths]).cumsum(0)
-    rewards, values = (torch.randn(sum(lengths), generator=g, dtype=torch.float64) for _ in range(2))
+    rewards, values = (
+        torch.randn(sum(lengths), generator=g, dtype=torch.float64) for _ in range(2)
+    )
     advantages, returns = packed_gae(rewards, values, cu.int(), gamma, lam)
     want = []
     for a, b in zip(cu[:-1].tolist(), cu[1:].tolist()):
         want += gae_loop(rewards[a:b].tolist(), values[a:b].tolist(), gamma, lam)
-    torch.testing.assert_close(advantages, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        advantages, torch.tensor(want, dtype=torch.float64), rtol=1e-10, atol=1e-10
+    )
     torch.testing.assert_close(returns, advantages + values)
 
 
@@ -113,7 +127,9 @@ def test_packed_gae_has_no_loop_over_tokens():
     counts = []
     for n in (3_000, 300_000):
         with Operations() as operations:
-            advantages, _ = packed_gae(torch.ones(n), torch.zeros(n), torch.tensor([0, n]), 1.0, 1.0)
+            advantages, _ = packed_gae(
+                torch.ones(n), torch.zeros(n), torch.tensor([0, n]), 1.0, 1.0
+            )
         counts.append(operations.count)
         assert advantages[0].item() == pytest.approx(n, rel=1e-6)
     assert counts[1] < 2 * counts[0]
@@ -122,7 +138,10 @@ def test_packed_gae_has_no_loop_over_tokens():
 
 
 def test_packed_gae_refuses_what_does_not_fit():
-    wrong = ([0, 3], 1.0, "cu_seqlens ends at 3 but there are 2"), ([0, 2], 1.5, r"gamma is 1\.5")
+    wrong = (
+        ([0, 3], 1.0, "cu_seqlens ends at 3 but there are 2"),
+        ([0, 2], 1.5, r"gamma is 1\.5"),
+    )
     for lengths, gamma, sentence in wrong:
         with pytest.raises(ValueError, match=sentence):
             packed_gae(torch.zeros(2), torch.zeros(2), torch.tensor(lengths), gamma)
@@ -136,10 +155,13 @@ def policy_literal(logp, old, a, low, high):
 @pytest.mark.parametrize("high", [None, 0.28])
 def test_policy_loss_equals_its_equation(high):
     g = torch.Generator().manual_seed(2)
-    logps, old, advantages = (torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3))
+    logps, old, advantages = (
+        torch.randn(40, generator=g, dtype=torch.float64) for _ in range(3)
+    )
     out = ppo_policy_loss(logps, old, advantages, 0.2, clip_high=high)
     want = [
-        policy_literal(*row, 0.2, high or 0.2) for row in zip(logps.tolist(), old.tolist(), advantages.tolist())
+        policy_literal(*row, 0.2, high or 0.2)
+        for row in zip(logps.tolist(), old.tolist(), advantages.tolist())
     ]
     torch.testing.assert_close(out.losses, torch.tensor(want, dtype=torch.float64))
     torch.testing.assert_close(out.ratios, (logps - old).exp())
@@ -150,7 +172,9 @@ def test_policy_loss_equals_its_equation(high):
 
     assert torch.autograd.gradcheck(loss, logps)
     (grad,) = torch.autograd.grad(loss(logps).sum(), logps)
-    assert torch.equal(grad == 0, out.clipped.bool())  # a clipped token gives no gradient, any other does
+    assert torch.equal(
+        grad == 0, out.clipped.bool()
+    )  # a clipped token gives no gradient, any other does
 
 
 def test_policy_loss_limits():
@@ -161,18 +185,29 @@ def test_policy_loss_limits():
             out.losses.sum().backward()
             assert torch.isfinite(out.losses).all() and torch.isfinite(logps.grad).all()
     out = ppo_policy_loss(torch.zeros(3), torch.zeros(3), torch.tensor([1.0, -2.0, 0.0]))
-    assert out.ratios.tolist() == [1.0] * 3 and out.losses.tolist() == [-1.0, 2.0, 0.0] and not out.clipped.any()
+    assert (
+        out.ratios.tolist() == [1.0] * 3
+        and out.losses.tolist() == [-1.0, 2.0, 0.0]
+        and not out.clipped.any()
+    )
     with pytest.raises(ValueError, match=r"clip is 1\.5"):
         ppo_policy_loss(torch.zeros(1), torch.zeros(1), torch.zeros(1), 1.5)
 
 
 def test_value_loss():
-    v, old, g = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, -3.0])
+    v, old, g = (
+        torch.tensor([1.0, 1.0, 0.0]),
+        torch.tensor([0.0, 0.9, 0.0]),
+        torch.tensor([2.0, 2.0, -3.0]),
+    )
     out = ppo_value_loss(v, old, g, 0.2)
-    assert out.losses.tolist() == pytest.approx([0.5 * 1.8**2, 0.5, 4.5]) and out.clipped.tolist() == [1.0, 0.0, 0.0]
+    assert out.losses.tolist() == pytest.approx(
+        [0.5 * 1.8**2, 0.5, 4.5]
+    ) and out.clipped.tolist() == [1.0, 0.0, 0.0]
     torch.testing.assert_close(ppo_value_loss(v, old, g, None).losses, 0.5 * (v - g) ** 2)
     assert torch.autograd.gradcheck(
-        lambda x: ppo_value_loss(x, old.double(), g.double()).losses, v.double().requires_grad_()
+        lambda x: ppo_value_loss(x, old.double(), g.double()).losses,
+        v.double().requires_grad_(),
     )
     with pytest.raises(ValueError, match="value clip is -1"):
         ppo_value_loss(v, old, g, -1)
@@ -197,7 +232,9 @@ def test_kl_estimates_agree_in_expectation():
     sample = torch.multinomial(p.exp(), 200_000, True, generator=g)
     exact = (p.exp() * (p - q)).sum().item()
     for kind in ("k1", "k3"):
-        assert kl_estimate(p[sample], q[sample], kind).mean().item() == pytest.approx(exact, abs=0.02)
+        assert kl_estimate(p[sample], q[sample], kind).mean().item() == pytest.approx(
+            exact, abs=0.02
+        )
 
 
 def test_group_advantages():
@@ -220,7 +257,9 @@ def test_group_advantages():
 
 def test_whiten():
     values = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
-    torch.testing.assert_close(whiten(values), (values - values.mean()) / (values.var(unbiased=False) + 1e-8).sqrt())
+    torch.testing.assert_close(
+        whiten(values), (values - values.mean()) / (values.var(unbiased=False) + 1e-8).sqrt()
+    )
     assert whiten(torch.tensor([5.0])).tolist() == [0.0]
 
 
@@ -233,6 +272,8 @@ def test_score_lands_on_the_last_token():
     )  # fmt: skip
     torch.testing.assert_close(got, torch.tensor([-0.05, -0.1, 10 - 0.15, -0.2, -1 - 0.25]))
     with pytest.raises(ValueError, match="has_eos is missing"):
-        token_rewards(kl, torch.zeros(1), torch.zeros(1, dtype=torch.long), 0.5, missing_eos_penalty=1.0)
+        token_rewards(
+            kl, torch.zeros(1), torch.zeros(1, dtype=torch.long), 0.5, missing_eos_penalty=1.0
+        )
     with pytest.raises(ValueError, match="each answer needs one of both"):
         token_rewards(kl, torch.zeros(1), torch.zeros(2, dtype=torch.long), 0.5)

@@ -35,11 +35,18 @@ LLAMA = architecture("llama3-8b")
 CPU = torch.device("cpu")
 
 
-def config(stage: str = "sft", lora: int = 0, sp: int | str = 1, dtype: str = "float32", **memory: Any) -> Config:
+def config(
+    stage: str = "sft", lora: int = 0, sp: int | str = 1, dtype: str = "float32", **memory: Any
+) -> Config:
     return check(
         {
             "stage": stage,
-            "model": {"arch": "llama3-8b", "init": "random", "dtype": dtype, "lora": {"rank": lora}},
+            "model": {
+                "arch": "llama3-8b",
+                "init": "random",
+                "dtype": dtype,
+                "lora": {"rank": lora},
+            },
             "data": {"train": "none.jsonl"},
             "parallel": {"sequence_parallel_size": sp},
             "memory": memory,
@@ -48,17 +55,26 @@ def config(stage: str = "sft", lora: int = 0, sp: int | str = 1, dtype: str = "f
     )
 
 
-def chosen(tokens: int, gib: float = 139.8, host_gib: float = 0.0, *, gpus: int = 8, **settings: Any) -> MemoryChoice:
+def chosen(
+    tokens: int, gib: float = 139.8, host_gib: float = 0.0, *, gpus: int = 8, **settings: Any
+) -> MemoryChoice:
     machine = Machine(gpus, gib * GIB, host_gib * GIB)
-    return choose_memory(planner_case(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens))
+    return choose_memory(
+        planner_case(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens)
+    )
 
 
 @pytest.mark.parametrize("gpus, gib", [(8, 139.8), (8, 80.0), (6, 139.8), (1, 80.0)])
 def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
-    machine, found, divisors = Machine(gpus, gib * GIB, 0.0), [], [d for d in range(1, gpus + 1) if gpus % d == 0]
+    machine, found, divisors = (
+        Machine(gpus, gib * GIB, 0.0),
+        [],
+        [d for d in range(1, gpus + 1) if gpus % d == 0],
+    )
     for tokens in (1 << 13, 1 << 17, 1 << 19, 1 << 24):
         *cases, auto = (
-            planner_case(config(sp=degree, dtype="bfloat16"), LLAMA, machine, tokens) for degree in (*divisors, "auto")
+            planner_case(config(sp=degree, dtype="bfloat16"), LLAMA, machine, tokens)
+            for degree in (*divisors, "auto")
         )
         found.append(auto.sp)
         assert found[-1] == next((case.sp for case in cases if choose(case)), gpus)
@@ -68,7 +84,9 @@ def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
 
 def test_auto_on_cpu_keeps_everything():
     for offload in ("none", "auto"):
-        choice = choose_memory(planner_case(config(sp="auto", offload=offload), LLAMA, this_machine(CPU), 1 << 20))
+        choice = choose_memory(
+            planner_case(config(sp="auto", offload=offload), LLAMA, this_machine(CPU), 1 << 20)
+        )
         line = "memory: recompute none (auto: CPU)"
         assert choice == MemoryChoice(("none",) * 32, line=line, resident=True)
 
@@ -84,7 +102,9 @@ def test_auto_gives_the_last_layers_most_and_says_so():
 
 def test_a_level_set_by_hand_is_kept_while_it_may_fit():
     assert "may run out" not in chosen(1 << 17, recompute="block").line
-    need = float(chosen(1 << 17, recompute="none", weights="sharded").line.split("(")[1].split()[0])
+    need = float(
+        chosen(1 << 17, recompute="none", weights="sharded").line.split("(")[1].split()[0]
+    )
     choice = chosen(1 << 17, need + 0.5, recompute="none")
     assert choice.recompute == ("none",) * 32 and choice.line.endswith("may run out")
     said = r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute and memory.offload to "auto"'
@@ -99,7 +119,10 @@ def test_weights_stay_where_that_is_faster_and_fits():
     assert not long.resident and long == chosen(1 << 20, weights="sharded")
     assert chosen(1 << 15, weights="sharded")._replace(resident=True) != short
     # what does not fit on every GPU is sharded, unless that is asked for
-    assert not chosen(1 << 13, 30.0).resident and chosen(1 << 13, 30.0, recompute="block").recompute
+    assert (
+        not chosen(1 << 13, 30.0).resident
+        and chosen(1 << 13, 30.0, recompute="block").recompute
+    )
     with pytest.raises(ConfigError, match="weights, optimizer and gradients"):
         chosen(1 << 13, 30.0, weights="resident")
     assert chosen(1 << 13, gpus=1, gib=200.0, weights="sharded").resident  # nothing to share
@@ -108,18 +131,28 @@ def test_weights_stay_where_that_is_faster_and_fits():
 def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():
     assert chosen(1 << 17, host_gib=550, offload="auto").offloaded_layers == 0
     choice = chosen(3 << 20, host_gib=550, offload="auto", recompute="block")
-    assert 0 < choice.offloaded_layers < 32 and "layers' activations in host memory" in choice.line
-    elsewhere = PROCESS_BYTES + 4 * count_parameters(LLAMA) / 8  # the process, and a checkpoint on its way to the disk
+    assert (
+        0 < choice.offloaded_layers < 32 and "layers' activations in host memory" in choice.line
+    )
+    elsewhere = (
+        PROCESS_BYTES + 4 * count_parameters(LLAMA) / 8
+    )  # the process, and a checkpoint on its way to the disk
     assert choice.host_bytes == int(0.9 * 550 * GIB / 8 - elsewhere)
     everything = {"offload": "checkpoints", "recompute": "block"}
     assert chosen(1 << 17, host_gib=550, **everything)[:2] == (("block",) * 32, 32)
-    assert 0 < chosen(2 << 20, host_gib=300, **everything).offloaded_layers < 32  # what the host cannot hold stays
+    assert (
+        0 < chosen(2 << 20, host_gib=300, **everything).offloaded_layers < 32
+    )  # what the host cannot hold stays
 
 
 @pytest.mark.parametrize(
     "settings, host_gib, sentence",
     [
-        ({}, 0, r"needs \d+\.\d GiB on each GPU with memory.recompute = .*has 79.0 GiB; .* use more"),
+        (
+            {},
+            0,
+            r"needs \d+\.\d GiB on each GPU with memory.recompute = .*has 79.0 GiB; .* use more",
+        ),
         (
             {"offload_optimizer": True},
             96,
@@ -143,7 +176,8 @@ def test_without_offload_the_host_does_not_matter():
 def test_a_node_s_host_memory_can_be_told():
     asked = [(480.0, {}), (480.0, {"host_memory": 96}), (0.0, {"gpus": 8})]
     machines = [
-        planned_machine(config(host_memory=told), Options(**given, dry_run=True), 8) for told, given in asked
+        planned_machine(config(host_memory=told), Options(**given, dry_run=True), 8)
+        for told, given in asked
     ]
     assert [machine.host_bytes / GIB for machine in machines] == [480, 96, 0]
     assert planned_machine(config(), Options(), 8).host_bytes > 0
@@ -177,15 +211,30 @@ def test_every_stage_counts_its_own_models_and_passes():
     case = stage_case("rm")
     assert case.model == scores and (case.documents, case.forwards) == (2, 0)
     case = stage_case("dpo", reference="live")
-    assert (case.model.trained, case.others, case.forwards, case.documents) == (N, (whole,), 1, 2)
+    assert (case.model.trained, case.others, case.forwards, case.documents) == (
+        N,
+        (whole,),
+        1,
+        2,
+    )
     case = stage_case("dpo", lora=4, reference="live")
-    assert (case.others, case.forwards) == ((), 1) and case.model.parameters == N + case.model.trained < 1.01 * N
-    assert stage_case("dpo").others == () and stage_case("dpo", reference="live", loss_type="simpo").forwards == 0
+    assert (case.others, case.forwards) == (
+        (),
+        1,
+    ) and case.model.parameters == N + case.model.trained < 1.01 * N
+    assert (
+        stage_case("dpo").others == ()
+        and stage_case("dpo", reference="live", loss_type="simpo").forwards == 0
+    )
     sections = {}, {"reference": "live"}, {"loss_type": "apo_zero_unpaired"}
     assert [stage_case("kto", **s).forwards for s in sections] == [1, 3, 0]
     ppo = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
     case = stage_case("ppo", **ppo)
-    assert (case.model.parameters, case.others, case.forwards) == (N + LLAMA.hidden_size, (whole,), 1)
+    assert (case.model.parameters, case.others, case.forwards) == (
+        N + LLAMA.hidden_size,
+        (whole,),
+        1,
+    )
     assert case.rollout == (1, 64, 4096, 256, 8192, False)
     case = stage_case("ppo", **ppo | {"reward": "some/reward"}, lora=4, kl_coefficient=0.0)
     assert (case.others, case.forwards) == ((scores,), 1) and case.rollout.merged
@@ -200,7 +249,9 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
         ("ppo", {"reward": str(tmp_path), "kl_coefficient": 0.0}),
     ):
         case = stage_case(stage, sp=8, **section)
-        assert case.shards[:2] == (4, 2) and case.others == (plain_model(other, reward=stage == "ppo"),)
+        assert case.shards[:2] == (4, 2) and case.others == (
+            plain_model(other, reward=stage == "ppo"),
+        )
 
 
 def settings_of_layers(rank: int = 0) -> list[Any]:
@@ -217,7 +268,9 @@ def settings_of_layers(rank: int = 0) -> list[Any]:
         settings = config(lora=lora, **memory)
         choice = planned or choose_memory(planner_case(settings, SHAPE, this_machine(CPU), 64))
         engine = build_engine(settings, weights, mesh, choice if trainable else None)
-        found.append([(x.recompute, x.offloader is not None) for x in engine.module.model.layers])
+        found.append(
+            [(x.recompute, x.offloader is not None) for x in engine.module.model.layers]
+        )
         engine.destroy()
     return found
 

@@ -194,7 +194,9 @@ def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     offload = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 3, "offload_optimizer": offload, "stage3_prefetch_bucket_size": "auto"}
     (tmp_path / "ds_z3_offload_config.json").write_text(
-        json.dumps({"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": zero})
+        json.dumps(
+            {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": zero}
+        )
     )
 
     def migrated(text: str, *options: str, name: str = "run.yaml") -> tuple[Config, str]:
@@ -210,7 +212,11 @@ def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 def test_llamafactory_dpo_on_all_weights(migrate: Any, tmp_path: Path) -> None:
     config, shown = migrate(LLAMAFACTORY_DPO, "--gpus", "8")
     assert config.stage == "dpo" and config.model.path == "meta-llama/Llama-3.1-8B-Instruct"
-    assert (config.dpo.beta, config.dpo.loss_type, config.dpo.sft_weight) == (0.2, "sigmoid", 0.5)
+    assert (config.dpo.beta, config.dpo.loss_type, config.dpo.sft_weight) == (
+        0.2,
+        "sigmoid",
+        0.5,
+    )
     assert (
         config.batch.examples == 64
         and "per_device_train_batch_size 1 x gradient_accumulation_steps 8 x 8 GPU" in shown
@@ -221,12 +227,29 @@ def test_llamafactory_dpo_on_all_weights(migrate: Any, tmp_path: Path) -> None:
             "columns": {"messages": "conversations"},
             "max_examples": 1000,
         },
-        {"path": "own/pairs", "subset": "en", "columns": {"instruction": "question"}, "max_examples": 1000},
+        {
+            "path": "own/pairs",
+            "subset": "en",
+            "columns": {"instruction": "question"},
+            "max_examples": 1000,
+        },
     ]
-    assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.betas) == (5e-6, 0.1, (0.9, 0.999))
+    assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.betas) == (
+        5e-6,
+        0.1,
+        (0.9, 0.999),
+    )
     assert config.memory.offload_optimizer and not config.memory.offload_parameters
-    assert config.model.lora.rank == 0 and config.data.chat_template == "llama3" and config.run.epochs == 3
-    assert config.run.eval_every == 500 and config.data.eval_fraction == 0.1 and not config.run.overwrite
+    assert (
+        config.model.lora.rank == 0
+        and config.data.chat_template == "llama3"
+        and config.run.epochs == 3
+    )
+    assert (
+        config.run.eval_every == 500
+        and config.data.eval_fraction == 0.1
+        and not config.run.overwrite
+    )
     assert "a mean over the tokens of the whole step" in shown
 
 
@@ -237,9 +260,16 @@ def test_llamafactory_lora(migrate: Any, tmp_path: Path) -> None:
         32,
         ["q_proj", "v_proj"],
     )
-    assert config.data.train == str(tmp_path / "data/identity.json") and config.data.train_on == "last"
+    assert (
+        config.data.train == str(tmp_path / "data/identity.json")
+        and config.data.train_on == "last"
+    )
     assert config.run.steps == 300 and config.run.epochs == 0 and config.run.save_every == 0
-    assert config.run.eval_every == 50 and config.optimizer.schedule == "linear" and config.optimizer.warmup == 0
+    assert (
+        config.run.eval_every == 50
+        and config.optimizer.schedule == "linear"
+        and config.optimizer.warmup == 0
+    )
     assert config.model.dtype == "bfloat16" and "fp16: float16 is not supported" in shown
     for remark in ("optim = paged_adamw_8bit: AdamW",
                    "save_strategy = epoch: set run.save_every",
@@ -250,13 +280,22 @@ def test_llamafactory_lora(migrate: Any, tmp_path: Path) -> None:
 def test_llamafactory_kto_has_the_betas_own_section(migrate: Any) -> None:
     config, _ = migrate(LLAMAFACTORY_KTO)
     assert (config.stage, config.kto.beta, config.kto.desirable_weight) == ("kto", 0.1, 1.5)
-    assert config.model.lora.rank == 8 and len(config.model.lora.targets) == 7 and config.batch.examples == 8
+    assert (
+        config.model.lora.rank == 8
+        and len(config.model.lora.targets) == 7
+        and config.batch.examples == 8
+    )
 
 
 def test_a_table_of_settings_and_data_that_nothing_describes(migrate: Any) -> None:
     rope = "rope_scaling: {rope_type: yarn, factor: 4.0}"
-    config, shown = migrate(LLAMAFACTORY_LORA.replace("dataset: identity", f"dataset: nowhere\n{rope}"))
-    assert (config.model.rope.type, config.model.rope.factor) == ("yarn", 4) and config.data.train == "nowhere"
+    config, shown = migrate(
+        LLAMAFACTORY_LORA.replace("dataset: identity", f"dataset: nowhere\n{rope}")
+    )
+    assert (config.model.rope.type, config.model.rope.factor) == (
+        "yarn",
+        4,
+    ) and config.data.train == "nowhere"
     assert "nowhere: dataset_info.json does not describe it, so write its path" in shown
 
 
@@ -264,34 +303,64 @@ def test_trl_yaml_and_a_command_that_names_it(migrate: Any, tmp_path: Path) -> N
     config, shown = migrate(TRL_DPO, "--stage", "dpo")
     source = {"path": "trl-lib/ultrafeedback_binarized", "split": "train"}
     assert config.data.train == source and config.data.eval == source | {"split": "test"}
-    assert (config.dpo.beta, config.dpo.loss_type, config.data.truncation) == (0.05, "sigmoid", "keep_end")
-    assert (config.optimizer.min_lr, config.optimizer.warmup, config.optimizer.betas[1]) == (0.1, 20, 0.95)
+    assert (config.dpo.beta, config.dpo.loss_type, config.data.truncation) == (
+        0.05,
+        "sigmoid",
+        "keep_end",
+    )
+    assert (config.optimizer.min_lr, config.optimizer.warmup, config.optimizer.betas[1]) == (
+        0.1,
+        20,
+        0.95,
+    )
     assert config.run.eval_every == 50 and "Without a counterpart" not in shown
     more = "[sigmoid, bco_pair]\nloss_weights: [0.8, 0.2]\nearly_stopping_patience: 3\nuse_rslora: true"
     config, _ = migrate(TRL_DPO.replace("[sigmoid]", more), "--stage", "dpo", name="list.yaml")
-    assert (config.dpo.loss_type, config.dpo.loss_weights) == (["sigmoid", "bco_pair"], [0.8, 0.2])
+    assert (config.dpo.loss_type, config.dpo.loss_weights) == (
+        ["sigmoid", "bco_pair"],
+        [0.8, 0.2],
+    )
     assert config.run.patience == 3 and config.model.lora.rslora
-    config, _ = migrate("trl dpo --config run.yaml --beta 0.3 --learning_rate=1e-6", name="go.sh")
+    config, _ = migrate(
+        "trl dpo --config run.yaml --beta 0.3 --learning_rate=1e-6", name="go.sh"
+    )
     assert (config.dpo.beta, config.optimizer.lr, config.data.max_length) == (0.3, 1e-6, 2048)
 
 
 def test_trl_command_line(migrate: Any) -> None:
     config, shown = migrate(TRL_SFT, name="sft.sh")
     assert config.stage == "sft" and config.optimizer.lr == 2e-5 and config.batch.examples == 8
-    assert config.model.lora.rank == 32 and config.model.lora.targets == ["q_proj", "k_proj", "v_proj"]
+    assert config.model.lora.rank == 32 and config.model.lora.targets == [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+    ]
     assert config.data.max_length == 1024 and config.run.epochs == 1
-    assert 'data.train_on = "assistant"  # assistant_only_loss: without it TRL trains every token' in shown
+    assert (
+        'data.train_on = "assistant"  # assistant_only_loss: without it TRL trains every token'
+        in shown
+    )
 
 
 def test_axolotl(migrate: Any) -> None:
     config, shown = migrate(AXOLOTL_SFT, "--gpus", "8")
-    assert config.stage == "sft" and config.parallel.sequence_parallel_size == 4 and config.batch.examples == 16
+    assert (
+        config.stage == "sft"
+        and config.parallel.sequence_parallel_size == 4
+        and config.batch.examples == 16
+    )
     assert config.data.train == [
         "fozziethebeat/alpaca_messages_2k_test",
         {"path": "data/own.jsonl", "columns": {"messages": "conversation"}},
     ]
-    assert config.model.special_tokens == {"pad_token": "<|end_of_text|>"} and config.optimizer.lr == 2e-4
-    assert "load_in_4bit = True: use LoRA on bfloat16 weights" in shown and "load_in_8bit" not in shown
+    assert (
+        config.model.special_tokens == {"pad_token": "<|end_of_text|>"}
+        and config.optimizer.lr == 2e-4
+    )
+    assert (
+        "load_in_4bit = True: use LoRA on bfloat16 weights" in shown
+        and "load_in_8bit" not in shown
+    )
     assert "saves_per_epoch = 1: set run.save_every in steps" in shown
     config, _ = migrate(AXOLOTL_SFT.replace("chat_template: llama3", "rl: ipo"))
     assert (config.stage, config.dpo.loss_type) == ("dpo", "ipo")
@@ -301,11 +370,15 @@ def test_a_redirected_translation_holds_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(LLAMAFACTORY_KTO)
     loud = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     line = [sys.executable, "-m", "ulysses.cli", "migrate", "run.yaml"]
-    shown = subprocess.check_output(line, cwd=tmp_path, env=loud | {"PYTHONPATH": str(ROOT)}, text=True)
+    shown = subprocess.check_output(
+        line, cwd=tmp_path, env=loud | {"PYTHONPATH": str(ROOT)}, text=True
+    )
     assert tomllib.loads(shown)["stage"] == "kto"
 
 
-def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_read_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, text, sentence in (
         ("a.yaml", TRL_DPO, "no stage is named; add --stage"),
         ("b.yaml", "- 1", "this file holds no settings"),
@@ -322,7 +395,10 @@ def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate: A
         "pref_beta: 0.2", "loss_type: exo_pair"
     )
     _, shown = migrate(text)
-    assert "template = mistral: data.chat_template has no such choice, so its default stands" in shown
+    assert (
+        "template = mistral: data.chat_template has no such choice, so its default stands"
+        in shown
+    )
     shown = migrate(text.replace("pref_loss: sigmoid", ""))[1]
     assert "\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0" in shown
 
@@ -330,10 +406,24 @@ def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate: A
 def test_grpo_of_trl_with_its_own_defaults(migrate: Any) -> None:
     config, shown = migrate(GRPO, name="grpo.sh")
     ppo = config.ppo
-    assert (ppo.advantage, ppo.kl_coefficient, ppo.epochs, ppo.minibatches) == ("group", 0, 1, 1)
+    assert (ppo.advantage, ppo.kl_coefficient, ppo.epochs, ppo.minibatches) == (
+        "group",
+        0,
+        1,
+        1,
+    )
     assert (ppo.answers_per_prompt, ppo.max_new_tokens, ppo.temperature) == (8, 512, 1)
-    assert (ppo.loss_aggregation, ppo.clip, ppo.clip_high, ppo.scale_by_std) == ("token", 0.2, 0, True)
-    assert ppo.reward == {"os.path:basename": 1} and config.batch.examples == 1 and "kl_estimator" not in shown
+    assert (ppo.loss_aggregation, ppo.clip, ppo.clip_high, ppo.scale_by_std) == (
+        "token",
+        0.2,
+        0,
+        True,
+    )
+    assert (
+        ppo.reward == {"os.path:basename": 1}
+        and config.batch.examples == 1
+        and "kl_estimator" not in shown
+    )
     # nothing cuts prompts there, and there is no max_length
     assert config.data.truncation == "error" and "data.max_length" not in shown
     assert config.optimizer.lr == 1e-6 and "Without a counterpart" not in shown
@@ -351,16 +441,26 @@ def test_grpo_of_trl_with_everything_set(migrate: Any) -> None:
     assert (config.batch.examples, ppo.minibatches, ppo.epochs) == (48, 2, 2)
     assert "a rollout of 192 answers / num_generations 4" in shown
     assert (ppo.kl_coefficient, ppo.kl_in, ppo.kl_estimator) == (0.04, "loss", "k3")
-    assert (ppo.loss_aggregation, ppo.clip, ppo.clip_high, ppo.scale_by_std) == ("constant", 0.1, 0.28, False)
+    assert (ppo.loss_aggregation, ppo.clip, ppo.clip_high, ppo.scale_by_std) == (
+        "constant",
+        0.1,
+        0.28,
+        False,
+    )
     assert (ppo.answers_per_prompt, ppo.max_new_tokens, ppo.temperature) == (4, 1024, 0.9)
     assert ppo.reward == {"rm": 0.5, "os.path:basename": 2}
     rollout = "--beta 0.1 --generation_batch_size 32 --gradient_accumulation_steps 4"
     config, _ = migrate(f"{GRPO.strip()} {rollout}", name="grpo.sh")
-    assert (config.ppo.kl_estimator, config.batch.examples, config.ppo.minibatches) == ("k2", 4, 1)
+    assert (config.ppo.kl_estimator, config.batch.examples, config.ppo.minibatches) == (
+        "k2",
+        4,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [("grpo", "sequence"), ("dapo", "token"), ("bnpo", "token"), ("dr_grpo", "constant")]
+    ("theirs", "ours"),
+    [("grpo", "sequence"), ("dapo", "token"), ("bnpo", "token"), ("dr_grpo", "constant")],
 )
 def test_grpo_losses(migrate: Any, theirs: str, ours: str) -> None:
     config, _ = migrate(f"{GRPO.strip()} --loss_type {theirs}", name="grpo.sh")
@@ -379,10 +479,18 @@ def test_the_kl_of_trl_has_the_gradient_of_k2_where_the_ratio_is_1() -> None:
 def test_rloo_of_trl(migrate: Any) -> None:
     config, shown = migrate(GRPO.replace("trl grpo", "trl rloo"), "--gpus", "2", name="rloo.sh")
     ppo = config.ppo
-    assert (ppo.advantage, ppo.answers_per_prompt, ppo.kl_coefficient) == ("leave_one_out", 2, 0.05)
+    assert (ppo.advantage, ppo.answers_per_prompt, ppo.kl_coefficient) == (
+        "leave_one_out",
+        2,
+        0.05,
+    )
     assert (ppo.kl_in, ppo.kl_estimator, ppo.epochs, ppo.clip) == ("reward", "k1", 1, 0.2)
     # TRL's loss is max_new_tokens times as large, which clipping and AdamW's eps see
-    assert (ppo.loss_aggregation, ppo.max_new_tokens, config.gradients.max_norm) == ("constant", 512, 1 / 512)
+    assert (ppo.loss_aggregation, ppo.max_new_tokens, config.gradients.max_norm) == (
+        "constant",
+        512,
+        1 / 512,
+    )
     assert config.optimizer.eps == 1e-8 / 512 and config.batch.examples == 8
     assert "TRL sums an answer's tokens" in shown
 
@@ -450,14 +558,22 @@ def test_what_would_train_something_else_is_refused_with_its_line(
     assert not shown.out and REFUSED[lines] in shown.err and shown.err.count("\n") == 1
 
 
-def test_all_that_is_refused_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_is_refused_is_named_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run.yaml").write_text("stage: dpo\nuse_dora: true\nsync_ref_model: true\n")
     assert main([str(tmp_path / "run.yaml")]) == 2
     error = capsys.readouterr().err
-    assert "2 settings are wrong" in error and "line 2: use_dora" in error and "line 3: sync_ref_model" in error
+    assert (
+        "2 settings are wrong" in error
+        and "line 2: use_dora" in error
+        and "line 3: sync_ref_model" in error
+    )
 
 
-def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(migrate: Any) -> None:
+def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(
+    migrate: Any,
+) -> None:
     text = """finetuning_type: full\ndo_train: true\ndo_predict: true\nuse_dora: false\nuse_galore: false
 roles_to_train: [assistant, gpt]\noptim: adamw_torch\nsync_ref_model: false\nnew_special_tokens: null
 unknown_to_all: 1"""
@@ -511,18 +627,25 @@ def test_commands_that_name_a_file(migrate: Any, tmp_path: Path) -> None:
         "accelerate launch -m axolotl.cli.train axolotl.yaml": "sft",
     }.items():
         assert migrate(command, name="go.sh")[0].stage == stage
-    assert migrate("axolotl train axolotl.yaml --learning-rate 1e-6", name="go.sh")[0].optimizer.lr == 1e-6
+    assert (
+        migrate("axolotl train axolotl.yaml --learning-rate 1e-6", name="go.sh")[0].optimizer.lr
+        == 1e-6
+    )
 
 
 @pytest.mark.parametrize("command", NO_COMMANDS)
-def test_other_shell_text_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shell_text_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "go.sh").write_text(command)
     assert main([str(tmp_path / "go.sh")]) == 2
     shown = capsys.readouterr()
     assert not shown.out and NO_COMMANDS[command] in shown.err and shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("end", ["\n", "\r", "\v", "\f", "\0", "\x1b", "\x85", "\u2028", "\\", '"', '"""\n', "'''\n"])
+@pytest.mark.parametrize(
+    "end", ["\n", "\r", "\v", "\f", "\0", "\x1b", "\x85", "\u2028", "\\", '"', '"""\n', "'''\n"]
+)
 def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> None:
     evil = f"x{end}run.overwrite = true{end}#{end}"
     given = yaml.safe_load(LLAMAFACTORY_KTO) | {
@@ -531,11 +654,15 @@ def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> 
     }  # fmt: skip
     config, shown = migrate(json.dumps(given), name="run.json")
     assert not config.run.overwrite and config.run.wandb == evil
-    assert all(line.startswith("#   ") for line in shown[shown.index("# Without") :].splitlines()[1:])
+    assert all(
+        line.startswith("#   ") for line in shown[shown.index("# Without") :].splitlines()[1:]
+    )
 
 
 def test_a_chat_template_of_several_lines_is_a_comment_of_several_lines(migrate: Any) -> None:
-    lines = "chat_template: |\n  {% for m in messages %}\n  run.overwrite = true\n  {% endfor %}\n"
+    lines = (
+        "chat_template: |\n  {% for m in messages %}\n  run.overwrite = true\n  {% endfor %}\n"
+    )
     config, shown = migrate(LLAMAFACTORY_KTO + lines)
     assert not config.run.overwrite and config.data.chat_template == "llama3"
     comment = "\n#   chat_template = {% for m in messages %}\n#   run.overwrite = true\n#   {% endfor %}\n#   : data"

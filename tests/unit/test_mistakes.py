@@ -200,14 +200,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         'stage = "sft"\n[model]\npath = "m"\n[run]\nsteps = 3\n[optimiser]\nlr = 1e-5\n'
     )
     turns = [{"role": role, "content": "hello"} for role in ("user", "assistant")]
-    (folder / "chats.jsonl").write_text(json.dumps({"conv": {"messages": turns}, "messages": turns}) + "\n")
+    (folder / "chats.jsonl").write_text(
+        json.dumps({"conv": {"messages": turns}, "messages": turns}) + "\n"
+    )
     return folder
 
 
 def typed(line: str, place: Path) -> list[str]:
     stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft", "PPO": "ppo"}
     first, *rest = line.replace("PLACE", str(place)).split() or [""]
-    return [*(tiny(stages[first], place / "run") if first in stages else [first] * bool(first)), *rest]
+    return [
+        *(tiny(stages[first], place / "run") if first in stages else [first] * bool(first)),
+        *rest,
+    ]
 
 
 @pytest.mark.parametrize("line", MISTAKES)
@@ -225,7 +230,9 @@ def test_all_mistakes_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_command_line(line.split())
     first, *found, last = str(caught.value).splitlines()
-    assert first == "6 settings are wrong:" and last.startswith("change all of them; train.py --help")
+    assert first == "6 settings are wrong:" and last.startswith(
+        "change all of them; train.py --help"
+    )
     keys = [re.split("[: ]", sentence.strip())[0] for sentence in found]
     assert set(keys[:4]) == {"max_grad_norm", "use_dora", "template", "run.stps"}
     assert set(keys[4:]) == {"run.seed", "dpo.beta"}
@@ -237,19 +244,27 @@ def test_all_mistakes_at_once() -> None:
     ("--data.train PLACE/none.jsonl --model.tokenizer PLACE/nowhere --run.resume PLACE --model.attention flash4",
      ["data: ", "model.tokenizer is", "model.attention: ", "run.resume: "]),
 ])  # fmt: skip
-def test_what_the_checks_find_is_told_at_once(line: str, starts: list[str], place: Path) -> None:
+def test_what_the_checks_find_is_told_at_once(
+    line: str, starts: list[str], place: Path
+) -> None:
     """Settings that do not fit each other, and what they name."""
     with pytest.raises(ConfigError) as caught:
         prepare(parse_command_line(typed(f"DEMO {line}", place)).config, 8)
     first, *found, last = str(caught.value).splitlines()
-    assert first == f"{len(starts)} settings are wrong:" and last.startswith("change all of them")
-    assert all(text.startswith(f"  {start}") for text, start in zip(found, starts, strict=True)), found
+    assert first == f"{len(starts)} settings are wrong:" and last.startswith(
+        "change all of them"
+    )
+    assert all(
+        text.startswith(f"  {start}") for text, start in zip(found, starts, strict=True)
+    ), found
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_files_as_other_systems_write_them(encoding: str, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
-    path.write_text('stage = "sft"\r\nmodel.path = "für"\r\nrun.steps = 5\r\n', encoding=encoding)
+    path.write_text(
+        'stage = "sft"\r\nmodel.path = "für"\r\nrun.steps = 5\r\n', encoding=encoding
+    )
     assert parse_command_line(["--config", str(path)]).config.model.path == "für"
 
 
@@ -266,7 +281,12 @@ RATES = {"pt": 2e-5, "sft": 1e-5, "rm": 5e-6, "dpo": 5e-7, "kto": 5e-7, "ppo": 1
 @pytest.mark.parametrize("stage", RATES)
 def test_learning_rate_suits_the_stage(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     lr, model = RATES[stage], {"arch": "llama3-8b", "init": "random"}
-    values: dict[str, Any] = {"stage": stage, "model": model, "run": {"steps": 1}, "ppo": {"reward": "math:sqrt"}}
+    values: dict[str, Any] = {
+        "stage": stage,
+        "model": model,
+        "run": {"steps": 1},
+        "ppo": {"reward": "math:sqrt"},
+    }
     if stage != "ppo":
         del values["ppo"]
     assert check(values).optimizer.lr == lr
@@ -276,10 +296,15 @@ def test_learning_rate_suits_the_stage(stage: str, capsys: pytest.CaptureFixture
     assert check(config.model_dump(exclude_unset=True)).optimizer.lr == config.optimizer.lr
     dry_run(config, parse_command_line([*BASE.split(), "--dry-run", "--gpus", "8"]).options)
     shown = capsys.readouterr().out
-    assert f"optimizer.lr {10 * lr:g} is the default of {stage}: " in shown and "ten times as much" in shown
+    assert (
+        f"optimizer.lr {10 * lr:g} is the default of {stage}: " in shown
+        and "ten times as much" in shown
+    )
 
 
-def test_a_taken_folder_can_be_planned_and_inspected(place: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_taken_folder_can_be_planned_and_inspected(
+    place: Path, tmp_path: Path, capsys: Any
+) -> None:
     (tmp_path / "run/checkpoints/step-3").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-3/run.json").write_text("{}")
     line = f"""--config {ROOT}/configs/demo/dpo.toml --dry-run --gpus 2 --run.output {tmp_path}/run --run.resume never

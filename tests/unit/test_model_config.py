@@ -12,22 +12,39 @@ MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 
 
 def test_old_and_new_rope_styles_agree():
-    scaling = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    scaling = {
+        "factor": 8,
+        "low_freq_factor": 1,
+        "high_freq_factor": 4,
+        "original_max_position_embeddings": 8192,
+    }
     for style in (
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}},
         {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}},
         {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}},
     ):
         config = ModelConfig.from_hf(LLAMA | style)
-        assert config.rope_theta == 5e5 and config.rope_scaling == RopeScaling("llama3", 8.0, 8192, 1.0, 4.0)
+        assert config.rope_theta == 5e5 and config.rope_scaling == RopeScaling(
+            "llama3", 8.0, 8192, 1.0, 4.0
+        )
 
 
 def test_defaults_are_those_of_transformers():
     from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-    for raw, cls in ((LLAMA, LlamaConfig), (QWEN, Qwen2Config), (QWEN3, Qwen3Config), (MISTRAL, MistralConfig)):
-        ours, theirs = ModelConfig.from_hf(raw), cls(**{k: v for k, v in raw.items() if k != "model_type"})
-        for name in """max_position_embeddings rms_norm_eps initializer_range tie_word_embeddings
+    for raw, cls in (
+        (LLAMA, LlamaConfig),
+        (QWEN, Qwen2Config),
+        (QWEN3, Qwen3Config),
+        (MISTRAL, MistralConfig),
+    ):
+        ours, theirs = (
+            ModelConfig.from_hf(raw),
+            cls(**{k: v for k, v in raw.items() if k != "model_type"}),
+        )
+        for (
+            name
+        ) in """max_position_embeddings rms_norm_eps initializer_range tie_word_embeddings
                 bos_token_id eos_token_id""".split():
             assert ours.to_hf()[name] == getattr(theirs, name), name
         assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
@@ -55,6 +72,10 @@ def test_biases_of_attention_are_those_of_transformers():
 
 
 def test_the_window_of_chunked_attention_is_the_one_that_was_trained():
-    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    chunks = {
+        "chunk_size": 262144,
+        "local_size": 8192,
+        "original_max_position_embeddings": 262144,
+    }
     raw = QWEN | {"max_position_embeddings": 1010000, "dual_chunk_attention_config": chunks}
     assert ModelConfig.from_hf(raw).max_position_embeddings == 262144

@@ -41,7 +41,10 @@ def test_causal_attention_counts_half_of_the_square():
     q, k, v = (torch.randn(1, 1, T, D, requires_grad=True) for _ in range(3))
     with FlopCounterMode(display=False) as counted:
         ((q @ k.mT).softmax(-1) @ v).sum().backward()
-    assert model_flops(shape(D, 0, layers=1), 0, 0, T, float(T * T), 0) == counted.get_total_flops() / 2
+    assert (
+        model_flops(shape(D, 0, layers=1), 0, 0, T, float(T * T), 0)
+        == counted.get_total_flops() / 2
+    )
 
 
 def counted_amounts():
@@ -58,7 +61,9 @@ def counted_amounts():
     trainer.train_step()
     trainer.engine.destroy()
     lengths = [len(e.sequences[0].tokens) for e in examples]
-    trained = [int((torch.as_tensor(e.sequences[0].loss_weights)[1:] != 0).sum()) for e in examples]
+    trained = [
+        int((torch.as_tensor(e.sequences[0].loss_weights)[1:] != 0).sum()) for e in examples
+    ]
     return seen, lengths, trained
 
 

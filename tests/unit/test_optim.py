@@ -20,7 +20,9 @@ def rates(**settings: object) -> list[float]:
 @pytest.mark.parametrize("warmup", [10, 0.1])
 def test_warm_up_rises_evenly_to_the_peak(warmup):
     found = rates(schedule="constant", warmup=warmup)
-    assert found[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)]) and set(found[10:]) == {2.0}
+    assert found[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)]) and set(
+        found[10:]
+    ) == {2.0}
     assert set(rates(schedule="constant", warmup=0)) == {2.0}
 
 
@@ -29,7 +31,9 @@ def test_linear_and_cosine_fall_to_their_floor():
     linear = rates(schedule="linear", warmup=10, min_lr=0.1)
     cosine = rates(schedule="cosine", warmup=10, min_lr=0.1)
     assert linear[10:] == pytest.approx([2 - 1.8 * k / 90 for k in range(91)])
-    assert cosine[10:] == pytest.approx([0.2 + 0.9 * (1 + math.cos(math.pi * k / 90)) for k in range(91)])
+    assert cosine[10:] == pytest.approx(
+        [0.2 + 0.9 * (1 + math.cos(math.pi * k / 90)) for k in range(91)]
+    )
     assert rates(schedule="linear", warmup=0)[-2] == pytest.approx(0.02)
 
 
@@ -45,10 +49,13 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     model = CausalLM(ModelConfig.from_hf(shape))
     decay, rest = parameter_groups(model, 0.3)
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
-    without = {id(p) for n, p in model.named_parameters() if n.endswith((".bias", "norm.weight"))}
+    without = {
+        id(p) for n, p in model.named_parameters() if n.endswith((".bias", "norm.weight"))
+    }
     assert {id(p) for p in rest["params"]} == without and len(without) == 6
     assert {id(p) for p in decay["params"]} == {id(p) for p in model.parameters()} - without
     model.requires_grad_(False).lm_head.weight.requires_grad_(True)
     [only] = parameter_groups(model, 0.3)
-    assert only["params"] == [model.lm_head.weight], "frozen parameters are in no group, and an empty group is left out"
-
+    assert only["params"] == [model.lm_head.weight], (
+        "frozen parameters are in no group, and an empty group is left out"
+    )

@@ -15,9 +15,7 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import SamplingOptions
 
 STOP = 3
-OPTIONS = SamplingOptions(
-    6, temperature=0.7, top_p=0.9, stop_tokens=(STOP,), seed=5, batch=4
-)
+OPTIONS = SamplingOptions(6, temperature=0.7, top_p=0.9, stop_tokens=(STOP,), seed=5, batch=4)
 PROMPTS = {n: torch.arange(4, 5 + n) for n in (0, 1, 5)}
 
 
@@ -33,9 +31,7 @@ def server() -> Iterator[SamplingServer]:
     found.close()
 
 
-def sampler(
-    folder: Path, *addresses: str, main: bool = True, **options: Any
-) -> OutsideSampler:
+def sampler(folder: Path, *addresses: str, main: bool = True, **options: Any) -> OutsideSampler:
     def export(to: Path) -> None:
         to.mkdir(exist_ok=True)
         (to / "config.json").write_text("{}")
@@ -54,15 +50,9 @@ def test_prompts_go_out_and_tokens_come_back(
         (3, True),
         (6, False),
     ]
-    assert found[1].tokens[-1] == STOP and found[1].logps == pytest.approx(
-        [-1.0, -1.1, -1.2]
-    )
-    bodies = [
-        body for path, body in server.asked if path in ("/v1/completions", "/generate")
-    ]
-    settings = [
-        body if dialect == "vllm" else body["sampling_params"] for body in bodies
-    ]
+    assert found[1].tokens[-1] == STOP and found[1].logps == pytest.approx([-1.0, -1.1, -1.2])
+    bodies = [body for path, body in server.asked if path in ("/v1/completions", "/generate")]
+    settings = [body if dialect == "vllm" else body["sampling_params"] for body in bodies]
     assert all(
         (s["temperature"], s["top_p"], s["top_k"], s["stop_token_ids"])
         == (0.7, 0.9, -1, [STOP])
@@ -73,9 +63,7 @@ def test_prompts_go_out_and_tokens_come_back(
         assert all(b["return_token_ids"] is True for b in bodies)
 
 
-def test_weights_go_by_disk_to_every_server(
-    tmp_path: Path, server: SamplingServer
-) -> None:
+def test_weights_go_by_disk_to_every_server(tmp_path: Path, server: SamplingServer) -> None:
     addresses = [f"{dialect}+{server.address}" for dialect in ("sglang", "vllm")]
     sampler(tmp_path, *addresses).synchronise()
     folder = str((tmp_path / "policy").absolute())
@@ -123,17 +111,9 @@ def test_a_servers_fault_is_one_sentence(
         server.close()
     timeout = 0.5 if fault == "hang" else 20.0
     with pytest.raises(ValueError, match=complaint):
-        sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(
-            PROMPTS
-        )
+        sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(PROMPTS)
     assert (
-        len(
-            [
-                body
-                for _, body in server.asked
-                if body["input_ids"] == PROMPTS[0].tolist()
-            ]
-        )
+        len([body for _, body in server.asked if body["input_ids"] == PROMPTS[0].tolist()])
         == attempts
     )
 

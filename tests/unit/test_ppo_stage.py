@@ -38,9 +38,7 @@ def answered(
     rows: Any = ROWS, number: int = 0, answers_per_prompt: int = 1, **rest: Any
 ) -> Rollout:
     scored = zip(rows, (1.0, 2.0, -0.5) * len(rows), (True, False, True) * len(rows))
-    answers = [
-        Completion(a, [0.0] * len(a), ended, score) for (_, a), score, ended in scored
-    ]
+    answers = [Completion(a, [0.0] * len(a), ended, score) for (_, a), score, ended in scored]
     return Rollout.of(
         number,
         [torch.tensor(p) for p, _ in rows[::answers_per_prompt]],
@@ -323,11 +321,7 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -
     )
     loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
     metrics = PpoStage(None, None, section, maker=asked).evaluate(loader)
-    assert (
-        metrics["eval/objective/scores"]
-        == pytest.approx(3.5 / 4)
-        == -metrics["eval/loss"]
-    )
+    assert metrics["eval/objective/scores"] == pytest.approx(3.5 / 4) == -metrics["eval/loss"]
     assert metrics["eval/objective/scores/models/rm"] == 3
     assert metrics[f"eval/objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
 

@@ -16,4 +16,9 @@ def test_hashes_are_splitmix64_on_torch_and_numpy():
     assert scatter_bits(states.numpy()).tolist() == found.tolist()
     assert uniform_bits(found).tolist() == [number >> 11 for number in SPLITMIX64]
     many = uniform_bits(scatter_bits(np.arange(100_000))) * 2.0**-53
-    assert 0 <= many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.003 and abs(many.var() - 1 / 12) < 0.002
+    assert (
+        0 <= many.min()
+        and many.max() < 1
+        and abs(many.mean() - 0.5) < 0.003
+        and abs(many.var() - 1 / 12) < 0.002
+    )

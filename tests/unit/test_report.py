@@ -39,9 +39,14 @@ def curve(axis: Axes, number: int) -> list[tuple[float, float]]:
 def test_rows_of_a_killed_run(tmp_path):
     """The evaluation of step 5 has a line of its own, some lines are no rows, and the last one is torn."""
     rows = [{"step": s, "loss": 10.0 + s} for s in range(1, 6)]
-    folder = write(tmp_path / "run", [*rows, {"step": 5, "eval/loss": 7.0}, "\n[3]\n\n{}\n", '{"step": 6, "loss": 26.'])
+    folder = write(
+        tmp_path / "run",
+        [*rows, {"step": 5, "eval/loss": 7.0}, "\n[3]\n\n{}\n", '{"step": 6, "loss": 26.'],
+    )
     loss = axes(folder)["Loss"]
-    assert curve(loss, 0) == [(1, 11), (2, 12), (3, 13), (4, 14), (5, 15)] and curve(loss, 1) == [(5, 7)]
+    assert curve(loss, 0) == [(1, 11), (2, 12), (3, 13), (4, 14), (5, 15)] and curve(
+        loss, 1
+    ) == [(5, 7)]
 
 
 def test_values_that_are_missing_or_not_finite(tmp_path):
@@ -55,12 +60,18 @@ def test_values_that_are_missing_or_not_finite(tmp_path):
 
 
 def test_runs_are_laid_over_each_other(tmp_path):
-    rows = [*training(60, **{"rewards/margins": 0.1}), {"step": 60, "eval/loss": 0.3, "eval/rewards/margins": 0.2}]
+    rows = [
+        *training(60, **{"rewards/margins": 0.1}),
+        {"step": 60, "eval/loss": 0.3, "eval/rewards/margins": 0.2},
+    ]
     found = axes(write(tmp_path / "first", training(40)), write(tmp_path / "second", rows))
     titles = ["Loss", "Learning rate", "Gradient norm", "grad/clipped", "rewards/margins"]
     assert list(found) == titles  # what never changes has no panel
     lengths = {(line.get_color(), len(line.get_xdata())) for line in found["Loss"].lines}
-    assert lengths >= {("C0", 40), ("C1", 60), ("C1", 1)} and found["Loss"].get_yscale() == "linear"
+    assert (
+        lengths >= {("C0", 40), ("C1", 60), ("C1", 1)}
+        and found["Loss"].get_yscale() == "linear"
+    )
 
 
 def test_held_out_nll_by_position_first_and_last(tmp_path):
@@ -74,7 +85,10 @@ def test_held_out_nll_by_position_first_and_last(tmp_path):
     lines = [container[0] for container in axis.containers]
     assert [list(line.get_ydata()) for line in lines] == [[2, 3], [0, 1], [], []]
     (bars,) = axis.containers[1][2]
-    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [[-0.5 / 3, 0.5 / 3], [0.75, 1.25]]
+    assert [segment[:, 1].tolist() for segment in bars.get_segments()] == [
+        [-0.5 / 3, 0.5 / 3],
+        [0.75, 1.25],
+    ]
 
 
 def test_page_and_picture(tmp_path, capsys, monkeypatch):
@@ -90,7 +104,9 @@ def test_page_and_picture(tmp_path, capsys, monkeypatch):
     text = page.read_text()
     assert not set(re.findall(r"<(\w+)", text)) & {"script", "b", "img", "link"}
     assert all(target.startswith("#") for target in re.findall(r'(?:src|href)="([^"]*)', text))
-    svg = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])  # well-formed
+    svg = ElementTree.fromstring(
+        text[text.index("<svg") : text.index("</svg>") + 6]
+    )  # well-formed
     shown = [element.text or "" for element in svg.iter() if element.tag.endswith("text")]
     assert evil in shown and [shown.count(f" {name}") for name in names] == [1, 1, 1]
     assert imread(picture).std() > 0

@@ -58,10 +58,19 @@ def test_its_own_checkpoint_is_found(checkpoint, tmp_path):
             r"run.resume: the run that wrote .*step-2 had stage 'dpo' but this run has 'sft'; set the same, or another",
         ),
         ({"model": {"arch": "llama3.2-1b"}}, "had hidden_size 4096 but this run has 2048"),
-        ({"model": {"rope": {"type": "yarn", "factor": 2}}}, "had rope_scaling None but this run has {'rope_type'"),
-        ({"model": {"rope": {"theta": 1e6}}}, "had rope_theta 500000.0 but this run has 1000000.0"),
+        (
+            {"model": {"rope": {"type": "yarn", "factor": 2}}},
+            "had rope_scaling None but this run has {'rope_type'",
+        ),
+        (
+            {"model": {"rope": {"theta": 1e6}}},
+            "had rope_theta 500000.0 but this run has 1000000.0",
+        ),
         ({"model": {"lora": {"rank": 8}}}, "had model.lora.rank 0 but this run has 8"),
-        ({"gradients": {"policies": [{"policy": "zclip"}]}}, r"policies are .*'clip_global_norm'\] but this run has"),
+        (
+            {"gradients": {"policies": [{"policy": "zclip"}]}},
+            r"policies are .*'clip_global_norm'\] but this run has",
+        ),
     ],
 )
 def test_another_runs_checkpoint_is_refused(changes, sentence, checkpoint, tmp_path):
@@ -74,6 +83,7 @@ def test_a_checkpoint_of_an_older_format_is_refused(checkpoint, tmp_path):
     state = json.loads((checkpoint / "run.json").read_text())
     (checkpoint / "run.json").write_text(json.dumps({**state, "format": 1}))
     with pytest.raises(
-        ConfigError, match="has checkpoint format 1, but this version reads format 4; continue it with the version"
+        ConfigError,
+        match="has checkpoint format 1, but this version reads format 4; continue it with the version",
     ):
         prepare(config(tmp_path), 1, [])

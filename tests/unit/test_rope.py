@@ -52,7 +52,9 @@ def test_scaled_frequencies_and_factors_are_those_of_transformers(name):
     # from the file as it came, and from the one that we write
     for file in (raw, config.to_hf()):
         theirs = AutoConfig.for_model(**file)
-        expected, expected_factor = ROPE_INIT_FUNCTIONS[config.rope_scaling.rope_type](theirs, "cpu")
+        expected, expected_factor = ROPE_INIT_FUNCTIONS[config.rope_scaling.rope_type](
+            theirs, "cpu"
+        )
         assert torch.equal(frequencies, expected)
         assert factor == pytest.approx(expected_factor, rel=1e-15)
     assert not torch.equal(frequencies, rope_parameters(replace(config, rope_scaling=None))[0])
@@ -60,12 +62,16 @@ def test_scaled_frequencies_and_factors_are_those_of_transformers(name):
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, factor**2))
 
 
-@pytest.mark.parametrize("scaling", [None, RopeScaling("yarn", 4.0, 32768), RopeScaling("linear", 8.0, 8192)])
+@pytest.mark.parametrize(
+    "scaling", [None, RopeScaling("yarn", 4.0, 32768), RopeScaling("linear", 8.0, 8192)]
+)
 def test_angles_are_exact_at_four_million_tokens(scaling):
     config = ARCHITECTURES["llama3.1-8b"]
     config = replace(config, rope_scaling=scaling or config.rope_scaling)
     frequencies, factor = rope_parameters(config)
-    assert factor == (pytest.approx(0.1 * math.log(4) + 1) if scaling and scaling.rope_type == "yarn" else 1)
+    assert factor == (
+        pytest.approx(0.1 * math.log(4) + 1) if scaling and scaling.rope_type == "yarn" else 1
+    )
     positions = torch.tensor([0, 1, 1_000_003, 4_194_303])
     cos, sin = rotary_table(positions, config)
     assert cos.dtype == torch.float32 and cos.shape == (4, 64)
@@ -76,17 +82,23 @@ def test_angles_are_exact_at_four_million_tokens(scaling):
             assert abs(float(sin[row, column]) - factor * math.sin(angle)) < 6e-8 * factor
             assert abs(float(cos[row, column]) - factor * math.cos(angle)) < 6e-8 * factor
     naive = (positions.float()[:, None] * frequencies).sin()
-    assert (naive - sin / factor).abs().max() > (0.01 if scaling is None else 0.001)  # what float32 angles would do
+    assert (naive - sin / factor).abs().max() > (
+        0.01 if scaling is None else 0.001
+    )  # what float32 angles would do
 
 
 def test_rotated_queries_are_those_of_float64():
     """Float32 queries at distant positions against the same rotation in float64, where yarn's factor comes last."""
     config = replace(ARCHITECTURES["qwen2.5-7b"], rope_scaling=RopeScaling("yarn", 4.0, 32768))
     positions = torch.tensor([0, 1_000_002, 1_000_003, 4_194_302, 4_194_303])
-    heads = torch.randn(2, 5, 2, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    heads = torch.randn(
+        2, 5, 2, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     query, key = RotateNode.apply(*heads.float(), *rotary_table(positions, config))
     frequencies, factor = rope_parameters(config)
     angles = positions[:, None, None] * frequencies.double()
-    expected = torch.complex(*heads.chunk(2, -1)) * torch.polar(torch.full_like(angles, factor), angles)
+    expected = torch.complex(*heads.chunk(2, -1)) * torch.polar(
+        torch.full_like(angles, factor), angles
+    )
     expected = torch.cat([expected.real, expected.imag], -1)
     assert (torch.stack([query, key]) - expected).abs().max() < 1e-6

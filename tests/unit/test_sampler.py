@@ -132,9 +132,7 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
-@pytest.mark.parametrize(
-    "shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"]
-)
+@pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"])
 def test_slots_shared_prompts_and_chunks_change_nothing(
     device: str, graphs: bool, shape: ModelConfig
 ):
@@ -187,8 +185,7 @@ def test_answers_to_one_prompt_compute_it_once(batch: int):
 def test_slots_that_fit():
     """As many as their keys, values and drawing leave room for, besides a part of the prompts."""
     one, ten, none = (
-        fitting_slots(SHAPE, 100, torch.float32, free)
-        for free in (1 << 30, 10 << 30, 1)
+        fitting_slots(SHAPE, 100, torch.float32, free) for free in (1 << 30, 10 << 30, 1)
     )
     assert 0 <= one < ten and none < 1
     cached = 2 * 100 * 4 * SHAPE.num_hidden_layers * SHAPE.num_key_value_heads
@@ -199,8 +196,7 @@ def test_truncation_of_the_distribution():
     model = build(config=SHAPE)
     asked = prompts(20)
     likeliest = [
-        int(exact(model, [p] * 97, [[v] for v in range(97)], 1.0).argmax())
-        for p in asked
+        int(exact(model, [p] * 97, [[v] for v in range(97)], 1.0).argmax()) for p in asked
     ]
     for options in ({"top_k": 1}, {"top_p": 1e-9}, {}):
         assert (

@@ -33,7 +33,11 @@ CPU = torch.device("cpu")
 
 def test_means_over_micro_batches_and_of_nothing():
     metrics = MetricSums(CPU)
-    for name, total, count in (("mean", 4.0, 3.0), ("mean", torch.tensor(2.0), 1.0), ("nothing", 0.0, 0.0)):
+    for name, total, count in (
+        ("mean", 4.0, 3.0),
+        ("mean", torch.tensor(2.0), 1.0),
+        ("nothing", 0.0, 0.0),
+    ):
         metrics.add(name, total, count)
     metrics.add("sum", 2.5)
     assert metrics.reduce() == {"mean": 1.5, "sum": 2.5}
@@ -42,11 +46,15 @@ def test_means_over_micro_batches_and_of_nothing():
 def test_score_is_read_at_the_last_token_whatever_it_is():
     """EOS inside the prompt, EOS as padding elsewhere, a sequence of one token: only the length decides."""
     rows = [[9, 2, 5, 2], [2], [3, 2, 2, 2, 2]]
-    batch = pack_shard([Sequence(torch.tensor(r), torch.zeros(len(r))) for r in rows], ParallelMesh(1))
+    batch = pack_shard(
+        [Sequence(torch.tensor(r), torch.zeros(len(r))) for r in rows], ParallelMesh(1)
+    )
     assert sequence_last(torch.arange(10.0), batch).tolist() == [3.0, 4.0, 9.0]
 
 
-@pytest.mark.parametrize("eos, pad, expected", [([7], 8, 8), ([7], 7, None), ([5, 7], 5, None), ([], None, None)])
+@pytest.mark.parametrize(
+    "eos, pad, expected", [([7], 8, 8), ([7], 7, None), ([5, 7], 5, None), ([], None, None)]
+)
 def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     tokenizer: Any = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if eos else None)
     shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=tuple(eos), pad_token_id=9)
@@ -61,13 +69,17 @@ def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     (5, 5, (1.0, 0.0), "inf"),
 ])  # fmt: skip
 def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, says):
-    hint = weight_hint(good, bad, KtoSection(desirable_weight=weights[0], undesirable_weight=weights[1]))
+    hint = weight_hint(
+        good, bad, KtoSection(desirable_weight=weights[0], undesirable_weight=weights[1])
+    )
     assert says in hint and bool(says) == bool(hint)
 
 
 def test_kto_refuses_data_of_one_example():
     run: Any = SimpleNamespace(train_data=[None], config=SimpleNamespace(kto=KtoSection()))
-    with pytest.raises(ConfigError, match=r"data\.train has one example but kto's baseline pairs"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train has one example but kto's baseline pairs"
+    ):
         KtoStage.build(run)
 
 
@@ -75,7 +87,10 @@ def test_kto_refuses_data_of_one_example():
 def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples):
     """A permutation of pairs by ranks or packing would be seen here; so would reversed pairs on an odd batch."""
     data = dataset("kto")
-    prompts, options = data.columns["prompt_id"], {"seed": 3, "data_parallel_size": 2, "packing_seed": 5}
+    prompts, options = (
+        data.columns["prompt_id"],
+        {"seed": 3, "data_parallel_size": 2, "packing_seed": 5},
+    )
     plain = StepLoader(data, examples, tokens_per_microbatch=128, seed=3)
     other = ShuffledLoader(data, examples, tokens_per_microbatch=512, dp_rank=1, **options)
     for k in range(plain.steps_per_epoch):
@@ -83,7 +98,9 @@ def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples):
         partners = dict(plain.mismatched_pairs(indices))
         for place, i in enumerate(indices):
             following = indices[place + 1 :] + indices[:place]
-            assert partners.get(i) == next((n for n in following if prompts[n] != prompts[i]), None)
+            assert partners.get(i) == next(
+                (n for n in following if prompts[n] != prompts[i]), None
+            )
         assert other.mismatched_pairs(other.indices(0, k)) == list(partners.items())
     assert plain.mismatched_pairs([4]) == []
 
@@ -137,7 +154,11 @@ def test_each_side_of_a_pair_has_its_own_reference_values(tmp_path):
 
 def test_fingerprint_sees_every_tensor(tmp_path):
     shape = ARCHITECTURES["llama3-8b"]
-    tensors = {"a.large": torch.zeros(2_111_111), "b.small": torch.zeros(8), "c.large": torch.zeros(2_000_000)}
+    tensors = {
+        "a.large": torch.zeros(2_111_111),
+        "b.small": torch.zeros(8),
+        "c.large": torch.zeros(2_000_000),
+    }
 
     def fingerprint():
         save_file(tensors, tmp_path / "model.safetensors")

@@ -62,7 +62,9 @@ def prepared(model: Path, *settings: str, **more: str) -> Prepared:
 
 
 @pytest.mark.parametrize("length, factor", [(129, "2.0"), (256, "2.0"), (500, "4.0")])
-def test_a_sequence_beyond_the_window_is_refused_with_what_mends_it(length: int, factor: str, model: Path) -> None:
+def test_a_sequence_beyond_the_window_is_refused_with_what_mends_it(
+    length: int, factor: str, model: Path
+) -> None:
     assert prepared(model, "--data.max_length", "128").shape.max_position_embeddings == 128
     asked = "--data.max_length", str(length)
     with pytest.raises(ConfigError) as error:
@@ -84,27 +86,51 @@ def test_a_sequence_beyond_the_window_is_refused_with_what_mends_it(length: int,
 
 
 def test_ppo_counts_its_answers(model: Path) -> None:
-    more = ["--ppo.reward", "examples.demo_data:politeness_reward", "--ppo.max_new_tokens", "65"]
-    with pytest.raises(ConfigError, match="sequences may have 129 tokens but the window of the model has 128"):
+    more = [
+        "--ppo.reward",
+        "examples.demo_data:politeness_reward",
+        "--ppo.max_new_tokens",
+        "65",
+    ]
+    with pytest.raises(
+        ConfigError, match="sequences may have 129 tokens but the window of the model has 128"
+    ):
         prepared(model, "--data.max_length", "64", *more, stage="ppo")
-    assert prepared(model, "--data.max_length", "63", *more, stage="ppo").shape.max_position_embeddings == 128
+    assert (
+        prepared(
+            model, "--data.max_length", "63", *more, stage="ppo"
+        ).shape.max_position_embeddings
+        == 128
+    )
 
 
 def test_a_reference_has_a_window_of_its_own(model: Path) -> None:
     asked = ["--data.max_length", "256", *rope("type=yarn factor=2")]
     other = ["--dpo.reference", str(shutil.copytree(model, model.parent / "other"))]
     assert prepared(model, *asked, stage="dpo").shape.max_position_embeddings == 256
-    with pytest.raises(ConfigError, match='dpo.reference: .* of the model has 128; set rope_scaling.type = "yarn"'):
+    with pytest.raises(
+        ConfigError,
+        match='dpo.reference: .* of the model has 128; set rope_scaling.type = "yarn"',
+    ):
         prepared(model, *asked, *other, stage="dpo")
     edit(model.parent / "other", rope_scaling={"type": "yarn", "factor": 2.0})
-    assert prepared(model, *asked, *other, stage="dpo").others["dpo.reference"].shape.rope_scaling.factor == 2
+    assert (
+        prepared(model, *asked, *other, stage="dpo")
+        .others["dpo.reference"]
+        .shape.rope_scaling.factor
+        == 2
+    )
 
 
-def test_random_weights_have_no_window_and_their_export_has_the_trained_one(model: Path) -> None:
+def test_random_weights_have_no_window_and_their_export_has_the_trained_one(
+    model: Path,
+) -> None:
     found = prepared(model, "--data.max_length", "700", "--model.init", "random").shape
     assert found.rope_scaling is None and found.to_hf()["max_position_embeddings"] == 700
-    arch = parse_command_line("""--stage sft --model.arch llama3-8b --model.init random --run.steps 1 --data.max_length
-        9000 --model.rope.type linear --model.rope.factor 2 --model.config.rope_theta 1e6""".split()).config
+    arch = parse_command_line(
+        """--stage sft --model.arch llama3-8b --model.init random --run.steps 1 --data.max_length
+        9000 --model.rope.type linear --model.rope.factor 2 --model.config.rope_theta 1e6""".split()
+    ).config
     shape = prepare(arch, 1, []).shape
     assert shape.rope_scaling == RopeScaling("linear", 2.0, 8192)
     assert (shape.max_position_embeddings, shape.rope_theta) == (16384, 1e6)
@@ -133,7 +159,9 @@ def test_random_weights_have_no_window_and_their_export_has_the_trained_one(mode
         (YARN, "theta=5000", RopeScaling("yarn", 4.0, 128), 512),
     ],
 )  # fmt: skip
-def test_the_configuration_lies_over_the_file(file, settings, scaling, window, model: Path) -> None:
+def test_the_configuration_lies_over_the_file(
+    file, settings, scaling, window, model: Path
+) -> None:
     edit(model, rope_scaling=file)
     shape = prepared(model, "--data.max_length", "16", *rope(settings)).shape
     assert (shape.rope_scaling, shape.max_position_embeddings) == (scaling, window)
@@ -141,7 +169,9 @@ def test_the_configuration_lies_over_the_file(file, settings, scaling, window, m
     assert ModelConfig.from_hf(shape.to_hf()) == shape
 
 
-def test_the_dry_run_and_the_samples_show_window_and_factor(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_and_the_samples_show_window_and_factor(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stretched = ["--data.max_length", "200", *rope("type=yarn factor=2")]
     line = "window: 256 tokens (yarn rope, factor 2 over 128 tokens, theta 10,000)\n"
     path = str(model.parent / "run.toml")
@@ -154,11 +184,23 @@ def test_the_dry_run_and_the_samples_show_window_and_factor(model: Path, capsys:
     assert "window: 128 tokens (default rope, theta 10,000)\n" in capsys.readouterr().out
 
 
-def test_the_readmes_example_fits_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_example_fits_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Qwen2.5's chat models have a window of 32,768 tokens, also where only their published shape is known."""
     for page in ("README.md", "README.zh-CN.md"):
-        (toml,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+        (toml,) = re.findall(
+            r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+        )
         (tmp_path / "long.toml").write_text(toml)
-        asked = ["--config", str(tmp_path / "long.toml"), "--model.path", str(tmp_path / "Qwen2.5-7B-Instruct")]
+        asked = [
+            "--config",
+            str(tmp_path / "long.toml"),
+            "--model.path",
+            str(tmp_path / "Qwen2.5-7B-Instruct"),
+        ]
         dry_run(*parse_command_line([*asked, "--dry-run", "--gpus", "8"]))
-        assert "window: 65,536 tokens (yarn rope, factor 2 over 32,768 tokens" in capsys.readouterr().out
+        assert (
+            "window: 65,536 tokens (yarn rope, factor 2 over 32,768 tokens"
+            in capsys.readouterr().out
+        )
