@@ -66,6 +66,7 @@ def measured(row: dict[str, Any]) -> Workload:
         "vocab_size": row.get("vocab_size", shape.vocab_size),
         "head_dim": shape.head_dim,
     }
+    changes |= row.get("config", {})
     if "heads" in row:  # "query/kv", of the same size as the shape's own
         changes |= zip(
             ("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/"))
@@ -92,11 +93,13 @@ def measured(row: dict[str, Any]) -> Workload:
     ids=lambda r: f"{r['arch']} {r['layers']} layers {r['tokens']} tokens {r['recompute']}",
 )
 def test_measured_steps_are_predicted(row):
-    """Memory within 5%, time within 15%."""
+    """Memory within 5%, time within 15%. What a CUDA graph holds for itself counts as reserved only."""
     asked = measured(row)
     assert step_seconds(asked) == pytest.approx(row["seconds"], rel=0.15)
-    if row.get("peak_gib"):
-        assert predict(asked).allocated / GIB == pytest.approx(row["peak_gib"], rel=0.05)
+    assert not row.get("weights") or asked.graphs == row["graphs"]
+    found = row.get("reserved_gib" if row.get("graphs") else "peak_gib")
+    if found:
+        assert predict(asked).allocated / GIB == pytest.approx(found, rel=0.05)
 
 
 def test_states_are_eighteen_bytes_per_parameter():

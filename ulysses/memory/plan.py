@@ -324,7 +324,10 @@ def _base(case: Workload) -> int:
 def _head(case: Workload) -> tuple[int, int]:
     """Return the bytes of the gathered vocabulary, and of a tile of logits in float32 and in the weights' dtype."""
     size, V = case.element_size, case.model.vocabulary
-    rows = max(1, LOGITS_TILE_BYTES // (4 * V))
+    # equal tiles in blocks of 128 rows, as losses.linear_logprobs cuts them
+    most = max(LOGITS_TILE_BYTES // (4 * V) // 128, 1)
+    blocks = -(-case.local // 128)
+    rows = 128 * -(-blocks // -(-blocks // most))
     words = size * case.model.vocabulary_parameters * (not case.resident)
     return words, min(case.local, rows) * V * (4 + size)
 
