@@ -10,8 +10,10 @@ from .dpo import DPO_LOSS_TYPES, LENGTH_NORMALISED, REFERENCE_FREE, dpo_loss, ld
 from .kto import KTO_LOSS_TYPES, kto_baseline, kto_loss
 from .logprobs import LogProbs, linear_logprobs
 from .ppo import (
+    AdaptiveKLController,
     PolicyLoss,
     ValueLoss,
+    gae,
     group_advantages,
     kl_estimate,
     packed_gae,
@@ -29,12 +31,14 @@ __all__ = [
     "KTO_LOSS_TYPES",
     "LENGTH_NORMALISED",
     "REFERENCE_FREE",
+    "AdaptiveKLController",
     "LogProbs",
     "PolicyLoss",
     "ValueLoss",
     "aot_margins",
     "dft_nll",
     "dpo_loss",
+    "gae",
     "group_advantages",
     "kl_estimate",
     "kto_baseline",

@@ -1,9 +1,10 @@
 """Proximal policy optimisation (PPO): rewards, advantages and the clipped losses, as pure functions.
 
-Shapes: N sequences of T tokens in all, packed [T] with cu_seqlens [N + 1] (sequence i is tokens cu_seqlens[i] ..
-cu_seqlens[i + 1] - 1). Token losses return one value per token; the caller divides by a global count.
+Shapes: N sequences, T tokens: padded [N, T], or packed [T] with cu_seqlens [N + 1] (sequence i is tokens
+cu_seqlens[i] .. cu_seqlens[i + 1] - 1). Token losses return one value per token; the caller divides by a global count.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,14 +37,15 @@ def token_rewards(
     last_index: Tensor,
     kl_coefficient: float,
     *,
+    score_clip: float | None = None,
     missing_eos_penalty: float | None = None,
     has_eos: Tensor | None = None,
 ) -> Tensor:
     """Return R_t = -kl_coefficient * kl_t, plus the sequence's score at its last token: [T] (1909.08593, eq. 2).
 
     kl [T] per token, scores [N], last_index [N] int64: the last token of each answer, which is its EOS token if it has
-    one, never the token after it. `missing_eos_penalty` is subtracted from the score of answers whose `has_eos` [N] is
-    false. Raises ValueError if the penalty is set without has_eos.
+    one, never the token after it. `score_clip` limits |score|; after that `missing_eos_penalty` is subtracted from the
+    score of answers whose `has_eos` [N] is false. Raises ValueError if the penalty is set without has_eos.
     """
     if scores.shape != last_index.shape:
         raise ValueError(
@@ -51,6 +53,8 @@ def token_rewards(
         )
     rewards = -kl_coefficient * at_least_float32(kl)
     scores = at_least_float32(scores).to(rewards.dtype)
+    if score_clip is not None:
+        scores = scores.clamp(-score_clip, score_clip)
     if missing_eos_penalty is not None:
         if has_eos is None:
             raise ValueError(
@@ -97,6 +101,29 @@ def packed_gae(
     return advantages, advantages + values
 
 
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns), padded [N, T] and 0 where the mask is 0: `packed_gae` over the other tokens.
+
+    Tokens whose mask is 0 are skipped wherever they are, so a tool's output inside an answer neither earns nor decays
+    credit. For a contiguous mask this is the textbook recurrence, with padding on either side.
+    """
+    if not rewards.shape == values.shape == mask.shape or rewards.dim() != 2:
+        raise ValueError(
+            f"rewards are {list(rewards.shape)}, values {list(values.shape)} and mask {list(mask.shape)} "
+            "but all must be padded [N, T]"
+        )
+    kept = mask.bool()
+    counts = kept.sum(1).cpu()
+    cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    packed = packed_gae(rewards[kept], values[kept], cu_seqlens, gamma, lam)
+    advantages, returns = (
+        part.new_zeros(mask.shape).masked_scatter(kept, part) for part in packed
+    )
+    return advantages, returns
+
+
 def group_advantages(
     scores: Tensor, group_size: int, kind: str = "group", *, scale: bool = True
 ) -> Tensor:
@@ -128,23 +155,32 @@ def ppo_policy_loss(
     clip: float = 0.2,
     *,
     clip_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
     """Return max(-A rho, -A clip(rho, 1 - clip, 1 + clip_high)) per token, rho = exp(logp - old_logp).
 
-    Source: 1707.06347, eq. 7. `clip_high` (default: clip) widens the upper side (DAPO, 2503.14476: 0.28). The
-    log-ratio is cut at +-20, beyond which its gradient is 0 already, or useless.
+    Source: 1707.06347, eq. 7. `clip_high` (default: clip) widens the upper side (DAPO, 2503.14476: 0.28). `dual_clip`
+    c > 1 limits the loss of tokens with A < 0 to -c A (1912.09729; commonly 3). The log-ratio is cut at +-20, beyond
+    which its gradient is 0 already, or useless.
     """
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
         raise ValueError(
             f"clip is {clip} and clip_high {high}; clip must be in [0, 1) and clip_high at least 0"
         )
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip} but must be above 1 (commonly 3), or None")
     advantages = at_least_float32(advantages.detach())
     log_ratio = at_least_float32(logps) - at_least_float32(old_logps.detach())
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     plain, cut = -advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + high)
     losses = torch.maximum(plain, cut)
-    return PolicyLoss(losses, ratio.detach(), (cut > plain).to(losses.dtype))
+    clipped = cut > plain
+    if dual_clip is not None:
+        bound = (-dual_clip * advantages).masked_fill(advantages >= 0, torch.inf)
+        clipped = clipped | (bound < losses)
+        losses = torch.minimum(losses, bound)
+    return PolicyLoss(losses, ratio.detach(), clipped.to(losses.dtype))
 
 
 def ppo_value_loss(
@@ -181,11 +217,60 @@ def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Ten
     raise ValueError(f"kind is {kind!r} but must be k1, k2 or k3")
 
 
-def whiten(values: Tensor) -> Tensor:
-    """Return (values - mean) / sqrt(variance + 1e-8) with their population moments; a single value gives 0, never nan.
+def whiten(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    shift_mean: bool = True,
+    mean: Tensor | float | None = None,
+    variance: Tensor | float | None = None,
+) -> Tensor:
+    """Return (values - mean) / sqrt(variance + 1e-8) where mask is set, 0 elsewhere.
 
-    Pass the values of a whole rollout, over all ranks, so that every process scales alike.
+    `shift_mean=False` adds the mean back. `mean` and `variance` are given together or not at all: pass those of a whole
+    rollout over all ranks, or leave them out for the population moments of these values. A single value, or none,
+    gives zeros and never nan.
     """
-    centred = at_least_float32(values)
-    centred = centred - centred.mean()
-    return centred * (centred.square().mean() + 1e-8) ** -0.5
+    if (mean is None) != (variance is None):
+        raise ValueError("whiten was given only one of mean and variance; pass both or neither")
+    values, kept = at_least_float32(values), mask.bool()
+    if mean is None or variance is None:
+        count = kept.sum().clamp(min=1)
+        mean = values.masked_fill(~kept, 0.0).sum() / count
+        variance = (values - mean).masked_fill(~kept, 0.0).square().sum() / count
+    whitened = (values - mean) * (variance + 1e-8) ** -0.5
+    return (whitened if shift_mean else whitened + mean).masked_fill(~kept, 0.0)
+
+
+@dataclass
+class AdaptiveKLController:
+    """Steer the KL coefficient towards a target (1909.08593, section 2.2).
+
+    coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon, where kl is the KL of a sequence, averaged over n
+    sequences. Its only state is `coefficient`. With target None the coefficient never changes.
+    """
+
+    coefficient: float = 0.2
+    target: float | None = 6.0
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        coefficient, target, horizon = self.coefficient, self.target, self.horizon
+        if coefficient < 0 or horizon <= 0 or (target is not None and target <= 0):
+            raise ValueError(
+                f"coefficient is {coefficient}, target {target} and horizon {horizon} "
+                "but the coefficient must be at least 0 and the others above 0 (target None keeps it fixed)"
+            )
+
+    def update(self, kl: float, sequences: int) -> float:
+        """Return the next coefficient after `sequences` sequences of mean KL `kl`; both are global, so ranks agree."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coefficient *= 1 + error * sequences / self.horizon
+        return self.coefficient
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.coefficient = float(state["coefficient"])

@@ -272,7 +272,11 @@ def test_reward_functions() -> None:
     assert Rewards([HALF], Letters())(*answers()) == []
     for name, asked, complaint in (
         (HALF, answers(1, 0), "half on example 5 failed: ZeroDivisionError"),
-        (HALF, answers(float("nan")), "4 failed: ValueError: it returned nan; return a finite"),
+        (
+            HALF,
+            answers(float("nan")),
+            "half on example 4 failed: ValueError: it returned nan; return a finite number",
+        ),
         (ALL, answers(1, 2, most=1), "for 2 answers; return one number for each"),
     ):
         with pytest.raises(ValueError, match=complaint):

@@ -23,7 +23,11 @@ Columns = dict[str, Tensor]
 
 def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
     advantages, returns = packed_gae(rewards, values, cu_seqlens, config.gamma, config.lam)
-    return {"advantages": whiten(advantages), "old_values": values, "returns": returns}
+    return {
+        "advantages": whiten(advantages, torch.ones_like(values)),
+        "old_values": values,
+        "returns": returns,
+    }
 
 
 def compared(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
@@ -35,7 +39,7 @@ def compared(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -
 def reinforce(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
     nothing = torch.zeros_like(rewards)
     _, to_come = packed_gae(rewards, nothing, cu_seqlens, config.gamma, lam=1.0)
-    return {"advantages": whiten(to_come)}
+    return {"advantages": whiten(to_come, torch.ones_like(to_come))}
 
 
 def answer_rewards(rewards: Tensor, cu_seqlens: Tensor) -> Tensor:
