@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ulysses.gradients.chain import build_chain
-
 # examples/ is not installed, and the engine need not be
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -48,6 +46,7 @@ from ulysses.run.memory_choice import (
     this_machine,
 )
 from ulysses.run.metrics import PEAK_FLOPS, device_peak_flops, model_flops
+from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import read_shape
 from ulysses.run.registry import requirements
 from ulysses.zero.engine import ZeroEngine
@@ -169,10 +168,9 @@ def take_step(
     for left in reversed(range(micro_batches)):
         loss = engine(batch, nll=True).nll
         engine.backward(loss * (bench.mesh.world_size / count / micro_batches), last=not left)
-    build_chain(
-        bench.config.gradients.policies or bench.config.gradients.preset,
-        bench.config.gradients.max_norm,
-    ).apply(engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0))
+    gradient_policies(bench.config.gradients).apply(
+        engine.gradients(), StepContext(step=1, total_steps=9, loss=0.0, lr=LR, seed=0)
+    )
     engine.step([LR] * len(engine.optimizer.param_groups))
     return loss.detach()
 

@@ -115,7 +115,11 @@ def linear_logprobs(
                 f"targets hold {int(targets[bad][0])} "
                 f"but must lie in 0..{weight.shape[0] - 1}, or be {IGNORE_INDEX} (ignored)"
             )
-    rows = _auto_rows(hidden, weight) if tile_rows == "auto" else tile_rows
+    rows = tile_rows
+    if rows == "auto":
+        row_bytes = weight.shape[0] * torch.promote_types(hidden.dtype, torch.float32).itemsize
+        limit = CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES
+        rows = equal_tiles(hidden.shape[0], row_bytes, limit)
     return LogProbs(
         *_LinearLogProbs.apply(
             hidden,
@@ -132,13 +136,12 @@ def linear_logprobs(
     )
 
 
-def _auto_rows(hidden: Tensor, weight: Tensor) -> int:
-    """Choose equal tiles: the fewest that stay within the limit of bytes, in whole blocks of 128 rows."""
-    row_bytes = weight.shape[0] * torch.promote_types(hidden.dtype, torch.float32).itemsize
-    bound = (CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES) // row_bytes
+def equal_tiles(count: int, row_bytes: int, tile_bytes: int) -> int:
+    """Return the rows of a tile if `count` rows are cut into the fewest equal ones, in whole blocks of 128 rows."""
+    bound = tile_bytes // row_bytes
     limit = bound // 128 * 128 or max(bound, 1)
-    tiles = max(1, -(-hidden.shape[0] // limit))
-    blocks = max(1, -(-hidden.shape[0] // (tiles * 128)))
+    tiles = max(1, -(-count // limit))
+    blocks = max(1, -(-count // (tiles * 128)))
     return min(limit, blocks * 128)
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("losses", "models", "ulysses")
 FLOORS = {
     "losses": 1, "ulysses.parallel": 1, "ulysses.disk": 1, "ulysses.config": 1,
-    "ulysses.memory": 2, "ulysses.gradients": 2, "ulysses.data": 2, "models": 3, "ulysses.zero": 3,
+    "ulysses.memory": 1, "ulysses.gradients": 1, "ulysses.data": 2, "models": 2, "ulysses.zero": 3,
     "ulysses.stages": 4, "ulysses.rl": 5, "ulysses.run": 6,
     "ulysses.train": 7, "ulysses.cli": 7, "ulysses.export": 7, "ulysses.report": 7, "ulysses.migrate": 7,
 }  # fmt: skip
@@ -166,7 +166,7 @@ def test_each_kind_of_knowledge_stays_in_its_place() -> None:
     """Stages are told apart in their rooms, DeepSpeed's internals in one file, and no error is edited as a string."""
     for path in sources():
         name, text = str(path.relative_to(ROOT)), path.read_text()
-        if not name.startswith(("ulysses/stages/", "ulysses/rl/")):
+        if not name.startswith(("ulysses/stages/", "ulysses/rl/ppo.py")):
             found = re.search(
                 r"\.stage\s*(?:==|!=|in\b|not in\b)", re.sub(r"(?m)#.*$", "", _code(text))
             )

@@ -1,9 +1,15 @@
 """Configuration from TOML and arguments."""
 
+from typing import get_args
+
 import pytest
 
+from losses.dpo import DPO_LOSS_TYPES
+from models.arch import ARCHITECTURES
 from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.config.foreign_names import foreign_names
+from ulysses.gradients.chain import Preset
+from ulysses.rl.advantages import ADVANTAGES
 from ulysses.run.registry import STAGES
 
 BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
@@ -94,3 +100,17 @@ def test_help_lists_every_key(capsys):
     for key, info in known_keys().items():
         assert key in shown
         assert info.description, f"{key} has no description"
+
+
+def test_names_that_the_configuration_writes_out_are_those_of_the_registries():
+    """The configuration imports neither torch nor what it names, so that only this test knows both."""
+    keys = known_keys()
+    for key, names in (
+        ("stage", STAGES),
+        ("gradients.preset", get_args(Preset)),
+        ("ppo.advantage", ADVANTAGES),
+    ):
+        assert get_args(keys[key].annotation) == tuple(names)
+    for key, names in (("model.arch", ARCHITECTURES), ("dpo.loss_type", DPO_LOSS_TYPES)):
+        listed = keys[key].description.rpartition(": ")[2].rstrip(".")
+        assert listed.split(", ") == list(names)

@@ -16,12 +16,13 @@ from tests.engine_case import ListDataset, sequences
 from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.config.command_line import parse_command_line
+from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rewards import Rewards, gsm8k_reward
+from ulysses.rl.rewards import Rewards, gsm8k_reward, load_function
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion
 from ulysses.run.preflight import prepare
@@ -281,6 +282,13 @@ def test_reward_functions() -> None:
     ):
         with pytest.raises(ValueError, match=complaint):
             Rewards([name], Letters())(*asked)
+
+
+def test_a_function_that_has_moved_is_named_by_its_new_place() -> None:
+    with pytest.raises(
+        ConfigError, match=r"it has moved: write ulysses\.rl\.rewards:gsm8k_reward$"
+    ):
+        load_function("ulysses.training.rewards:gsm8k_reward")
 
 
 def test_rewards_in_workers() -> None:

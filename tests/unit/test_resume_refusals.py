@@ -10,8 +10,8 @@ from models.arch import ARCHITECTURES
 from ulysses.config.command_line import check, put
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, flat
-from ulysses.gradients.chain import build_chain
 from ulysses.run.checkpoint import FORMAT
+from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import prepare
 
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path):
         "step": 2,
         "config": own.model_dump(mode="json"),
         "shape": ARCHITECTURES["llama3-8b"].to_hf(),
-        "policies": build_chain(own.gradients.preset, own.gradients.max_norm).state_dict(),
+        "policies": gradient_policies(own.gradients).state_dict(),
     }
     (folder / "run.json").write_text(json.dumps(state))
     return folder

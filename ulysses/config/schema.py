@@ -297,9 +297,13 @@ class Config(Section):
     @property
     def default_lr(self) -> float:
         """The stage's learning rate; adapters, which start from zero, take ten times as much."""
-        return round(
-            getattr(self, self.stage).default_lr * (10 if self.model.lora.rank else 1), 12
-        )
+        rate = self.stage_section.default_lr
+        return round(rate * (10 if self.model.lora.rank else 1), 12)
+
+    @property
+    def stage_section(self) -> Any:
+        """The table of the stage that is trained."""
+        return getattr(self, self.stage)
 
     @property
     def output(self) -> Path:

@@ -68,8 +68,8 @@ class DpoSection(Section):
     loss_type: str | list[str] = Field(
         "sigmoid",
         description="Preference loss, or a list of losses to add (losses/dpo.py): sigmoid, robust, hinge, ipo, "
-        "ipo_sum, "
-        "simpo, sigmoid_norm, orpo, exo_pair, nca_pair, bco_pair, sppo_hard, aot, apo_zero, apo_down, discopop.",
+        "ipo_sum, simpo, sigmoid_norm, orpo, exo_pair, nca_pair, bco_pair, sppo_hard, aot, apo_zero, apo_down, "
+        "discopop.",
     )
     loss_weights: list[NonNegativeFloat] = []
     """Weight of each loss in a list; an empty list weighs all with 1."""

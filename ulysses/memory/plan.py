@@ -20,6 +20,7 @@ from collections import Counter
 from math import gcd, inf
 from typing import NamedTuple
 
+from losses.logprobs import CUDA_TILE_BYTES, equal_tiles
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.tiling import tile_rows
@@ -29,7 +30,6 @@ GIB = 1 << 30
 H200_FLOPS = 989e12  # in bfloat16
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 HOST_FILL = 0.9  # share of a node's free memory that training may take
-LOGITS_TILE_BYTES = 1 << 30  # float32 logits of one "auto" tile on a GPU
 # offloaded layers whose tensors are on the GPU nevertheless: one in use, one being copied
 WORKING_GROUPS = 2
 PROCESS_BYTES = 4e9  # host memory of one process: interpreter, libraries, NCCL's shared buffers
@@ -324,10 +324,7 @@ def _base(case: Workload) -> int:
 def _head(case: Workload) -> tuple[int, int]:
     """Return the bytes of the gathered vocabulary, and of a tile of logits in float32 and in the weights' dtype."""
     size, V = case.element_size, case.model.vocabulary
-    # equal tiles in blocks of 128 rows, as losses.linear_logprobs cuts them
-    most = max(LOGITS_TILE_BYTES // (4 * V) // 128, 1)
-    blocks = -(-case.local // 128)
-    rows = 128 * -(-blocks // -(-blocks // most))
+    rows = equal_tiles(case.local, 4 * V, CUDA_TILE_BYTES)
     words = size * case.model.vocabulary_parameters * (not case.resident)
     return words, min(case.local, rows) * V * (4 + size)
 

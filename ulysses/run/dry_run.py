@@ -95,9 +95,8 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
     lr = config.optimizer.lr
     if lr == config.default_lr:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
-        print(
-            f"optimizer.lr {lr:g} is the default of {stage.name}: {getattr(config, config.stage).lr_reason}{more}"
-        )
+        reason = config.stage_section.lr_reason
+        print(f"optimizer.lr {lr:g} is the default of {stage.name}: {reason}{more}")
     return case
 
 

@@ -1,4 +1,4 @@
-"""AdamW's parameter groups and the learning rate as a pure function of the step."""
+"""What changes the weights: AdamW and its parameter groups, gradient policies, and the learning rate of each step."""
 
 import math
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ulysses.config.schema import OptimizerSection
+from ulysses.config.schema import GradientsSection, OptimizerSection
+from ulysses.gradients.chain import GradientPolicyChain, build_chain
 
 
 def parameter_groups(
@@ -66,3 +67,8 @@ def learning_rate(step: int, total: int, config: OptimizerSection) -> float:
         "wsd": max(0.0, (step - (total - decay)) / decay),
     }
     return config.lr * (1 - (1 - config.min_lr) * gone[config.schedule])
+
+
+def gradient_policies(settings: GradientsSection) -> GradientPolicyChain:
+    """Build the chain of gradient policies; ValueError names the table and the key that cannot be honoured."""
+    return build_chain(settings.policies or settings.preset, settings.max_norm)

@@ -26,12 +26,12 @@ from ulysses.data.read.sources import is_hub_id, missing_sources, parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.encode import DataSettings
 from ulysses.data.serve.steps import StepLoader
-from ulysses.gradients.chain import build_chain
 from ulysses.memory.plan import GIB
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
 from ulysses.run.memory_choice import planner_model
+from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.setting_checks import check_settings
 from ulysses.stages.base import AuxiliaryModel
@@ -388,9 +388,7 @@ def _find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
                 "run.resume",
             )
     with error_context("run.resume"):
-        build_chain(
-            config.gradients.policies or config.gradients.preset, config.gradients.max_norm
-        ).load_state_dict(state["policies"])
+        gradient_policies(config.gradients).load_state_dict(state["policies"])
     return checkpoint
 
 

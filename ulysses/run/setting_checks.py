@@ -9,8 +9,8 @@ import torch
 
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
-from ulysses.gradients.chain import build_chain
 from ulysses.memory.plan import divisors
+from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import STAGES
 from ulysses.zero.settings import check_raw
 
@@ -18,7 +18,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def check_settings(config: Config, world_size: int) -> None:
-    """Refuse what can be refused from the configuration and the installed packages alone."""
+    """Raise one ConfigError for all that is wrong; 0 processes asks the launcher for their number."""
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     if config.run.deterministic:  # before anything starts CUDA
         require_determinism()
@@ -40,9 +40,7 @@ def check_settings(config: Config, world_size: int) -> None:
             )
     with error_context("", complaints):
         check_raw(config.deepspeed.zero_optimization)
-        build_chain(
-            config.gradients.policies or config.gradients.preset, config.gradients.max_norm
-        )
+        gradient_policies(config.gradients)
     refuse(complaints)
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from models.decoder import count_parameters
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
-from ulysses.gradients.chain import build_chain
 from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.layout import head_layout
 from ulysses.parallel.mesh import ParallelMesh
@@ -31,7 +30,7 @@ from ulysses.run.memory_choice import (
     this_machine,
 )
 from ulysses.run.metrics import MetricsLog, device_peak_flops, model_flops
-from ulysses.run.optim import learning_rate
+from ulysses.run.optim import gradient_policies, learning_rate
 from ulysses.run.preflight import prepare
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.trainer import Trainer
@@ -155,9 +154,7 @@ class TrainingRun:
             eval_loader=self.eval_data and self.loader(self.eval_data, evaluation=True),
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
-            policies=build_chain(
-                config.gradients.policies or config.gradients.preset, config.gradients.max_norm
-            ),
+            policies=gradient_policies(config.gradients),
             flops=partial(model_flops, shape, count_parameters(shape), adapters),
             peak_flops=device_peak_flops(),
             run=config.run,

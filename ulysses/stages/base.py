@@ -95,9 +95,6 @@ class Stage:
     sequences_per_example: ClassVar[int] = 1  # all in the same micro-batch
     # of an example, which each of its sequences carries; 0 if it has none
     columns: ClassVar[tuple[str, ...]] = ()
-    # the default of optimizer.lr, and why it suits the stage
-    lr: ClassVar[float]
-    lr_reason: ClassVar[str]
 
     model: Any
     mesh: Any
