@@ -23,7 +23,7 @@ from tests.unit.test_layout import simulated_mesh
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.stages.referenced import attach_reference, pairs_of_run
+from ulysses.stages.referenced import pairs_of_run, read_reference
 
 # name: query heads, kv heads, head dim, processes, degree -> ranks that exchange heads x ranks that split rows
 TOPOLOGIES = {
@@ -120,7 +120,7 @@ def reference_values(file: Path, case: Case) -> list[np.ndarray]:
         StepLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3), 2
     )
     with torch.no_grad():
-        attach_reference(
+        values, mismatched = read_reference(
             data,
             pairs,
             file,
@@ -130,11 +130,8 @@ def reference_values(file: Path, case: Case) -> list[np.ndarray]:
             case.budget,
             print,
         )
-    examples = np.split(data.token_columns["reference_logps"], data.lengths.cumsum()[:-1])
-    return [
-        *examples,
-        *(columns["reference_logps"] for columns in data.mismatch_columns.values()),
-    ]
+    examples = np.split(values, data.lengths.cumsum()[:-1])
+    return [*examples, *mismatched.values()]
 
 
 @pytest.mark.parametrize("topology", ["3/1 1x4", "14/2 2x2"])

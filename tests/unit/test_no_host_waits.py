@@ -64,16 +64,15 @@ def test_no_stage_waits_for_the_device(name):
     else:
         data = dataset(name)
         sequences = [s for i in range(4) for s in stage.sequences(data[i])]
-    if name == "kto":
-        stage.baseline = torch.zeros((), device=META)
+    of_step = {"kto": torch.zeros((), device=META), "sft": 7}.get(name)
     batch = pack_shard(sequences, mesh, META)
     with Waits():
-        counts = stage.counts(batch)
-        terms = stage.losses(batch, metrics)
+        normalisers = stage.normalisers(batch)
+        terms = stage.losses(batch, metrics, of_step)
         metrics.add("projected", float(batch.num_valid))
-        sum(t.value * (t.weight / counts[t.count]) for t in terms).backward()
+        sum(t.value * (t.weight / normalisers[t.normaliser]) for t in terms).backward()
         for term in terms:
-            metrics.add("loss", stage.once(term.value))
+            metrics.add("loss", stage.on_first_rank(term.value))
     assert all(p.grad is not None for p in model.parameters())
     with pytest.raises(RuntimeError, match="meta"):  # what this test relies on
         metrics.reduce()

@@ -112,7 +112,7 @@ def contradictions(config: Config) -> Iterator[str]:
             "data.eval_fraction, or run.eval_every = 0"
         )
     given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
-    for key in given if STAGES[config.stage].kind != "sequence" else ():
+    for key in given if STAGES[config.stage].dataset_type != "sequence" else ():
         yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"
     if data.turns == "separate" and data.train_on != "assistant":
         yield (
