@@ -19,6 +19,7 @@ from tests.distributed.test_invariance_stages import check
 from tests.engine_case import QWEN3, SHAPE, Case
 from tests.harness import device, run_distributed
 from tests.shuffled_loader import ShuffledLoader
+from tests.stage_case import COMPARED, STAGE_CASES
 from tests.unit.test_layout import simulated_mesh
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import pack_shard
@@ -36,9 +37,6 @@ TOPOLOGIES = {
     "4/2 1x3": (4, 2, 8, 3, 3),
     "6/2 3x1": (6, 2, 8, 3, 3),  # plain Ulysses whose blocks straddle kv groups
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "pt": {"z_loss": 1e-3}, "rm": {"center_coefficient": 0.1}, "kto": {"beta": 0.3, "desirable_weight": 1.5},
-}  # fmt: skip
 LEVELS = ("none", "pair", "block", "keep_attention")
 SAMPLED = [
     ("sft", "6/2 2x2", "none", "reference"),
@@ -76,7 +74,7 @@ def case_of(
     shape = replace(
         SHAPE, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim
     )
-    more |= {"options": OPTIONS.get(stage, {}), "shape": shape, "ragged": True}
+    more |= {"options": STAGE_CASES[stage].options, "shape": shape, "ragged": True}
     return Case(stage, sp=sp, recompute=level, attention=kernel, **more), world
 
 
@@ -104,7 +102,7 @@ def test_norms_of_heads_and_yarn(
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("stage", ["pt", "sft", "rm", "dpo", "kto"])
+@pytest.mark.parametrize("stage", COMPARED)
 def test_full_product(stage: str, topology: str, level: str, kernel: str) -> None:
     check(*case_of(stage, topology, level, kernel, budget=256))
 

@@ -1,9 +1,15 @@
 """Configuration from TOML and arguments."""
 
+from typing import get_args
+
 import pytest
 
+from losses.dpo import DPO_LOSS_TYPES
+from models.arch import ARCHITECTURES
 from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.config.foreign_names import foreign_names
+from ulysses.config.schema import Config
+from ulysses.gradients.chain import Preset
 from ulysses.run.registry import STAGES
 
 BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
@@ -80,6 +86,20 @@ def test_foreign_names_lead_to_keys_that_exist():
         assert name not in keys or table["key"] == name
     lists = [set(names[kind]) for kind in ("ours", "not_needed", "by_hand", "not_supported")]
     assert sum(map(len, lists)) == len(set.union(*lists))
+
+
+def test_names_that_the_configuration_writes_out_are_those_of_the_registries():
+    """It imports none of them, so that it can be read before torch is."""
+    keys = known_keys()
+
+    def listed(key: str) -> list[str]:
+        return keys[key].description.rpartition(": ")[2].rstrip(".").split(", ")
+
+    assert get_args(keys["stage"].annotation) == (*STAGES,)
+    assert {*STAGES} <= {*Config.model_fields}
+    assert listed("dpo.loss_type") == list(DPO_LOSS_TYPES)
+    assert listed("model.arch") == list(ARCHITECTURES)
+    assert keys["gradients.preset"].annotation == Preset
 
 
 def test_help_lists_every_key(capsys):

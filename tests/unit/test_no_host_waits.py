@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from models.decoder import CausalLM, RewardModel
 from models.policy_value import PolicyValue
 from tests.engine_case import SHAPE, Case, dataset, make_stage
+from tests.stage_case import STAGE_CASES
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.stages.metric_sums import MetricSums
@@ -39,23 +40,13 @@ def kernel(
     return query + key.sum() + value.sum()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "pt": {"z_loss": 0.1},
-    "sft": {"label_smoothing": 0.1, "z_loss": 0.1, "neftune_alpha": 5.0},
-    "rm": {"center_coefficient": 0.1},
-    "dpo": {"sft_weight": 0.1, "ld_alpha": 0.5},
-    "kto": {},
-    "ppo": {"reward": "builtins:len", "entropy_coefficient": 0.1},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", STAGE_CASES)
 def test_no_stage_waits_for_the_device(name):
     mesh, metrics = ParallelMesh(), MetricSums(META)
     with META:
         kind = {"rm": RewardModel, "ppo": PolicyValue}.get(name, CausalLM)
         model = kind(SHAPE, mesh, attention=kernel)
-    stage = make_stage(Case(name, options=OPTIONS[name]), model, mesh)
+    stage = make_stage(Case(name, options=STAGE_CASES[name].every_term), model, mesh)
     if name == "ppo":
         columns = {
             c: torch.zeros(9) for c in ("old_logps", "old_values", "advantages", "returns")

@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from models.arch import ARCHITECTURES
-from tests.engine_case import dataset
+from tests.e2e.launch import ROOT
+from tests.engine_case import FROZEN, dataset
 from tests.shuffled_loader import ShuffledLoader
+from tests.stage_case import STAGE_CASES
+from ulysses.config.command_line import check
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
 from ulysses.data.serve.steps import StepLoader
@@ -19,12 +22,28 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.run.build import InitialWeights
+from ulysses.run.registry import STAGES, requirements
 from ulysses.stages.kto import KtoStage, weight_hint
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
 from ulysses.stages.rm import RmStage
 
 CPU = torch.device("cpu")
+
+
+def test_the_tests_know_every_stage_and_its_frozen_models():
+    """What a new stage still lacks is named here."""
+    missing = {*STAGES} - {*STAGE_CASES}
+    assert not missing, f"STAGE_CASES in tests/stage_case.py has no entry for {missing}"
+    for name, case in STAGE_CASES.items():
+        if not callable(case.formula):
+            assert (ROOT / case.formula).exists(), f"{name} has no formula"
+            continue
+        assert len(dataset(name)) > 10
+        for settings in (case.options, case.every_term):
+            found = requirements(check({"stage": name, name: settings}))
+            roles = {model.role for model in found.models} - {*FROZEN}
+            assert not roles, f"FROZEN in tests/engine_case.py has no {roles} for {name}"
 
 
 def test_means_over_micro_batches_and_of_nothing():

@@ -3,7 +3,7 @@
     settings -> data files -> model: shape and weights -> tokenizer -> the stage's other models -> attention kernel
              -> checkpoint to resume -> disk space
 
-Each complaint is one sentence: what was given, what is required and what to change.
+Each error is one sentence: what was given, what is required and what to change.
 """
 
 import os
@@ -194,7 +194,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             absence refuses the run like everything else. A dry run downloads no weights and checks no kernel.
 
     Raises:
-        ConfigError: all complaints about settings or, if there are none, about what they name.
+        ConfigError: all errors about settings or, if there are none, about what they name.
     """
     check_settings(config, world_size)
     strict, stage, model, data = (
@@ -204,8 +204,8 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         config.data,
     )
     plan = Prepared(config)
-    complaints: list[Any] = []
-    collect = partial(error_context, complaints=complaints)
+    errors: list[Any] = []
+    collect = partial(error_context, errors=errors)
     with collect("data"):
         if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
             raise FileNotFoundError("; ".join(missing))
@@ -222,7 +222,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     with collect("model"):
         plan.shape = plan.shape or published_shape(model)
     if plan.shape is None:
-        refuse(complaints, findings)
+        refuse(errors, findings)
         return plan
     with collect():
         plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
@@ -250,12 +250,10 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     if strict or config.run.resume != "never":
         with collect():
             plan.resume_from = _find_checkpoint(config, plan.shape)
-    if not complaints:  # the last checks need everything that may be absent
+    if not errors:  # the last checks need everything that may be absent
         shapes = {setting: weights.shape for setting, weights in plan.others.items()}
-        complaints += stage.check_models(
-            CheckContext(config, plan.shape, plan.tokenizer, shapes)
-        )
-    if not complaints:
+        errors += stage.check_models(CheckContext(config, plan.shape, plan.tokenizer, shapes))
+    if not errors:
         shape = stage.exported_config(plan.shape, plan.tokenizer)
         if plan.template and not stage.reward:
             # config.json names every token that ends a turn: the template's and those that the model has learnt
@@ -268,7 +266,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         )
         with collect():
             plan.disk_warning = _check_disk(plan, shape)
-    refuse(complaints, findings)
+    refuse(errors, findings)
     return plan
 
 
