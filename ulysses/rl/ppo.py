@@ -185,9 +185,7 @@ class PpoStage(ReferencedStage):
             }
         return super().normalisers(batch)
 
-    def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Any = None
-    ) -> list[Term]:
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         # a batch without sequences has no columns
         columns = defaultdict(partial(torch.zeros_like, weights), batch.token_columns)

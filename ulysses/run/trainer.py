@@ -169,7 +169,7 @@ class Trainer:
         metrics = MetricSums(self.engine.device)
         for i, batch in enumerate(batches):
             self.watch.phase("forward")
-            terms = self.stage.losses(batch, metrics, of_step[i])
+            terms = self.stage.losses(batch, metrics, **of_step[i])
             metrics.add("projected", 0.0 if self.stage.reward else float(batch.num_valid))
             for name in ("tokens", "tokens_shared", "squares"):
                 metrics.add(
@@ -276,7 +276,7 @@ class Trainer:
                 of_step = self.stage.before_step(self.step, batches, kl_batches)
                 for batch, known in zip(batches, of_step, strict=True):
                     normalisers = self.stage.normalisers(batch)
-                    for i, term in enumerate(self.stage.losses(batch, sums, known)):
+                    for i, term in enumerate(self.stage.losses(batch, sums, **known)):
                         value = term.value * term.weight
                         value = self.stage.on_first_rank(value) if term.per_sequence else value
                         sums.add(f"term{i}", value, normalisers[term.normaliser])

@@ -253,9 +253,12 @@ class Stage:
 
     def before_step(
         self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[Any]:
-        """Return for each micro-batch what its `losses` needs of the whole optimizer step, found without gradient."""
-        return [None] * len(batches)
+    ) -> list[dict[str, Any]]:
+        """Return for each micro-batch the further arguments of `losses`: what it needs of the whole optimizer step.
+
+        They are found without gradient.
+        """
+        return [{}] * len(batches)
 
     def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         """Return this rank's own share of what each loss term is divided by, by default tokens.
@@ -264,13 +267,8 @@ class Stage:
         """
         return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
-    def losses(
-        self, batch: ShardedBatch, metrics: MetricSums, of_step: Any = None
-    ) -> list[Term]:
-        """Return the loss terms of one micro-batch and add its metrics.
-
-        `of_step` is what `before_step` returned for the micro-batch; stages name it after what it is.
-        """
+    def losses(self, batch: ShardedBatch, metrics: MetricSums, **of_step: Any) -> list[Term]:
+        """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` returned."""
         raise NotImplementedError
 
     def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:

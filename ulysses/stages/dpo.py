@@ -89,8 +89,8 @@ class DpoStage(ReferencedStage):
 
     def before_step(
         self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[Any]:
-        """Return what aot compares each micro-batch's margins with: the step's sorted ones, [N/2] each."""
+    ) -> list[dict[str, Any]]:
+        """Return what aot compares each micro-batch's margins with: those of the whole step, sorted, [N/2] each."""
         if "aot" not in self.config.loss_types:
             return super().before_step(step, batches, kl_batches)
         with self.model.inference():
@@ -100,8 +100,8 @@ class DpoStage(ReferencedStage):
         whole = torch.cat(sums)
         policy, reference, _ = (whole[0::2] - whole[1::2]).unbind(-1)
         parts = aot_margins(policy, reference).split([len(each) // 2 for each in sums])
-        first = self.mesh.dp_rank * len(own)
-        return [part.to(self.model.device) for part in parts[first : first + len(own)]]
+        mine = parts[self.mesh.dp_rank * len(own) :][: len(own)]
+        return [{"reference_margins": part.to(self.model.device)} for part in mine]
 
     def _sums(self, batch: ShardedBatch, logps: Tensor, reference: Tensor) -> Tensor:
         """Return each answer's log-probability by policy and reference, and its length, [N, 3]."""

@@ -115,8 +115,8 @@ class KtoStage(ReferencedStage):
 
     def before_step(
         self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[Tensor | None]:
-        """Return z0 for every micro-batch."""
+    ) -> list[dict[str, Any]]:
+        """Return z0, which is the same for every micro-batch."""
         if self.config.loss_type != "kto":
             return super().before_step(step, batches, kl_batches)
         total = torch.zeros(2, dtype=torch.float64, device=self.model.device)
@@ -128,7 +128,8 @@ class KtoStage(ReferencedStage):
         if dist.is_initialized():
             dist.all_reduce(total)
         # 0 in a step without any mismatch
-        return [(total[0] / total[1].clamp(min=1)).clamp(min=0)] * len(batches)
+        baseline = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+        return [{"baseline": baseline}] * len(batches)
 
     def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         return {"examples": self.on_first_rank(batch.num_sequences)}

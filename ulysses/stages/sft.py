@@ -62,9 +62,9 @@ class SftStage(Stage):
 
     def before_step(
         self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[int]:
-        """Return the seed of the step's noise."""
-        return [(self.seed * 1_000_003 + step) % (1 << 30)] * len(batches)
+    ) -> list[dict[str, Any]]:
+        noise_seed = (self.seed * 1_000_003 + step) % (1 << 30)
+        return [{"noise_seed": noise_seed}] * len(batches)
 
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, noise_seed: int = 0
