@@ -129,7 +129,7 @@ def read(path: Path, data: Any, pairs: Any, logps: Any = fake_reference) -> Any:
     return read_reference(data, pairs, path, logps, mesh, CPU, 128, lambda text: None)
 
 
-def test_read_reference_are_written_whole_or_not_at_all_and_mismatched_ones_too(tmp_path):
+def test_reference_values_are_written_whole_or_not_at_all_and_mismatched_ones_too(tmp_path):
     data = dataset("kto")
     loader = StepLoader(data, 5, tokens_per_microbatch=128, seed=3)
     pairs = pairs_of_run(loader, 2 * loader.steps_per_epoch)
@@ -160,7 +160,7 @@ def test_read_reference_are_written_whole_or_not_at_all_and_mismatched_ones_too(
         assert values[pair] == pytest.approx(expected)
 
 
-def test_each_side_of_a_pair_has_its_own_read_reference(tmp_path):
+def test_each_side_of_a_pair_has_its_own_reference_values(tmp_path):
     data = dataset("dpo")
     values, _ = read(tmp_path / "values.bin", data, [])
     everything = [s for example in data.examples for s in example]
