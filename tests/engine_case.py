@@ -1,7 +1,6 @@
 """Train a tiny model on real ranks under real ZeRO-3 and hand back losses, metrics and whole gradients."""
 
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from losses.dpo import REFERENCE_FREE
 from models.arch import ModelConfig
 from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.lora import add_adapters
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import trained_engine, whole_gradients
-from ulysses.config.schema import Config, LoraSection, RunSection
+from ulysses.config.command_line import check
+from ulysses.config.schema import LoraSection, RunSection
 from ulysses.data.serve.encode import Example
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
@@ -26,7 +25,7 @@ from ulysses.run.build import InitialWeights
 from ulysses.run.registry import STAGES
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
-from ulysses.stages.referenced import ReferencedStage, cached_logps
+from ulysses.stages.referenced import cached_logps
 from ulysses.zero.construct import initialize_distributed
 
 SHAPE = ModelConfig.from_hf(
@@ -154,25 +153,29 @@ def ragged(data: ListDataset) -> ListDataset:
     return type(data)(data.kind, examples, {k: list(v) for k, v in data.columns.items()})
 
 
+# What stands for a stage's frozen model, by its role: the examples carry the reference's values.
+FROZEN: dict[str, Any] = {"reference": cached_logps}
 LABELS = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)  # KTO's, one per example
 
 
 def dataset(
     stage: str, count: int = 11, seed: int = 0, labels: tuple[int, ...] = LABELS
 ) -> ListDataset:
-    """Examples of the stage's kind, the same on every rank."""
-    if stage == "kto":
+    """Examples of the stage's type, the same on every rank."""
+    wanted = STAGES[stage].dataset_type
+    if wanted == "unpaired":
         return unpaired(count, labels)
-    if stage in ("pt", "sft"):
+    if wanted in ("text", "sequence"):
         found = sequences(count, seed)
         found[2] = Sequence(
             found[2].tokens, torch.zeros(len(found[2].tokens))
         )  # nothing to train on
-        if stage == "pt":
+        if wanted == "text":
             found = [Sequence(s.tokens, torch.ones(len(s.tokens))) for s in found]
         return ListDataset("sequence", [(s,) for s in found])
+    assert wanted in ("pair", "ranked"), f"tests/engine_case.py makes no {wanted} examples"
     found = sequences(2 * count, seed, reference=True)
-    margins = {"margin": np.linspace(0, 1, count).tolist()} if stage == "rm" else {}
+    margins = {"margin": np.linspace(0, 1, count).tolist()} if wanted == "ranked" else {}
     return ListDataset(
         "pair", [(found[2 * i], found[2 * i + 1]) for i in range(count)], margins
     )
@@ -249,15 +252,10 @@ class CaptureChain(GradientPolicyChain):
 
 
 def make_stage(case: Case, engine: Any, mesh: Any) -> Stage:
-    """Build the case's stage; preference stages take the reference's values from the data set."""
-    kind = STAGES[case.stage]
-    table = Config.model_fields[case.stage].annotation
-    more: dict[str, Any] = {}
-    if issubclass(kind, ReferencedStage):
-        free = case.options.get("loss_type") in REFERENCE_FREE
-        more["reference"] = None if free else cached_logps
-    options = SimpleNamespace(**{case.stage: table(**case.options)})
-    return kind(engine, mesh, kind.table(options), **more)
+    """Build the case's stage; its constructor takes what stands for a frozen model under the name of its role."""
+    stage, config = STAGES[case.stage], check({"stage": case.stage, case.stage: case.options})
+    frozen = {m.role: FROZEN[m.role] for m in stage.requirements(config).models}
+    return stage(engine, mesh, stage.table(config), **frozen)
 
 
 def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:

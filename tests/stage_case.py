@@ -1,8 +1,12 @@
-"""A step of every stage from its formula: float64, one unpacked sequence at a time, no ZeRO."""
+"""What the tests know of every stage, with a step from its formula: float64, one unpacked sequence at a time, no ZeRO.
 
+A new stage has an entry in STAGE_CASES at the end; all tests that run over the stages read it there.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -37,7 +41,7 @@ def compared(case: Case, world: int, step: int = 0, **changes: Any) -> dict[str,
 def formula(case: Case, step: int = 0) -> tuple[float, dict[str, Tensor], dict[str, float]]:
     """Loss, gradients and metrics of a step with the first weights."""
     plain = Formula(case, step)
-    loss, metrics = getattr(plain, case.stage)()
+    loss, metrics = STAGE_CASES[case.stage].formula(plain)
     loss.backward()
     trained = {
         n: p.grad
@@ -86,8 +90,6 @@ class Formula:
             total = total + ((each + o.get("z_loss", 0.0) * out.lse**2) * w).sum()
             count = count + w.sum()
         return total / count, {"nll": plain / float(count)}
-
-    pt = sft
 
     def rm(self) -> tuple[Tensor, dict[str, float]]:
         total, scores, gaps = 0.0, [], []
@@ -164,3 +166,41 @@ def decayed(weights: Tensor, shorter: int, alpha: float) -> Tensor:
             out[t] *= 1.0 if seen < shorter else alpha
             seen += 1
     return out
+
+
+class StageCase(NamedTuple):
+    """One stage.
+
+    rate: its default learning rate.
+    formula: returns loss and metrics of a step; a file instead, if the stage's own test there compares it.
+    options: settings with which it is compared on every topology.
+    every_term: settings that switch on all parts of its loss.
+    required: settings without which no run starts.
+    """
+
+    rate: float
+    formula: Callable[[Formula], tuple[Tensor, dict[str, float]]] | str
+    options: dict[str, Any] = {}
+    every_term: dict[str, Any] = {}
+    required: dict[str, Any] = {}
+
+
+STAGE_CASES = {
+    "pt": StageCase(2e-5, Formula.sft, {"z_loss": 1e-3}, {"z_loss": 0.1}),
+    "sft": StageCase(
+        1e-5,
+        Formula.sft,
+        every_term={"label_smoothing": 0.1, "z_loss": 0.1, "neftune_alpha": 5.0},
+    ),
+    "rm": StageCase(5e-6, Formula.rm, {"center_coefficient": 0.1}, {"center_coefficient": 0.1}),
+    "dpo": StageCase(5e-7, Formula.dpo, every_term={"sft_weight": 0.1, "ld_alpha": 0.5}),
+    "kto": StageCase(5e-7, Formula.kto, {"beta": 0.3, "desirable_weight": 1.5}),
+    "ppo": StageCase(
+        1e-6,
+        "tests/distributed/test_ppo.py",
+        every_term={"reward": "builtins:len", "entropy_coefficient": 0.1},
+        required={"reward": "math:sqrt"},
+    ),
+}
+# those that a formula here says the step of
+COMPARED = [name for name, case in STAGE_CASES.items() if callable(case.formula)]

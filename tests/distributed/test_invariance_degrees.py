@@ -19,11 +19,12 @@ from tests.distributed.test_invariance_stages import check
 from tests.engine_case import QWEN3, SHAPE, Case
 from tests.harness import device, run_distributed
 from tests.shuffled_loader import ShuffledLoader
+from tests.stage_case import COMPARED, STAGE_CASES
 from tests.unit.test_layout import simulated_mesh
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.stages.referenced import attach_reference, pairs_of_run
+from ulysses.stages.referenced import pairs_of_run, read_reference
 
 # name: query heads, kv heads, head dim, processes, degree -> ranks that exchange heads x ranks that split rows
 TOPOLOGIES = {
@@ -36,9 +37,6 @@ TOPOLOGIES = {
     "4/2 1x3": (4, 2, 8, 3, 3),
     "6/2 3x1": (6, 2, 8, 3, 3),  # plain Ulysses whose blocks straddle kv groups
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "pt": {"z_loss": 1e-3}, "rm": {"center_coefficient": 0.1}, "kto": {"beta": 0.3, "desirable_weight": 1.5},
-}  # fmt: skip
 LEVELS = ("none", "pair", "block", "keep_attention")
 SAMPLED = [
     ("sft", "6/2 2x2", "none", "reference"),
@@ -76,7 +74,7 @@ def case_of(
     shape = replace(
         SHAPE, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim
     )
-    more |= {"options": OPTIONS.get(stage, {}), "shape": shape, "ragged": True}
+    more |= {"options": STAGE_CASES[stage].options, "shape": shape, "ragged": True}
     return Case(stage, sp=sp, recompute=level, attention=kernel, **more), world
 
 
@@ -104,7 +102,7 @@ def test_norms_of_heads_and_yarn(
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("stage", ["pt", "sft", "rm", "dpo", "kto"])
+@pytest.mark.parametrize("stage", COMPARED)
 def test_full_product(stage: str, topology: str, level: str, kernel: str) -> None:
     check(*case_of(stage, topology, level, kernel, budget=256))
 
@@ -120,7 +118,7 @@ def reference_values(file: Path, case: Case) -> list[np.ndarray]:
         StepLoader(data, case.examples, tokens_per_microbatch=case.budget, seed=3), 2
     )
     with torch.no_grad():
-        attach_reference(
+        values, mismatched = read_reference(
             data,
             pairs,
             file,
@@ -130,11 +128,8 @@ def reference_values(file: Path, case: Case) -> list[np.ndarray]:
             case.budget,
             print,
         )
-    examples = np.split(data.token_columns["reference_logps"], data.lengths.cumsum()[:-1])
-    return [
-        *examples,
-        *(columns["reference_logps"] for columns in data.mismatch_columns.values()),
-    ]
+    examples = np.split(values, data.lengths.cumsum()[:-1])
+    return [*examples, *mismatched.values()]
 
 
 @pytest.mark.parametrize("topology", ["3/1 1x4", "14/2 2x2"])

@@ -11,7 +11,7 @@ from tests.distributed.test_invariance import SAMPLED
 from tests.engine_case import SHAPE, Case, evaluation, run_case
 from tests.harness import need_gpus, run_distributed
 from tests.memory_case import assert_same_gradients
-from tests.stage_case import compared, formula
+from tests.stage_case import COMPARED, STAGE_CASES, compared, formula
 
 FULL = [
     (w, sp, b, seed)
@@ -21,10 +21,11 @@ FULL = [
     for b in (128, 512)
     for seed in (None, 1)
 ]
-KTO = {"beta": 0.3, "desirable_weight": 1.5}
+KTO = STAGE_CASES["kto"].options
+# test_invariance.py has SFT and DPO
 STAGES: list[tuple[str, dict[str, Any]]] = [
-    ("pt", {"z_loss": 1e-3}), ("rm", {"center_coefficient": 0.1}), ("kto", KTO),
-]  # fmt: skip
+    (name, STAGE_CASES[name].options) for name in COMPARED if name not in ("sft", "dpo")
+]
 
 
 def check(case: Case, world: int) -> dict[str, float]:
@@ -94,7 +95,7 @@ def test_options(stage, options) -> None:
     ("pt", 2, 2, "pair"),
 ])  # fmt: skip
 def test_adapters(stage, world, sp, recompute) -> None:
-    options = {"rm": {"center_coefficient": 0.1}, "kto": KTO}.get(stage, {})
+    options = {"rm": STAGE_CASES["rm"].options, "kto": KTO}.get(stage, {})
     check(Case(stage, sp=sp, options=options, lora_rank=3, recompute=recompute), world)
 
 

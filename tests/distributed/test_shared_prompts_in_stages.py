@@ -7,7 +7,7 @@ import torch
 
 from tests.engine_case import SHAPE, Case, ListDataset, evaluation
 from tests.harness import run_distributed
-from tests.stage_case import Formula, compared
+from tests.stage_case import STAGE_CASES, Formula, compared
 from ulysses.parallel.batch import Sequence, share_prefix
 
 ODD = replace(SHAPE, num_attention_heads=3, num_key_value_heads=1, head_dim=8)
@@ -45,12 +45,6 @@ class TreeCase(Case):
         )
 
 
-OPTIONS = {
-    "sft": {},
-    "rm": {"center_coefficient": 0.1},
-    "kto": {"beta": 0.3, "desirable_weight": 1.5},
-    "dpo": {},
-}
 CASES = [
     ("sft", 1, 1, "none", {}), ("sft", 2, 2, "block", {"packing_seed": 1}),  # turns that a template rewrites
     ("dpo", 1, 1, "none", {}), ("dpo", 2, 2, "keep_attention", {}), ("dpo", 4, 4, "block", {"packing_seed": 1}),
@@ -69,7 +63,11 @@ CASES = [
 @pytest.mark.parametrize(("stage", "world", "sp", "recompute", "more"), CASES)
 def test_loss_metrics_and_gradients(stage, world, sp, recompute, more) -> None:
     case = TreeCase(
-        stage, sp=sp, recompute=recompute, examples=9, **{"options": OPTIONS[stage], **more}
+        stage,
+        sp=sp,
+        recompute=recompute,
+        examples=9,
+        **{"options": STAGE_CASES[stage].options, **more},
     )
     metrics = compared(case, world, shared=True)
     shared = metrics.get("tokens_shared", 0)

@@ -261,12 +261,12 @@ def test_an_error_on_one_process_ends_all_and_is_told_once(
 
         losses, taken = SftStage.losses, steps_taken()
 
-        def broken(self: Any, batch: Any, metrics: Any) -> Any:
+        def broken(self: Any, *rest: Any, **of_step: Any) -> Any:
             if taken() == 2 and rank == 1:
                 raise ValueError("planted")
             if taken() == 2 and stuck:
                 time.sleep(300)
-            return losses(self, batch, metrics)
+            return losses(self, *rest, **of_step)
 
         SftStage.losses = broken
 

@@ -252,7 +252,7 @@ def test_an_adapter_is_a_model_and_a_reference(
 def test_a_reward_models_adapter_is_a_reward(base: Path, tmp_path: Path) -> None:
     train("rm", base, tmp_path / "run", model__lora__rank=2)
     folder = tmp_path / "run/export"
-    found = read_other(AuxiliaryModel("ppo.reward", str(folder), reward=True))
+    found = read_other(AuxiliaryModel("reward", "ppo.reward", str(folder)))
     score = load_file(folder / "adapter_model.safetensors")["base_model.model.score.weight"]
     assert found.shape.vocab_size == 272 and torch.equal(
         found.files.read("score.weight"), score.view(-1)

@@ -40,8 +40,8 @@ def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) ->
 
         losses, taken = SftStage.losses, steps_taken()
 
-        def faulty(self: Any, batch: Any, metrics: Any) -> Any:
-            terms = losses(self, batch, metrics)
+        def faulty(self: Any, *rest: Any, **of_step: Any) -> Any:
+            terms = losses(self, *rest, **of_step)
             where, spoil = faults.get(taken() + 1, ((), None))
             return (
                 [term._replace(value=spoil(term.value)) for term in terms]

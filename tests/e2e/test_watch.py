@@ -63,10 +63,10 @@ def plant(name: str) -> Any:
 
         losses, opened, taken = SftStage.losses, Prepared.open_data, steps_taken()
 
-        def faulty(self: Any, *rest: Any) -> Any:
+        def faulty(self: Any, *rest: Any, **of_step: Any) -> Any:
             if taken() == 2:
                 strike(number)
-            return losses(self, *rest)
+            return losses(self, *rest, **of_step)
 
         def stopped(self: Any) -> Any:
             time.sleep(2)  # it has shown that it is alive

@@ -237,7 +237,9 @@ def test_every_stage_counts_its_own_models_and_passes():
     )
     assert case.rollout == (1, 64, 4096, 256, 8192, False)
     case = stage_case("ppo", **ppo | {"reward": "some/reward"}, lora=4, kl_coefficient=0.0)
-    assert (case.others, case.forwards) == ((scores,), 1) and case.rollout.merged
+    # the reward model has no head, and its pass costs as much less
+    passes = (1 + scores.forward_parameters / whole.forward_parameters) / 2
+    assert (case.others, case.forwards) == ((scores,), passes) and case.rollout.merged
 
 
 def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
@@ -249,9 +251,12 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
         ("ppo", {"reward": str(tmp_path), "kl_coefficient": 0.0}),
     ):
         case = stage_case(stage, sp=8, **section)
-        assert case.shards[:2] == (4, 2) and case.others == (
-            plain_model(other, reward=stage == "ppo"),
-        )
+        model = plain_model(other, reward=stage == "ppo")
+        assert case.shards[:2] == (4, 2) and case.others == (model,)
+        # its passes are counted at its own size
+        size = model.forward_parameters / plain_model(LLAMA).forward_parameters
+        passes = {"dpo": size, "ppo": (1 + size) / 4}[stage]  # ppo trains on a rollout 4 times
+        assert case.forwards == pytest.approx(passes) and size < 0.96
 
 
 def settings_of_layers(rank: int = 0) -> list[Any]:

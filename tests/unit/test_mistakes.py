@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.launch import ROOT, tiny
+from tests.stage_case import STAGE_CASES
 from ulysses.config.command_line import check, parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.dry_run import dry_run, inspect
@@ -275,20 +276,15 @@ def test_deep_columns(place: Path, tmp_path: Path) -> None:
     assert len(train) == 1
 
 
-RATES = {"pt": 2e-5, "sft": 1e-5, "rm": 5e-6, "dpo": 5e-7, "kto": 5e-7, "ppo": 1e-6}
-
-
-@pytest.mark.parametrize("stage", RATES)
+@pytest.mark.parametrize("stage", STAGE_CASES)
 def test_learning_rate_suits_the_stage(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lr, model = RATES[stage], {"arch": "llama3-8b", "init": "random"}
+    lr, model = STAGE_CASES[stage].rate, {"arch": "llama3-8b", "init": "random"}
     values: dict[str, Any] = {
         "stage": stage,
         "model": model,
         "run": {"steps": 1},
-        "ppo": {"reward": "math:sqrt"},
+        stage: STAGE_CASES[stage].required,
     }
-    if stage != "ppo":
-        del values["ppo"]
     assert check(values).optimizer.lr == lr
     values["model"]["lora"] = {"rank": 8}
     config = check(values)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from models.decoder import CausalLM, RewardModel
 from models.policy_value import PolicyValue
 from tests.engine_case import SHAPE, Case, dataset, make_stage
+from tests.stage_case import STAGE_CASES
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.stages.metric_sums import MetricSums
@@ -39,23 +40,13 @@ def kernel(
     return query + key.sum() + value.sum()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "pt": {"z_loss": 0.1},
-    "sft": {"label_smoothing": 0.1, "z_loss": 0.1, "neftune_alpha": 5.0},
-    "rm": {"center_coefficient": 0.1},
-    "dpo": {"sft_weight": 0.1, "ld_alpha": 0.5},
-    "kto": {},
-    "ppo": {"reward": "builtins:len", "entropy_coefficient": 0.1},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", STAGE_CASES)
 def test_no_stage_waits_for_the_device(name):
     mesh, metrics = ParallelMesh(), MetricSums(META)
     with META:
         kind = {"rm": RewardModel, "ppo": PolicyValue}.get(name, CausalLM)
         model = kind(SHAPE, mesh, attention=kernel)
-    stage = make_stage(Case(name, options=OPTIONS[name]), model, mesh)
+    stage = make_stage(Case(name, options=STAGE_CASES[name].every_term), model, mesh)
     if name == "ppo":
         columns = {
             c: torch.zeros(9) for c in ("old_logps", "old_values", "advantages", "returns")
@@ -64,16 +55,15 @@ def test_no_stage_waits_for_the_device(name):
     else:
         data = dataset(name)
         sequences = [s for i in range(4) for s in stage.sequences(data[i])]
-    if name == "kto":
-        stage.baseline = torch.zeros((), device=META)
+    of_step = {"baseline": torch.zeros((), device=META)} if name == "kto" else {}
     batch = pack_shard(sequences, mesh, META)
     with Waits():
-        counts = stage.counts(batch)
-        terms = stage.losses(batch, metrics)
+        normalisers = stage.normalisers(batch)
+        terms = stage.losses(batch, metrics, **of_step)
         metrics.add("projected", float(batch.num_valid))
-        sum(t.value * (t.weight / counts[t.count]) for t in terms).backward()
+        sum(t.value * (t.weight / normalisers[t.normaliser]) for t in terms).backward()
         for term in terms:
-            metrics.add("loss", stage.once(term.value))
+            metrics.add("loss", stage.on_first_rank(term.value))
     assert all(p.grad is not None for p in model.parameters())
     with pytest.raises(RuntimeError, match="meta"):  # what this test relies on
         metrics.reduce()

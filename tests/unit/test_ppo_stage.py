@@ -26,7 +26,6 @@ from ulysses.rl.rewards import Rewards, gsm8k_reward, load_function
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion
 from ulysses.run.preflight import prepare
-from ulysses.run.watch import Watch
 from ulysses.stages.metric_sums import MetricSums
 
 EOS = 2
@@ -178,7 +177,7 @@ def test_losses_equal_trls(aggregation: str, loss: float, gradient_norm: float) 
     batch = pack_shard(found, mesh, "cpu")
     terms = stage.losses(batch, MetricSums("cpu"))
     ours: Any = sum(term.value * term.weight for term in terms)
-    ours = ours / stage.counts(batch)["tokens"]
+    ours = ours / stage.normalisers(batch)["tokens"]
     ours.backward()
     norm = torch.cat([x.grad for x in made]).norm()
     found = [float(ours), float(norm)]
@@ -357,13 +356,16 @@ def test_answers_end_with_a_turn(tmp_path: Path) -> None:
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
     run: Any = SimpleNamespace(
-        prepared=plan,
         config=plan.config,
+        model_config=plan.shape,
+        tokenizer=plan.tokenizer,
+        tokens_per_microbatch=plan.budget(),
         engine=None,
         mesh=None,
-        frozen=lambda: None,
+        frozen=lambda model: None,
         resources=ExitStack(),
-        watch=Watch(),
+        phase=None,
+        renew=None,
     )
     names = plan.tokenizer.convert_ids_to_tokens(
         PpoStage.build(run).maker.sampler.options.stop_tokens

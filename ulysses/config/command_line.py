@@ -54,13 +54,13 @@ def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
 def check(values: dict[str, Any], table: type[BaseModel] = Config) -> Any:
     """Validate nested tables of settings, and return a `table` that holds them.
 
-    Raises ConfigError: a sentence for every complaint, with the key, what was given and what is required.
+    Raises ConfigError: a sentence for every error, with the key, what was given and what is required.
     """
     try:
         return table.model_validate(values)
     except ValidationError as error:
-        complaints = _sentences(error, known_keys(table))
-    refuse(complaints)
+        errors = _sentences(error, known_keys(table))
+    refuse(errors)
 
 
 def known_keys(table: type[BaseModel] = Config, prefix: str = "") -> dict[str, Any]:
@@ -136,9 +136,9 @@ def _refuse_yaml(path: str) -> None:
 
 
 def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
-    """Put each of pydantic's complaints into one sentence, unknown keys before all others."""
+    """Put each of pydantic's errors into one sentence, unknown keys before all others."""
     unknown: list[str] = []
-    # what all types of a setting refuse is one complaint
+    # what all types of a setting refuse is one error
     wrong: dict[str, str] = {}
     for problem in error.errors():
         message, given = problem["msg"], repr(problem["input"])

@@ -15,15 +15,8 @@ from pydantic import (
     model_validator,
 )
 
+from ulysses.config import stage_sections as stages
 from ulysses.config.section import Section
-from ulysses.config.stage_sections import (
-    DpoSection,
-    KtoSection,
-    PpoSection,
-    PtSection,
-    RmSection,
-    SftSection,
-)
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -269,7 +262,7 @@ class Options(Section):
 class Config(Section):
     """Settings of one training run."""
 
-    stage: Literal["pt", "sft", "rm", "dpo", "kto", "ppo"]
+    stage: Literal[stages.STAGES]
     """How the model is trained: pre-training, fine-tuning, reward modelling, or one of DPO, KTO and PPO."""
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -278,12 +271,12 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     gradients: GradientsSection = GradientsSection()
     memory: MemorySection = MemorySection()
-    pt: PtSection = PtSection()
-    sft: SftSection = SftSection()
-    rm: RmSection = RmSection()
-    dpo: DpoSection = DpoSection()
-    kto: KtoSection = KtoSection()
-    ppo: PpoSection = PpoSection()
+    pt: stages.PtSection = stages.PtSection()
+    sft: stages.SftSection = stages.SftSection()
+    rm: stages.RmSection = stages.RmSection()
+    dpo: stages.DpoSection = stages.DpoSection()
+    kto: stages.KtoSection = stages.KtoSection()
+    ppo: stages.PpoSection = stages.PpoSection()
     run: RunSection = RunSection()
     deepspeed: DeepSpeedSection = DeepSpeedSection()
 

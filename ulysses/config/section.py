@@ -24,22 +24,22 @@ class AbsentError(ConfigError):
     """A setting that is right but names something that is not on this machine; a dry run reports it and goes on."""
 
 
-def refuse(complaints: list[Any], findings: list[str] | None = None) -> None:
-    """Raise one ConfigError for all complaints, which are errors or sentences, if there are any.
+def refuse(errors: list[Any], findings: list[str] | None = None) -> None:
+    """Raise one ConfigError for all errors, which are exceptions or sentences, if there are any.
 
     Args:
         findings: of a dry run, which takes the sentences about what is absent and is not refused for them.
     """
     if findings is not None:
-        findings += [str(error) for error in complaints if isinstance(error, AbsentError)]
-        complaints = [error for error in complaints if not isinstance(error, AbsentError)]
-    if len(complaints) > 1:
-        sentences = "".join(f"\n  {sentence}" for sentence in complaints)
+        findings += [str(error) for error in errors if isinstance(error, AbsentError)]
+        errors = [error for error in errors if not isinstance(error, AbsentError)]
+    if len(errors) > 1:
+        sentences = "".join(f"\n  {sentence}" for sentence in errors)
         raise ConfigError(
-            f"{len(complaints)} settings are wrong:{sentences}\n"
+            f"{len(errors)} settings are wrong:{sentences}\n"
             "change all of them; train.py --help explains every setting"
         )
-    for error in complaints:
+    for error in errors:
         raise error if isinstance(error, ConfigError) else ConfigError(error)
 
 
@@ -66,12 +66,12 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def error_context(
-    key: str = "", complaints: list[Any] | None = None, *, absent: bool = False
+    key: str = "", errors: list[Any] | None = None, *, absent: bool = False
 ) -> Iterator[None]:
     """Turn an error about a value or a file into a ConfigError about the setting `key`.
 
     Args:
-        complaints: takes the error, which is raised otherwise.
+        errors: takes the error, which is raised otherwise.
         absent: any error means that something is absent, not only a file that does not exist.
     """
     try:
@@ -80,6 +80,6 @@ def error_context(
         if not isinstance(error, ConfigError):
             absent = absent or isinstance(error, FileNotFoundError)
             error = (AbsentError if absent else ConfigError)(error, key)
-        if complaints is None:
+        if errors is None:
             raise error from None
-        complaints.append(error)
+        errors.append(error)

@@ -14,6 +14,9 @@ from pydantic import (
 
 from ulysses.config.section import Section
 
+# in the order of --help
+STAGES = ("pt", "sft", "rm", "dpo", "kto", "ppo")
+
 ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 WEIGHED = BeforeValidator(

@@ -104,6 +104,11 @@ class Model(NamedTuple):
         return self.vocabulary * self.width
 
     @property
+    def forward_parameters(self) -> int:
+        """The matrices that a forward pass multiplies each token with."""
+        return self.layers * self.layer_parameters + self.vocabulary_parameters * self.has_head
+
+    @property
     def is_full(self) -> bool:
         """Whether the matrices themselves are trained, rather than adapters."""
         return 2 * self.trained > self.parameters
@@ -152,7 +157,8 @@ class Workload(NamedTuple):
 
     tokens: of one micro-batch, which `sp` ranks share, in `documents` of equal length (2 for one pair).
     squares: twice the pairs of a query and a key that it sees, shared prompts included; 0: those of equal documents.
-    forwards: passes without gradient over the same tokens (live reference, KTO's baseline).
+    forwards: passes without gradient over the same tokens (live reference, KTO's baseline), counted in passes of the
+        trained model.
     logits_once: whether backward does without the logits, as that of the head's own nll does.
     common_heads: common divisor of the heads of all models that share the mesh; 0: one model.
     levels: every layer's recompute level, the first layer's first. There are at most two, and the last layers have the
@@ -407,7 +413,7 @@ def step_flops(case: Workload) -> tuple[float, float]:
         attention += 3.5 + (level in ("block", "pair")) + pair / 2
     head = model.vocabulary_parameters if model.has_head else 0
     matrices += head * (directions + (not case.logits_once))
-    matrices += passes * (model.layers * N + head) + 3 * model.trained * (not model.is_full)
+    matrices += passes * model.forward_parameters + 3 * model.trained * (not model.is_full)
     return 2 * S * matrices, forward * (attention + passes * model.layers)
 
 

@@ -30,7 +30,7 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards, load_function
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
-from ulysses.stages.base import AuxiliaryModel, Requirements, Term
+from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import ReferencedStage
 
@@ -47,7 +47,7 @@ class PpoStage(ReferencedStage):
         tolerance: largest mean |log-probability difference| per token allowed at step 0.
     """
 
-    name, kind = "ppo", "prompt"
+    name, dataset_type = "ppo", "prompt"
     reference_words = ("live",)
 
     maker: RolloutMaker | None = None
@@ -88,27 +88,19 @@ class PpoStage(ReferencedStage):
             yield from super().check(config)
 
     @classmethod
-    def check_model(cls, plan: Any) -> Iterator[str]:
-        ppo, scorer = plan.config.ppo, plan.others.get("ppo.reward")
-        if scorer is not None and scorer.shape.vocab_size != plan.shape.vocab_size:
-            yield (
-                f"ppo.reward {ppo.reward_model} has {scorer.shape.vocab_size} tokens and the policy "
-                f"{plan.shape.vocab_size}, but it must read the policy's tokens; train the reward model from the same "
-                "base model"
-            )
-        yield from super().check_model(plan)
+    def needs_reference(cls, config: Config) -> bool:
+        return config.ppo.kl_coefficient > 0
 
     @classmethod
     def requirements(cls, config: Config) -> Requirements:
-        ppo = config.ppo
-        base = super().requirements(config, needed=ppo.kl_coefficient > 0)
+        ppo, base = config.ppo, super().requirements(config)
         prompts, answers = base.longest_example, ppo.answers_per_prompt
         needs_value = ADVANTAGES[ppo.advantage].needs_value
-        # the passes over a rollout, which is trained on `epochs` times: policy, reference and reward model
-        passes, others = 1 + base.extra_forwards, base.others
+        models = base.models
         if ppo.reward_model:
-            passes += 1
-            others += (AuxiliaryModel("ppo.reward", ppo.reward_model, reward=True),)
+            models += (
+                AuxiliaryModel("reward", "ppo.reward", ppo.reward_model, tokens="exact"),
+            )
         sampled = PlannedRollout(
             answers,
             ppo.planned_batch,
@@ -121,59 +113,55 @@ class PpoStage(ReferencedStage):
             longest_example=prompts + ppo.max_new_tokens,
             examples_per_step=-(-config.batch.examples // ppo.minibatches) * answers,
             steps_per_load=ppo.epochs * ppo.minibatches,
-            extra_forwards=passes / ppo.epochs,
+            # every model reads a rollout once, which is trained on `epochs` times
+            extra_forwards=1 / ppo.epochs,
             value=needs_value,
             scopes={"policy": 1.0, "value": ppo.value_lr_factor} if needs_value else None,
-            others=others,
+            models=tuple(model._replace(passes=1 / ppo.epochs) for model in models),
             rollout=None if ppo.sampler else sampled,
         )
 
     @classmethod
-    def build(cls, run: Any) -> ReferencedStage:
-        stage = super().build(run)
-        config, ppo, budget = run.config, run.config.ppo, run.prepared.budget()
+    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+        found = super().arguments(run)
+        config, ppo, budget = run.config, run.config.ppo, run.tokens_per_microbatch
         reward = scorer = None
         if functions := list(filter(is_function, ppo.reward)):
             reward = Rewards(
-                functions,
-                run.prepared.tokenizer,
-                ppo.reward_workers,
-                ppo.reward_timeout,
-                run.watch.renew,
+                functions, run.tokenizer, ppo.reward_workers, ppo.reward_timeout, run.renew
             )
             run.resources.callback(reward.close)
-        if ppo.reward_model:
-            scorer = run.frozen(cls.requirements(config).others[-1])
-        stage.maker = RolloutMaker(
+        if model := cls.requirements(config).model("reward"):
+            scorer = run.frozen(model)
+        found["maker"] = RolloutMaker(
             engine=run.engine,
             mesh=run.mesh,
             config=ppo,
             sampler=cls._sampler(run),
             budget=budget,
             shared_budget=budget if config.batch.share_prompts else 0,
-            reference=stage.reference,
+            reference=found["reference"],
             reward=reward,
             scorer=scorer,
-            phase=run.watch.phase,
+            phase=run.phase,
         )
-        return stage
+        return found
 
     @classmethod
-    def _sampler(cls, run: Any) -> EngineSampler | OutsideSampler:
-        config, ppo, renew = run.config, run.config.ppo, run.watch.renew
+    def _sampler(cls, run: BuildContext) -> EngineSampler | OutsideSampler:
+        config, ppo, renew = run.config, run.config.ppo, run.renew
         options = SamplingOptions(
             ppo.max_new_tokens,
             ppo.temperature,
             ppo.top_p,
             ppo.top_k,
-            run.prepared.shape.eos_token_id,
+            run.model_config.eos_token_id,
             config.run.seed,
             ppo.planned_batch,
         )
         if ppo.sampler:
             folder = Path(ppo.sampler_folder or config.output / "sampler")
-            export = partial(run.export, for_servers=True)
-            return OutsideSampler(ppo, export, folder, run.mesh.is_main, options, renew)
+            return OutsideSampler(ppo, run.export, folder, run.mesh.is_main, options, renew)
         automatic, lora = ppo.generation_batch == "auto", config.model.lora
         adapters = lora if lora.rank else None
         return EngineSampler(run.engine, run.mesh, options, automatic, adapters, renew)
@@ -190,10 +178,12 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- the loss
 
-    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         if self.config.loss_aggregation == "constant":
-            return {"tokens": self.once(batch.num_sequences * self.config.max_new_tokens)}
-        return super().counts(batch)
+            return {
+                "tokens": self.on_first_rank(batch.num_sequences * self.config.max_new_tokens)
+            }
+        return super().normalisers(batch)
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config, weights = self.config, batch.loss_weights
@@ -237,7 +227,7 @@ class PpoStage(ReferencedStage):
             metrics.add(name, (values.detach() * weights).sum(dtype=torch.float64), count)
         return [Term((losses * weights).sum(), "tokens", factor) for losses, factor in trained]
 
-    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         return {**metrics, **self.maker.rollout.metrics}
 
     def check_first_step(self, metrics: dict[str, float]) -> None:

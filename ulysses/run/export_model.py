@@ -88,7 +88,7 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
     """
     tokenizer, stage, source = plan.tokenizer, STAGES[plan.config.stage], plan.tokenizer_place
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
-    chat = stage.kind != "text"
+    chat = stage.dataset_type != "text"
     own_template = chat and plan.config.data.chat_template != "tokenizer"
     with whole_folder(target) as new:
         if plan.folder is not None:

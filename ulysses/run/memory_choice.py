@@ -93,11 +93,13 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     """
     stage, facts, wanted = STAGES[config.stage], requirements(config), config.memory.recompute
     levels = LEVELS[1:] if config.memory.offload == "checkpoints" else LEVELS
-    others = [
-        plain_model(_other(other.path, shape), reward=other.reward) for other in facts.others
-    ]
-    if facts.reference == "live" and not config.model.lora.rank:  # a copy of the initial policy
-        others.append(plain_model(shape))
+    others, forwards = [], facts.extra_forwards
+    forward_parameters = plain_model(shape).forward_parameters
+    for model in facts.models:
+        frozen = plain_model(_other(model.path, shape), reward=model.is_reward)
+        forwards += model.passes * frozen.forward_parameters / forward_parameters
+        if not model.shares_weights:
+            others.append(frozen)
     rollout = facts.rollout
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
@@ -108,7 +110,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         tokens,
         config.parallel.sequence_parallel_size,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
-        forwards=facts.extra_forwards,
+        forwards=forwards,
         logits_once=facts.logits_once,
         rollout=rollout,
         common_heads=math.gcd(shape.num_attention_heads, *(other.heads for other in others)),
@@ -124,9 +126,10 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
 
 
 def _other(path: str, shape: ModelConfig) -> ModelConfig:
-    """Return another model's shape; one that is not here counts as large as the trained one."""
+    """Return another model's shape; the initial policy, and one that is not here, are as large as the trained one."""
     with suppress(ValueError, OSError):
-        return read_config(resolve_model(path, need_weights=False))
+        if path:
+            return read_config(resolve_model(path, need_weights=False))
     return shape
 
 

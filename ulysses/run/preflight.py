@@ -3,7 +3,7 @@
     settings -> data files -> model: shape and weights -> tokenizer -> the stage's other models -> attention kernel
              -> checkpoint to resume -> disk space
 
-Each complaint is one sentence: what was given, what is required and what to change.
+Each error is one sentence: what was given, what is required and what to change.
 """
 
 import os
@@ -34,7 +34,7 @@ from ulysses.run.memory_choice import planner_model
 from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.setting_checks import check_settings
-from ulysses.stages.base import AuxiliaryModel
+from ulysses.stages.base import AuxiliaryModel, CheckContext
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
@@ -83,7 +83,7 @@ class Prepared:
             with error_context("data", absent=any(map(is_hub_id, sources))):
                 found = open_dataset(
                     sources,
-                    STAGES[self.config.stage].kind,
+                    STAGES[self.config.stage].dataset_type,
                     self.tokenizer,
                     settings,
                     data.cache,
@@ -194,7 +194,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             absence refuses the run like everything else. A dry run downloads no weights and checks no kernel.
 
     Raises:
-        ConfigError: all complaints about settings or, if there are none, about what they name.
+        ConfigError: all errors about settings or, if there are none, about what they name.
     """
     check_settings(config, world_size)
     strict, stage, model, data = (
@@ -204,8 +204,8 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         config.data,
     )
     plan = Prepared(config)
-    complaints: list[Any] = []
-    collect = partial(error_context, complaints=complaints)
+    errors: list[Any] = []
+    collect = partial(error_context, errors=errors)
     with collect("data"):
         if missing := missing_sources(parse_sources(data.train) + parse_sources(data.eval)):
             raise FileNotFoundError("; ".join(missing))
@@ -222,7 +222,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     with collect("model"):
         plan.shape = plan.shape or published_shape(model)
     if plan.shape is None:
-        refuse(complaints, findings)
+        refuse(errors, findings)
         return plan
     with collect():
         plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
@@ -230,7 +230,9 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     if plan.folder or model.tokenizer or not model.path:
         with collect():
             _read_tokenizer(plan)
-    for other in requirements(config).others:
+    for other in requirements(config).models:
+        if not other.path:
+            continue
         with collect():
             weights = read_other(other, need_weights=strict)
             plan.others[other.setting] = weights
@@ -248,10 +250,11 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     if strict or config.run.resume != "never":
         with collect():
             plan.resume_from = _find_checkpoint(config, plan.shape)
-    if not complaints:  # the last checks need everything that may be absent
-        complaints += stage.check_model(plan)
-    if not complaints:
-        shape = stage.final_shape(plan.shape, plan.tokenizer)
+    if not errors:  # the last checks need everything that may be absent
+        shapes = {setting: weights.shape for setting, weights in plan.others.items()}
+        errors += stage.check_models(CheckContext(config, plan.shape, plan.tokenizer, shapes))
+    if not errors:
+        shape = stage.exported_config(plan.shape, plan.tokenizer)
         if plan.template and not stage.reward:
             # config.json names every token that ends a turn: the template's and those that the model has learnt
             learnt = shape.eos_token_id if pretrained else ()
@@ -263,7 +266,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         )
         with collect():
             plan.disk_warning = _check_disk(plan, shape)
-    refuse(complaints, findings)
+    refuse(errors, findings)
     return plan
 
 
@@ -333,8 +336,8 @@ def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWe
     folder = resolve_model(other.path, need_weights=need_weights, key=other.setting)
     with error_context(other.setting):
         weights = InitialWeights(read_config(folder), 0, folder)
-        check_weights(weights.shape, folder, reward=other.reward)
-        if other.reward and "score.weight" not in weights.stored:
+        check_weights(weights.shape, folder, reward=other.is_reward)
+        if other.is_reward and "score.weight" not in weights.stored:
             raise ValueError(
                 f"{folder} has no score.weight, so it is not a reward model; train one with stage rm, or name a "
                 "function as module:function"
@@ -358,7 +361,7 @@ def _read_tokenizer(plan: Prepared) -> None:
         )
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
-        if STAGES[config.stage].kind != "text":
+        if STAGES[config.stage].dataset_type != "text":
             plan.template = ChatTemplate(tokenizer, config.data.chat_template)
     if len(tokenizer) > plan.shape.vocab_size:
         raise ConfigError(

@@ -23,25 +23,25 @@ def check_settings(config: Config, world_size: int) -> None:
     if config.run.deterministic:  # before anything starts CUDA
         require_determinism()
     degree = config.parallel.sequence_parallel_size
-    complaints: list[Any] = []
+    errors: list[Any] = []
     if degree != "auto" and world_size % degree:
-        complaints.append(
+        errors.append(
             f"parallel.sequence_parallel_size is {degree} but must divide the {world_size} processes; set it to "
             f"one of {divisors(world_size)}"
         )
-    complaints += contradictions(config)
+    errors += contradictions(config)
     for key, wanted, package in (
         ("model.lora.rank", config.model.lora.rank, "peft"),
         ("run.wandb", config.run.wandb, "wandb"),
     ):
         if wanted and importlib.util.find_spec(package) is None:
-            complaints.append(
+            errors.append(
                 f"{key} is set but the package {package} is not installed; pip install {package}"
             )
-    with error_context("", complaints):
+    with error_context("", errors):
         check_raw(config.deepspeed.zero_optimization)
         gradient_policies(config.gradients)
-    refuse(complaints)
+    refuse(errors)
 
 
 def require_determinism() -> None:
@@ -110,7 +110,7 @@ def contradictions(config: Config) -> Iterator[str]:
             "data.eval_fraction, or run.eval_every = 0"
         )
     given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
-    for key in given if STAGES[config.stage].kind != "sequence" else ():
+    for key in given if STAGES[config.stage].dataset_type != "sequence" else ():
         yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"
     if data.turns == "separate" and data.train_on != "assistant":
         yield (

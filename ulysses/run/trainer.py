@@ -3,8 +3,8 @@
 One optimizer step on every rank:
 
     micro-batches of this data-parallel group, sharded over its sequence-parallel ranks
-      -> counts of the whole step (one all-reduce)
-      -> per micro-batch: forward, terms, backward of  world_size * sum_terms weight / count * local_sum
+      -> normalisers of the whole step (one all-reduce)
+      -> per micro-batch: forward, terms, backward of  world_size * sum_terms weight / normaliser * local_sum
       -> metrics (one all-reduce), gradient policies on the reduced gradient, update
 """
 
@@ -162,22 +162,25 @@ class Trainer:
         # Only dropout draws from this generator, so a resumed run needs no generator state.
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
-        batches, side_batches = self._next or self._prepare(self.loader, step)
+        batches, kl_batches = self._next or self._prepare(self.loader, step)
         self._next = None
-        self.stage.step = step
-        self.stage.prepare_step(batches, side_batches)
-        counts = self._counts(batches)
+        of_step = self.stage.before_step(step, batches, kl_batches)
+        normalisers = self._normalisers(batches)
         metrics = MetricSums(self.engine.device)
         for i, batch in enumerate(batches):
             self.watch.phase("forward")
-            terms = self.stage.losses(batch, metrics)
+            terms = self.stage.losses(batch, metrics, **of_step[i])
             metrics.add("projected", 0.0 if self.stage.reward else float(batch.num_valid))
             for name in ("tokens", "tokens_shared", "squares"):
-                metrics.add(name, self.stage.once(float(getattr(batch, f"num_{name}"))))
+                metrics.add(
+                    name, self.stage.on_first_rank(float(getattr(batch, f"num_{name}")))
+                )
             loss = 0.0
             for term in terms:
-                value = term.value * (term.weight / counts[term.count])
-                metrics.add("loss", self.stage.once(value) if term.per_sequence else value)
+                value = term.value * (term.weight / normalisers[term.normaliser])
+                metrics.add(
+                    "loss", self.stage.on_first_rank(value) if term.per_sequence else value
+                )
                 loss = loss + value
             last = i == len(batches) - 1
             self.watch.phase("backward")
@@ -195,7 +198,7 @@ class Trainer:
         waited = time.perf_counter() - launched
         self.stop_requested, self.save_due = (values.pop(x) > 0 for x in ("stop", "save"))
         work = values["tokens"], values.pop("squares"), values.pop("projected")
-        values = self.stage.derive(values)
+        values = self.stage.finalise_metrics(values)
         if step == 0:
             self.stage.check_first_step(values)
         context = StepContext(
@@ -237,7 +240,7 @@ class Trainer:
         return values
 
     def _prepare(self, loader: Any, step: int) -> tuple[list[ShardedBatch], list[ShardedBatch]]:
-        """Return a step's micro-batches on this rank, and those that the stage's preparation reads."""
+        """Return a step's micro-batches on this rank, and those of the stage's KL baseline."""
         position = divmod(step, loader.steps_per_epoch)
         batches = [
             pack_shard(
@@ -245,12 +248,12 @@ class Trainer:
             )
             for examples in loader.step(*position)
         ]
-        return batches, self.stage.side_batches(loader, loader.indices(*position))
+        return batches, self.stage.kl_batches(loader, loader.indices(*position))
 
-    def _counts(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
-        """Global counts over all micro-batches and ranks, known before the first backward. One collective."""
-        own = [self.stage.counts(batch) for batch in batches]
-        sums = [sum(counts[name] for counts in own) for name in own[0]]
+    def _normalisers(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
+        """Sum them over all micro-batches and ranks, before the first backward. One collective."""
+        own = [self.stage.normalisers(batch) for batch in batches]
+        sums = [sum(each[name] for each in own) for name in own[0]]
         flat = torch.stack([number(value, self.engine.device) for value in sums])
         if self.mesh.world_size > 1:
             dist.all_reduce(flat)
@@ -269,17 +272,17 @@ class Trainer:
         sums = MetricSums(self.engine.device)
         with self.engine.inference():
             for k in range(self.eval_loader.steps_per_epoch):
-                batches, side_batches = self._prepare(self.eval_loader, k)
-                self.stage.prepare_step(batches, side_batches)
-                for batch in batches:
-                    counts = self.stage.counts(batch)
-                    for i, term in enumerate(self.stage.losses(batch, sums)):
+                batches, kl_batches = self._prepare(self.eval_loader, k)
+                of_step = self.stage.before_step(self.step, batches, kl_batches)
+                for batch, known in zip(batches, of_step, strict=True):
+                    normalisers = self.stage.normalisers(batch)
+                    for i, term in enumerate(self.stage.losses(batch, sums, **known)):
                         value = term.value * term.weight
-                        value = self.stage.once(value) if term.per_sequence else value
-                        sums.add(f"term{i}", value, counts[term.count])
+                        value = self.stage.on_first_rank(value) if term.per_sequence else value
+                        sums.add(f"term{i}", value, normalisers[term.normaliser])
         means = sums.reduce()
         loss = sum(means.pop(name) for name in list(means) if name.startswith("term"))
-        values = {"loss": loss, **self.stage.derive(means)}
+        values = {"loss": loss, **self.stage.finalise_metrics(means)}
         return {f"eval/{name}": value for name, value in values.items()}
 
     # ---------------------------------------------------------------- state

@@ -35,10 +35,9 @@ from ulysses.run.preflight import prepare
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.trainer import Trainer
 from ulysses.run.watch import Watch
-from ulysses.stages.base import AuxiliaryModel
+from ulysses.stages.base import AuxiliaryModel, BuildContext
 from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import end_distributed, initialize_distributed, meet
-from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.gather import full_parameters
 
 
@@ -64,7 +63,6 @@ class TrainingRun:
         self.watch.start()
         self.watch.phase("tokenising", long=True)
         try:
-            # a stage may replace them by views that carry more
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
             self.changes = self.prepared.changes(self.data_names)
@@ -140,8 +138,9 @@ class TrainingRun:
         self.engine = build_engine(config, prepared.weights, mesh, memory)
         self.resources.callback(self.engine.destroy)
         self.watch.phase("preparing the stage", long=True)
-        built = stage.build(self)
-        loader = self.loader(self.train_data)
+        inputs = stage.extend_data(self._stage_inputs())
+        built = stage.build(inputs)
+        loader = self.loader(inputs.train_data)
         total = STAGES[config.stage].total_steps(config, loader)
         for line in prepared.remarks(loader):
             self.say(line)
@@ -151,7 +150,7 @@ class TrainingRun:
             engine=self.engine,
             stage=built,
             loader=built.loader(loader),
-            eval_loader=self.eval_data and self.loader(self.eval_data, evaluation=True),
+            eval_loader=inputs.eval_data and self.loader(inputs.eval_data, evaluation=True),
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
             policies=gradient_policies(config.gradients),
@@ -176,12 +175,45 @@ class TrainingRun:
 
     # ---------------------------------------------------------------- what a stage is built from
 
-    def frozen(self, other: AuxiliaryModel | None = None) -> ZeroEngine:
-        """Build a frozen engine of another model, or of a copy of the initial policy."""
-        weights = self.prepared.others[other.setting] if other else self.prepared.weights
-        reward = bool(other and other.reward)
+    def _stage_inputs(self) -> BuildContext:
+        """Return what the stage is built from; it needs the engine."""
+        prepared = self.prepared
+        return BuildContext(
+            config=self.config,
+            model_config=prepared.shape,
+            tokenizer=prepared.tokenizer,
+            engine=self.engine,
+            mesh=self.mesh,
+            tokens_per_microbatch=prepared.budget(),
+            train_data=self.train_data,
+            eval_data=self.eval_data,
+            loader=self.loader,
+            frozen=self.frozen,
+            weights_digest=prepared.weights.fingerprint,
+            kernel=prepared.kernel.name,
+            resumes=prepared.resume_from is not None,
+            export=partial(self.export, for_servers=True),
+            say=self.say,
+            resources=self.resources,
+            phase=self.watch.phase,
+            renew=self.watch.renew,
+        )
+
+    def frozen(self, model: AuxiliaryModel) -> Any:
+        """Build a frozen engine of another model, or find one of the initial policy."""
+        if model.shares_weights:
+            if not self.config.model.lora.rank:
+                return self.engine
+            from models.lora import BasePolicy  # peft is an optional dependency
+
+            return BasePolicy(self.engine)
+        weights = self.prepared.others[model.setting] if model.path else self.prepared.weights
         engine = build_engine(
-            self.config, weights, self.mesh, reward=reward, resident=self.memory.resident
+            self.config,
+            weights,
+            self.mesh,
+            reward=model.is_reward,
+            resident=self.memory.resident,
         )
         self.resources.callback(engine.destroy)
         return engine

@@ -3,16 +3,17 @@
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
 ulysses/config/stage_sections.py. The rest asks ulysses/run/registry.py and never compares `config.stage` with a name.
 
-before the run     check, check_model, requirements, ... (class methods on the configuration)
-construction       build(run)
-every step         side_batches, prepare_step, counts, losses, derive, after_step
+before the run     check, check_models, requirements, ... (class methods on the configuration)
+construction       extend_data, build
+every step         packed, kl_batches, before_step, normalisers, losses, finalise_metrics, after_step
 PPO only           loader, may_prepare, evaluate, save, load: a stage that makes its own data
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,27 +22,67 @@ from models.arch import ModelConfig
 from ulysses.config.schema import Config
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import Sequence, ShardedBatch
+from ulysses.parallel.mesh import ParallelMesh
 from ulysses.stages.metric_sums import MetricSums
 
 
 class Term(NamedTuple):
-    """One part of the loss: weight * (global sum of `value`) / (global `count`).
+    """One part of the loss: weight * (global sum of `value`) / (global sum of the normaliser of this name).
 
     Every sequence-parallel rank evaluates a `per_sequence` term, so its value counts once per group.
     """
 
     value: Tensor
-    count: str
+    normaliser: str
     weight: float = 1.0
     per_sequence: bool = False
 
 
-class AuxiliaryModel(NamedTuple):
-    """A frozen model that the run reads: its setting, its folder or hub id, and whether it is a reward model."""
+class CheckContext(NamedTuple):
+    """What the checks of the models read; `auxiliary` holds configurations by the settings that name the models."""
 
+    config: Config
+    model_config: ModelConfig
+    tokenizer: Any
+    auxiliary: dict[str, ModelConfig]
+
+
+class AuxiliaryModel(NamedTuple):
+    """A frozen model that the run reads besides the trained one: the checks, the planner and the builder ask this.
+
+    role: what it is for, which also says whether it is a language model or a reward model.
+    setting: the setting that names it.
+    path: its folder or hub id; an empty one is the initial policy.
+    passes: its forward passes over each trained token.
+    tokens: which tokens it must know: all of the tokenizer, all that the policy may sample, or exactly the policy's.
+    shares_weights: the trained model itself serves as it, its adapters off; no other weights are held.
+    """
+
+    role: Literal["reference", "reward", "teacher"]
     setting: str
-    path: str
-    reward: bool = False
+    path: str = ""
+    passes: float = 1.0
+    tokens: Literal["tokenizer", "policy", "exact"] = "tokenizer"
+    shares_weights: bool = False
+
+    @property
+    def is_reward(self) -> bool:
+        return self.role == "reward"
+
+    def check(self, found: CheckContext) -> Iterator[str]:
+        """Yield an error if its vocabulary is not the one that it needs."""
+        policy, own = found.model_config.vocab_size, found.auxiliary[self.setting].vocab_size
+        needed = len(found.tokenizer) if self.tokens == "tokenizer" else policy
+        if self.tokens == "exact" and own != needed:
+            yield (
+                f"{self.setting} {self.path} has {own} tokens and the policy {needed}, but it must read the policy's "
+                f"tokens; train the {self.role} model from the same base model"
+            )
+        elif own < needed:
+            yield (
+                f"{self.setting} {self.path} has {own} tokens but the policy {needed}; use a model with the policy's "
+                "tokenizer"
+            )
 
 
 class Requirements(NamedTuple):
@@ -51,14 +92,12 @@ class Requirements(NamedTuple):
     examples_per_load, steps_per_load: the examples that one step of the data loader reads over all processes, and the
         optimizer steps that are taken on them.
     examples_per_step: examples of one optimizer step over all processes.
-    extra_forwards: forward passes without gradient over each trained token.
+    extra_forwards: the trained model's forward passes without gradient over each trained token.
     value: whether the trained model has a value too (models.policy_value).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
-    others: the models that the run reads besides the trained one; all stay frozen.
-    mismatched: whether sequences are read that join the prompt of one example and the answer of another (KTO).
+    models: the models that the run reads besides the trained one.
     rollout: the answers that are decoded to each prompt before each round of training; None if there are none.
-    reference: "cached", "live", another model's path, or "" if the settings need no reference.
     logits_once: whether the loss is the head's own nll, for whose backward no logits are computed again.
     """
 
@@ -69,11 +108,50 @@ class Requirements(NamedTuple):
     extra_forwards: float = 0.0
     value: bool = False
     scopes: dict[str, float] | None = None
-    others: tuple[AuxiliaryModel, ...] = ()
-    mismatched: bool = False
+    models: tuple[AuxiliaryModel, ...] = ()
     rollout: PlannedRollout | None = None
-    reference: str = ""
     logits_once: bool = False
+
+    def model(self, role: str) -> AuxiliaryModel | None:
+        """Return the auxiliary model of this role, or None if the run reads none."""
+        return next((model for model in self.models if model.role == role), None)
+
+
+class BuildContext(NamedTuple):
+    """What a stage is built from.
+
+    engine: of the trained model.
+    tokens_per_microbatch: of a micro-batch that has room for the longest example that the settings allow.
+    train_data, eval_data: TokenizedDatasets; the latter None without held-out data.
+    loader: (dataset, evaluation=False) -> the StepLoader of this data-parallel group.
+    frozen: returns an engine of an auxiliary model; all ranks call it together.
+    weights_digest: computes a digest of the initial weights.
+    kernel: name of the attention kernel.
+    resumes: whether the run continues a checkpoint.
+    export: writes the current weights into a folder for sampling servers; all ranks call it together.
+    say: prints a line.
+    resources: closed at the end of the run, whatever happens.
+    phase, renew: tell the watch of a phase by its name, and that this process still works.
+    """
+
+    config: Config
+    model_config: ModelConfig
+    tokenizer: Any
+    engine: Any
+    mesh: ParallelMesh
+    tokens_per_microbatch: int
+    train_data: Any
+    eval_data: Any
+    loader: Callable[..., Any]
+    frozen: Callable[[AuxiliaryModel], Any]
+    weights_digest: Callable[[], str]
+    kernel: str
+    resumes: bool
+    export: Callable[[Path], None]
+    say: Callable[[str], None]
+    resources: ExitStack
+    phase: Callable[..., None]
+    renew: Callable[[], None]
 
 
 @dataclass(eq=False)
@@ -84,23 +162,19 @@ class Stage:
         model: the trained engine, called like the module it wraps.
         config: the stage's own table.
         seed: of noise that the stage itself draws.
-
-    Attributes:
-        step: the optimizer step being computed; the loop sets it.
     """
 
     name: ClassVar[str]  # of the stage and of its table
-    kind: ClassVar[str]  # of its data: text, sequence, pair, ranked, unpaired or prompt
+    dataset_type: ClassVar[str]  # text, sequence, pair, ranked, unpaired or prompt
     reward: ClassVar[bool] = False  # a RewardModel is trained
     sequences_per_example: ClassVar[int] = 1  # all in the same micro-batch
-    # of an example, which each of its sequences carries; 0 if it has none
-    columns: ClassVar[tuple[str, ...]] = ()
+    # numbers of an example that each of its sequences carries; 0 if it has none
+    sequence_fields: ClassVar[tuple[str, ...]] = ()
 
     model: Any
-    mesh: Any
+    mesh: ParallelMesh
     config: Any
     seed: int = 0
-    step: int = 0
 
     # ---------------------------------------------------------------- checks
 
@@ -111,18 +185,20 @@ class Stage:
 
     @classmethod
     def check(cls, config: Config) -> Iterator[str]:
-        """Yield the complaints that follow from the configuration alone."""
+        """Yield the errors that follow from the configuration alone."""
         yield from ()
 
     @classmethod
-    def check_model(cls, plan: Any) -> Iterator[str]:
-        """Yield the complaints that need the model's shape, the tokenizer or the other models' shapes."""
-        yield from ()
+    def check_models(cls, found: CheckContext) -> Iterator[str]:
+        """Yield the errors that need the models' configurations or the tokenizer."""
+        for model in cls.requirements(found.config).models:
+            if model.path:
+                yield from model.check(found)
 
     @classmethod
-    def final_shape(cls, shape: ModelConfig, tokenizer: Any) -> ModelConfig:
-        """Return the shape as the exported config.json describes it."""
-        return shape
+    def exported_config(cls, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
+        """Return the model's configuration as the export's config.json describes it."""
+        return model_config
 
     # ---------------------------------------------------------------- requirements of the planner and the builder
 
@@ -138,25 +214,36 @@ class Stage:
         steps_per_epoch = loader.steps_per_epoch * cls.requirements(config).steps_per_load
         return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
 
+    # ---------------------------------------------------------------- construction
+
     @classmethod
-    def build(cls, run: Any) -> "Stage":
+    def extend_data(cls, run: BuildContext) -> BuildContext:
+        """Return the context with data that carry what the losses need besides; all ranks call it together."""
+        return run
+
+    @classmethod
+    def build(cls, run: BuildContext) -> "Stage":
         """Construct the stage around its engine; all ranks call it together."""
-        config = run.config
-        return cls(run.engine, run.mesh, cls.table(config), config.run.seed)
+        return cls(run.engine, run.mesh, cls.table(run.config), **cls.arguments(run))
+
+    @classmethod
+    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+        """Return the further arguments of the stage's constructor."""
+        return {"seed": run.config.run.seed}
 
     # ---------------------------------------------------------------- every step
 
     def sequences(self, example: Any) -> list[Sequence]:
-        """Return the example's sequences as they are packed, with the columns that `losses` needs."""
-        columns = {name: example.columns.get(name, 0.0) for name in self.columns}
-        return [replace(s, columns={**s.columns, **columns}) for s in example.sequences]
+        """Return the example's sequences as they are packed, with the numbers that `losses` needs."""
+        fields = {name: example.columns.get(name, 0.0) for name in self.sequence_fields}
+        return [replace(s, columns={**s.columns, **fields}) for s in example.sequences]
 
     def packed(self, examples: list[Any]) -> list[Sequence]:
         """Return the sequences of a micro-batch's examples, those of one example one after the other."""
         return [sequence for example in examples for sequence in self.sequences(example)]
 
-    def side_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
-        """Return further packed sequences for `prepare_step`, as many batches on every rank.
+    def kl_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
+        """Return further packed sequences for `before_step` (KTO's KL baseline), as many batches on every rank.
 
         Args:
             loader: the step's StepLoader.
@@ -164,23 +251,27 @@ class Stage:
         """
         return []
 
-    def prepare_step(
-        self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
-    ) -> None:
-        """Gather statistics of the whole optimizer step from its micro-batches and side batches, without gradient."""
+    def before_step(
+        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
+    ) -> list[dict[str, Any]]:
+        """Return for each micro-batch the further arguments of `losses`: what it needs of the whole optimizer step.
 
-    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
-        """Return this rank's own share of every count, by default tokens.
+        They are found without gradient.
+        """
+        return [{}] * len(batches)
+
+    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+        """Return this rank's own share of what each loss term is divided by, by default tokens.
 
         A sequence counts on sequence-parallel rank 0 only.
         """
         return {"tokens": batch.loss_weights.sum(dtype=torch.float64)}
 
-    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        """Return the loss terms of one micro-batch and add its metrics."""
+    def losses(self, batch: ShardedBatch, metrics: MetricSums, **of_step: Any) -> list[Term]:
+        """Return the loss terms of one micro-batch and add its metrics; `of_step` is what `before_step` returned."""
         raise NotImplementedError
 
-    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the reduced means with the metrics that are functions of them; the same on every rank."""
         return metrics
 
@@ -193,16 +284,15 @@ class Stage:
     def after_step(self, metrics: dict[str, float]) -> None:
         """Take in the reduced metrics of a step whose update was applied; the same on every rank."""
 
-    def once(self, value: Any) -> Any:
+    def on_first_rank(self, value: Any) -> Any:
         """Return the value on sequence-parallel rank 0 and zero elsewhere: a sequence counts once per group."""
         return value if self.mesh.sp_rank == 0 else value * 0
 
     def add_means(self, metrics: MetricSums, values: dict[str, Tensor], count: Any) -> None:
         """Add means of values [N] per sequence (or pair) over `count` of them."""
         for name, value in values.items():
-            metrics.add(
-                name, self.once(value.detach().sum(dtype=torch.float64)), self.once(count)
-            )
+            total = self.on_first_rank(value.detach().sum(dtype=torch.float64))
+            metrics.add(name, total, self.on_first_rank(count))
 
     # ---------------------------------------------------------------- a stage that makes its own data
 

@@ -12,9 +12,7 @@ steps so far, and aot sorts the margins of the step's pairs, which a first pass 
 
 import json
 from collections.abc import Iterator
-from collections.abc import Sequence as Many
 from dataclasses import replace
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from ulysses.config.stage_sections import DpoSection
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.sums import segment_sums
-from ulysses.stages.base import Requirements, Term
+from ulysses.stages.base import Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import ReferencedStage
 
@@ -42,15 +40,13 @@ def loss_options(config: DpoSection) -> dict[str, Any]:
 
 
 class DpoStage(ReferencedStage):
-    """Preference optimisation on pairs; `cached`, `reference` and `tolerance` as in ReferencedStage."""
+    """Preference optimisation on pairs; `reference` and `tolerance` as in ReferencedStage."""
 
-    name, kind = "dpo", "pair"
+    name, dataset_type = "dpo", "pair"
     sequences_per_example = 2
     config: DpoSection
     # bco_pair: the mean reward of all steps so far, and their number
-    rewards: Many[float] = (0.0, 0)
-    # aot: what the margins of each micro-batch to come are compared with
-    margins: Iterator[Tensor | None] = repeat(None)
+    rewards: tuple[float, int] = (0.0, 0)
 
     @classmethod
     def check(cls, config: Config) -> Iterator[str]:
@@ -64,10 +60,12 @@ class DpoStage(ReferencedStage):
         yield from super().check(config)
 
     @classmethod
-    def requirements(cls, config: Config) -> Requirements:
-        types = {*config.dpo.loss_types}
-        needed = not types <= {*REFERENCE_FREE}
-        return super().requirements(config, needed=needed, looks_ahead="aot" in types)
+    def needs_reference(cls, config: Config) -> bool:
+        return not {*config.dpo.loss_types} <= {*REFERENCE_FREE}
+
+    @classmethod
+    def looks_ahead(cls, config: Config) -> bool:
+        return "aot" in config.dpo.loss_types
 
     def sequences(self, example: Any) -> list[Sequence]:
         pair, alpha = super().sequences(example), self.config.ld_alpha
@@ -82,18 +80,19 @@ class DpoStage(ReferencedStage):
             for s, w in zip(pair, weights)
         ]
 
-    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         chosen = batch.loss_weights * (batch.sequence_ids % 2 == 0)
         return {
-            "pairs": self.once(batch.num_sequences // 2),
+            "pairs": self.on_first_rank(batch.num_sequences // 2),
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
-    def prepare_step(
-        self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
-    ) -> None:
+    def before_step(
+        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
+    ) -> list[dict[str, Any]]:
+        """Return what aot compares each micro-batch's margins with: those of the whole step, sorted, [N/2] each."""
         if "aot" not in self.config.loss_types:
-            return
+            return super().before_step(step, batches, kl_batches)
         with self.model.inference():
             own = [self._sums(b, self.model(b).logps, self.reference(b)).cpu() for b in batches]
         # all groups have as many micro-batches
@@ -101,8 +100,8 @@ class DpoStage(ReferencedStage):
         whole = torch.cat(sums)
         policy, reference, _ = (whole[0::2] - whole[1::2]).unbind(-1)
         parts = aot_margins(policy, reference).split([len(each) // 2 for each in sums])
-        mine = parts[self.mesh.dp_rank * len(own) :]
-        self.margins = (margins.to(self.model.device) for margins in mine)
+        mine = parts[self.mesh.dp_rank * len(own) :][: len(own)]
+        return [{"reference_margins": part.to(self.model.device)} for part in mine]
 
     def _sums(self, batch: ShardedBatch, logps: Tensor, reference: Tensor) -> Tensor:
         """Return each answer's log-probability by policy and reference, and its length, [N, 3]."""
@@ -111,7 +110,9 @@ class DpoStage(ReferencedStage):
         columns = [logps * decayed, reference * decayed, weights]
         return segment_sums(torch.stack(columns, dim=-1), batch)
 
-    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+    def losses(
+        self, batch: ShardedBatch, metrics: MetricSums, reference_margins: Tensor | None = None
+    ) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         logps, reference = self.both_logps(batch, metrics)
         sums = self._sums(batch, logps, reference)
@@ -125,7 +126,7 @@ class DpoStage(ReferencedStage):
             chosen_lengths=chosen_lengths.detach(),
             rejected_lengths=rejected_lengths.detach(),
             bco_delta=self.rewards[0],
-            aot_reference_margins=next(self.margins),
+            aot_reference_margins=reference_margins,
             **loss_options(config),
         )
         margins = chosen_rewards - rejected_rewards
@@ -154,7 +155,7 @@ class DpoStage(ReferencedStage):
         """Count the step's rewards in the mean that bco_pair subtracts from the next step on."""
         if "rewards/mean" in metrics:
             mean, steps = self.rewards
-            self.rewards = [mean + (metrics["rewards/mean"] - mean) / (steps + 1), steps + 1]
+            self.rewards = mean + (metrics["rewards/mean"] - mean) / (steps + 1), steps + 1
 
     def save(self, folder: Path) -> None:
         (folder / STATE).write_text(json.dumps(self.rewards))

@@ -5,12 +5,13 @@
           j = the next example of the step (cyclic) with a different prompt
     good: weight * (1 - sigmoid(beta (r - z0)))       bad: weight * (1 - sigmoid(beta (z0 - r)))
 
-Mismatched sequences (x_i, y_j) are packed by themselves (`side_batches`) and only looked at, before the first backward;
+Mismatched sequences (x_i, y_j) are packed by themselves (`kl_batches`) and only looked at, before the first backward;
 z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_unpaired (2408.06266) has no baseline.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,20 +24,28 @@ from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
 from ulysses.parallel.sums import segment_sums
-from ulysses.stages.base import Requirements, Term
+from ulysses.stages.base import BuildContext, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import packed_batches
-from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
+from ulysses.stages.referenced import (
+    Pairs,
+    ReferencedStage,
+    mismatched_lengths,
+    pairs_of_run,
+)
 
 
+@dataclass(eq=False)
 class KtoStage(ReferencedStage):
-    """Preference optimisation on unpaired answers; if `cached`, mismatched sequences carry reference values too."""
+    """Preference optimisation on unpaired answers; with a cached reference, mismatched sequences carry its values too.
 
-    name, kind = "kto", "unpaired"
-    columns = ("label",)
+    `share_prompts`: whether answers to one prompt that are in one micro-batch share it.
+    """
+
+    name, dataset_type = "kto", "unpaired"
+    sequence_fields = ("label",)
     config: KtoSection
-    baseline: Tensor | None = None  # z0 of the running step
-    share_prompts = True
+    share_prompts: bool = True
 
     @classmethod
     def check(cls, config: Config) -> Iterator[str]:
@@ -50,24 +59,27 @@ class KtoStage(ReferencedStage):
         yield from super().check(config)
 
     @classmethod
-    def requirements(cls, config: Config) -> Requirements:
-        mismatched = config.kto.loss_type == "kto"
-        return (
-            super().requirements(config, looks_ahead=mismatched)._replace(mismatched=mismatched)
-        )
+    def looks_ahead(cls, config: Config) -> bool:
+        return config.kto.loss_type == "kto"
 
     @classmethod
-    def build(cls, run: Any) -> "ReferencedStage":
-        if run.config.kto.loss_type == "kto" and len(run.train_data) < 2:
+    def mismatched_pairs(cls, config: Config, loader: Any, steps: int) -> Pairs:
+        return pairs_of_run(loader, steps) if cls.looks_ahead(config) else []
+
+    @classmethod
+    def extend_data(cls, run: BuildContext) -> BuildContext:
+        if cls.looks_ahead(run.config) and len(run.train_data) < 2:
             raise ConfigError(
                 "data.train has one example but kto's baseline pairs each example with another; give it more"
             )
         good = run.train_data.columns["label"] > 0.5
         if hint := weight_hint(int(good.sum()), int((~good).sum()), run.config.kto):
             run.say(hint)
-        stage = super().build(run)
-        stage.share_prompts = run.config.batch.share_prompts
-        return stage
+        return super().extend_data(run)
+
+    @classmethod
+    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+        return {**super().arguments(run), "share_prompts": run.config.batch.share_prompts}
 
     def packed(self, examples: list[Any]) -> list[Sequence]:
         prompts = [example.columns["prompt_id"] for example in examples]
@@ -83,7 +95,7 @@ class KtoStage(ReferencedStage):
             for place, (owner, s) in enumerate(zip(owners, sequences, strict=True))
         ]
 
-    def side_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
+    def kl_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
         if self.config.loss_type != "kto":
             return []
         dataset, pairs = loader.dataset, loader.mismatched_pairs(indices)
@@ -101,26 +113,30 @@ class KtoStage(ReferencedStage):
         )
         return [batch for _, batch in batches]
 
-    def prepare_step(
-        self, batches: list[ShardedBatch], side_batches: list[ShardedBatch]
-    ) -> None:
+    def before_step(
+        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
+    ) -> list[dict[str, Any]]:
+        """Return z0, which is the same for every micro-batch."""
         if self.config.loss_type != "kto":
-            return
+            return super().before_step(step, batches, kl_batches)
         total = torch.zeros(2, dtype=torch.float64, device=self.model.device)
         with self.model.inference():
-            for batch in side_batches:
+            for batch in kl_batches:
                 gap = self.model(batch).logps.double() - self.reference(batch).double()
                 total[0] += (gap * batch.loss_weights).sum()
-                total[1] += self.once(float(batch.num_sequences))
+                total[1] += self.on_first_rank(float(batch.num_sequences))
         if dist.is_initialized():
             dist.all_reduce(total)
         # 0 in a step without any mismatch
-        self.baseline = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+        baseline = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+        return [{"baseline": baseline}] * len(batches)
 
-    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
-        return {"examples": self.once(batch.num_sequences)}
+    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+        return {"examples": self.on_first_rank(batch.num_sequences)}
 
-    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+    def losses(
+        self, batch: ShardedBatch, metrics: MetricSums, baseline: Tensor | None = None
+    ) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         logps, reference = self.both_logps(batch, metrics)
         sums = segment_sums(torch.stack([logps * weights, reference * weights], dim=-1), batch)
@@ -129,18 +145,18 @@ class KtoStage(ReferencedStage):
         # Both losses of every example, of which its label takes one: no index that the host would have to wait for.
         both, rewards, _, _ = kto_loss(
             policy, policy, None, base, base, None, config.beta, config.desirable_weight, config.undesirable_weight,
-            kl=self.baseline, loss_type=config.loss_type,
+            kl=baseline, loss_type=config.loss_type,
         )  # fmt: skip
         count = batch.num_sequences
         losses = torch.where(desirable, both[:count], both[count:])
         for side, chosen in (("chosen", desirable), ("rejected", ~desirable)):
             means = {f"rewards/{side}": rewards * chosen, f"logps/{side}": policy * chosen}
             self.add_means(metrics, means, chosen.sum())
-        if self.baseline is not None:
-            self.add_means(metrics, {"kl": self.baseline * count}, count)
+        if baseline is not None:
+            self.add_means(metrics, {"kl": baseline * count}, count)
         return [Term(losses.sum(), "examples", per_sequence=True)]
 
-    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return metrics

@@ -3,8 +3,7 @@
 An item is what must stay in one micro-batch: one sequence, or both sides of a pair.
 """
 
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def packed_batches(
 
 def token_values(
     compute: Callable[[ShardedBatch], Tensor],
-    items: list[Many[Sequence]],
+    items: list[Collection[Sequence]],
     mesh: Any,
     device: torch.device,
     budget: int,

@@ -15,7 +15,7 @@ from ulysses.stages.sft import SftStage
 class PtStage(SftStage):
     """Pre-training on plain text, which is fine-tuning with every token trained."""
 
-    name, kind = "pt", "text"
+    name, dataset_type = "pt", "text"
 
     @classmethod
     def table(cls, config: Any) -> SftSection:

@@ -33,11 +33,12 @@ from ulysses.data.cache import check_once
 from ulysses.disk import write_digested, writing
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.stages.base import AuxiliaryModel, Requirements, Stage
+from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Stage
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import token_values
 
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
+COLUMN = "reference_logps"
 Pairs = list[tuple[int, int]]
 # mean |policy - reference| per token that rounding alone explains
 STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -56,10 +57,10 @@ class ReferencedStage(Stage):
     reference_words: ClassVar[tuple[str, ...]] = ("cached", "live")
 
     _: KW_ONLY
-    reference: Callable[[ShardedBatch], Tensor] | None = None
+    reference: Callable[..., Tensor] | None = None
     tolerance: float = math.inf
 
-    # ---------------------------------------------------------------- checks and facts
+    # ---------------------------------------------------------------- checks and requirements
 
     @classmethod
     def check(cls, config: Config) -> Iterator[str]:
@@ -70,86 +71,94 @@ class ReferencedStage(Stage):
             yield f"{cls.name}.reference is {reference!r} but must be {known} or a model's folder or hub id"
 
     @classmethod
-    def check_model(cls, plan: Any) -> Iterator[str]:
-        setting = f"{cls.name}.reference"
-        other = plan.others.get(setting)
-        # a policy that is sampled may say any token of its vocabulary
-        needed = plan.shape.vocab_size if cls.kind == "prompt" else len(plan.tokenizer)
-        if other is not None and other.shape.vocab_size < needed:
-            yield (
-                f"{setting} {cls.requirements(plan.config).reference} has {other.shape.vocab_size} tokens but the "
-                f"policy {needed}; use a model with the policy's tokenizer"
-            )
+    def needs_reference(cls, config: Config) -> bool:
+        """Return whether the loss reads the reference at all."""
+        return True
 
     @classmethod
-    def requirements(
-        cls, config: Config, *, needed: bool = True, looks_ahead: bool = False
-    ) -> Requirements:
-        reference = cls.table(config).reference if needed else ""
-        passes = float(reference not in ("", "cached"))
-        other = AuxiliaryModel(f"{cls.name}.reference", reference)
-        facts = super().requirements(config)
-        return facts._replace(
-            reference=reference,
-            # a stage that looks ahead has policy and reference read as much once more, before the first backward
-            extra_forwards=1 + 2 * passes if looks_ahead else passes,
-            others=() if reference in ("", *cls.reference_words) else (other,),
+    def looks_ahead(cls, config: Config) -> bool:
+        """Return whether policy and reference read as much once more before the step's first backward."""
+        return False
+
+    @classmethod
+    def mismatched_pairs(cls, config: Config, loader: Any, steps: int) -> Pairs:
+        """Return the mismatched sequences (KTO) that the first `steps` steps will ask for, each once."""
+        return []
+
+    @classmethod
+    def requirements(cls, config: Config) -> Requirements:
+        given, ahead = cls.table(config).reference, cls.looks_ahead(config)
+        model = AuxiliaryModel(
+            "reference",
+            f"{cls.name}.reference",
+            path="" if given in cls.reference_words else given,
+            passes=(1.0 + ahead) * (given != "cached"),
+            # a policy that is sampled may say any token of its vocabulary
+            tokens="policy" if cls.dataset_type == "prompt" else "tokenizer",
+            shares_weights=given == "cached"
+            or (given == "live" and config.model.lora.rank > 0),
+        )
+        return (
+            super()
+            .requirements(config)
+            ._replace(
+                extra_forwards=float(ahead),
+                models=(model,) if cls.needs_reference(config) else (),
+            )
         )
 
     # ---------------------------------------------------------------- construction
 
     @classmethod
-    def build(cls, run: Any) -> "ReferencedStage":
-        stage, config = super().build(run), run.config
-        stage.tolerance = STEP0_TOLERANCE[config.model.dtype]
-        base: Any = None
-        if config.model.lora.rank:
-            from models.lora import BasePolicy  # peft is an optional dependency
+    def extend_data(cls, run: BuildContext) -> BuildContext:
+        """Let the data carry the initial policy's log-probabilities if they are to be cached.
 
-            base = BasePolicy(run.engine)
-        match cls.requirements(config).reference:
-            case "":
-                pass  # there is no reference
-            case "cached":
-                cls._read_through_cache(run, logps_of(base or run.engine))
-                stage.reference = cached_logps
-            case "live":
-                stage.reference = logps_of(base or run.frozen())
-            case _:
-                stage.reference = logps_of(run.frozen(cls.requirements(config).others[0]))
-        return stage
+        They are computed now, with the weights that are about to be trained, unless data.cache holds them.
+        """
+        config, model = run.config, cls.requirements(run.config).model("reference")
+        if model is None or cls.table(config).reference != "cached":
+            return run
+        initial = logps_of(run.frozen(model))
+        source = f"{run.weights_digest()} {config.model.dtype} {run.kernel}"
 
-    @classmethod
-    def _read_through_cache(cls, run: Any, initial: Callable[..., Tensor]) -> None:
-        """Let all data carry the initial policy's log-probabilities, computed now unless data.cache holds them."""
-        config = run.config
-        weights, kernel = run.prepared.weights.fingerprint(), run.prepared.kernel.name
-        model = f"{weights} {config.model.dtype} {kernel}"
-
-        for data in filter(None, (run.train_data, run.eval_data)):
-            evaluation = data is run.eval_data
+        def extended(data: Any, *, evaluation: bool = False) -> Any:
             loader = run.loader(data, evaluation=evaluation)
             steps = loader.steps_per_epoch if evaluation else cls.total_steps(config, loader)
-            pairs = pairs_of_run(loader, steps * cls.requirements(config).mismatched)
-            key = hashlib.sha256(f"{model} {data.fingerprint} {pairs}".encode()).hexdigest()
+            pairs = cls.mismatched_pairs(config, loader, steps)
+            key = hashlib.sha256(f"{source} {data.fingerprint} {pairs}".encode()).hexdigest()
             path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
-            if run.prepared.resume_from and not (config.model.lora.rank or exists):
+            if run.resumes and not (config.model.lora.rank or exists):
                 raise ConfigError(
                     f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no "
                     f"longer has the initial policy; restore data.cache, or set {cls.name}.reference to the "
                     "initial model's path"
                 )
-            attach_reference(
+            values = read_reference(
                 data,
                 pairs,
                 path,
                 initial,
                 run.mesh,
                 run.engine.device,
-                run.prepared.budget(),
+                run.tokens_per_microbatch,
                 run.say,
             )
+            return data.with_column(COLUMN, *values)
+
+        return run._replace(
+            train_data=extended(run.train_data),
+            eval_data=run.eval_data and extended(run.eval_data, evaluation=True),
+        )
+
+    @classmethod
+    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+        reference, model = None, cls.requirements(run.config).model("reference")
+        if model is not None:
+            cached = cls.table(run.config).reference == "cached"
+            reference = cached_logps if cached else logps_of(run.frozen(model))
+        tolerance = STEP0_TOLERANCE[run.config.model.dtype]
+        return {**super().arguments(run), "reference": reference, "tolerance": tolerance}
 
     # ---------------------------------------------------------------- every step
 
@@ -188,9 +197,9 @@ def logps_of(engine: Any) -> Callable[..., Tensor]:
 
 
 def cached_logps(batch: ShardedBatch) -> Tensor:
-    """Return the column `reference_logps` [S] that `attach_reference` gave the batch's sequences."""
+    """Return the column of the reference's log-probabilities [S] that the batch's sequences carry."""
     # a batch without sequences has no columns
-    return batch.token_columns.get("reference_logps", torch.zeros_like(batch.loss_weights))
+    return batch.token_columns.get(COLUMN, torch.zeros_like(batch.loss_weights))
 
 
 def pairs_of_run(loader: Any, steps: int) -> Pairs:
@@ -207,7 +216,7 @@ def mismatched_lengths(dataset: Any, pairs: Pairs) -> list[int]:
     return [min(dataset.max_length, length) for length in whole]
 
 
-def attach_reference(
+def read_reference(
     dataset: Any,
     pairs: Pairs,
     path: Path,
@@ -216,8 +225,8 @@ def attach_reference(
     device: torch.device,
     budget: int,
     say: Callable[[str], None],
-) -> None:
-    """Let the dataset's sequences carry the reference's log-probabilities as the column `reference_logps`.
+) -> tuple[np.ndarray, dict[tuple[int, int], np.ndarray]]:
+    """Return the reference's log-probabilities, float32: of all examples end to end, and of each mismatched pair.
 
     They are computed if any node lacks the file; all ranks call this together.
 
@@ -255,8 +264,5 @@ def attach_reference(
     with error_context("data.cache"):
         check_once(seal, path.parent)
     values = np.asarray(np.memmap(path, np.float32, "r"))
-    own, *parts = np.split(values, np.cumsum(sizes)[:-1])
-    dataset.token_columns["reference_logps"] = own
-    dataset.mismatch_columns = {
-        pair: {"reference_logps": part} for pair, part in zip(pairs, parts, strict=True)
-    }
+    own, *mismatched = np.split(values, np.cumsum(sizes)[:-1])
+    return own, dict(zip(pairs, mismatched, strict=True))

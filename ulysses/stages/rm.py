@@ -24,22 +24,22 @@ from ulysses.stages.metric_sums import MetricSums
 class RmStage(Stage):
     """Reward modelling on ranked lists of two or more answers; `model` trains a models.decoder.RewardModel."""
 
-    name, kind = "rm", "ranked"
+    name, dataset_type = "rm", "ranked"
     reward = True
     sequences_per_example = 2
-    columns = ("margin",)
+    sequence_fields = ("margin",)
     config: RmSection
 
     @classmethod
-    def final_shape(cls, shape: ModelConfig, tokenizer: Any) -> ModelConfig:
+    def exported_config(cls, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
         """Name a padding token that ends no sequence, or none.
 
         transformers reads the score at the last token that is not padding, so a padding token that also ends sequences
         would move it; without one, transformers scores one sequence at a time, at its last token as here.
         """
         pad = tokenizer.pad_token_id
-        ends = pad in (*shape.eos_token_id, tokenizer.eos_token_id)
-        return replace(shape, pad_token_id=None if ends else pad)
+        ends = pad in (*model_config.eos_token_id, tokenizer.eos_token_id)
+        return replace(model_config, pad_token_id=None if ends else pad)
 
     def sequences(self, example: Any) -> list[Sequence]:
         found = super().sequences(example)
@@ -48,8 +48,8 @@ class RmStage(Stage):
             for place, s in enumerate(found)
         ]
 
-    def counts(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
-        return {"pairs": self.once(better(batch).sum())}
+    def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
+        return {"pairs": self.on_first_rank(better(batch).sum())}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         scores, pairs = sequence_last(self.model(batch), batch), better(batch)
@@ -64,7 +64,7 @@ class RmStage(Stage):
         self.add_means(metrics, means, len(scores))
         return [Term(losses.sum(), "pairs", per_sequence=True)]
 
-    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         if "mean_reward" in metrics:
             variance = metrics.pop("mean_square_reward") - metrics["mean_reward"] ** 2
             metrics["std_reward"] = max(0.0, variance) ** 0.5

@@ -37,7 +37,7 @@ class SftStage(Stage):
     NEFTune's noise depends on (seed, step, example, position) and on no topology.
     """
 
-    name, kind = "sft", "sequence"
+    name, dataset_type = "sft", "sequence"
     config: SftSection
 
     @classmethod
@@ -50,9 +50,8 @@ class SftStage(Stage):
 
     @classmethod
     def requirements(cls, config: Any) -> Requirements:
-        return (
-            super().requirements(config)._replace(logits_once=_is_nll_alone(cls.table(config)))
-        )
+        found = super().requirements(config)
+        return found._replace(logits_once=_is_nll_alone(cls.table(config)))
 
     def sequences(self, example: Any) -> list[Sequence]:
         if not self.config.neftune_alpha:
@@ -61,7 +60,15 @@ class SftStage(Stage):
             replace(s, columns={"noise_key": int(example.index)}) for s in example.sequences
         ]
 
-    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+    def before_step(
+        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
+    ) -> list[dict[str, Any]]:
+        noise_seed = (self.seed * 1_000_003 + step) % (1 << 30)
+        return [{"noise_seed": noise_seed}] * len(batches)
+
+    def losses(
+        self, batch: ShardedBatch, metrics: MetricSums, noise_seed: int = 0
+    ) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         smoothing, plain = config.label_smoothing, _is_nll_alone(config)
         out = self.model(
@@ -71,7 +78,7 @@ class SftStage(Stage):
             mean_logit=bool(smoothing),
             # no noise in evaluation
             noise_alpha=config.neftune_alpha if torch.is_grad_enabled() else 0.0,
-            noise_seed=(self.seed * 1_000_003 + self.step) % (1 << 30),
+            noise_seed=noise_seed,
         )
         loss, count = token_nll(out.logps, weights)
         metrics.add("nll", loss, count)
@@ -99,7 +106,7 @@ class SftStage(Stage):
             terms.append(Term(penalty, "tokens"))
         return terms
 
-    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+    def finalise_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         if "nll" in metrics:
             metrics["perplexity"] = math.exp(min(metrics["nll"], LARGEST_EXPONENT))
         for name in OCTAVES:

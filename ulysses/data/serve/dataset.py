@@ -12,6 +12,7 @@ import json
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import asdict
 from itertools import chain, groupby
 from operator import itemgetter
@@ -271,6 +272,15 @@ class TokenizedDataset:
                 sequences.append(Sequence(*arrays, columns, ranked, prefix, owner))
         numbers = {name: float(values[index]) for name, values in self.columns.items()}
         return Example(index, tuple(sequences), numbers)
+
+    def with_column(
+        self, name: str, values: np.ndarray, mismatched: dict[tuple[int, int], np.ndarray]
+    ) -> "TokenizedDataset":
+        """Return this dataset with one more column of its tokens and of its mismatched sequences."""
+        extended = copy(self)
+        extended.token_columns = {**self.token_columns, name: values}
+        extended.mismatch_columns = {pair: {name: x} for pair, x in mismatched.items()}
+        return extended
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the row that a prompt came from; only prompts keep theirs."""
