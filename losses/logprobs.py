@@ -12,9 +12,11 @@ inputs): a bfloat16 log-softmax over 128,256 words is off by more than 1 in a su
 
 With the weights w of a loss nll = sum_m w_m (-log p_m), forward has all that its gradient by the logits needs,
 w (p - onehot): it makes both gradients from its own tiles, and backward only multiplies them by the gradient of nll.
-So the logits are computed once (Liger Kernel, 2410.10989).
+So the logits are computed once (Liger Kernel, 2410.10989). A loss that reads all logits of a position hands in a
+function of one tile instead, which returns its values and their gradient by the logits (losses/distill.py).
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ IGNORE_INDEX = -100
 # Bytes of the float32 logits of one tile; a large tile means that the weight gradient is rewritten less often.
 CUDA_TILE_BYTES = 1 << 30
 CPU_TILE_BYTES = 64 << 20
+# float32 tiles that a loss of all logits may hold at a time, its gradient included; its tiles have as many fewer rows
+LOSS_TILES = 6
 
 
 class LogProbs(NamedTuple):
@@ -36,8 +40,8 @@ class LogProbs(NamedTuple):
 
     logps: log-probability of the target. entropy: -sum_v p_v log p_v. lse: log-sum-exp of the (tempered) logits.
     mean_logit: mean of the logits over the vocabulary, so that `lse - mean_logit` is the mean over v of -log p_v.
-    nll: sum of loss_weights * -logps, a scalar. Those that were not asked for are None. All carry gradients, but next
-    to nll the logps carry none.
+    nll: sum of loss_weights * -logps, a scalar, or of loss_weights * the values of `tile_loss`. Those that were not
+    asked for are None. All carry gradients, but next to nll the logps carry none.
     """
 
     logps: Tensor
@@ -45,6 +49,24 @@ class LogProbs(NamedTuple):
     lse: Tensor | None = None
     mean_logit: Tensor | None = None
     nll: Tensor | None = None
+
+
+class Tile(NamedTuple):
+    """What a loss of all logits reads at a time: `rows` of the M positions and their logits [R, V].
+
+    targets [R] (0 where a position is ignored), their logps [R], and the logits' lse [R]; logits and both are float32
+    (float64 for float64 inputs). The loss may overwrite the logits.
+    """
+
+    rows: slice
+    logits: Tensor
+    targets: Tensor
+    logps: Tensor
+    lse: Tensor
+
+
+# returns the loss of each row [R], and its gradient by the logits [R, V]
+TileLoss = Callable[[Tile], tuple[Tensor, Tensor]]
 
 
 def linear_logprobs(
@@ -59,6 +81,7 @@ def linear_logprobs(
     tile_rows: int | Literal["auto"] = "auto",
     bias: Tensor | None = None,
     loss_weights: Tensor | None = None,
+    tile_loss: TileLoss | None = None,
 ) -> LogProbs:
     """Compute log softmax((hidden @ weight.T + bias) / temperature)[targets] in tiles of rows.
 
@@ -69,6 +92,7 @@ def linear_logprobs(
     have; "auto" limits its bytes instead (1 GiB on CUDA, 64 MiB on CPU). On CUDA the host never waits for the device.
     `loss_weights` [M], which get no gradient, ask for `nll`. Its gradient is computed at once if gradients are enabled,
     and held until backward: as much as hidden, and a float32 (float64) value for each one of the weight.
+    `tile_loss` replaces the -logps in it by a loss of all logits of a row; it runs in forward only.
     Raises ValueError if a shape, a dtype, a target (checked on CPU only) or a setting is wrong.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
@@ -108,6 +132,8 @@ def linear_logprobs(
             )
         if not torch.is_grad_enabled():  # inside the Function it never is
             hidden, weight = hidden.detach(), weight.detach()
+    if tile_loss is not None and (loss_weights is None or temperature != 1.0):
+        raise ValueError("tile_loss needs loss_weights, and logits of temperature 1")
     if targets.device.type == "cpu" and targets.numel():  # on CUDA the host would have to wait
         bad = (targets != IGNORE_INDEX) & ((targets < 0) | (targets >= weight.shape[0]))
         if bad.any():
@@ -118,6 +144,7 @@ def linear_logprobs(
     rows = tile_rows
     if rows == "auto":
         row_bytes = weight.shape[0] * torch.promote_types(hidden.dtype, torch.float32).itemsize
+        row_bytes *= 1 if tile_loss is None else LOSS_TILES
         limit = CUDA_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES
         rows = equal_tiles(hidden.shape[0], row_bytes, limit)
     return LogProbs(
@@ -127,6 +154,7 @@ def linear_logprobs(
             bias,
             targets,
             loss_weights,
+            tile_loss,
             temperature,
             rows,
             entropy,
@@ -154,6 +182,7 @@ class _LinearLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         loss_weights: Tensor | None,
+        tile_loss: TileLoss | None,
         temperature: float,
         rows: int,
         want_entropy: bool,
@@ -166,15 +195,18 @@ class _LinearLogProbs(torch.autograd.Function):
         mean = torch.empty_like(lse) if want_mean else None
         ignored = targets < 0
         safe = targets.masked_fill(ignored, 0)
-        projection = _operand(weight)
-        gradients = tile_dtype = None
+        projection = operand(weight)
+        gradients = tile_dtype = values = None
         if loss_weights is not None:
             loss_weights = loss_weights.to(work).masked_fill(ignored, 0.0)
             gradients = _Gradients(ctx, hidden, weight, projection, loss_weights / temperature)
-            tile_dtype = projection.dtype if any(ctx.needs_input_grad) else None
+            if tile_loss is not None:
+                values = torch.empty_like(lse)
+            elif any(ctx.needs_input_grad):
+                tile_dtype = projection.dtype
         for start in range(0, M, rows):
             part, tile = slice(start, start + rows), None
-            logits = _tile_logits(hidden[part], projection, bias, temperature, work)
+            logits = tile_logits(hidden[part], projection, bias, temperature, work)
             if entropy is None and mean is None and logprobs_triton.usable(logits):
                 tile = logprobs_triton.log_softmax_at(
                     logits, safe[part], lse[part], logps[part], tile_dtype
@@ -191,7 +223,12 @@ class _LinearLogProbs(torch.autograd.Function):
                     entropy[part] = -torch.exp(logp, out=logits).mul_(logp).sum(-1)
                 del logp
                 if tile_dtype is not None:
-                    tile = _one_hot_difference(logits, lse[part], safe[part], tile_dtype)
+                    tile = one_hot_difference(logits, lse[part], safe[part], tile_dtype)
+            if tile_loss is not None and values is not None:
+                read = Tile(part, logits, safe[part], logps[part], lse[part])
+                values[part], tile = tile_loss(read)
+                tile = tile.to(projection.dtype)
+                del read
             del logits
             if gradients is not None and tile is not None:
                 gradients.add(part, tile)
@@ -202,7 +239,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ctx.mark_non_differentiable(logps)
             ctx.save_for_backward(gradients.hidden, gradients.weight)
             ctx.dtypes = hidden.dtype, weight.dtype
-            nll, _ = weighted_sum(-logps, loss_weights)
+            nll, _ = weighted_sum(-logps if values is None else values, loss_weights)
             return logps, None, None, None, nll
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.temperature, ctx.rows = temperature, rows
@@ -220,7 +257,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 g if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
                 for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
             ]
-            return *grads, *[None] * 8
+            return *grads, *[None] * 9
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         need_bias = ctx.needs_input_grad[2]
         g_logp, g_entropy, g_lse, g_mean, _ = upstream
@@ -231,14 +268,14 @@ class _LinearLogProbs(torch.autograd.Function):
         only_logps = g_entropy is None and g_lse is None and g_mean is None and not need_bias
         scale = g_logp / -ctx.temperature if only_logps else torch.ones_like(lse)
         others = (g_lse, g_entropy, g_mean, entropy)
-        projection = _operand(weight)
+        projection = operand(weight)
         gradients = _Gradients(ctx, hidden, weight, projection, scale)
         grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
-            logits = _tile_logits(hidden[part], projection, bias, ctx.temperature, lse.dtype)
+            logits = tile_logits(hidden[part], projection, bias, ctx.temperature, lse.dtype)
             if only_logps:
-                tile = _one_hot_difference(logits, lse[part], safe[part], projection.dtype)
+                tile = one_hot_difference(logits, lse[part], safe[part], projection.dtype)
             else:
                 tile = _logit_gradient(
                     logits.sub_(lse[part, None]),
@@ -258,7 +295,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return gradients.hidden, grad_weight, grad_bias, *[None] * 7
+        return gradients.hidden, grad_weight, grad_bias, *[None] * 8
 
 
 class _Gradients:
@@ -288,7 +325,7 @@ class _Gradients:
             self.weight = wide_product(tile.t(), rows, scale.dtype, self.weight)
 
 
-def _one_hot_difference(
+def one_hot_difference(
     logits: Tensor, lse: Tensor, targets: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return p - onehot(target) [R, V] in `dtype`; it may overwrite the logits.
@@ -332,12 +369,12 @@ def _logit_gradient(
     return tile.scatter_(1, targets, at_target)
 
 
-def _operand(weight: Tensor) -> Tensor:
+def operand(weight: Tensor) -> Tensor:
     """Return the weight in the dtype of the matrix products: half precision only where they come out in float32."""
     return weight.detach() if has_wide_products(weight) else at_least_float32(weight.detach())
 
 
-def _tile_logits(
+def tile_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     logits = wide_product(hidden.to(weight.dtype), weight.t(), dtype)

@@ -176,16 +176,19 @@ class CausalLM(HeadedDecoder):
         batch: ShardedBatch,
         *,
         nll: bool = False,
+        project: bool = True,
         noise_alpha: float = 0.0,
         noise_seed: int = 0,
         **options: Any,
-    ) -> LogProbs:
+    ) -> LogProbs | Tensor:
         """Return the log-probabilities of the batch's targets, [S] float32, zero where the loss weight is 0.
 
         Positions of weight 0 cost no vocabulary projection. `nll` asks for this rank's sum of loss weights * -logps,
         which then has the only gradient and costs one projection less. `noise_alpha` > 0 adds NEFTune noise drawn from
         `noise_seed`. `options` are those of linear_logprobs: `entropy`, `lse` and `mean_logit` ask for those of the
-        same positions, `temperature` divides the logits. All ranks of the sequence-parallel group call together.
+        same positions, `temperature` divides the logits, `tile_loss` is a loss of all of them. Without `project` the
+        vocabulary's inputs are returned, [M, D] of the positions whose weight is not 0. All ranks of the
+        sequence-parallel group call together.
         """
         noise = None
         if noise_alpha > 0:
@@ -193,6 +196,8 @@ class CausalLM(HeadedDecoder):
         hidden = self.model(batch, noise)
         index = batch.valid_index
         rows = self.model.norm(hidden.index_select(0, index))
+        if not project:
+            return rows
         if nll:
             options["loss_weights"] = batch.loss_weights.index_select(0, index)
         out = self.lm_head(rows, batch.targets.index_select(0, index), **options)

@@ -20,7 +20,7 @@ from collections import Counter
 from math import gcd, inf
 from typing import NamedTuple
 
-from losses.logprobs import CUDA_TILE_BYTES, equal_tiles
+from losses.logprobs import CUDA_TILE_BYTES, LOSS_TILES, equal_tiles
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.tiling import tile_rows
@@ -190,6 +190,9 @@ class Workload(NamedTuple):
     offload_optimizer: bool = False
     offload_parameters: bool = False
     others: tuple[Model, ...] = ()  # frozen models that the run holds as well
+    teacher: Model | None = (
+        None  # the one of them whose logits are compared with the trained model's
+    )
 
     @property
     def local(self) -> int:
@@ -273,7 +276,9 @@ def predict(case: Workload) -> Prediction:
     working = max(head, layer)
     if case.graphs:
         working = head + layer + case.element_size * model.layers * model.layer_parameters
-    passes = [_forward_moment(case._replace(model=m)) for m in (model, *case.others)]
+    passes = [
+        _forward_moment(case._replace(model=m, teacher=None)) for m in (model, *case.others)
+    ]
     allocated = states + max(kept + working, _rollout_bytes(case), *passes)
     gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
     offloaded = pinned_bytes(case) * away
@@ -330,9 +335,10 @@ def _base(case: Workload) -> int:
 def _head(case: Workload) -> tuple[int, int]:
     """Return the bytes of the gathered vocabulary, and of a tile of logits in float32 and in the weights' dtype."""
     size, V = case.element_size, case.model.vocabulary
-    rows = equal_tiles(case.local, 4 * V, CUDA_TILE_BYTES)
+    tiles = LOSS_TILES if case.teacher else 1
+    rows = equal_tiles(case.local, 4 * V * tiles, CUDA_TILE_BYTES)
     words = size * case.model.vocabulary_parameters * (not case.resident)
-    return words, min(case.local, rows) * V * (4 + size)
+    return words, min(case.local, rows) * V * (4 * tiles + size)
 
 
 def _head_moment(case: Workload) -> float:
@@ -341,6 +347,9 @@ def _head_moment(case: Workload) -> float:
     words = model.vocabulary_parameters
     # the rows' hidden states and gradients
     fixed = _base(case) + 3 * size * model.width * case.local + gathered
+    if case.teacher:  # its rows and its whole matrix
+        words_of_teacher = case.teacher.vocabulary_parameters * (not case.resident)
+        fixed += size * (case.teacher.width * case.local + words_of_teacher)
     if not model.has_head:  # the embedding's gradient, whole, and its reduction
         return fixed + 2 * size * words * model.is_full
     if not model.is_full:

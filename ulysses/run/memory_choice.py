@@ -93,13 +93,15 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     """
     stage, facts, wanted = STAGES[config.stage], requirements(config), config.memory.recompute
     levels = LEVELS[1:] if config.memory.offload == "checkpoints" else LEVELS
-    others, forwards = [], facts.extra_forwards
+    others, teacher, forwards = [], None, facts.extra_forwards
     forward_parameters = plain_model(shape).forward_parameters
     for model in facts.models:
         frozen = plain_model(_other(model.path, shape), reward=model.is_reward)
         forwards += model.passes * frozen.forward_parameters / forward_parameters
         if not model.shares_weights:
             others.append(frozen)
+        if model.gives_logits:
+            teacher = frozen
     rollout = facts.rollout
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
@@ -117,6 +119,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         allowed=levels if wanted == "auto" else (wanted,),
         element_size=getattr(torch, config.model.dtype).itemsize,
         others=tuple(others),
+        teacher=teacher,
         **config.memory.model_dump(exclude={"recompute", "host_memory"}),
     )
     if config.parallel.sequence_parallel_size == "auto":

@@ -56,6 +56,8 @@ class AuxiliaryModel(NamedTuple):
     passes: its forward passes over each trained token.
     tokens: which tokens it must know: all of the tokenizer, all that the policy may sample, or exactly the policy's.
     shares_weights: the trained model itself serves as it, its adapters off; no other weights are held.
+    gives_logits: the loss compares its logits with the trained model's, tile by tile: its vocabulary matrix stays whole
+        until the trained model's head is done.
     """
 
     role: Literal["reference", "reward", "teacher"]
@@ -64,6 +66,7 @@ class AuxiliaryModel(NamedTuple):
     passes: float = 1.0
     tokens: Literal["tokenizer", "policy", "exact"] = "tokenizer"
     shares_weights: bool = False
+    gives_logits: bool = False
 
     @property
     def is_reward(self) -> bool:

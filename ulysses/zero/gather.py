@@ -29,7 +29,7 @@ def full_parameters(
     with streaming_memory():
         for _, of_module in groupby(chosen, lambda item: item[0].rpartition(".")[0]):
             names, parameters = zip(*of_module)
-            with _gathered(engine, parameters), torch.no_grad():
+            with gathered(engine, parameters), torch.no_grad():
                 values = [p.detach().to("cpu", copy=True) if main else None for p in parameters]
             yield from zip(names, values)
 
@@ -42,14 +42,14 @@ def gathered_weights(engine: ZeroEngine) -> Iterator[dict[str, Tensor]]:
     no lockstep in between. The memory for them was planned before the run began.
     """
     chosen = dict(engine.module.named_parameters())
-    with _gathered(engine, chosen.values()):
+    with gathered(engine, chosen.values()):
         yield {name: p.data for name, p in chosen.items()}
 
 
-def _gathered(
+def gathered(
     engine: ZeroEngine, parameters: Iterable[nn.Parameter]
 ) -> AbstractContextManager[Any]:
-    """Return the context in which these parameters are whole."""
+    """Return the context in which these parameters are whole; all ranks enter and leave it together."""
     if engine.weights is None:
         return deepspeed.zero.GatheredParameters(parameters)
     engine.weights.wait()
