@@ -1,5 +1,6 @@
 """Train a tiny model on real ranks under real ZeRO-3 and hand back losses, metrics and whole gradients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from models.decoder import CausalLM, LayerMemory, RewardModel
 from models.lora import add_adapters
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
-from tests.zero_case import trained_engine, whole_gradients
+from tests.zero_case import HostWeights, frozen_engine, trained_engine, whole_gradients
 from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection, RunSection
 from ulysses.data.serve.encode import Example
@@ -27,6 +28,7 @@ from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.stages.referenced import cached_logps
 from ulysses.zero.construct import initialize_distributed
+from ulysses.zero.engine import ZeroEngine
 
 SHAPE = ModelConfig.from_hf(
     tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1)
@@ -153,8 +155,20 @@ def ragged(data: ListDataset) -> ListDataset:
     return type(data)(data.kind, examples, {k: list(v) for k, v in data.columns.items()})
 
 
-# What stands for a stage's frozen model, by its role: the examples carry the reference's values.
-FROZEN: dict[str, Any] = {"reference": cached_logps}
+# of another size, with three words that the student lacks
+TEACHER = replace(SHAPE, hidden_size=40, head_dim=10, num_hidden_layers=3, vocab_size=100)
+
+
+def teacher(case: "Case", mesh: Any) -> ZeroEngine:
+    """Build distillation's teacher as a run does."""
+    return frozen_engine(lambda: CausalLM(TEACHER, mesh), HostWeights(TEACHER, 7))
+
+
+# What makes a stage's frozen models of (case, mesh), by their roles; the examples carry the reference's values.
+FROZEN: dict[str, Callable[..., Any]] = {
+    "reference": lambda case, mesh: cached_logps,
+    "teacher": teacher,
+}
 LABELS = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)  # KTO's, one per example
 
 
@@ -251,10 +265,14 @@ class CaptureChain(GradientPolicyChain):
         return {"grad_norm": gradients.norm()}
 
 
-def make_stage(case: Case, engine: Any, mesh: Any) -> Stage:
-    """Build the case's stage; its constructor takes what stands for a frozen model under the name of its role."""
+def make_stage(case: Case, engine: Any, mesh: Any, **others: Callable[..., Any]) -> Stage:
+    """Build the case's stage; its constructor takes a frozen model under the name of its role.
+
+    `others` replace those of FROZEN.
+    """
     stage, config = STAGES[case.stage], check({"stage": case.stage, case.stage: case.options})
-    frozen = {m.role: FROZEN[m.role] for m in stage.requirements(config).models}
+    models = stage.requirements(config).models
+    frozen = {m.role: (FROZEN | others)[m.role](case, mesh) for m in models}
     return stage(engine, mesh, stage.table(config), **frozen)
 
 

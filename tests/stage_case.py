@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from losses.dpo import dpo_loss
+from models.decoder import CausalLM
 from models.lora import is_adapter
-from tests.engine_case import Case, run_case
+from tests.engine_case import TEACHER, Case, run_case
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.run.build import InitialWeights
 
 
 def compared(case: Case, world: int, step: int = 0, **changes: Any) -> dict[str, float]:
@@ -90,6 +92,32 @@ class Formula:
             total = total + ((each + o.get("z_loss", 0.0) * out.lse**2) * w).sum()
             count = count + w.sum()
         return total / count, {"nll": plain / float(count)}
+
+    def distill(self) -> tuple[Tensor, dict[str, float]]:
+        o, found = self.options, []
+        teacher = filled(
+            CausalLM(TEACHER, attention="reference"), InitialWeights(TEACHER, 7)
+        ).double()
+        beta, T = o.get("beta", 0.0), o.get("temperature", 1.0)
+        for s in (s for e in self.examples for s in e.sequences):
+            batch, w = pack_shard([s], ParallelMesh(1), "cpu"), self.weights(s)
+            whole, wanted = (
+                m(batch, project=False) @ m.lm_head.weight.T for m in (self.model, teacher)
+            )
+            words = whole.shape[-1]
+            q, p = ((x[:, :words] / T).softmax(-1) for x in (wanted, whole))
+            mixed = beta * q + (1 - beta) * p
+            forward, to_mixed, reverse = (
+                (a * (a / b).log()).sum(-1)
+                for a, b in ((q, p if beta == 0 else mixed), (p, mixed), (p, q))
+            )
+            gap = {0.0: forward, 1.0: reverse}.get(beta, beta * forward + (1 - beta) * to_mixed)
+            trained = w[w != 0]
+            nll = -whole.log_softmax(-1).gather(1, s.tokens.roll(-1)[w != 0, None])[:, 0]
+            found.append(torch.stack([(gap * trained).sum(), (nll * trained).sum(), w.sum()]))
+        gap, nll, count = torch.stack(found).sum(0)
+        loss = (gap + o.get("nll_weight", 0.0) * nll) / count
+        return loss, {"divergence": float(gap / count), "nll": float(nll / count)}
 
     def rm(self) -> tuple[Tensor, dict[str, float]]:
         total, scores, gaps = 0.0, [], []
@@ -191,6 +219,13 @@ STAGE_CASES = {
         1e-5,
         Formula.sft,
         every_term={"label_smoothing": 0.1, "z_loss": 0.1, "neftune_alpha": 5.0},
+    ),
+    "distill": StageCase(
+        1e-5,
+        Formula.distill,
+        {"teacher": "some/teacher", "beta": 0.3, "temperature": 1.5, "nll_weight": 0.5},
+        {"teacher": "some/teacher", "nll_weight": 0.5},
+        {"teacher": "some/teacher"},
     ),
     "rm": StageCase(5e-6, Formula.rm, {"center_coefficient": 0.1}, {"center_coefficient": 0.1}),
     "dpo": StageCase(5e-7, Formula.dpo, every_term={"sft_weight": 0.1, "ld_alpha": 0.5}),

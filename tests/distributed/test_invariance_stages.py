@@ -73,6 +73,8 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         ("dpo", {"loss_type": ["ipo", "aot"], "loss_weights": [0.8, 0.2], "sft_weight": 1.0}),
         ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),
         ("sft", {"neftune_alpha": 5.0}),
+        ("distill", {"teacher": "some/teacher"}),
+        ("distill", {"teacher": "some/teacher", "beta": 1.0, "temperature": 0.7}),
     ],
     ids=[
         "dft",
@@ -84,6 +86,8 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         "list",
         "aot",
         "neftune",
+        "forward divergence",
+        "reverse divergence",
     ],
 )
 def test_options(stage, options) -> None:
@@ -92,10 +96,10 @@ def test_options(stage, options) -> None:
 
 @pytest.mark.parametrize(("stage", "world", "sp", "recompute"), [
     ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"), ("sft", 1, 1, "keep_attention"),
-    ("pt", 2, 2, "pair"),
+    ("pt", 2, 2, "pair"), ("distill", 2, 2, "block"),
 ])  # fmt: skip
 def test_adapters(stage, world, sp, recompute) -> None:
-    options = {"rm": STAGE_CASES["rm"].options, "kto": KTO}.get(stage, {})
+    options = STAGE_CASES[stage].options if stage in ("rm", "kto", "distill") else {}
     check(Case(stage, sp=sp, options=options, lora_rank=3, recompute=recompute), world)
 
 

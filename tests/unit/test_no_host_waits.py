@@ -4,6 +4,7 @@ Every stage runs on torch's meta device, which has no values: reading one raises
 values decide. `torch.tensor` on a device copies from pageable memory, which waits too; it is refused here.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,13 +41,26 @@ def kernel(
     return query + key.sum() + value.sum()
 
 
+class FrozenModel:
+    """A model with the face of a frozen engine whose weights stay."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module, self.inference = module, torch.no_grad
+        self.weights = SimpleNamespace(wait=lambda: None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
 @pytest.mark.parametrize("name", STAGE_CASES)
 def test_no_stage_waits_for_the_device(name):
     mesh, metrics = ParallelMesh(), MetricSums(META)
     with META:
         kind = {"rm": RewardModel, "ppo": PolicyValue}.get(name, CausalLM)
         model = kind(SHAPE, mesh, attention=kernel)
-    stage = make_stage(Case(name, options=STAGE_CASES[name].every_term), model, mesh)
+        teacher = FrozenModel(CausalLM(SHAPE, mesh, attention=kernel))
+    case = Case(name, options=STAGE_CASES[name].every_term)
+    stage = make_stage(case, model, mesh, teacher=lambda *_: teacher)
     if name == "ppo":
         columns = {
             c: torch.zeros(9) for c in ("old_logps", "old_values", "advantages", "returns")

@@ -263,7 +263,7 @@ class Config(Section):
     """Settings of one training run."""
 
     stage: Literal[stages.STAGES]
-    """How the model is trained: pre-training, fine-tuning, reward modelling, or one of DPO, KTO and PPO."""
+    """How the model is trained: pre-training, fine-tuning, distillation, reward modelling, DPO, KTO or PPO."""
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     parallel: ParallelSection = ParallelSection()
@@ -273,6 +273,7 @@ class Config(Section):
     memory: MemorySection = MemorySection()
     pt: stages.PtSection = stages.PtSection()
     sft: stages.SftSection = stages.SftSection()
+    distill: stages.DistillSection = stages.DistillSection()
     rm: stages.RmSection = stages.RmSection()
     dpo: stages.DpoSection = stages.DpoSection()
     kto: stages.KtoSection = stages.KtoSection()

@@ -15,7 +15,7 @@ from pydantic import (
 from ulysses.config.section import Section
 
 # in the order of --help
-STAGES = ("pt", "sft", "rm", "dpo", "kto", "ppo")
+STAGES = ("pt", "sft", "distill", "rm", "dpo", "kto", "ppo")
 
 ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -48,6 +48,23 @@ class SftSection(Section):
     """Share of the target spread evenly over the vocabulary; 0 is off."""
     neftune_alpha: NonNegativeFloat = 0.0
     """NEFTune: in training, uniform noise of alpha / sqrt(length * width) on the embeddings (paper: 5); 0 is off."""
+
+
+class DistillSection(Section):
+    default_lr: ClassVar[float] = 1e-5
+    lr_reason: ClassVar[str] = (
+        "learning from a teacher is fine-tuning, whose usual rates are 1e-5 to 2e-5"
+    )
+
+    teacher: str = ""
+    """Folder or hub id of the model to learn from, which must have the student's tokenizer."""
+    beta: float = Field(0.0, ge=0, le=1)
+    """Divergence from the teacher: 0 is forward KL, 1 reverse KL, and between them the generalised Jensen-Shannon
+    divergence (GKD, arXiv 2306.13649)."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of both models in the divergence."""
+    nll_weight: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of the trained tokens, which is added to the divergence."""
 
 
 class RmSection(Section):

@@ -3,6 +3,7 @@
 from ulysses.config.schema import Config
 from ulysses.rl.ppo import PpoStage
 from ulysses.stages.base import Requirements, Stage
+from ulysses.stages.distill import DistillStage
 from ulysses.stages.dpo import DpoStage
 from ulysses.stages.kto import KtoStage
 from ulysses.stages.pt import PtStage
@@ -10,7 +11,8 @@ from ulysses.stages.rm import RmStage
 from ulysses.stages.sft import SftStage
 
 STAGES: dict[str, type[Stage]] = {
-    stage.name: stage for stage in (PtStage, SftStage, RmStage, DpoStage, KtoStage, PpoStage)
+    stage.name: stage
+    for stage in (PtStage, SftStage, DistillStage, RmStage, DpoStage, KtoStage, PpoStage)
 }
 
 

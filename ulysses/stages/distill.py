@@ -1,0 +1,89 @@
+"""Distillation: the student learns a teacher's whole distribution at every trained token (GKD, arXiv 2306.13649).
+
+teacher's layers -> rows [M, D_t] --+
+                                    +--> one tile of both models' logits at a time --> sum_t w_t (divergence + nll)
+student's layers -> rows [M, D] ----+
+
+The rows are conversations, or prompts with answers of the student's own: what a token is trained on is its context, and
+both models read the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from losses.distill import distillation
+from losses.token_nll import weighted_sum
+from models.hf_format import folder_with, resolve_model
+from ulysses.config.schema import Config
+from ulysses.config.stage_sections import DistillSection
+from ulysses.data.read.chat import load_tokenizer
+from ulysses.parallel.batch import ShardedBatch
+from ulysses.stages.base import (
+    AuxiliaryModel,
+    BuildContext,
+    CheckContext,
+    Requirements,
+    Stage,
+    Term,
+)
+from ulysses.stages.metric_sums import MetricSums
+from ulysses.zero.gather import gathered
+
+
+@dataclass(eq=False)
+class DistillStage(Stage):
+    """Learning from a teacher.
+
+    Args:
+        teacher: its frozen engine, around models.decoder.CausalLM.
+    """
+
+    name, dataset_type = "distill", "sequence"
+    config: DistillSection
+
+    _: KW_ONLY
+    teacher: Any
+
+    @classmethod
+    def check(cls, config: Config) -> Iterator[str]:
+        if not config.distill.teacher:
+            yield "distill.teacher is missing; set it to the folder or hub id of the model to learn from"
+
+    @classmethod
+    def check_models(cls, found: CheckContext) -> Iterator[str]:
+        yield from super().check_models(found)
+        path = found.config.distill.teacher
+        folder = resolve_model(path, need_weights=False, key="distill.teacher")
+        words = load_tokenizer(folder_with(folder, "tokenizer*")).get_vocab()
+        for word, number in found.tokenizer.get_vocab().items():
+            if words.get(word) != number:
+                yield (
+                    f"distill.teacher {path} has another tokenizer: {word!r} is token {number} of the student and "
+                    f"{words.get(word)} of the teacher; use a teacher with the student's tokenizer"
+                )
+                return
+
+    @classmethod
+    def requirements(cls, config: Config) -> Requirements:
+        teacher = AuxiliaryModel(
+            "teacher", "distill.teacher", config.distill.teacher, gives_logits=True
+        )
+        return super().requirements(config)._replace(models=(teacher,), logits_once=True)
+
+    @classmethod
+    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+        (teacher,) = cls.requirements(run.config).models
+        return {**super().arguments(run), "teacher": run.frozen(teacher)}
+
+    def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
+        options = self.config.model_dump(exclude={"teacher"})
+        with self.teacher.inference():
+            rows = self.teacher(batch, project=False)
+        matrix = self.teacher.module.lm_head.weight
+        with gathered(self.teacher, [matrix]):
+            out = self.model(batch, nll=True, tile_loss=distillation(rows, matrix, **options))
+        nll, count = weighted_sum(-out.logps, batch.loss_weights)
+        metrics.add("nll", nll, count)
+        metrics.add("divergence", out.nll - self.config.nll_weight * nll, count)
+        return [Term(out.nll, "tokens")]
