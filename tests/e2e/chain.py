@@ -35,9 +35,17 @@ from tests.e2e.launch import metrics, words  # noqa: E402
 from tests.harness import free_port  # noqa: E402
 from ulysses.data.read.chat import load_tokenizer  # noqa: E402
 
-START = {"sft": "pt", "rm": "sft", "dpo": "sft", "kto": "sft", "ppo": "sft", "grpo": "sft"}
-HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "rm": "accuracy", "dpo": "rewards/accuracies",
-            "kto": "rewards/margins", "ppo": "objective/scores", "grpo": "objective/scores"}  # fmt: skip
+START = {
+    "sft": "pt",
+    "distill": "pt",
+    "rm": "sft",
+    "dpo": "sft",
+    "kto": "sft",
+    "ppo": "sft",
+    "grpo": "sft",
+}
+HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "distill": "divergence", "rm": "accuracy",
+            "dpo": "rewards/accuracies", "kto": "rewards/margins", "ppo": "objective/scores", "grpo": "objective/scores"}  # fmt: skip
 ROLLOUTS = ("ppo", "grpo")
 AFTER = 4  # steps from the checkpoint to the kill
 TIMES = (
@@ -66,13 +74,14 @@ class Recipe:
 RECIPES = {
     "tiny": Recipe(
         (64, 160, 2, 4, 2), "float32",
-        {"pt": (6e-3, 24, 16, 96), "sft": (6e-3, 56, 16, 96), "rm": (2e-3, 24, 16, 96),
+        {"pt": (6e-3, 24, 16, 96), "sft": (6e-3, 56, 16, 96), "distill": (6e-3, 24, 16, 96), "rm": (2e-3, 24, 16, 96),
          "dpo": (5e-4, 16, 16, 96), "kto": (1e-3, 16, 32, 96), "ppo": (1e-3, 24, 64, 96), "grpo": (1e-3, 24, 16, 96)},
         {"ppo.max_new_tokens": 32},
     ),
     "150m": Recipe(
         (768, 2048, 12, 12, 4), "bfloat16",
-        {"pt": (1e-3, 80, 16, 64), "sft": (3e-4, 60, 64, 128), "rm": (5e-5, 54, 64, 1000),
+        {"pt": (1e-3, 80, 16, 64), "sft": (3e-4, 60, 64, 128), "distill": (3e-4, 60, 64, 128),
+         "rm": (5e-5, 54, 64, 1000),
          "dpo": (2e-5, 40, 64, 1000), "kto": (2e-5, 40, 128, 512), "ppo": (1e-4, 160, 64, 128),
          "grpo": (1e-4, 160, 16, 128)},
         {"ppo.max_new_tokens": 128, "ppo.generation_batch": 128},
@@ -142,12 +151,13 @@ class Chain:
         """The command line of one stage, the same before and after the kill."""
         lr, steps, examples, held_out = self.recipe.stages[stage]
         algorithm = "ppo" if stage in ROLLOUTS else stage
+        rows = "sft" if stage == "distill" else algorithm
         values: dict[str, Any] = {
             "stage": algorithm, "model.dtype": self.recipe.dtype, "run.output": str(folder),
             "run.resume": "auto", "run.seed": 1, "run.keep": 1,
             "run.steps": steps, "run.save_every": self.save_every(stage) if stage in self.kill else 0,
-            "data.train": str(self.data / f"{algorithm}_train.jsonl"),
-            "data.eval": [{"path": str(self.data / f"{algorithm}_eval.jsonl"), "max_examples": held_out}],
+            "data.train": str(self.data / f"{rows}_train.jsonl"),
+            "data.eval": [{"path": str(self.data / f"{rows}_eval.jsonl"), "max_examples": held_out}],
             "data.max_length": self.max_length, "data.cache": str(self.output / "cache"),
             "batch.examples": examples, "batch.tokens_per_microbatch": 4 * self.max_length,
             "optimizer.lr": lr, "optimizer.warmup": 0.1, "parallel.sequence_parallel_size": self.processes,
@@ -160,7 +170,9 @@ class Chain:
                 "model.path": str(self.output / START[stage] / "export"),
                 "data.truncation": "keep_end",
             }
-        if stage == "sft" and self.bare:
+        if stage == "distill":
+            values["distill.teacher"] = str(self.output / "sft/export")
+        if stage in ("sft", "distill") and self.bare:
             values["data.chat_template"] = "chatml"  # from here on the exports carry it
         if stage in ROLLOUTS:
             values |= {"ppo.reward": str(self.output / "rm/export"), "ppo.epochs": 2, "ppo.minibatches": 2,

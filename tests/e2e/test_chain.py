@@ -113,6 +113,7 @@ def test_every_stage_learns(chain: Any) -> None:
         found["pt"]["last"] < 0.5 * found["pt"]["first"]
         and found["sft"]["last"] < 0.5 * found["sft"]["first"]
     )
+    assert found["distill"]["last"] < 0.5 * found["distill"]["first"]
     assert all(found[stage]["last"] < found[stage]["first"] for stage in ("rm", "dpo", "kto"))
     for stage in ("rm", "dpo"):
         assert found[stage]["held_out"] - 2 * found[stage]["held_out_error"] > 0.5

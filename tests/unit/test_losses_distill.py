@@ -1,4 +1,4 @@
-"""Distillation's divergence and its gradient: a float64 formula on whole logits, TRL's loss, and the head tile by tile."""
+"""Distillation's divergence and its gradient: the definition on whole logits in float64, TRL's loss, and tiles."""
 
 import pytest
 import torch
