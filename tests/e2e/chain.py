@@ -45,7 +45,8 @@ START = {
     "grpo": "sft",
 }
 HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "distill": "divergence", "rm": "accuracy",
-            "dpo": "rewards/accuracies", "kto": "rewards/margins", "ppo": "objective/scores", "grpo": "objective/scores"}  # fmt: skip
+            "dpo": "rewards/accuracies", "kto": "rewards/margins", "ppo": "objective/scores",
+            "grpo": "objective/scores"}  # fmt: skip
 ROLLOUTS = ("ppo", "grpo")
 AFTER = 4  # steps from the checkpoint to the kill
 TIMES = (

@@ -133,7 +133,8 @@ def test_dry_run_and_inspection_of_the_demo(
     ready = f"the settings are right; absent on this machine: {absent}, see the findings above"
     verdict = ready if absent else "the run can start"
     assert plan.splitlines()[-1] == f"verdict: {verdict}"
-    assert re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", plan)
+    # data are read where nothing is absent
+    assert absent or re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", plan)
     shown = said("--inspect", 2, "--parallel.sequence_parallel_size", 1)
     assert (
         len(shown.splitlines()) >= 2 and "tokens" in shown and not (tmp_path / "run").exists()
