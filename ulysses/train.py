@@ -7,7 +7,8 @@ import os
 import sys
 from typing import NoReturn
 
-from ulysses.run.quiet import quiet, wants_debug
+from ulysses.environment import rank, wants_debug
+from ulysses.run.quiet import quiet
 
 
 def main(arguments: list[str]) -> int:
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> int:
 
     try:
         config, options = parse_command_line(arguments)
-        is_first = os.environ.get("RANK", "0") == "0"
+        is_first = rank() == 0
         if (options.dry_run or options.inspect) and not is_first:
             return 0
         if is_first and options.adjust_lr == 1 and "adjust_lr" in options.model_fields_set:

@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("losses", "models", "ulysses")
 FLOORS = {
-    "losses": 1, "ulysses.parallel": 1, "ulysses.disk": 1, "ulysses.config": 1,
+    "losses": 1, "ulysses.parallel": 1, "ulysses.disk": 1, "ulysses.environment": 1,
+    "ulysses.config": 1,
     "ulysses.memory": 1, "ulysses.gradients": 1, "ulysses.data": 2, "models": 2, "ulysses.zero": 3,
     "ulysses.stages": 4, "ulysses.rl": 5, "ulysses.run": 6,
     "ulysses.train": 7, "ulysses.cli": 7, "ulysses.export": 7, "ulysses.report": 7, "ulysses.migrate": 7,
@@ -102,6 +103,8 @@ def test_file_follows_the_house_rules(path: Path) -> None:
         assert top not in HEAVY or not name.startswith("ulysses.config"), (
             f"{name} imports {top}"
         )
+    reads = re.findall(r"os\.getenv|os\.environ(?!\.setdefault)(?!\[[^]]+\] = )", _code(text))
+    assert not reads or name == "ulysses.environment", f"{name} reads environment variables"
     tree = ast.parse(text)
     foreign = {m.split(".")[0] for m, _ in imports(path)} - set(PACKAGES)
     for node in ast.walk(tree):

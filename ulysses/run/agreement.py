@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ulysses.config.section import ConfigError, flat
 from ulysses.data.read.chat import tokenizer_digest
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
+from ulysses.environment import local_rank
 from ulysses.parallel.mesh import gather
 from ulysses.run.preflight import Prepared
 
@@ -30,7 +31,7 @@ def facts_of(plan: Prepared, data: list[str], *, verify: bool) -> dict[str, Any]
     facts = flat(plan.config.model_dump(mode="json"))
     facts |= {"the data": data, "the checkpoint to resume": str(plan.resume_from)}
     facts |= {package: version(package) for package in ("torch", "deepspeed")}
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if local_rank() == 0:
         facts["the tokenizer"] = tokenizer_digest(plan.tokenizer)
         for package in ("losses", "models", "ulysses"):
             for path in (PACKAGES / package).rglob("*"):

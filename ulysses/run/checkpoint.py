@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from models.hf_format import write_json
+from ulysses import environment
 from ulysses.config.schema import RunSection
 from ulysses.config.section import error_context
 from ulysses.disk import check_files, digest_of, flush_to_disk, writing
@@ -119,7 +120,7 @@ def check_share(checkpoint: Path, state: dict[str, Any]) -> None:
 
 def restarts(run: RunSection) -> bool:
     """Return whether torchrun may restart the run, which continues its newest checkpoint then."""
-    return run.resume == "never" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return run.resume == "never" and environment.may_restart()
 
 
 def resume_point(run: RunSection) -> Path | None:

@@ -4,12 +4,12 @@ A dry run needs no weights, no data and no GPU: it reports what is absent as fin
 """
 
 import math
-import os
 import sys
 
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.preview import preview_examples
+from ulysses.environment import wants_debug, world_size
 from ulysses.memory.choose import longest_sequence, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
@@ -22,7 +22,6 @@ from ulysses.memory.plan import (
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.memory_choice import choose_memory, planned_machine, planner_case
 from ulysses.run.preflight import Prepared, prepare
-from ulysses.run.quiet import wants_debug
 from ulysses.run.registry import STAGES, requirements
 
 # exit code of a right configuration that names something which is not on this machine
@@ -35,7 +34,7 @@ def dry_run(config: Config, options: Options) -> int:
     Raises ConfigError for a configuration that cannot be honoured, or that does not fit the GPU it names.
     """
     findings: list[str] = []
-    world = options.gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    world = options.gpus or world_size()
     prepared = prepare(config, world, findings)
     if wants_debug(sys.argv) or options.debug:
         print(config.model_dump_json(indent=2))

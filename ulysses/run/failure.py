@@ -19,14 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from ulysses import environment
 from ulysses.disk import DiskError
 from ulysses.zero.construct import common_store
 
 CLAIMS, PRINTED = "ulysses/errors claimed", "ulysses/error printed"
 POLL_SECONDS = 0.5  # of the watch
 PATIENCE = 10.0  # seconds, with the process that prints
-LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}  # set by torchrun and by deepspeed's launcher
-GRACE_SECONDS = "30"  # between SIGTERM and SIGKILL, with torchrun, deepspeed and Slurm
 LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 
 
@@ -45,7 +44,7 @@ def tell(error: Exception, *, debug: bool) -> None:
             traceback.print_exception(error)
         if not foreseen:
             text = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, text])
-        print(f"error: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
+        print(f"error: rank {environment.rank()}, {text}", file=sys.stderr, flush=True)
     if store is None:
         return
     # it fails if the process that holds the store is gone, or the first one could not print
@@ -61,13 +60,13 @@ def complain(error: Exception, *, debug: bool) -> None:
     """Print a configuration error in one sentence, once on each node: another node may lack what the first one has."""
     if debug:
         traceback.print_exception(error)
-    launched = LAUNCHERS & os.environ.keys()
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    launched = environment.launched()
+    if environment.local_rank():
         if launched:  # it ends this process as soon as the one that prints has left
             time.sleep(LAUNCHER_SECONDS)
         return
-    rank = os.environ.get("RANK", "0")
-    node = "" if rank == "0" else f" (node of rank {rank})"
+    rank = environment.rank()
+    node = f" (node of rank {rank})" if rank else ""
     sentence = f"error{node}: {error}"
     print(sentence, file=sys.stderr, flush=True)
     if not launched:
@@ -84,8 +83,8 @@ def complain(error: Exception, *, debug: bool) -> None:
 
 def grace_note(seconds: float) -> str:
     """Return how to raise the launcher's patience if a step of so many seconds may outlast it, or an empty text."""
-    grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE_SECONDS))
-    if not {*LAUNCHERS, "SLURM_JOB_ID"} & os.environ.keys() or seconds < grace / 2:
+    grace = environment.grace_seconds()
+    if seconds < grace / 2:
         return ""
     return (
         f"a step takes {seconds:.0f} s, but launchers kill a run {grace:.0f} s after they ask it to stop, which may be "

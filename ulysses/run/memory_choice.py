@@ -1,7 +1,6 @@
 """From the [memory] section to what the layers do: levels, offload and tiles, decided once and alike on all ranks."""
 
 import math
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from models.decoder import count_parameters, empty_model
 from models.hf_format import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
+from ulysses.environment import local_world_size
 from ulysses.memory.choose import choose, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
@@ -194,7 +194,7 @@ def planned_machine(config: Config, options: Options, world: int) -> Machine:
         world,
         gpu,
         host * GIB or (0.0 if options.gpus else free_host_bytes()),
-        int(os.environ.get("LOCAL_WORLD_SIZE", 8)),
+        local_world_size(8),
         device_peak_flops() or H200_FLOPS,
     )
 
@@ -208,7 +208,7 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
     own: tuple[float, float, int] = math.inf, math.inf, 1
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        own = memory, host_gib * GIB or free_host_bytes(), int(os.environ["LOCAL_WORLD_SIZE"])
+        own = memory, host_gib * GIB or free_host_bytes(), local_world_size()
     gpus, hosts, nodes = zip(*gather(own))
     return Machine(len(nodes), min(gpus), min(hosts), max(nodes))
 

@@ -28,14 +28,9 @@ def quiet() -> None:
     """
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
-    if os.environ["PYTHONWARNINGS"] == "ignore":
+    if os.environ.setdefault("PYTHONWARNINGS", "ignore") == "ignore":
         warnings.simplefilter("ignore")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     # DeepSpeed sets its logger's level when it is imported, so only a filter stays.
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
-
-
-def wants_debug(arguments: list[str]) -> bool:
-    """Return whether `--debug` or ULYSSES_DEBUG asks for everything, before the command line is parsed."""
-    return "--debug" in arguments or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.memory.plan import divisors
@@ -19,7 +20,7 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 def check_settings(config: Config, world_size: int) -> None:
     """Raise one ConfigError for all that is wrong; 0 processes asks the launcher for their number."""
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = world_size or environment.world_size()
     if config.run.deterministic:  # before anything starts CUDA
         require_determinism()
     degree = config.parallel.sequence_parallel_size

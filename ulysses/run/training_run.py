@@ -3,7 +3,6 @@
 configuration -> checks (no allocation) -> data -> processes and mesh -> engine -> stage -> Trainer -> export
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from models.decoder import count_parameters
+from ulysses import environment
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.parallel.attention import prove_kernel
@@ -264,7 +264,7 @@ class TrainingRun:
 
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one; other ranks than the first say it with --debug only."""
-        rank = int(os.environ.get("RANK", "0"))
+        rank = environment.rank()
         if self.trainer is not None and self.trainer.log is not None:
             self.trainer.log.bar.write(text)
         elif rank == 0:

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import psutil
 import torch.distributed as dist
 
-from ulysses.run.failure import LAUNCHERS, POLL_SECONDS, PRINTED, within
+from ulysses import environment
+from ulysses.run.failure import POLL_SECONDS, PRINTED, within
 from ulysses.zero.construct import START_SECONDS, collectives_begun, limit_groups
 
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
@@ -76,8 +77,7 @@ class Watch:
     store: Any = None
 
     def __post_init__(self) -> None:
-        names = "RANK", "LOCAL_RANK", "WORLD_SIZE"
-        self._rank, self._local_rank, self._world = (int(os.environ.get(n, 0)) for n in names)
+        self._rank, self._local_rank = environment.rank(), environment.local_rank()
         self.stop_wanted = False
         self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
         self._stepped = False  # once a step is done, nothing is slow for being the first
@@ -198,7 +198,7 @@ class Watch:
 
     def _read(self) -> dict[bytes, Beat]:
         """Return what all processes last wrote; what was there before keeps the time at which it was read."""
-        keys = [f"{ALIVE}/{rank}" for rank in range(self._world)]
+        keys = [f"{ALIVE}/{rank}" for rank in range(environment.world_size())]
         if not self._own.check(keys):  # somebody has not begun yet
             return {}
         return {
@@ -234,10 +234,11 @@ class Watch:
             # without the store nobody's beats come
             silence = max([now - self._answered, *(now - beat.read for beat in peers)])
             patience = self._hurried or self.timeout
-            if self._broken and not _agent_holds_store():
+            if self._broken and not environment.agent_holds_store():
                 patience = SILENT_SECONDS
             stopped = idle > self._limit and self._local_rank < READERS
-            if stopped or own > patience < silence:
+            cut_off = own > patience and silence > patience
+            if stopped or cut_off:
                 self._end(self._sentence())
             # the first step may take long without a fault, a silent process is one at any time
             slow = (idle if self._stepped else min(own, silence)) > self.warning > 0
@@ -249,10 +250,12 @@ class Watch:
         """Name the victim, its node, where it was and how long ago."""
         now, unheard = monotonic(), monotonic() - self._answered
         if unheard > SILENT_SECONDS:
-            holder = "torchrun" if _agent_holds_store() else "rank 0"
-            address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+            holder = "torchrun" if environment.agent_holds_store() else "rank 0"
             state = "is gone" if self._broken else "or its network does not answer"
-            told, own = f"{holder} at {address} {state}, {unheard:.0f} s ago", self._beat()
+            told, own = (
+                f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago",
+                self._beat(),
+            )
             return f"{told}; rank {own.rank} on {own.node} was at {own.place}"
         peers = list(self._peers.values()) or [self._beat()]
         silent = [beat for beat in peers if now - beat.read > SILENT_SECONDS]
@@ -275,7 +278,7 @@ class Watch:
                 within(3 * BEAT_SECONDS, self._own.set, PRINTED, sentence)
             if turn is None:
                 # there is no store; on its own node rank 0, which held it, is gone too
-                without = self._rank == self._local_rank and not _agent_holds_store()
+                without = self._rank == self._local_rank and not environment.agent_holds_store()
                 turn = 1 + self._local_rank - without
             if turn == 1:
                 print(f"error: {sentence}", file=sys.stderr, flush=True)
@@ -288,11 +291,6 @@ def _in_background(target: Callable[..., None], *arguments: Any) -> None:
     threading.Thread(target=target, args=arguments, daemon=True, name="failure watch").start()
 
 
-def _agent_holds_store() -> bool:
-    """Say whether torchrun holds the store, as it does since torch 2.4 unless it is told otherwise, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _bytes_moved() -> int:
     """Count the bytes that this process has read, also through memory maps, and written; 0 if nobody counts them."""
     with suppress(psutil.Error, AttributeError):
@@ -303,6 +301,6 @@ def _bytes_moved() -> int:
 
 def _launchers() -> list[psutil.Process]:
     """Return the process that started this one, if it is a launcher; deepspeed's has another one in front of it."""
-    if not LAUNCHERS & os.environ.keys():
+    if not environment.launched():
         return []
-    return psutil.Process().parents()[: 2 if "CROSS_SIZE" in os.environ else 1]
+    return psutil.Process().parents()[: 1 + environment.launched_by_deepspeed()]

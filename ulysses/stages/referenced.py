@@ -31,6 +31,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data.cache import check_once
 from ulysses.disk import write_digested, writing
+from ulysses.environment import local_rank
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Stage
@@ -246,7 +247,7 @@ def read_reference(
             (example.sequences for example in dataset),
             ([dataset.mismatch(*pair)] for pair in pairs),
         )
-        writer = os.environ.get("LOCAL_RANK", "0") == "0"
+        writer = local_rank() == 0
         temporary = path.with_suffix(f".{mesh.rank}.tmp")
         step = CHUNK * mesh.data_parallel_size
         chunks = (

@@ -5,7 +5,6 @@ weight file (only those bytes are read) or from a generator keyed by (seed, name
 """
 
 import ctypes
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
+from ulysses import environment
 from ulysses.zero.deepspeed_internals import (
     gathered_in_place,
     own_slice,
@@ -41,8 +41,8 @@ def meet() -> dist.Store | None:
     """
     if dist.is_initialized():
         return common_store()
-    _complete_environment()
-    if os.environ["WORLD_SIZE"] == "1":
+    environment.complete()
+    if environment.world_size() == 1:
         return None
     store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
     return dist.PrefixStore(f"ulysses/{_attempt(store, rank, world)}", store)
@@ -70,35 +70,25 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
     Args:
         store: from `meet`; without it the processes find each other through their environment.
     """
-    _complete_environment()
+    environment.complete()
     bound, backend, timeout = None, "gloo", timedelta(seconds=START_SECONDS)
     if torch.cuda.is_available():
-        bound, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+        bound, backend = torch.device("cuda", environment.local_rank()), "nccl"
         torch.cuda.set_device(bound)
     else:
         skip_compiled_collective()
     if store is not None and not dist.is_initialized():
-        rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
         # as deepspeed does it, which takes no store
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound
+            backend,
+            store=store,
+            rank=environment.rank(),
+            world_size=environment.world_size(),
+            timeout=timeout,
+            device_id=bound,
         )
     deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
     return bound or torch.device("cpu")
-
-
-def _complete_environment() -> None:
-    alone = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        # torchrun sets it; deepspeed's launcher says LOCAL_SIZE
-        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE", os.environ.get("WORLD_SIZE", "1")),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
 
 
 # torch has no public function that finds the store, all groups, a group's timeout or how many collectives it has begun.

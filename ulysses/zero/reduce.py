@@ -14,7 +14,6 @@ Between nodes the partial sums travel in float32 or `between`.
 W = N nodes x L ranks, rank = node * L + place; slice r of a parameter belongs to rank r.
 """
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ulysses import environment
 from ulysses.parallel.mesh import gather
 from ulysses.zero.deepspeed_internals import TESTED, ParameterSlice, leave_gradients_alone
 
@@ -234,6 +234,6 @@ class GradientReduction:
 
 def ranks_of_a_node() -> int:
     """Return L as the launcher says, or the world size if nodes differ or ranks are not numbered node by node."""
-    world, size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    usable = world % size == 0 and dist.get_rank() % size == int(os.environ["LOCAL_RANK"])
+    world, size = dist.get_world_size(), environment.local_world_size()
+    usable = world % size == 0 and dist.get_rank() % size == environment.local_rank()
     return size if {*gather(size if usable else world)} == {size} else world

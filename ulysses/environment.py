@@ -1,0 +1,79 @@
+"""What launchers and users say through environment variables; no other file reads them."""
+
+import os
+from math import inf
+
+LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}  # set by torchrun and by deepspeed's launcher
+GRACE_SECONDS = "30"  # between SIGTERM and SIGKILL, with torchrun, deepspeed and Slurm
+
+
+def rank() -> int:
+    """Return this process's number among all of the run."""
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """Return this process's number on its node."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def world_size() -> int:
+    """Return the number of processes of the run."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_world_size(default: int = 1) -> int:
+    """Return the number of processes of this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", default))
+
+
+def complete() -> None:
+    """Add what a launcher would have said: deepspeed's does not say all, and one process may have none."""
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        # torchrun sets it; deepspeed's launcher says LOCAL_SIZE
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_SIZE", str(world_size())),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+
+
+def launched() -> bool:
+    """Return whether a launcher started this process."""
+    return bool(LAUNCHERS & os.environ.keys())
+
+
+def launched_by_deepspeed() -> bool:
+    """Return whether deepspeed's launcher did."""
+    return "CROSS_SIZE" in os.environ
+
+
+def agent_holds_store() -> bool:
+    """Return whether torchrun holds the store, its usual way since torch 2.4, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_address() -> str:
+    """Return where the processes' store is, host:port."""
+    return ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+
+
+def may_restart() -> bool:
+    """Return whether torchrun starts all processes again after a failure."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def grace_seconds() -> float:
+    """Return the seconds from SIGTERM to SIGKILL; infinite if nobody kills the processes."""
+    if not {*LAUNCHERS, "SLURM_JOB_ID"} & os.environ.keys():
+        return inf
+    return float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", GRACE_SECONDS))
+
+
+def wants_debug(arguments: list[str]) -> bool:
+    """Return whether `--debug` or ULYSSES_DEBUG asks for everything, before the command line is parsed."""
+    return "--debug" in arguments or os.environ.get("ULYSSES_DEBUG", "0") not in ("", "0")
