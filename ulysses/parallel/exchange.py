@@ -97,15 +97,15 @@ def exchange_qkv_forward(
         _write_heads(part[:, :, heads.key :], value, heads)
     received = send.exchange()
     del send, part  # and with them the buffer
-    query = _to_rows(received.query, plan)
+    query = received.query.flatten(0, 1)
     if mesh.row_parallel_size == 1:
-        keys = _to_rows(received.keys[0], plan)
+        keys = received.keys[0].flatten(0, 1)
     else:
         # a view would keep the keys' receive buffer alive next to their copy
         query = dense(query)
         keys = query.new_empty(plan.total, 2 * heads.key, query.shape[-1])
         for part, pieces in zip(received.keys, plan.pieces):
-            rows = _to_rows(part, plan).split([b - a for a, b in pieces])
+            rows = part.flatten(0, 1).split([b - a for a, b in pieces])
             for (a, b), values in zip(pieces, rows):
                 copy(keys[a:b], values)
     return query, keys[:, : heads.key], keys[:, heads.key :]
@@ -122,16 +122,15 @@ def exchange_qkv_backward(
     """Bring gradients of head shards back to token shards; those of a kv head's copies are summed."""
     if plan.mesh.sequence_parallel_size == 1:
         return dquery, dkey, dvalue
-    heads = head_layout(num_heads, num_kv_heads, plan.mesh.head_parallel_size)
+    ranks = plan.mesh.head_parallel_size
+    heads = head_layout(num_heads, num_kv_heads, ranks)
     send = _Buffer(plan, heads, dquery)
-    copy(send.query, _to_ranks(dquery, plan))
+    copy(send.query, dquery.unflatten(0, (ranks, -1)))
     for part, pieces in zip(send.keys, plan.pieces):
         for grad, slots in ((dkey, slice(heads.key)), (dvalue, slice(heads.key, None))):
-            rows = [grad[a:b] for a, b in pieces]
-            copy(
-                part[:, :, slots],
-                _to_ranks(rows[0] if len(rows) == 1 else torch.cat(rows), plan),
-            )
+            parts = [grad[a:b] for a, b in pieces]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+            copy(part[:, :, slots], rows.unflatten(0, (ranks, -1)))
     received = send.exchange()
     del send, part  # and with them the buffer
     total = _sum_row_sets(received.keys)
@@ -181,21 +180,6 @@ def _all_to_all(send: Tensor, plan: AttentionPlan, near: int, far: int) -> Tenso
     return received
 
 
-def _to_rows(values: Tensor, plan: AttentionPlan) -> Tensor:
-    """Put a row set's rows [U, S, ...] into packed order [U * S, ...]; only a dense batch needs a copy for that."""
-    if plan.batch == 1:
-        return values.flatten(0, 1)
-    return dense(values.unflatten(1, (plan.batch, -1)).transpose(0, 1)).flatten(0, 2)
-
-
-def _to_ranks(rows: Tensor, plan: AttentionPlan) -> Tensor:
-    """Undo `_to_rows`."""
-    ranks = plan.mesh.head_parallel_size
-    if plan.batch == 1:
-        return rows.unflatten(0, (ranks, -1))
-    return dense(rows.unflatten(0, (plan.batch, ranks, -1)).transpose(0, 1)).flatten(1, 2)
-
-
 def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
     """View [S, U * heads, E] as [U, S, heads, E]."""
     return values.unflatten(1, (plan.mesh.head_parallel_size, -1)).transpose(0, 1)
@@ -237,7 +221,8 @@ def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
     """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v."""
     if plan.mesh.sequence_parallel_size == 1:
         return output
-    received = _all_to_all(dense(_to_ranks(output, plan)), plan, near=1, far=0)
+    send = dense(output).unflatten(0, (plan.mesh.head_parallel_size, -1))
+    received = _all_to_all(send, plan, near=1, far=0)
     return dense(received.transpose(0, 1)).flatten(1, 2)
 
 
@@ -245,7 +230,8 @@ def exchange_out_backward(grad: Tensor, plan: AttentionPlan) -> Tensor:
     """Send the outputs' gradients where the outputs came from: [S, H, E] -> [T/R, H/U, E]."""
     if plan.mesh.sequence_parallel_size == 1:
         return grad
-    return _to_rows(_all_to_all(dense(_by_rank(grad, plan)), plan, near=1, far=0), plan)
+    send = dense(_by_rank(grad, plan))
+    return _all_to_all(send, plan, near=1, far=0).flatten(0, 1)
 
 
 # --- copies between layouts --------------------------------------------------------------------------------------
