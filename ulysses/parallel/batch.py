@@ -115,7 +115,8 @@ class ShardedBatch:
     tokens, targets, positions, sequence_ids [S] int64; the tail has the sequence id N. loss_weights [S] float32; a
     target is -100 exactly where its weight is 0. is_last [S] marks the last token of each sequence.
     cu_seqlens [N + 1] int32 describes the whole pack, with one more entry if there is a tail.
-    num_sequences is N; num_tokens counts the whole pack without its tail; num_valid counts this rank's targets of
+    num_sequences is N; num_tokens counts the whole pack without its tail, num_tokens_shared what was left out of it,
+    and num_squares twice the pairs of a query and a key that it sees; num_valid counts this rank's targets of
     nonzero weight, which are at valid_index [num_valid].
     attention_plan and sum_levels are the index plans of attention and of sums over sequences (layout.py).
     """
@@ -131,6 +132,8 @@ class ShardedBatch:
     sequence_columns: dict[str, Tensor]
     num_sequences: int
     num_tokens: int
+    num_tokens_shared: int
+    num_squares: int
     num_valid: int
     valid_index: Tensor
     mesh: ParallelMesh
@@ -192,6 +195,8 @@ def pack_shard(
         sequence_columns={name: move(column) for name, column in columns.items()},
         num_sequences=num_sequences,
         num_tokens=num_tokens,
+        num_tokens_shared=sum(s.prefix_length for s in sequences),
+        num_squares=sum(n * (n + 2 * s.prefix_length) for n, s in zip(lengths, sequences)),
         num_valid=valid.numel(),
         valid_index=move(valid),
         mesh=mesh,

@@ -19,6 +19,7 @@ Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E he
 row-parallel size; `query` and `key` are the numbers of heads on one rank after the exchange (HeadLayout).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -104,10 +105,8 @@ def exchange_qkv_forward(
         # a view would keep the keys' receive buffer alive next to their copy
         query = dense(query)
         keys = query.new_empty(plan.total, 2 * heads.key, query.shape[-1])
-        for part, pieces in zip(received.keys, plan.pieces):
-            rows = part.flatten(0, 1).split([b - a for a, b in pieces])
-            for (a, b), values in zip(pieces, rows):
-                copy(keys[a:b], values)
+        for rows, part in _packed_rows(received.keys, plan):
+            copy(keys[rows], part)
     return query, keys[:, : heads.key], keys[:, heads.key :]
 
 
@@ -126,11 +125,9 @@ def exchange_qkv_backward(
     heads = head_layout(num_heads, num_kv_heads, ranks)
     send = _Buffer(plan, heads, dquery)
     copy(send.query, dquery.unflatten(0, (ranks, -1)))
-    for part, pieces in zip(send.keys, plan.pieces):
-        for grad, slots in ((dkey, slice(heads.key)), (dvalue, slice(heads.key, None))):
-            parts = [grad[a:b] for a, b in pieces]
-            rows = parts[0] if len(parts) == 1 else torch.cat(parts)
-            copy(part[:, :, slots], rows.unflatten(0, (ranks, -1)))
+    for rows, part in _packed_rows(send.keys, plan):
+        copy(part[:, : heads.key], dkey[rows])
+        copy(part[:, heads.key :], dvalue[rows])
     received = send.exchange()
     del send, part  # and with them the buffer
     total = _sum_row_sets(received.keys)
@@ -178,6 +175,13 @@ def _all_to_all(send: Tensor, plan: AttentionPlan, near: int, far: int) -> Tenso
         splits = [near if r // mesh.head_parallel_size == mesh.row_set else far for r in ranks]
     dist.all_to_all_single(received, send, splits, splits, group=mesh.sp_group)
     return received
+
+
+def _packed_rows(keys: list[Tensor], plan: AttentionPlan) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the packed rows of every arc and its part [rows, 2 key, E] of a buffer's keys."""
+    for row_set, arcs in zip(keys, plan.pieces):
+        parts = row_set.flatten(0, 1).split([b - a for a, b in arcs])
+        yield from ((slice(a, b), part) for (a, b), part in zip(arcs, parts))
 
 
 def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
