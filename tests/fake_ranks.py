@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from ulysses.gradients import Gradients, GradientSlice, StepContext, TorchGradients
 
 # rows of 7, 13 and 300 straddle any even split; one matrix is longer than two noise blocks; one vector has one element
-SHAPES = {"embed.weight": (11, 7), "mlp.weight": (5, 13), "norm.weight": (9,), "conv": (3, 2, 5), "scalar": (1,)}
+SHAPES = {
+    "embed.weight": (11, 7),
+    "mlp.weight": (5, 13),
+    "norm.weight": (9,),
+    "conv": (3, 2, 5),
+    "scalar": (1,),
+}
 LARGE = {"wide.weight": (450, 300)}
 
 
@@ -47,7 +53,12 @@ def grads_of(named):
 
 def assert_same_gradients(got, want, rtol=1e-6):
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=rtol, atol=1e-6 * float(want[name].abs().max()) + 1e-12)
+        torch.testing.assert_close(
+            got[name],
+            want[name],
+            rtol=rtol,
+            atol=1e-6 * float(want[name].abs().max()) + 1e-12,
+        )
 
 
 class FakeWorld:
@@ -57,7 +68,12 @@ class FakeWorld:
         self.size, self.shared, self.calls = size, [torch.empty(0)] * size, 0
         self.barrier = threading.Barrier(size, timeout=20)
 
-    def view(self, named: dict[str, nn.Parameter], rank: int, groups: dict[str, str] | None = None) -> Gradients:
+    def view(
+        self,
+        named: dict[str, nn.Parameter],
+        rank: int,
+        groups: dict[str, str] | None = None,
+    ) -> Gradients:
         """This rank's slices: the gradients themselves, not copies."""
 
         def all_reduce(tensor: Tensor) -> Tensor:
@@ -74,7 +90,9 @@ class FakeWorld:
             start = min(rank * share, p.numel())
             grad = p.grad.view(-1)[start : start + share]
             scope = (groups or {}).get(name, "default")
-            entries.append(GradientSlice(name, tuple(p.shape), p.numel(), grad, start, scope))
+            entries.append(
+                GradientSlice(name, tuple(p.shape), p.numel(), grad, start, scope)
+            )
         return Gradients(entries, all_reduce)
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:

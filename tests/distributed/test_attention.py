@@ -23,13 +23,18 @@ E = 8
 def inputs(num_heads, num_kv_heads, total, head_dim=E, dtype=torch.float32):
     """The same q, k, v and upstream gradient on every rank, drawn on the CPU."""
     draw = torch.Generator().manual_seed(num_heads)
-    shapes = [(total, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    shapes = [
+        (total, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    ]
     return [torch.randn(shape, generator=draw).to(device(), dtype) for shape in shapes]
 
 
 def one_process(num_heads, num_kv_heads, lengths, causal=True, **more):
     """out, dq, dk, dv in float64, a document at a time."""
-    q, k, v, upstream = (x.double().requires_grad_() for x in inputs(num_heads, num_kv_heads, sum(lengths), **more))
+    q, k, v, upstream = (
+        x.double().requires_grad_()
+        for x in inputs(num_heads, num_kv_heads, sum(lengths), **more)
+    )
     out = naive(q, k, v, (lengths, lengths), causal, q.shape[-1] ** -0.5)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), upstream)]
 
@@ -40,14 +45,20 @@ def packed(lengths, mesh):
     return batch, batch.cu_seqlens[batch.sequence_ids] + batch.positions
 
 
-def many_processes(sp, cases, lengths, kernel="auto", causal=True, head_dim=E, dtype=torch.float32):
+def many_processes(
+    sp, cases, lengths, kernel="auto", causal=True, head_dim=E, dtype=torch.float32
+):
     results = []
     for num_heads, num_kv_heads in cases:
         mesh = ParallelMesh(sp, num_heads=num_heads)
         batch, indices = packed(lengths, mesh)
         full = inputs(num_heads, num_kv_heads, sum(lengths), head_dim, dtype)
-        q, k, v, upstream = (torch.cat([x, x.new_ones(sp, *x.shape[1:])])[indices] for x in full)
-        attention = UlyssesAttention(mesh, num_heads, num_kv_heads, head_dim, kernel=kernel)
+        q, k, v, upstream = (
+            torch.cat([x, x.new_ones(sp, *x.shape[1:])])[indices] for x in full
+        )
+        attention = UlyssesAttention(
+            mesh, num_heads, num_kv_heads, head_dim, kernel=kernel
+        )
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, plan=batch.attention_plan, causal=causal)
         grads = torch.autograd.grad(out, leaves, upstream)
@@ -73,7 +84,14 @@ def test_every_head_count_at_every_degree(sp):
 
 def own_kernel(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, **_):
     """A caller's own kernel on head shards."""
-    return naive(q, k, v, [cu.diff().tolist() for cu in (cu_seqlens_q, cu_seqlens_k)], causal, softmax_scale)
+    return naive(
+        q,
+        k,
+        v,
+        [cu.diff().tolist() for cu in (cu_seqlens_q, cu_seqlens_k)],
+        causal,
+        softmax_scale,
+    )
 
 
 @pytest.mark.parametrize("sp", [4, 3])
@@ -81,7 +99,9 @@ def own_kernel(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, **
 @pytest.mark.parametrize("kernel", ["reference", own_kernel])
 def test_plain_and_callable_kernels_with_and_without_a_causal_mask(sp, kernel, causal):
     cases = [(14, 2), (28, 4), (4, 4)]
-    results = run_distributed(many_processes, sp, sp, cases, RAGGED, kernel=kernel, causal=causal)[0]
+    results = run_distributed(
+        many_processes, sp, sp, cases, RAGGED, kernel=kernel, causal=causal
+    )[0]
     for heads, got in zip(cases, results):
         compare(got, one_process(*heads, RAGGED, causal=causal))
 
@@ -93,7 +113,8 @@ def every_kernel(sp, heads, head_dim):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("sp", "heads", "head_dim"), [(2, (14, 2), 64), (2, (32, 8), 128), (3, (14, 2), 128), (4, (28, 4), 64)]
+    ("sp", "heads", "head_dim"),
+    [(2, (14, 2), 64), (2, (32, 8), 128), (3, (14, 2), 128), (4, (28, 4), 64)],
 )
 def test_every_kernel_of_this_machine_in_bfloat16(sp, heads, head_dim):
     need_gpus(sp)
@@ -119,7 +140,10 @@ def test_gradients_of_keys_that_many_arcs_share_are_summed_in_float32():
         for x in (given, [x.double() for x in given])
     )
     for got, want in zip(found, wanted):
-        assert got.dtype == torch.bfloat16 and float((got.double() - want).norm() / want.norm()) < 3e-3
+        assert (
+            got.dtype == torch.bfloat16
+            and float((got.double() - want).norm() / want.norm()) < 3e-3
+        )
 
 
 def other_layouts(num_heads, num_kv_heads):
@@ -130,17 +154,22 @@ def other_layouts(num_heads, num_kv_heads):
     q, k, v, upstream = inputs(num_heads, num_kv_heads, 48)
     batch, indices = packed((30, 1, 17), mesh)
     whole = alone(q, k, v, torch.tensor([0, 30, 31, 48], device=device()))
-    for given in ({"max_seqlen": 30}, {}):
-        out = attention(q[indices], k[indices], v[indices], batch.cu_seqlens, **given)
-        torch.testing.assert_close(out, whole[indices], rtol=1e-5, atol=1e-5)
+    out = attention(q[indices], k[indices], v[indices], batch.cu_seqlens)
+    torch.testing.assert_close(out, whole[indices], rtol=1e-5, atol=1e-5)
     for sequences, causal in product((1, 3), (True, False)):
-        full = [x.unflatten(0, (sequences, -1)).detach().requires_grad_() for x in (q, k, v)]
+        full = [
+            x.unflatten(0, (sequences, -1)).detach().requires_grad_() for x in (q, k, v)
+        ]
         mine = [x.chunk(4, 1)[mesh.sp_rank].detach().requires_grad_() for x in full]
         got, whole = attention(*mine, causal=causal), alone(*full, causal=causal)
         weights = upstream.view(whole.shape)
         grads = torch.autograd.grad(got, mine, weights.chunk(4, 1)[mesh.sp_rank])
-        for a, b in zip((got, *grads), (whole, *torch.autograd.grad(whole, full, weights))):
-            torch.testing.assert_close(a, b.chunk(4, 1)[mesh.sp_rank], rtol=1e-5, atol=1e-5)
+        for a, b in zip(
+            (got, *grads), (whole, *torch.autograd.grad(whole, full, weights))
+        ):
+            torch.testing.assert_close(
+                a, b.chunk(4, 1)[mesh.sp_rank], rtol=1e-5, atol=1e-5
+            )
     return True
 
 
@@ -151,14 +180,21 @@ def test_other_layouts(heads):
 
 def all_to_all_4d():
     group, rank = dist.group.WORLD, dist.get_rank()
-    full = torch.arange(2 * 6 * 4 * 3, dtype=torch.float64, device=device()).view(2, 6, 4, 3)
+    full = torch.arange(2 * 6 * 4 * 3, dtype=torch.float64, device=device()).view(
+        2, 6, 4, 3
+    )
     mine = full[:, rank * 3 : rank * 3 + 3].clone().requires_grad_()
     heads = SeqAllToAll4D.apply(group, mine, 2, 1)
     assert torch.equal(heads, full[:, :, rank * 2 : rank * 2 + 2])
     assert torch.equal(SeqAllToAll4D.apply(group, heads, 1, 2), mine)
-    (heads * (rank + 1)).sum().backward()  # the other rank's heads come back with the other rank's factor
+    (
+        heads * (rank + 1)
+    ).sum().backward()  # the other rank's heads come back with the other rank's factor
     assert (mine.grad[:, :, :2] == 1).all() and (mine.grad[:, :, 2:] == 2).all()
-    with pytest.raises(ValueError, match="axis 2 of the input has 3 entries, which 2 ranks do not divide"):
+    with pytest.raises(
+        ValueError,
+        match="axis 2 of the input has 3 entries, which 2 ranks do not divide",
+    ):
         SeqAllToAll4D.apply(group, torch.ones(1, 2, 3, 1), 2, 1)
     return True
 
@@ -177,17 +213,36 @@ def test_wrong_inputs_are_refused():
     cu = torch.tensor([0, 6], dtype=torch.int32)
     for given, message in (
         ((q, k, k), "needs plan or cu_seqlens"),
-        ((k, k, k, cu), r"are torch.float32 \[6, 2, 8\], .* one dtype and \(4, 2, 2\) heads of 8"),
-        ((q, q, q, cu), r"\[6, 4, 8\]; they must have one dtype and \(4, 2, 2\) heads of 8"),
-        ((q, k.double(), k.double(), cu), r"torch.float64 \[6, 2, 8\]; they must have one dtype"),
-        ((q, k, k, cu - torch.tensor([0, 1], dtype=torch.int32)), "cu_seqlens ends at 5 but the 1 ranks hold 6 tokens"),
+        (
+            (k, k, k, cu),
+            r"are torch.float32 \[6, 2, 8\], .* one dtype and \(4, 2, 2\) heads of 8",
+        ),
+        (
+            (q, q, q, cu),
+            r"\[6, 4, 8\]; they must have one dtype and \(4, 2, 2\) heads of 8",
+        ),
+        (
+            (q, k.double(), k.double(), cu),
+            r"torch.float64 \[6, 2, 8\]; they must have one dtype",
+        ),
+        (
+            (q, k, k, cu - torch.tensor([0, 1], dtype=torch.int32)),
+            "cu_seqlens ends at 5 but the 1 ranks hold 6 tokens",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given)
-    with pytest.raises(ValueError, match="num_kv_heads is 3 but must divide the 4 query heads"):
+    with pytest.raises(
+        ValueError, match="num_kv_heads is 3 but must divide the 4 query heads"
+    ):
         UlyssesAttention(None, 4, 3, E)
-    with pytest.raises(ValueError, match=r"splits heads 4 ways, .* construct it as ParallelMesh\(..., num_heads=14\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"splits heads 4 ways, .* construct it as ParallelMesh\(..., num_heads=14\)",
+    ):
         UlyssesAttention(simulated_mesh(4, 0, 4), 14, 2, E)
     batch, _ = packed([5], ParallelMesh())
-    with pytest.raises(ValueError, match="the query has 6 tokens but the plan gives this rank 5"):
+    with pytest.raises(
+        ValueError, match="the query has 6 tokens but the plan gives this rank 5"
+    ):
         attention(q, k, k, plan=batch.attention_plan)

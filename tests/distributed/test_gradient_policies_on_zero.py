@@ -24,9 +24,23 @@ from ulysses.gradients import GradientPolicyChain, Gradients, StepContext, build
 from ulysses.gradients.chain import GRADIENT_POLICIES
 from ulysses.run.optim import adamw
 
-ODD = replace(SHAPE, vocab_size=2501, hidden_size=27, intermediate_size=45, num_hidden_layers=1, head_dim=6)
+ODD = replace(
+    SHAPE,
+    vocab_size=2501,
+    hidden_size=27,
+    intermediate_size=45,
+    num_hidden_layers=1,
+    head_dim=6,
+)
 LR = 1e-3
-TRIALS = [1.0, 1.2, 1e-5, math.nan, 30.0, 1e-5]  # mean |g|, the last one late in the run; nan: one bad element
+TRIALS = [
+    1.0,
+    1.2,
+    1e-5,
+    math.nan,
+    30.0,
+    1e-5,
+]  # mean |g|, the last one late in the run; nan: one bad element
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip_spike": {"warmup": 2, "window": 4, "sigma": 3.0},
@@ -36,8 +50,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "scale_small_gradients": {"threshold": 0.5},
     "ulysses_pro": {"max_norm": 0.5},
 }
-CASES: dict[str, Any] = {k.name: [{"policy": k.name} | SETTINGS.get(k.name, {})] for k in GRADIENT_POLICIES}
-CASES |= {"steady": "steady", "default": "default", "absolute": [{"policy": "gradient_noise", "sigma": 1e-6}]}
+CASES: dict[str, Any] = {
+    k.name: [{"policy": k.name} | SETTINGS.get(k.name, {})] for k in GRADIENT_POLICIES
+}
+CASES |= {
+    "steady": "steady",
+    "default": "default",
+    "absolute": [{"policy": "gradient_noise", "sigma": 1e-6}],
+}
 FOR_GOOD = [  # what the optimizer sees
     {"policy": "skip_non_finite"},
     {"policy": "gradient_noise", "ratio": 0.1},
@@ -51,8 +71,12 @@ def optimizer(model: Any) -> torch.optim.AdamW:
     """Two scopes; a large eps keeps AdamW from turning rounding into whole updates."""
     scopes: dict[str, list[nn.Parameter]] = {"policy": [], "value": []}
     for name, parameter in model.named_parameters():
-        scopes["value" if "mlp" in name or "norm" in name else "policy"].append(parameter)
-    groups = [{"params": parameters, "scope": scope} for scope, parameters in scopes.items()]
+        scopes["value" if "mlp" in name or "norm" in name else "policy"].append(
+            parameter
+        )
+    groups = [
+        {"params": parameters, "scope": scope} for scope, parameters in scopes.items()
+    ]
     return adamw(groups, OptimizerSection(lr=LR, eps=1e-2), on_gpu=False)
 
 
@@ -65,7 +89,14 @@ def whole(view: Gradients) -> Gradients:
         dist.all_reduce(flat)
         return flat.to(piece.device)  # noise is the same on one type of device
 
-    return Gradients([replace(e, grad=gathered(e, e.grad), master=gathered(e, weights_of(e)), start=0) for e in view])
+    return Gradients(
+        [
+            replace(
+                e, grad=gathered(e, e.grad), master=gathered(e, weights_of(e)), start=0
+            )
+            for e in view
+        ]
+    )
 
 
 def weights_of(entry: Any) -> torch.Tensor:
@@ -73,10 +104,17 @@ def weights_of(entry: Any) -> torch.Tensor:
     return entry.master.detach().narrow(0, entry.offset, len(entry.grad))
 
 
-def assert_equal(found: torch.Tensor, want: torch.Tensor, where: str, start: int = 0) -> None:
+def assert_equal(
+    found: torch.Tensor, want: torch.Tensor, where: str, start: int = 0
+) -> None:
     """Compare a slice with the whole tensor."""
-    atol, part = 1e-6 * float(want[want.isfinite()].abs().max()), want[start : start + found.numel()]
-    torch.testing.assert_close(found, part, rtol=1e-6, atol=atol, equal_nan=True, msg=f"{where}: ".__add__)
+    atol, part = (
+        1e-6 * float(want[want.isfinite()].abs().max()),
+        want[start : start + found.numel()],
+    )
+    torch.testing.assert_close(
+        found, part, rtol=1e-6, atol=atol, equal_nan=True, msg=f"{where}: ".__add__
+    )
 
 
 class AgainstWholeGradient(GradientPolicyChain):
@@ -94,12 +132,20 @@ class AgainstWholeGradient(GradientPolicyChain):
             for name, policies in CASES.items():
                 chains = build_chain(policies), build_chain(policies)
                 for step, size in enumerate(TRIALS):
-                    trial = StepContext(step, len(TRIALS) - 1, loss=1.0 + 0.01 * step, lr=LR, seed=4)
+                    trial = StepContext(
+                        step, len(TRIALS) - 1, loss=1.0 + 0.01 * step, lr=LR, seed=4
+                    )
                     self.compare(name, chains, size / self.saved.mean_abs(), trial)
             self.weights = {e.name: nn.Parameter(e.master) for e in self.saved}
-            self.optimizer = optimizer(SimpleNamespace(named_parameters=self.weights.items))
+            self.optimizer = optimizer(
+                SimpleNamespace(named_parameters=self.weights.items)
+            )
         for e in self.saved:
-            assert_equal(e.master, self.weights[e.name].detach(), f"{e.name} before step {context.step}")
+            assert_equal(
+                e.master,
+                self.weights[e.name].detach(),
+                f"{e.name} before step {context.step}",
+            )
         factor, theirs = math.nan if context.step == 1 else 1.0, replace(context)
         report, plain = self.compare("for good", self.for_good, factor, context)
         for e in plain:
@@ -110,28 +156,54 @@ class AgainstWholeGradient(GradientPolicyChain):
             self.optimizer.step()
         return report
 
-    def compare(self, name: str, chains: Any, factor: float, context: StepContext) -> Any:
+    def compare(
+        self, name: str, chains: Any, factor: float, context: StepContext
+    ) -> Any:
         """Apply one chain to the partitions and one to the whole gradient; return the report, and the latter."""
-        where, bad, theirs = f"{name}, step {context.step}", math.isnan(factor), replace(context)
-        plain = Gradients([replace(e, grad=e.grad * (1.0 if bad else factor)) for e in self.saved])
+        where, bad, theirs = (
+            f"{name}, step {context.step}",
+            math.isnan(factor),
+            replace(context),
+        )
+        plain = Gradients(
+            [replace(e, grad=e.grad * (1.0 if bad else factor)) for e in self.saved]
+        )
         if bad:
             plain.entries[-1].grad[-1] = math.nan
         before, view = [e.grad.clone() for e in plain], self.engine.gradients()
         for e, values in zip(view, before, strict=True):
             e.grad.copy_(values[e.start : e.start + e.grad.numel()])
         report, wanted = chains[0].apply(view, context), chains[1].apply(plain, theirs)
-        decisions = [(c.skip is not None, c.stop is not None, c.lr_scale) for c in (context, theirs)]
-        assert decisions[0] == decisions[1] and (not bad or context == theirs), where  # the same parameter is named
+        decisions = [
+            (c.skip is not None, c.stop is not None, c.lr_scale)
+            for c in (context, theirs)
+        ]
+        assert decisions[0] == decisions[1] and (not bad or context == theirs), (
+            where
+        )  # the same parameter is named
         assert set(report) == set(wanted), where
-        for key, value in wanted.items():  # a z-score divides by a small spread, which magnifies rounding
+        for (
+            key,
+            value,
+        ) in (
+            wanted.items()
+        ):  # a z-score divides by a small spread, which magnifies rounding
             rel = 1e-3 if key.endswith("_z") else 2e-6
-            assert report[key] == pytest.approx(value, rel=rel, abs=1e-9, nan_ok=True), f"{where}: {key}"
-        for e, want in zip(self.engine.gradients(), plain, strict=True):  # a new view: what the optimizer would see
+            assert report[key] == pytest.approx(
+                value, rel=rel, abs=1e-9, nan_ok=True
+            ), f"{where}: {key}"
+        for e, want in zip(
+            self.engine.gradients(), plain, strict=True
+        ):  # a new view: what the optimizer would see
             assert_equal(e.grad, want.grad, f"{where}: {e.name}", e.start)
         for s in self.engine.partition.slices:
-            padding = s.master.grad.narrow(0, s.offset + len(s.grad), s.size - len(s.grad))
+            padding = s.master.grad.narrow(
+                0, s.offset + len(s.grad), s.size - len(s.grad)
+            )
             assert not padding.any(), f"{where}: padding was touched"
-        edited = not bad and any(not torch.equal(e.grad, old) for e, old in zip(plain, before))
+        edited = not bad and any(
+            not torch.equal(e.grad, old) for e, old in zip(plain, before)
+        )
         if edited or decisions[0] != (False, False, 1.0):
             self.acted.add(name)
         return report, plain
@@ -143,7 +215,9 @@ def drive(sizes: tuple[int, ...]) -> list[set[str]]:
     for sp, offload in product(sizes, (False, True)):
         raw = {"sub_group_size": 30_000 if offload == (sp == 2) else 10**9}
         engine = {"offload_optimizer": offload, "raw": raw, "optimizer": optimizer}
-        trainer, _ = build_trainer(Case("sft", sp=sp, shape=ODD, steps=3, lr=LR, engine=engine))
+        trainer, _ = build_trainer(
+            Case("sft", sp=sp, shape=ODD, steps=3, lr=LR, engine=engine)
+        )
         trainer.policies = chain = AgainstWholeGradient(trainer.engine)
         for _ in range(3):
             trainer.train_step()
@@ -153,6 +227,10 @@ def drive(sizes: tuple[int, ...]) -> list[set[str]]:
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(1, (1,)), (2, (1, 2)), (4, (1, 2))])
-def test_policies_do_the_same_to_partitions_and_to_the_whole_gradient(world: int, sizes: tuple[int, ...]) -> None:
+def test_policies_do_the_same_to_partitions_and_to_the_whole_gradient(
+    world: int, sizes: tuple[int, ...]
+) -> None:
     for rank in run_distributed(drive, world, sizes, with_zero=True, timeout=300):
-        assert all(acted == {*CASES, "for good"} for acted in rank), "a policy that never acts proves nothing"
+        assert all(acted == {*CASES, "for good"} for acted in rank), (
+            "a policy that never acts proves nothing"
+        )

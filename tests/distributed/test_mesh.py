@@ -21,20 +21,33 @@ def grid(sp, num_heads):
     if mesh.sp_group is not None:
         dist.all_reduce(total, group=mesh.sp_group)
     assert copy.deepcopy(mesh) is mesh and mesh.is_main == (mesh.rank == 0)
-    assert (mesh.world_size, mesh.sequence_parallel_size, mesh.data_parallel_size) == (4, sp, 4 // sp)
+    assert (mesh.world_size, mesh.sequence_parallel_size, mesh.data_parallel_size) == (
+        4,
+        sp,
+        4 // sp,
+    )
     return mesh.dp_rank, mesh.sp_rank, mesh.row_parallel_size, total.item()
 
 
 def test_help_lists_every_attribute() -> None:
     text = pydoc.plain(pydoc.render_doc(ParallelMesh))
     for name in vars(ParallelMesh()):
-        assert re.search(rf"\b{name}\b", text.partition("Attributes:")[2].partition("Raises")[0]), name
+        assert re.search(
+            rf"\b{name}\b", text.partition("Attributes:")[2].partition("Raises")[0]
+        ), name
 
 
 def test_sequence_axis_is_innermost():
-    assert run_distributed(grid, 4, 2, None) == [(0, 0, 1, 1.0), (0, 1, 1, 1.0), (1, 0, 1, 5.0), (1, 1, 1, 5.0)]
+    assert run_distributed(grid, 4, 2, None) == [
+        (0, 0, 1, 1.0),
+        (0, 1, 1, 1.0),
+        (1, 0, 1, 5.0),
+        (1, 1, 1, 5.0),
+    ]
     assert run_distributed(grid, 4, 4, 14) == [(0, rank, 2, 6.0) for rank in range(4)]
-    assert run_distributed(grid, 4, 4, (14, 32, 3)) == [(0, rank, 4, 6.0) for rank in range(4)]
+    assert run_distributed(grid, 4, 4, (14, 32, 3)) == [
+        (0, rank, 4, 6.0) for rank in range(4)
+    ]
     assert run_distributed(grid, 4, 1, 14) == [(rank, 0, 1, rank) for rank in range(4)]
 
 
@@ -47,26 +60,43 @@ def refusal(sp):
 def test_impossible_degrees_are_refused_on_every_rank():
     wanted = "sequence_parallel_size is 3 but must divide the number of processes, 4; set it to one of [1, 2, 4]"
     assert run_distributed(refusal, 4, 3) == [wanted] * 4
-    assert refusal(2) == "sequence_parallel_size is 2 but must divide the number of processes, 1; set it to one of [1]"
+    assert (
+        refusal(2)
+        == "sequence_parallel_size is 2 but must divide the number of processes, 1; set it to one of [1]"
+    )
     assert refusal(0).endswith("set it to one of [1]")
 
 
 def sums(sp, num_heads):
     mesh = ParallelMesh(sp, num_heads=num_heads)
-    batch = pack_shard([Sequence(np.arange(n), np.ones(n)) for n in LENGTHS], mesh, device())
+    batch = pack_shard(
+        [Sequence(np.arange(n), np.ones(n)) for n in LENGTHS], mesh, device()
+    )
     draw = torch.Generator().manual_seed(1 + mesh.dp_rank)
     full = torch.rand(sum(LENGTHS), generator=draw, dtype=torch.float64).to(device())
-    padded = torch.cat([full, full.new_full((sp,), torch.nan)])  # the tail must not count
-    local = padded[batch.cu_seqlens[batch.sequence_ids] + batch.positions].requires_grad_()
+    padded = torch.cat(
+        [full, full.new_full((sp,), torch.nan)]
+    )  # the tail must not count
+    local = padded[
+        batch.cu_seqlens[batch.sequence_ids] + batch.positions
+    ].requires_grad_()
     totals, last = segment_sums(local, batch), sequence_last(local, batch)
     ends = (torch.tensor(LENGTHS).cumsum(0) - 1).to(device())
-    torch.testing.assert_close(totals, torch.stack([x.sum() for x in full.split(LENGTHS)]))
+    torch.testing.assert_close(
+        totals, torch.stack([x.sum() for x in full.split(LENGTHS)])
+    )
     assert torch.equal(last, full[ends])
     weights = torch.arange(1.0, 8, dtype=torch.float64, device=device())
-    (grad,) = torch.autograd.grad((totals * weights).sum(), local)  # this rank's tokens' share, not sp times it
-    assert torch.equal(grad, torch.cat([weights, weights.new_zeros(1)])[batch.sequence_ids])
+    (grad,) = torch.autograd.grad(
+        (totals * weights).sum(), local
+    )  # this rank's tokens' share, not sp times it
+    assert torch.equal(
+        grad, torch.cat([weights, weights.new_zeros(1)])[batch.sequence_ids]
+    )
     (grad,) = torch.autograd.grad((last * weights).sum(), local)
-    assert torch.equal(gather_tokens(grad, batch), torch.zeros_like(full).index_put((ends,), weights))
+    assert torch.equal(
+        gather_tokens(grad, batch), torch.zeros_like(full).index_put((ends,), weights)
+    )
     assert torch.equal(gather_tokens(local.detach(), batch), full)
     return totals.detach()
 

@@ -28,13 +28,24 @@ def sequence(prompt, answer, draw):
 def trees(scale=1):
     """Packs of trees: several branches with prefixes of several lengths; no, one, and all but one token in common."""
     draw = torch.Generator().manual_seed(0)
-    long, short = (torch.randint(0, WORDS, (n,), generator=draw) for n in (20 * scale, 7))
-    ranked = [sequence(prompt, n * scale, draw) for prompt, n in ((long, 5), (long, 9), (long[:13], 6), (long, 1))]
+    long, short = (
+        torch.randint(0, WORDS, (n,), generator=draw) for n in (20 * scale, 7)
+    )
+    ranked = [
+        sequence(prompt, n * scale, draw)
+        for prompt, n in ((long, 5), (long, 9), (long[:13], 6), (long, 1))
+    ]
     pair = [sequence(short, n, draw) for n in (3, 4)]
     one_token = [sequence(short[:1], n, draw) for n in (2, 5)]
-    nothing = [Sequence(torch.tensor(start), torch.tensor([0.0, 1, 1])) for start in ([1, 2, 3], [4, 2, 3])]
+    nothing = [
+        Sequence(torch.tensor(start), torch.tensor([0.0, 1, 1]))
+        for start in ([1, 2, 3], [4, 2, 3])
+    ]
     # the answers begin with the same tokens, which both train: only the prompt is shared
-    alike = [Sequence(torch.cat([short, torch.tensor([9, 9, end])]), pair[0].loss_weights) for end in (1, 2)]
+    alike = [
+        Sequence(torch.cat([short, torch.tensor([9, 9, end])]), pair[0].loss_weights)
+        for end in (1, 2)
+    ]
     return [ranked, pair, one_token, nothing, alike]
 
 
@@ -46,26 +57,38 @@ def tables(heads, head_dim, dtype):
 
 def embed(table, tokens, positions):
     # bfloat16 has no odd whole numbers above 256
-    return table[tokens] * (1 + torch.cos(positions.double())).to(table.dtype)[:, None, None]
+    return (
+        table[tokens]
+        * (1 + torch.cos(positions.double())).to(table.dtype)[:, None, None]
+    )
 
 
 def formula(heads, head_dim=E, scale=1):
     """Summed sines of all trained rows, weighted by their targets, and the tables' gradients; sequence by sequence."""
-    found = [x.detach().cpu().requires_grad_() for x in tables((heads[0], *heads[1:] * 2), head_dim, torch.float64)]
+    found = [
+        x.detach().cpu().requires_grad_()
+        for x in tables((heads[0], *heads[1:] * 2), head_dim, torch.float64)
+    ]
     loss = torch.zeros((), dtype=torch.float64)
     for given in (s for tree in trees(scale) for s in tree):
         positions = torch.arange(len(given.tokens))
-        q, k, v = (embed(x, given.tokens, positions).transpose(0, 1)[None] for x in found)
+        q, k, v = (
+            embed(x, given.tokens, positions).transpose(0, 1)[None] for x in found
+        )
         out = sdpa(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
         trained = given.loss_weights[1:] != 0
         loss = loss + (out[:-1].sin() * given.tokens[1:, None, None])[trained].sum()
     return [loss.detach(), *torch.autograd.grad(loss, found)]
 
 
-def on_ranks(sp, heads, kernel="auto", shared=True, dtype=torch.float64, head_dim=E, scale=1):
+def on_ranks(
+    sp, heads, kernel="auto", shared=True, dtype=torch.float64, head_dim=E, scale=1
+):
     """The same from packs on all ranks; the loss and the gradients are summed over the group."""
     mesh = ParallelMesh(sp, num_heads=heads[0])
-    packed = [s for tree in trees(scale) for s in (share_prefix(tree) if shared else tree)]
+    packed = [
+        s for tree in trees(scale) for s in (share_prefix(tree) if shared else tree)
+    ]
     batch = pack_shard(packed, mesh, device())
     found = tables((heads[0], *heads[1:] * 2), head_dim, dtype)
     attention = UlyssesAttention(mesh, *heads, head_dim, kernel=kernel)
@@ -91,12 +114,18 @@ def test_shared_prompts_are_the_separate_sequences(sp):
     cases = [(4, 2), (3, 1), (14, 2)]
     for heads, (got, tokens) in zip(cases, run_distributed(many, sp, sp, cases)[0]):
         compare(got, formula(heads), 1e-12)
-        assert tokens == sum(len(s.tokens) for tree in trees() for s in tree) - (19 + 12 + 19) - 6 - 6
+        assert (
+            tokens
+            == sum(len(s.tokens) for tree in trees() for s in tree)
+            - (19 + 12 + 19)
+            - 6
+            - 6
+        )
 
 
 def test_results_are_joined_in_parts(monkeypatch):
     """More rows than one part has: of many trees, whose rows have gaps, and of one pair, whose rows are a slice."""
-    monkeypatch.setattr("ulysses.parallel.attention.JOINED_ROWS", 3)
+    monkeypatch.setattr("ulysses.parallel.kernels_document.JOINED_ROWS", 3)
     compare(on_ranks(1, (4, 2))[0], formula((4, 2)), 1e-12)
     _, pair, *_ = trees()
     monkeypatch.setattr(f"{__name__}.trees", lambda scale: [pair])
@@ -106,7 +135,9 @@ def test_results_are_joined_in_parts(monkeypatch):
 def with_callable(sp, heads):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        return on_ranks(sp, heads, kernel=own_kernel)[0], [str(warning.message) for warning in said]
+        return on_ranks(sp, heads, kernel=own_kernel)[0], [
+            str(warning.message) for warning in said
+        ]
 
 
 @pytest.mark.parametrize("sp", [1, 2])
@@ -133,18 +164,24 @@ def test_memory_does_not_grow_with_branches_times_prefix():
     """60 branches of one prompt: no kernel call reads a key twice, and nothing is larger than a few times the rows."""
     length, draw = 4096, torch.Generator().manual_seed(0)
     prompt = torch.arange(length) % WORDS
-    batch = pack_shard(share_prefix([sequence(prompt, 3, draw) for _ in range(60)]), ParallelMesh())
+    batch = pack_shard(
+        share_prefix([sequence(prompt, 3, draw) for _ in range(60)]), ParallelMesh()
+    )
     rows, plan = batch.num_tokens, batch.attention_plan
     assert rows == length + 3 + 59 * 4
     (call,) = plan.prefix_calls
     assert call.segments.bounds == [[0, 59 * 4], [0, length - 1]]
     q, k, v = (torch.randn(rows, 1, E, requires_grad=True) for _ in range(3))
     with LargestTensor() as seen:
-        torch.autograd.grad(UlyssesAttention(None, 1, 1, E)(q, k, v, plan=plan).sum(), (q, k, v))
+        torch.autograd.grad(
+            UlyssesAttention(None, 1, 1, E)(q, k, v, plan=plan).sum(), (q, k, v)
+        )
     assert seen.numel <= 2 * rows * E
 
 
-@pytest.mark.parametrize("before", [[], [Sequence([1], [0])]], ids=["nothing before it", "owner too short"])
+@pytest.mark.parametrize(
+    "before", [[], [Sequence([1], [0])]], ids=["nothing before it", "owner too short"]
+)
 def test_a_branch_without_its_owner_is_refused(before):
     branch = share_prefix([Sequence([1, 2, 3, 4], [0, 0, 0, 1])] * 2)[1]
     with pytest.raises(ValueError, match="does not hold"):
@@ -166,7 +203,12 @@ def test_shared_prompts_need_a_causal_mask(rank):
 
 def every_kernel(sp, heads, head_dim):
     kernels = gpu_kernels()
-    return {k: on_ranks(sp, heads, kernel=k, dtype=torch.bfloat16, head_dim=head_dim, scale=20)[0] for k in kernels}
+    return {
+        k: on_ranks(
+            sp, heads, kernel=k, dtype=torch.bfloat16, head_dim=head_dim, scale=20
+        )[0]
+        for k in kernels
+    }
 
 
 @pytest.mark.gpu

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from tests.unit.test_layout import simulated_mesh
-from ulysses.parallel import ParallelMesh, Sequence, pack_shard, segment_sums, sequence_last
+from ulysses.parallel import (
+    ParallelMesh,
+    Sequence,
+    pack_shard,
+    segment_sums,
+    sequence_last,
+)
 
 LENGTHS = [5, 1, 37, 1, 1, 60, 13]
 
@@ -25,14 +31,35 @@ def sequences(lengths):
 
 def test_pack_shifts_targets_inside_each_sequence():
     first = Sequence([7, 8, 9], [9.0, 1.0, 0.5], {"c": [1, 2, 3]})
-    given = [first, Sequence([5], [1.0], {"c": [4]}), Sequence([3, 0], [0, 1], {"c": [5, 6]})]
+    given = [
+        first,
+        Sequence([5], [1.0], {"c": [4]}),
+        Sequence([3, 0], [0, 1], {"c": [5, 6]}),
+    ]
     batch = pack_shard(given, ParallelMesh())
     assert batch.tokens.tolist() == [7, 8, 9, 5, 3, 0]
-    assert batch.targets.tolist() == [8, 9, -100, -100, 0, -100]  # token 0 is a word like any other
+    assert batch.targets.tolist() == [
+        8,
+        9,
+        -100,
+        -100,
+        0,
+        -100,
+    ]  # token 0 is a word like any other
     assert batch.loss_weights.tolist() == [1, 0.5, 0, 0, 1, 0]
     assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 2, 2] and batch.is_last.tolist() == [0, 0, 1, 1, 0, 1]
-    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.sequence_ids.tolist() == [
+        0,
+        0,
+        0,
+        1,
+        2,
+        2,
+    ] and batch.is_last.tolist() == [0, 0, 1, 1, 0, 1]
+    assert (
+        batch.cu_seqlens.tolist() == [0, 3, 4, 6]
+        and batch.cu_seqlens.dtype == torch.int32
+    )
     assert batch.token_columns["c"].tolist() == [1, 2, 3, 4, 5, 6]
     assert (batch.num_sequences, batch.num_tokens, batch.num_valid) == (3, 6, 3)
     assert batch.valid_index.tolist() == [0, 1, 4]
@@ -40,22 +67,45 @@ def test_pack_shifts_targets_inside_each_sequence():
 
 @pytest.mark.parametrize("num_heads", [8, 14, 1])
 @pytest.mark.parametrize("sp", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("lengths", [LENGTHS, [1]], ids=["ragged", "ranks with nothing but tail"])
-def test_pack_shard_equals_shard_of_pack_and_shards_hold_every_token_once(lengths, sp, num_heads):
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, [1]], ids=["ragged", "ranks with nothing but tail"]
+)
+def test_pack_shard_equals_shard_of_pack_and_shards_hold_every_token_once(
+    lengths, sp, num_heads
+):
     given, seen, total, count = sequences(lengths), [], sum(lengths), len(lengths)
     pack = pack_shard(given, ParallelMesh())
     for rank in range(sp):
         one = pack_shard(given, simulated_mesh(sp, rank, num_heads))
         indices = one.cu_seqlens[one.sequence_ids] + one.positions
         real, padded = indices < total, one.attention_plan.total
-        assert padded % sp == 0 and padded - total < sp and one.tokens.numel() == padded // sp
-        for name in ("tokens", "targets", "loss_weights", "positions", "sequence_ids", "is_last", "reference_logps"):
+        assert (
+            padded % sp == 0
+            and padded - total < sp
+            and one.tokens.numel() == padded // sp
+        )
+        for name in (
+            "tokens",
+            "targets",
+            "loss_weights",
+            "positions",
+            "sequence_ids",
+            "is_last",
+            "reference_logps",
+        ):
             here, there = ({**vars(b), **b.token_columns}[name] for b in (one, pack))
-            assert torch.equal(here[real], there[indices[real]]) and here.dtype == there.dtype, name
-        assert (one.targets[~real] == -100).all() and (one.loss_weights[~real] == 0).all()
+            assert (
+                torch.equal(here[real], there[indices[real]])
+                and here.dtype == there.dtype
+            ), name
+        assert (one.targets[~real] == -100).all() and (
+            one.loss_weights[~real] == 0
+        ).all()
         assert (one.sequence_ids[~real] == count).all() and not one.is_last[~real].any()
         assert one.num_sequences == count and one.num_tokens == total
-        assert one.cu_seqlens[-1] == padded and torch.equal(one.cu_seqlens[: count + 1], pack.cu_seqlens)
+        assert one.cu_seqlens[-1] == padded and torch.equal(
+            one.cu_seqlens[: count + 1], pack.cu_seqlens
+        )
         assert one.valid_index.tolist() == one.loss_weights.nonzero().flatten().tolist()
         assert one.num_valid == one.valid_index.numel() == (one.targets != -100).sum()
         assert one.sequence_columns["margin"].tolist() == [i / 2 for i in range(count)]
@@ -79,30 +129,48 @@ def test_pack_shard_reads_only_its_own_slices():
     assert tokens.read == ((250, 501),)  # one more for the last target
 
 
-def test_an_empty_pack_is_refused_unless_it_is_meant():
-    with pytest.raises(ValueError, match="no sequences to pack; leave the step out on all ranks together, or set may_"):
-        pack_shard([], ParallelMesh())
-
-
 def test_no_sequences_give_a_batch_without_weight():
+    message = (
+        "no sequences to pack; leave the step out on all ranks together, or set may_"
+    )
+    with pytest.raises(ValueError, match=message):
+        pack_shard([], ParallelMesh())
     batch = pack_shard([], simulated_mesh(4, 1, 14), may_be_empty=True)
-    assert batch.tokens.tolist() == [0] and batch.targets.tolist() == [-100] and batch.num_valid == 0
-    assert batch.num_sequences == 0 and batch.cu_seqlens.tolist() == [0, 4] and batch.num_tokens == 0
+    assert (
+        batch.tokens.tolist() == [0]
+        and batch.targets.tolist() == [-100]
+        and batch.num_valid == 0
+    )
+    assert (
+        batch.num_sequences == 0
+        and batch.cu_seqlens.tolist() == [0, 4]
+        and batch.num_tokens == 0
+    )
     one = pack_shard([], ParallelMesh(), may_be_empty=True)
-    assert segment_sums(torch.ones(1), one).shape == (0,) and sequence_last(torch.ones(1), one).shape == (0,)
+    assert segment_sums(torch.ones(1), one).shape == (0,) and sequence_last(
+        torch.ones(1), one
+    ).shape == (0,)
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
     lengths = [100_000, 3, 1, 5000, 65, 64]
-    batch = pack_shard([Sequence(np.zeros(n, np.uint8), np.ones(n)) for n in lengths], ParallelMesh())
-    values = torch.rand(sum(lengths), *shape, generator=torch.Generator().manual_seed(0))
+    batch = pack_shard(
+        [Sequence(np.zeros(n, np.uint8), np.ones(n)) for n in lengths], ParallelMesh()
+    )
+    values = torch.rand(
+        sum(lengths), *shape, generator=torch.Generator().manual_seed(0)
+    )
     values[:100_000] *= 1e6
     values[100_000:] *= 1e-3
     wanted = torch.stack([x.sum(0) for x in values.double().split(lengths)])
-    torch.testing.assert_close(segment_sums(values, batch).double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        segment_sums(values, batch).double(), wanted, rtol=1e-6, atol=0
+    )
     naive = values.cumsum(0)[batch.cu_seqlens[1:] - 1].diff(dim=0)
-    assert not torch.allclose(naive.double(), wanted[1:], rtol=1e-2)  # what the tree avoids
+    assert not torch.allclose(
+        naive.double(), wanted[1:], rtol=1e-2
+    )  # what the tree avoids
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,31 @@ torch.testing.assert_close(out[5], k[5].repeat_interleave(2, 0))
 }
 
 
-OTHERS = {"losses", "ulysses", "models", "flash_attn", "deepspeed", "transformers", "datasets", "pydantic"}
+OTHERS = {
+    "losses",
+    "ulysses",
+    "models",
+    "flash_attn",
+    "deepspeed",
+    "transformers",
+    "datasets",
+    "pydantic",
+}
 
 
 @pytest.mark.parametrize("folder", SCRIPTS)
 def test_folder_works_when_copied_and_needs_torch_alone(tmp_path, folder):
     source = Path(__file__).resolve().parents[2] / folder
-    shutil.copytree(source, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        source, tmp_path / "copied", ignore=shutil.ignore_patterns("__pycache__")
+    )
     code = f"import sys, torch\n{SCRIPTS[folder]}\nfound = set(sys.modules) & {OTHERS}; assert not found, found"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PATH": ""}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr

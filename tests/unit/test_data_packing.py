@@ -11,11 +11,19 @@ from ulysses.data.serve.steps import StepLoader, pack_step, sequence_cost, shuff
 
 
 def packed_lengths(lengths, budget, groups, attention_length=50_000.0):
-    return pack_step(lengths, [sequence_cost(n, 0, attention_length) for n in lengths], budget, groups)
+    return pack_step(
+        lengths,
+        [sequence_cost(n, 0, attention_length) for n in lengths],
+        budget,
+        groups,
+    )
 
 
 def random_lengths(generator, count, longest):
-    return [min(longest, max(2, int(generator.paretovariate(1.1) * 20))) for _ in range(count)]
+    return [
+        min(longest, max(2, int(generator.paretovariate(1.1) * 20)))
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])
@@ -25,8 +33,14 @@ def test_every_example_once_within_budget_and_equal_counts(dp):
         lengths = random_lengths(generator, count, 1000)
         packed = packed_lengths(lengths, 1000, dp)
         assert len(packed) == dp and len({len(group) for group in packed}) == 1
-        assert sorted(i for group in packed for micro in group for i in micro) == list(range(count))
-        assert all(sum(lengths[i] for i in micro) <= 1000 for group in packed for micro in group)
+        assert sorted(i for group in packed for micro in group for i in micro) == list(
+            range(count)
+        )
+        assert all(
+            sum(lengths[i] for i in micro) <= 1000
+            for group in packed
+            for micro in group
+        )
         least = -(-sum(lengths) // (1000 * dp))
         assert len(packed[0]) <= max(1, 1.3 * least + 1)
         assert packed == packed_lengths(lengths, 1000, dp)
@@ -38,7 +52,12 @@ def test_micro_batches_run_at_the_same_time_with_similar_cost():
     generator = random.Random(0)
     lengths = random_lengths(generator, 512, 4000)
     packed = packed_lengths(lengths, 8000, 4)
-    costs = np.array([[sum(sequence_cost(lengths[i]) for i in micro) for micro in group] for group in packed])
+    costs = np.array(
+        [
+            [sum(sequence_cost(lengths[i]) for i in micro) for micro in group]
+            for group in packed
+        ]
+    )
     assert (costs.max(axis=0).sum() / costs.mean(axis=0).sum()) < 1.05
     assert costs.sum(axis=1).max() / costs.sum(axis=1).mean() < 1.03
 
@@ -50,7 +69,9 @@ class FakeDataset:
         self.sequence_lengths = np.asarray(lengths).reshape(len(lengths), -1)
         self.prefix_lengths = np.zeros_like(self.sequence_lengths)
         self.lengths = self.sequence_lengths.sum(axis=1)
-        self.sources = np.zeros(len(lengths), int) if sources is None else np.asarray(sources)
+        self.sources = (
+            np.zeros(len(lengths), int) if sources is None else np.asarray(sources)
+        )
         self.source_weights = list(weights)
 
     def __len__(self):
@@ -66,13 +87,24 @@ def test_steps_hold_the_same_examples_on_every_topology():
     assert reference.steps_per_epoch == 7
     for dp in (1, 2, 4):
         for packing_seed in (None, 5):
-            options = {"tokens_per_microbatch": 500, "data_parallel_size": dp, "packing_seed": packing_seed}
-            group = [ShuffledLoader(dataset, 8, seed=3, dp_rank=r, **options) for r in range(dp)]
+            options = {
+                "tokens_per_microbatch": 500,
+                "data_parallel_size": dp,
+                "packing_seed": packing_seed,
+            }
+            group = [
+                ShuffledLoader(dataset, 8, seed=3, dp_rank=r, **options)
+                for r in range(dp)
+            ]
             for epoch, k in ((0, 0), (0, 6), (2, 3)):
                 steps = [loader.step(epoch, k) for loader in group]
                 assert len({len(step) for step in steps}) == 1
-                served = sorted(e.index for step in steps for micro in step for e in micro)
-                assert served == sorted(int(i) for i in reference.order(epoch)[k * 8 : (k + 1) * 8])
+                served = sorted(
+                    e.index for step in steps for micro in step for e in micro
+                )
+                assert served == sorted(
+                    int(i) for i in reference.order(epoch)[k * 8 : (k + 1) * 8]
+                )
     assert len(reference.indices(0, 6)) == 5  # the last, smaller step is kept
 
 
@@ -80,12 +112,27 @@ def test_order_depends_on_seed_and_epoch_alone():
     dataset = FakeDataset([10] * 100)
 
     def order(epoch=0, examples=8, budget=500, seed=1, **options):
-        return StepLoader(dataset, examples, tokens_per_microbatch=budget, seed=seed, **options).order(epoch).tolist()
+        return (
+            StepLoader(
+                dataset, examples, tokens_per_microbatch=budget, seed=seed, **options
+            )
+            .order(epoch)
+            .tolist()
+        )
 
     assert sorted(order()) == list(range(100)) == order(3, shuffle=False) != order()
     assert order() == order(examples=16, budget=50, data_parallel_size=2)
     assert order() != order(seed=2) and order() != order(epoch=1)
-    assert list(shuffled(8, 1, 2)) == [4, 3, 5, 0, 1, 7, 6, 2]  # written down: no library may change it
+    assert list(shuffled(8, 1, 2)) == [
+        4,
+        3,
+        5,
+        0,
+        1,
+        7,
+        6,
+        2,
+    ]  # written down: no library may change it
 
 
 def test_source_weights_repeat_and_sample():
@@ -94,9 +141,16 @@ def test_source_weights_repeat_and_sample():
     counts = [np.bincount(loader.order(epoch), minlength=30) for epoch in range(8)]
     assert loader.examples_per_epoch == 30 and loader.steps_per_epoch == 5
     for count in counts:
-        assert (count[:10] == 2).all() and count[10:].max() == 1 and count[10:].sum() == 10
+        assert (
+            (count[:10] == 2).all() and count[10:].max() == 1 and count[10:].sum() == 10
+        )
     assert (sum(counts)[10:] > 0).all()  # another half each epoch
-    assert StepLoader(dataset, 7, tokens_per_microbatch=500, shuffle=False).examples_per_epoch == 30
+    assert (
+        StepLoader(
+            dataset, 7, tokens_per_microbatch=500, shuffle=False
+        ).examples_per_epoch
+        == 30
+    )
     with pytest.raises(ValueError, match=r"leave no example"):
         StepLoader(FakeDataset([10], weights=(0.1,)), 1, tokens_per_microbatch=500)
 

@@ -23,16 +23,26 @@ def test_scopes_are_clipped_separately():
     """As in PPO; the first scope's edit does not make the second one's norm be measured again."""
     named, world = parameters(), FakeWorld(2)
     before = {n: g.double() for n, g in grads_of(named).items()}
-    scopes = {n: "value" if n in ("embed.weight", "norm.weight") else "policy" for n in named}
-    (report, _) = world.run(lambda rank: build_chain("default", 7.0).apply(world.view(named, rank, scopes), context()))
+    scopes = {
+        n: "value" if n in ("embed.weight", "norm.weight") else "policy" for n in named
+    }
+    (report, _) = world.run(
+        lambda rank: build_chain("default", 7.0).apply(
+            world.view(named, rank, scopes), context()
+        )
+    )
     assert world.calls == 1
     for scope in ("policy", "value"):
         names = [n for n in named if scopes[n] == scope]
         norm = math.hypot(*(float(before[n].norm()) for n in names))
-        assert norm > 7 and report[f"grad/{scope}/norm"] == pytest.approx(norm, rel=1e-6)
+        assert norm > 7 and report[f"grad/{scope}/norm"] == pytest.approx(
+            norm, rel=1e-6
+        )
         assert report[f"grad/{scope}/clip_factor"] == pytest.approx(7 / norm, rel=1e-6)
         assert report[f"grad/{scope}/clipped"] == 1
-        assert_same_gradients(grads_of(named), {n: (before[n] * 7 / norm).float() for n in names})
+        assert_same_gradients(
+            grads_of(named), {n: (before[n] * 7 / norm).float() for n in names}
+        )
 
 
 def test_state_survives_json_and_continues_exactly():
@@ -44,7 +54,11 @@ def test_state_survives_json_and_continues_exactly():
         all_named = [(i, of_norm(norms[i])) for i in range(first, last)]
         return [repr((act(chain, named, i), named["p"].grad)) for i, named in all_named]
 
-    want, first, second = steps(build_chain(tables), 0, 30), build_chain(tables), build_chain(tables)
+    want, first, second = (
+        steps(build_chain(tables), 0, 30),
+        build_chain(tables),
+        build_chain(tables),
+    )
     steps(first, 0, 13)
     saved = json.loads(json.dumps(first.state_dict()))
     second.load_state_dict(saved)
@@ -53,11 +67,12 @@ def test_state_survives_json_and_continues_exactly():
         build_chain("default").load_state_dict(saved)
 
 
-def test_chain_without_a_guard_gets_one():
+def test_chain_without_a_guard_gets_one_and_presets_have_theirs():
     lists = ([], [{"policy": "zclip"}], [{"policy": "skip_non_finite"}])
     names = [[p.name for p in build_chain(tables).policies] for tables in lists]
-    assert names == [["stop_on_non_finite"], ["stop_on_non_finite", "zclip"], ["skip_non_finite"]]
-
-
-def test_presets():
+    assert names == [
+        ["stop_on_non_finite"],
+        ["stop_on_non_finite", "zclip"],
+        ["skip_non_finite"],
+    ]
     assert [len(build_chain(name).policies) for name in get_args(Preset)] == [2, 4, 2]

@@ -29,9 +29,15 @@ def test_clip_global_norm_equals_torch():
     report, _ = act(build_chain("default"), ours)
     total = nn.utils.clip_grad_norm_(theirs.values(), 1.0)
     assert_same_gradients(grads_of(ours), grads_of(theirs))
-    assert report["grad_norm"] == pytest.approx(float(total)) and report["grad/clipped"] == 1
+    assert (
+        report["grad_norm"] == pytest.approx(float(total))
+        and report["grad/clipped"] == 1
+    )
     for off in (0.0, 1e9):
-        assert act(ClipGlobalNorm(off), theirs)[0] == {"grad/clip_factor": 1, "grad/clipped": 0}
+        assert act(ClipGlobalNorm(off), theirs)[0] == {
+            "grad/clip_factor": 1,
+            "grad/clipped": 0,
+        }
         assert_same_gradients(grads_of(theirs), grads_of(ours))
 
 
@@ -40,14 +46,24 @@ def test_non_finite_stops_or_skips_naming_step_and_parameter(bad):
     named, policy = parameters(), SkipNonFinite(limit=2)
     named["mlp.weight"].grad[2, 3] = bad
     before = grads_of(named)
-    found = [act(GradientPolicyChain([policy, ClipGlobalNorm(1e-3)]), named, step)[1] for step in range(3)]
+    found = [
+        act(GradientPolicyChain([policy, ClipGlobalNorm(1e-3)]), named, step)[1]
+        for step in range(3)
+    ]
     assert found[0].skip == "step 1: 1 gradient elements are inf or nan, in mlp.weight"
     assert found[1].skip and not found[1].stop and "3 steps in a row" in found[2].stop
-    torch.testing.assert_close(grads_of(named), before, equal_nan=True)  # no later policy touched it
+    torch.testing.assert_close(
+        grads_of(named), before, equal_nan=True
+    )  # no later policy touched it
     act(policy, parameters())
     assert policy.consecutive == 0
-    assert act(StopOnNonFinite(), named, 17)[1].stop.startswith("step 18: 1 gradient elements")
-    assert act(StopOnNonFinite(), parameters(), 5, loss=float("nan"))[1].stop == "step 6: the loss is nan"
+    assert act(StopOnNonFinite(), named, 17)[1].stop.startswith(
+        "step 18: 1 gradient elements"
+    )
+    assert (
+        act(StopOnNonFinite(), parameters(), 5, loss=float("nan"))[1].stop
+        == "step 6: the loss is nan"
+    )
 
 
 def run_norms(policy, norms, losses=()):
@@ -69,10 +85,15 @@ def test_skip_spike():
 
     assert not skips(wave, wave)
     norm_spike = skips([*wave, 10.0, *wave])
-    assert list(norm_spike) == [60] and "step 61: the gradient norm is 10" in norm_spike[60]
+    assert (
+        list(norm_spike) == [60]
+        and "step 61: the gradient norm is 10" in norm_spike[60]
+    )
     assert "the loss is 9" in skips([1.0] * 61, [*wave, 9.0])[60]
     assert not skips([1.0, 1.1, 100.0])  # too early
-    assert 119 not in skips([*wave, *(10 * w for w in wave)])  # a lasting change of level is accepted
+    assert 119 not in skips(
+        [*wave, *(10 * w for w in wave)]
+    )  # a lasting change of level is accepted
 
 
 def test_zclip_equals_its_equation():
@@ -94,13 +115,17 @@ def test_zclip_equals_its_equation():
 def test_auto_clip_equals_its_equation():
     norms = [1.0, 3.0, 2.0, 10.0, 0.5]
     for i, (_, left) in enumerate(run_norms(AutoClip(50), norms)):
-        assert left == pytest.approx(min(norms[i], statistics.median(norms[: i + 1])), rel=1e-5)
+        assert left == pytest.approx(
+            min(norms[i], statistics.median(norms[: i + 1])), rel=1e-5
+        )
 
 
 def test_noise_is_the_same_on_any_partitioning_and_different_elsewhere():
     def noise(size, seed=1, step=2):
         named, world = parameters(LARGE | SHAPES, scale=0.0), FakeWorld(size)
-        world.run(lambda rank: world.view(named, rank).add_noise(1.0, seed=seed, step=step))
+        world.run(
+            lambda rank: world.view(named, rank).add_noise(1.0, seed=seed, step=step)
+        )
         return grads_of(named)
 
     whole = noise(1)
@@ -109,8 +134,15 @@ def test_noise_is_the_same_on_any_partitioning_and_different_elsewhere():
             assert torch.equal(value, whole[name])
     flat = whole["wide.weight"].flatten()
     assert abs(flat.mean()) < 0.02 and abs(flat.std() - 1) < 0.02
-    others = [flat[:9], flat[65_536:65_545], noise(1, step=3)["norm.weight"], noise(1, seed=2)["norm.weight"]]
-    assert not any(torch.equal(whole["norm.weight"], other) for other in others) and not torch.equal(*others[:2])
+    others = [
+        flat[:9],
+        flat[65_536:65_545],
+        noise(1, step=3)["norm.weight"],
+        noise(1, seed=2)["norm.weight"],
+    ]
+    assert not any(
+        torch.equal(whole["norm.weight"], other) for other in others
+    ) and not torch.equal(*others[:2])
 
 
 def test_noise_sizes():

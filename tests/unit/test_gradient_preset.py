@@ -10,7 +10,13 @@ from tests.fake_ranks import FakeWorld, assert_same_gradients, grads_of, paramet
 from ulysses.gradients import StepContext, build_chain
 
 STEPS, MAX_NORM, SEED = 50, 1.0, 11
-SHAPES = {"embed": (37, 12), "wide": (300, 250), "norm": (10,), "proj": (6, 5, 2), "bias": (1,)}
+SHAPES = {
+    "embed": (37, 12),
+    "wide": (300, 250),
+    "norm": (10,),
+    "proj": (6, 5, 2),
+    "bias": (1,),
+}
 
 
 def block_noise(name, numel, step):
@@ -30,7 +36,9 @@ def literal(named, lr, step):
     vanishing, exploding = mean_abs < 1e-3, mean_abs > 5.0
     if vanishing:
         for name, g in grads.items():
-            g.add_((1e-5 if late else 1e-4) * block_noise(name, g.numel(), step).view_as(g))
+            g.add_(
+                (1e-5 if late else 1e-4) * block_noise(name, g.numel(), step).view_as(g)
+            )
         for g in grads.values():
             if float(g.abs().double().mean()) < 1e-4:
                 g.mul_(1.1 if late else 1.5)
@@ -49,12 +57,19 @@ def literal(named, lr, step):
 
 def phase(step):
     """Vanishing in two strengths, normal, exploding, and all of them again in the last tenth."""
-    return [1e-6, 3e-4, 1.0, 20.0, 1e-5][step % 5] if step < 46 else [1e-6, 1.0, 20.0, 3e-4][step - 46]
+    return (
+        [1e-6, 3e-4, 1.0, 20.0, 1e-5][step % 5]
+        if step < 46
+        else [1e-6, 1.0, 20.0, 3e-4][step - 46]
+    )
 
 
 def gradients_at(step):
     named = parameters(SHAPES, seed=100 + step, scale=phase(step))
-    for name in ("wide", "proj"):  # so that at some steps only some parameters count as small
+    for name in (
+        "wide",
+        "proj",
+    ):  # so that at some steps only some parameters count as small
         named[name].grad *= 1e-2
     return named
 
@@ -66,7 +81,9 @@ def test_same_gradients_and_learning_rates_for_fifty_steps(ranks):
     def on_rank(rank):
         chain, out = build_chain("ulysses-pro", MAX_NORM), []
         for step, named in enumerate(ours):
-            context = StepContext(step, STEPS, loss=1.0, lr=1e-3 * (1 - step / STEPS), seed=SEED)
+            context = StepContext(
+                step, STEPS, loss=1.0, lr=1e-3 * (1 - step / STEPS), seed=SEED
+            )
             report = chain.apply(world.view(named, rank, {"wide": "value"}), context)
             out.append((context.lr * context.lr_scale, report))
         return out
@@ -76,12 +93,30 @@ def test_same_gradients_and_learning_rates_for_fifty_steps(ranks):
     phases, scaled = set(), set()
     for step, (named, (lr, report)) in enumerate(zip(ours, found)):
         want = gradients_at(step)
-        assert lr == pytest.approx(literal(want, 1e-3 * (1 - step / STEPS), step), rel=1e-12), step
+        assert lr == pytest.approx(
+            literal(want, 1e-3 * (1 - step / STEPS), step), rel=1e-12
+        ), step
         assert_same_gradients(grads_of(named), grads_of(want))
-        active = sorted(k.split("/")[-1] for k, v in report.items() if k.startswith("grad/active/") and v)
+        active = sorted(
+            k.split("/")[-1]
+            for k, v in report.items()
+            if k.startswith("grad/active/") and v
+        )
         phases.add((*active, step > 0.9 * STEPS))
         scaled.add(report.get("grad/scaled_parameters"))
-    vanishing = ("boost_learning_rate", "gradient_centralization", "gradient_noise", "scale_small_gradients")
+    vanishing = (
+        "boost_learning_rate",
+        "gradient_centralization",
+        "gradient_noise",
+        "scale_small_gradients",
+    )
     clip = "clip_global_norm"
-    assert phases == {(*vanishing, False), (False,), (clip, False), (*vanishing[1:], True), (True,), (clip, True)}
+    assert phases == {
+        (*vanishing, False),
+        (False,),
+        (clip, False),
+        (*vanishing[1:], True),
+        (True,),
+        (clip, True),
+    }
     assert len(scaled) > 2  # some steps scale all parameters, some only a few

@@ -14,12 +14,23 @@ from ulysses.gradients import TorchGradients, build_chain
 def test_statistics_are_exact_with_one_collective_each(size):
     named, world = parameters(SHAPES | LARGE), FakeWorld(size)
     grads = [p.grad.double() for p in named.values()]
-    norms, means = [g.norm().item() for g in grads], [g.abs().mean().item() for g in grads]
-    wanted = [norms, means, [0] * len(grads), math.hypot(*norms), sum(means) / len(means)]
+    norms, means = (
+        [g.norm().item() for g in grads],
+        [g.abs().mean().item() for g in grads],
+    )
+    wanted = [
+        norms,
+        means,
+        [0] * len(grads),
+        math.hypot(*norms),
+        sum(means) / len(means),
+    ]
 
     def ask(rank):
         view = world.view(named, rank)
-        first, second = (view.measure("norm", "mean_abs", "nonfinite") for _ in range(2))
+        first, second = (
+            view.measure("norm", "mean_abs", "nonfinite") for _ in range(2)
+        )
         assert first == second
         return [*first, view.norm(), view.mean_abs()]
 
@@ -49,7 +60,11 @@ def test_idle_gradient_policies_need_one_collective_together():
     ]  # fmt: skip
     named, world = parameters(), FakeWorld(2)
     before = grads_of(named)
-    world.run(lambda rank: build_chain(tables).apply(world.view(named, rank, {"conv": "value"}), context()))
+    world.run(
+        lambda rank: build_chain(tables).apply(
+            world.view(named, rank, {"conv": "value"}), context()
+        )
+    )
     assert world.calls == 1
     assert all(torch.equal(p.grad, before[n]) for n, p in named.items())
 
@@ -62,7 +77,9 @@ def test_plain_view_leaves_out_frozen_and_untouched_parameters():
     view = TorchGradients(named.items())
     view.scale(0.0)
     assert [e.name for e in view] == ["c"] and not named["c"].grad.any()
-    with pytest.raises(ValueError, match="no parameter has a gradient; run the backward pass first"):
+    with pytest.raises(
+        ValueError, match="no parameter has a gradient; run the backward pass first"
+    ):
         TorchGradients([("a", named["a"])])
 
 
@@ -71,7 +88,12 @@ def test_large_slices_are_summed_accurately(dtype):
     """torch's own CPU norm is off by parts in a thousand here."""
     p = nn.Parameter(torch.empty(40_000_003, dtype=dtype))
     p.grad = torch.empty_like(p).normal_(generator=torch.Generator().manual_seed(0))
-    norms, sums = zip(*((x.double().norm().item(), x.double().abs().sum().item()) for x in p.grad.split(1 << 20)))
+    norms, sums = zip(
+        *(
+            (x.double().norm().item(), x.double().abs().sum().item())
+            for x in p.grad.split(1 << 20)
+        )
+    )
     view = TorchGradients([("p", p)])
     assert view.norm() == pytest.approx(math.hypot(*norms), rel=1e-7)
     assert view.mean_abs() == pytest.approx(sum(sums) / len(p), rel=1e-7)

@@ -11,6 +11,7 @@ from ulysses.parallel.kernels import (
     varlen_backward,
     varlen_forward,
 )
+from ulysses.parallel.kernels_document import Inputs
 from ulysses.parallel.layout import Segments
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -38,11 +39,15 @@ def torch_switch():
 def naive(q, k, v, lengths, causal, scale):
     """Unfused attention, one document at a time, whole score matrices."""
     outs, group = [], q.shape[1] // k.shape[1]
-    for query, key, value in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1])):
+    for query, key, value in zip(
+        q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1])
+    ):
         key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = torch.einsum("qhe,khe->hqk", query, key) * scale
         if causal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + len(key) - len(query))
+            hidden = torch.ones(
+                scores.shape[1:], dtype=torch.bool, device=q.device
+            ).triu(1 + len(key) - len(query))
             scores = scores.masked_fill(hidden, -torch.inf)
         outs.append(torch.einsum("hqk,khe->qhe", scores.softmax(-1), value))
     return torch.cat(outs)
@@ -56,18 +61,32 @@ def segments(lengths, device="cpu"):
 def check(kernel, device, dtype, lengths, heads, head_dim, causal=True):
     draw = torch.Generator().manual_seed(0)
     options, packed = (causal, 0.3), segments(lengths, device)
-    shapes = [(sum(lengths[0]), heads[0]), (sum(lengths[1]), heads[1]), (sum(lengths[1]), heads[1])]
-    exact = [torch.randn(*s, head_dim, generator=draw).to(dtype).double().requires_grad_() for s in shapes]
-    upstream = torch.randn(sum(lengths[0]), heads[0], head_dim, generator=draw).to(dtype)
+    shapes = [
+        (sum(lengths[0]), heads[0]),
+        (sum(lengths[1]), heads[1]),
+        (sum(lengths[1]), heads[1]),
+    ]
+    exact = [
+        torch.randn(*s, head_dim, generator=draw).to(dtype).double().requires_grad_()
+        for s in shapes
+    ]
+    upstream = torch.randn(sum(lengths[0]), heads[0], head_dim, generator=draw).to(
+        dtype
+    )
     wanted = naive(*exact, lengths, *options)
     (wanted * upstream.double()).sum().backward()
     given = [x.detach().to(device, dtype) for x in exact]
-    if lengths[0] == lengths[1]:  # strided views of one buffer, as the exchange hands them over
+    if (
+        lengths[0] == lengths[1]
+    ):  # strided views of one buffer, as the exchange hands them over
         given = torch.cat(given, 1).split([heads[0], heads[1], heads[1]], 1)
-    out, lse = varlen_forward(kernel, *given, packed, *options)
+    inputs = Inputs(*given, *options)
+    out, lse = varlen_forward(kernel, inputs, packed)
     assert lse.shape == (heads[0], sum(lengths[0]))
-    grads = varlen_backward(kernel, upstream.to(device), *given, out, lse, packed, *options)
-    for name, got, want in zip(("out", "dq", "dk", "dv"), (out, *grads), (wanted, *(x.grad for x in exact))):
+    grads = varlen_backward(kernel, upstream.to(device), inputs, out, lse, packed)
+    for name, got, want in zip(
+        ("out", "dq", "dk", "dv"), (out, *grads), (wanted, *(x.grad for x in exact))
+    ):
         error = (got.cpu().double() - want).norm() / want.norm()
         assert error < TOLERANCE[dtype], f"{kernel} {name}: {error:.2e}"
 
@@ -93,7 +112,11 @@ def test_reference_tiles_do_not_change_the_result(monkeypatch, pack, causal):
 
 def gpu_kernels():
     """The kernels that this machine can run on a GPU."""
-    return [name for name in KERNELS if kernels.why_missing(name, torch.device("cuda")) is None]
+    return [
+        name
+        for name in KERNELS
+        if kernels.why_missing(name, torch.device("cuda")) is None
+    ]
 
 
 def need(kernel):
@@ -119,12 +142,17 @@ def test_what_auto_takes_for_any_head_dim_is_right(head_dim):
 
 
 @pytest.mark.parametrize(
-    "name, factors", [("query", (1.03, 1, 1)), ("key", (1, torch.nan, 1)), ("value", (1, 1, 1.03))]
+    "name, factors",
+    [("query", (1.03, 1, 1)), ("key", (1, torch.nan, 1)), ("value", (1, 1, 1.03))],
 )
 def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors):
     def wrong(kernel, *arguments):
         grads = varlen_backward(kernel, *arguments)
-        return [grad * factor for grad, factor in zip(grads, factors)] if kernel == "torch" else grads
+        return (
+            [grad * factor for grad, factor in zip(grads, factors)]
+            if kernel == "torch"
+            else grads
+        )
 
     monkeypatch.setattr(attention, "varlen_backward", wrong)
     message = f"kernel torch gives a wrong {name} gradient on cpu: .*; set model.attention to another"
@@ -140,9 +168,15 @@ def test_deterministic_kernels_repeat_bit_for_bit(kernel):
     torch.use_deterministic_algorithms(True)
     resolve_kernel(kernel, "cuda", torch.bfloat16, 64)
     packed, options = segments(([700, 1, 323],) * 2, "cuda"), (True, 0.125)
-    q, dout, k, v = (torch.randn(1024, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 8, 2, 2))
-    out, lse = varlen_forward(kernel, q, k, v, packed, *options)
-    first, *again = (varlen_backward(kernel, dout, q, k, v, out, lse, packed, *options) for _ in range(6))
+    q, dout, k, v = (
+        torch.randn(1024, h, 64, device="cuda", dtype=torch.bfloat16)
+        for h in (8, 8, 2, 2)
+    )
+    inputs = Inputs(q, k, v, *options)
+    out, lse = varlen_forward(kernel, inputs, packed)
+    first, *again = (
+        varlen_backward(kernel, dout, inputs, out, lse, packed) for _ in range(6)
+    )
     assert all(torch.equal(a, b) for grads in again for a, b in zip(first, grads))
 
 
@@ -154,16 +188,26 @@ def test_more_than_two_to_the_31_elements(kernel):
     if torch.cuda.get_device_properties(0).total_memory < 70e9:
         pytest.skip("needs a GPU of 80 GB")
     length, heads, head_dim = 1000, 32, 128
-    across = 2**31 // (length * heads * head_dim)  # this document holds element 2^31 of q
-    count, options, draw = across + 20, (True, head_dim**-0.5), torch.Generator("cuda").manual_seed(0)
+    across = 2**31 // (
+        length * heads * head_dim
+    )  # this document holds element 2^31 of q
+    count, options, draw = (
+        across + 20,
+        (True, head_dim**-0.5),
+        torch.Generator("cuda").manual_seed(0),
+    )
 
     def run(count, q, k, v, dout):
         packed = segments(([length] * count,) * 2, "cuda")
-        out, lse = varlen_forward(kernel, q, k, v, packed, *options)
-        return lse, out, *varlen_backward(kernel, dout, q, k, v, out, lse, packed, *options)
+        inputs = Inputs(q, k, v, *options)
+        out, lse = varlen_forward(kernel, inputs, packed)
+        return lse, out, *varlen_backward(kernel, dout, inputs, out, lse, packed)
 
     shapes = [(count * length, h, head_dim) for h in (heads, 8, 8, heads)]
-    given = [torch.randn(s, generator=draw, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    given = [
+        torch.randn(s, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for s in shapes
+    ]
     lse, *found = run(count, *given)
     for document in (0, across, count - 1):
         at = slice(document * length, (document + 1) * length)
@@ -171,7 +215,9 @@ def test_more_than_two_to_the_31_elements(kernel):
         torch.testing.assert_close(lse[:, at], alone_lse, rtol=1e-4, atol=1e-4)
         for name, whole, part in zip(("out", "dq", "dk", "dv"), found, alone):
             error = (whole[at].float() - part.float()).norm() / part.float().norm()
-            assert error < 5e-3, f"{kernel} {name} of document {document} is off by {float(error):.1e}"
+            assert error < 5e-3, (
+                f"{kernel} {name} of document {document} is off by {float(error):.1e}"
+            )
 
 
 def choice(name="auto", device="cuda", dtype=torch.bfloat16, head_dim=64, **more):
@@ -179,7 +225,11 @@ def choice(name="auto", device="cuda", dtype=torch.bfloat16, head_dim=64, **more
 
 
 def machine_without(monkeypatch, *absent):
-    monkeypatch.setattr(kernels, "why_missing", lambda name, device: "absent" if name in absent else None)
+    monkeypatch.setattr(
+        kernels,
+        "why_missing",
+        lambda name, device: "absent" if name in absent else None,
+    )
 
 
 @pytest.mark.parametrize("warn_only, kernel", [(False, "torch"), (True, "reference")])
@@ -196,30 +246,57 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
     name, reason = choice(device="cpu", dtype=torch.float64, head_dim=7)
     told = "fastest for float64, head dim 7; flash4 needs a GPU, the device is cpu; cudnn needs a GPU"
     assert name == "torch" and reason.startswith(told)
-    assert choice("reference", "cpu").reason == "as requested, for bfloat16, head dim 64"
+    assert (
+        choice("reference", "cpu").reason == "as requested, for bfloat16, head dim 64"
+    )
     machine_without(monkeypatch)
-    assert choice() == ("flash4", "fastest for bfloat16, head dim 64") and choice(documents=1).name == "flash4"
+    assert (
+        choice() == ("flash4", "fastest for bfloat16, head dim 64")
+        and choice(documents=1).name == "flash4"
+    )
     assert [choice(head_dim=e).name for e in (16, 256)] == ["torch"] * 2
     assert choice(dtype=torch.float32).name == "reference"
     machine_without(monkeypatch, "flash4")
-    assert [choice(documents=n).name for n in (1, 2, 3, None)] == ["cudnn", "cudnn", "torch", "torch"]
+    assert [choice(documents=n).name for n in (1, 2, 3, None)] == [
+        "cudnn",
+        "cudnn",
+        "torch",
+        "torch",
+    ]
 
 
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"name": "flash3"}, "'flash3' is unknown; set auto, flash4, cudnn, torch, reference"),
-        ({"name": "flash4", "dtype": torch.float32}, "flash4 needs float16 or bfloat16"),
+        (
+            {"name": "flash3"},
+            "'flash3' is unknown; set auto, flash4, cudnn, torch, reference",
+        ),
+        (
+            {"name": "flash4", "dtype": torch.float32},
+            "flash4 needs float16 or bfloat16",
+        ),
         ({"name": "cudnn", "head_dim": 256}, "a multiple of 8 and at most 128"),
-        *(({"name": "flash4", "head_dim": e}, "for head dims 32, 64, 128") for e in (8, 16, 96, 256)),
+        *(
+            ({"name": "flash4", "head_dim": e}, "for head dims 32, 64, 128")
+            for e in (8, 16, 96, 256)
+        ),
         ({"name": "torch", "switch": {"warn_only": True}}, "deterministic only under"),
-        ({"name": "cudnn", "switch": {}}, "cannot run here .*: cudnn's backward is not deterministic; set"),
+        (
+            {"name": "cudnn", "switch": {}},
+            "cannot run here .*: cudnn's backward is not deterministic; set",
+        ),
     ],
 )
 @pytest.mark.usefixtures("torch_switch")
-def test_kernels_that_cannot_run_are_refused_in_one_sentence(monkeypatch, asked, message):
+def test_kernels_that_cannot_run_are_refused_in_one_sentence(
+    monkeypatch, asked, message
+):
     for name in ("flash4", "cudnn"):
-        with pytest.raises(ValueError, match=f"{name} needs a GPU, the device is cpu; set another kernel or auto"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} needs a GPU, the device is cpu; set another kernel or auto",
+        ):
             choice(name, "cpu")
     machine_without(monkeypatch)
     if "switch" in asked:

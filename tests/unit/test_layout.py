@@ -13,7 +13,16 @@ import torch
 from ulysses.parallel import exchange
 from ulysses.parallel.layout import head_layout, packed_plan, row_sets, shard_ranges
 
-HEADS = [(32, 8), (64, 8), (24, 8), (14, 2), (12, 2), (16, 2), (28, 4), (40, 8)]  # Llama-3 and Qwen2.5, every size
+HEADS = [
+    (32, 8),
+    (64, 8),
+    (24, 8),
+    (14, 2),
+    (12, 2),
+    (16, 2),
+    (28, 4),
+    (40, 8),
+]  # Llama-3 and Qwen2.5, every size
 RAGGED = [5, 1, 37, 1, 1, 60, 13, 2, 9]
 
 
@@ -35,9 +44,13 @@ class SimulatedGroup:
 
     def __init__(self, ranks):
         self.board, self.barrier = [None] * ranks, threading.Barrier(ranks, timeout=10)
-        self.received = [[] for _ in range(ranks)]  # elements that reached each rank, call by call
+        self.received = [
+            [] for _ in range(ranks)
+        ]  # elements that reached each rank, call by call
 
-    def all_to_all_single(self, received, send, output_splits=None, input_splits=None, *, group):
+    def all_to_all_single(
+        self, received, send, output_splits=None, input_splits=None, *, group
+    ):
         rank, ranks = group, len(self.board)
         even = [len(send) // ranks] * ranks
         self.board[rank] = send.split(input_splits or even)
@@ -60,14 +73,19 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
     total, ranks = int(cu[-1]), math.gcd(sp, num_heads)
     sets = row_sets(cu, sp // ranks)
     # every number names its row and its head
-    query, key = ((torch.arange(total)[:, None] * 1000 + torch.arange(n)).double()[..., None] for n in heads)
+    query, key = (
+        (torch.arange(total)[:, None] * 1000 + torch.arange(n)).double()[..., None]
+        for n in heads
+    )
     group = SimulatedGroup(sp)
     monkeypatch.setattr(exchange, "dist", group)
     layout = head_layout(num_heads, num_kv_heads, ranks)
 
     def on_rank(rank):
         plan = packed_plan(cu, sets, simulated_mesh(sp, rank, num_heads, rank), "cpu")
-        mine = torch.cat([torch.arange(a, b) for a, b in shard_ranges(sets, rank, ranks)])
+        mine = torch.cat(
+            [torch.arange(a, b) for a, b in shard_ranges(sets, rank, ranks)]
+        )
         got = exchange.exchange_qkv_forward(query[mine], key[mine], -key[mine], plan)
         back = exchange.exchange_out_forward(got[0], plan)
         grads = exchange.exchange_qkv_backward(*got, plan, num_heads, num_kv_heads)
@@ -80,18 +98,26 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
         if sp > 1:
             # a kernel gives each of the kv heads to as many query heads in turn
             for_each_query = k.repeat_interleave(layout.query // layout.key, 1)
-            assert torch.equal(for_each_query, key[:, held // (num_heads // num_kv_heads)]) and torch.equal(v, -k)
+            assert torch.equal(
+                for_each_query, key[:, held // (num_heads // num_kv_heads)]
+            ) and torch.equal(v, -k)
             # k' and v' are parts of one buffer, and pieces of rows attend to slices of it: no key is copied again
-            held_once = total * 2 * layout.key + (len(rows) * layout.query if sp == ranks else 0)
+            held_once = total * 2 * layout.key + (
+                len(rows) * layout.query if sp == ranks else 0
+            )
             assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
             assert k.untyped_storage().nbytes() == 8 * held_once
             # Every key and value arrives once per slot, every query row once; gradients go back the same way.
             there, out, back_again, out_again = group.received[rank]
-            assert there == back_again == len(rows) * layout.query + 2 * total * layout.key
+            assert (
+                there == back_again == len(rows) * layout.query + 2 * total * layout.key
+            )
             assert out == out_again == len(mine) * num_heads
         assert torch.equal(back, query[mine]) and torch.equal(again, q)
         copies = sp // ranks * layout.repeat  # the adjoint sums all copies
-        for grad, wanted in zip(grads, (query[mine], copies * key[mine], -copies * key[mine]), strict=True):
+        for grad, wanted in zip(
+            grads, (query[mine], copies * key[mine], -copies * key[mine]), strict=True
+        ):
             assert torch.equal(grad, wanted)
 
 
@@ -108,16 +134,34 @@ def test_causal_cost_is_balanced(sp):
     """Every token on one rank, equal shards, equal work, few pieces, for long sequences and for many documents."""
     draw = random.Random(sp)
     mixed = [draw.randint(1, 1000) for _ in range(2000)]
-    packs = [[1 << 20], mixed, [*mixed[:150], 16000], [16000, *mixed[:150]], [1] * 5000 + [30000], [4096] * 9]
-    packs += [[2000, *(int(10 ** draw.uniform(0, 4.5)) for _ in range(draw.randint(1, 80)))] for _ in range(20)]
+    packs = [
+        [1 << 20],
+        mixed,
+        [*mixed[:150], 16000],
+        [16000, *mixed[:150]],
+        [1] * 5000 + [30000],
+        [4096] * 9,
+    ]
+    packs += [
+        [2000, *(int(10 ** draw.uniform(0, 4.5)) for _ in range(draw.randint(1, 80)))]
+        for _ in range(20)
+    ]
     for lengths, heads in product(packs, {math.gcd(sp, heads) for heads, _ in HEADS}):
         cu = with_tail(lengths, sp)
         sets = row_sets(cu, sp // heads)
         shards = [shard_ranges(sets, rank, heads) for rank in range(sp)]
         held = sorted(piece for pieces in shards for piece in pieces)
-        assert held[0][0] == 0 and held[-1][1] == cu[-1] and all(a[1] == b[0] for a, b in pairwise(held))
-        assert {sum(b - a for a, b in pieces) for pieces in shards} == {int(cu[-1]) // sp}
+        assert (
+            held[0][0] == 0
+            and held[-1][1] == cu[-1]
+            and all(a[1] == b[0] for a, b in pairwise(held))
+        )
+        assert {sum(b - a for a, b in pieces) for pieces in shards} == {
+            int(cu[-1]) // sp
+        }
         assert cost_spread(cu, sets) < (0.005 if cu[-1] > 500_000 else 0.05), lengths
         assert sum(map(len, sets)) <= 2 * len(sets) - 1
-    contiguous = [[(i * 1024, (i + 1) * 1024)] for i in range(4)]  # what this measure says of plain shards
+    contiguous = [
+        [(i * 1024, (i + 1) * 1024)] for i in range(4)
+    ]  # what this measure says of plain shards
     assert cost_spread(torch.tensor([0, 4096]), contiguous) > 0.7
