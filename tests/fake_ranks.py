@@ -54,7 +54,10 @@ def grads_of(named):
 def assert_same_gradients(got, want, rtol=1e-6):
     for name in want:
         torch.testing.assert_close(
-            got[name], want[name], rtol=rtol, atol=1e-6 * float(want[name].abs().max()) + 1e-12
+            got[name],
+            want[name],
+            rtol=rtol,
+            atol=1e-6 * float(want[name].abs().max()) + 1e-12,
         )
 
 
@@ -66,7 +69,10 @@ class FakeWorld:
         self.barrier = threading.Barrier(size, timeout=20)
 
     def view(
-        self, named: dict[str, nn.Parameter], rank: int, groups: dict[str, str] | None = None
+        self,
+        named: dict[str, nn.Parameter],
+        rank: int,
+        groups: dict[str, str] | None = None,
     ) -> Gradients:
         """This rank's slices: the gradients themselves, not copies."""
 

@@ -181,7 +181,8 @@ def all_to_all_4d():
     ).sum().backward()  # the other rank's heads come back with the other rank's factor
     assert (mine.grad[:, :, :2] == 1).all() and (mine.grad[:, :, 2:] == 2).all()
     with pytest.raises(
-        ValueError, match="axis 2 of the input has 3 entries, which 2 ranks do not divide"
+        ValueError,
+        match="axis 2 of the input has 3 entries, which 2 ranks do not divide",
     ):
         SeqAllToAll4D.apply(group, torch.ones(1, 2, 3, 1), 2, 1)
     return True
@@ -205,7 +206,10 @@ def test_wrong_inputs_are_refused():
             (k, k, k, cu),
             r"are torch.float32 \[6, 2, 8\], .* one dtype and \(4, 2, 2\) heads of 8",
         ),
-        ((q, q, q, cu), r"\[6, 4, 8\]; they must have one dtype and \(4, 2, 2\) heads of 8"),
+        (
+            (q, q, q, cu),
+            r"\[6, 4, 8\]; they must have one dtype and \(4, 2, 2\) heads of 8",
+        ),
         (
             (q, k.double(), k.double(), cu),
             r"torch.float64 \[6, 2, 8\]; they must have one dtype",
@@ -214,6 +218,7 @@ def test_wrong_inputs_are_refused():
             (q, k, k, cu - torch.tensor([0, 1], dtype=torch.int32)),
             "cu_seqlens ends at 5 but the 1 ranks hold 6 tokens",
         ),
+        ((q, k, k, cu, 5), "max_seqlen is 5 but cu_seqlens holds a sequence of 6 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given)

@@ -132,7 +132,9 @@ class AgainstWholeGradient(GradientPolicyChain):
             self.optimizer = optimizer(SimpleNamespace(named_parameters=self.weights.items))
         for e in self.saved:
             assert_equal(
-                e.master, self.weights[e.name].detach(), f"{e.name} before step {context.step}"
+                e.master,
+                self.weights[e.name].detach(),
+                f"{e.name} before step {context.step}",
             )
         factor, theirs = math.nan if context.step == 1 else 1.0, replace(context)
         report, plain = self.compare("for good", self.for_good, factor, context)

@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from tests.unit.test_layout import simulated_mesh
-from ulysses.parallel import ParallelMesh, Sequence, pack_shard, segment_sums, sequence_last
+from ulysses.parallel import (
+    ParallelMesh,
+    Sequence,
+    pack_shard,
+    segment_sums,
+    sequence_last,
+)
 
 LENGTHS = [5, 1, 37, 1, 1, 60, 13]
 
@@ -25,7 +31,11 @@ def sequences(lengths):
 
 def test_pack_shifts_targets_inside_each_sequence():
     first = Sequence([7, 8, 9], [9.0, 1.0, 0.5], {"c": [1, 2, 3]})
-    given = [first, Sequence([5], [1.0], {"c": [4]}), Sequence([3, 0], [0, 1], {"c": [5, 6]})]
+    given = [
+        first,
+        Sequence([5], [1.0], {"c": [4]}),
+        Sequence([3, 0], [0, 1], {"c": [5, 6]}),
+    ]
     batch = pack_shard(given, ParallelMesh())
     assert batch.tokens.tolist() == [7, 8, 9, 5, 3, 0]
     assert batch.targets.tolist() == [
@@ -38,14 +48,14 @@ def test_pack_shifts_targets_inside_each_sequence():
     ]  # token 0 is a word like any other
     assert batch.loss_weights.tolist() == [1, 0.5, 0, 0, 1, 0]
     assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 2, 2] and batch.is_last.tolist() == [
+    assert batch.sequence_ids.tolist() == [
         0,
         0,
-        1,
-        1,
         0,
         1,
-    ]
+        2,
+        2,
+    ] and batch.is_last.tolist() == [0, 0, 1, 1, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 6] and batch.cu_seqlens.dtype == torch.int32
     assert batch.token_columns["c"].tolist() == [1, 2, 3, 4, 5, 6]
     assert (batch.num_sequences, batch.num_tokens, batch.num_valid) == (3, 6, 3)
@@ -109,15 +119,10 @@ def test_pack_shard_reads_only_its_own_slices():
     assert tokens.read == ((250, 501),)  # one more for the last target
 
 
-def test_an_empty_pack_is_refused_unless_it_is_meant():
-    with pytest.raises(
-        ValueError,
-        match="no sequences to pack; leave the step out on all ranks together, or set may_",
-    ):
-        pack_shard([], ParallelMesh())
-
-
 def test_no_sequences_give_a_batch_without_weight():
+    message = "no sequences to pack; leave the step out on all ranks together, or set may_"
+    with pytest.raises(ValueError, match=message):
+        pack_shard([], ParallelMesh())
     batch = pack_shard([], simulated_mesh(4, 1, 14), may_be_empty=True)
     assert (
         batch.tokens.tolist() == [0]

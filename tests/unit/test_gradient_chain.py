@@ -63,7 +63,7 @@ def test_state_survives_json_and_continues_exactly():
         build_chain("default").load_state_dict(saved)
 
 
-def test_chain_without_a_guard_gets_one():
+def test_chain_without_a_guard_gets_one_and_presets_have_theirs():
     lists = ([], [{"policy": "zclip"}], [{"policy": "skip_non_finite"}])
     names = [[p.name for p in build_chain(tables).policies] for tables in lists]
     assert names == [
@@ -71,7 +71,4 @@ def test_chain_without_a_guard_gets_one():
         ["stop_on_non_finite", "zclip"],
         ["skip_non_finite"],
     ]
-
-
-def test_presets():
     assert [len(build_chain(name).policies) for name in get_args(Preset)] == [2, 4, 2]

@@ -11,6 +11,7 @@ from ulysses.parallel.kernels import (
     varlen_backward,
     varlen_forward,
 )
+from ulysses.parallel.kernels_document import Inputs
 from ulysses.parallel.layout import Segments
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -73,9 +74,10 @@ def check(kernel, device, dtype, lengths, heads, head_dim, causal=True):
     given = [x.detach().to(device, dtype) for x in exact]
     if lengths[0] == lengths[1]:  # strided views of one buffer, as the exchange hands them over
         given = torch.cat(given, 1).split([heads[0], heads[1], heads[1]], 1)
-    out, lse = varlen_forward(kernel, *given, packed, *options)
+    inputs = Inputs(*given, *options)
+    out, lse = varlen_forward(kernel, inputs, packed)
     assert lse.shape == (heads[0], sum(lengths[0]))
-    grads = varlen_backward(kernel, upstream.to(device), *given, out, lse, packed, *options)
+    grads = varlen_backward(kernel, upstream.to(device), inputs, out, lse, packed)
     for name, got, want in zip(
         ("out", "dq", "dk", "dv"), (out, *grads), (wanted, *(x.grad for x in exact))
     ):
@@ -161,10 +163,9 @@ def test_deterministic_kernels_repeat_bit_for_bit(kernel):
     q, dout, k, v = (
         torch.randn(1024, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 8, 2, 2)
     )
-    out, lse = varlen_forward(kernel, q, k, v, packed, *options)
-    first, *again = (
-        varlen_backward(kernel, dout, q, k, v, out, lse, packed, *options) for _ in range(6)
-    )
+    inputs = Inputs(q, k, v, *options)
+    out, lse = varlen_forward(kernel, inputs, packed)
+    first, *again = (varlen_backward(kernel, dout, inputs, out, lse, packed) for _ in range(6))
     assert all(torch.equal(a, b) for grads in again for a, b in zip(first, grads))
 
 
@@ -185,8 +186,9 @@ def test_more_than_two_to_the_31_elements(kernel):
 
     def run(count, q, k, v, dout):
         packed = segments(([length] * count,) * 2, "cuda")
-        out, lse = varlen_forward(kernel, q, k, v, packed, *options)
-        return lse, out, *varlen_backward(kernel, dout, q, k, v, out, lse, packed, *options)
+        inputs = Inputs(q, k, v, *options)
+        out, lse = varlen_forward(kernel, inputs, packed)
+        return lse, out, *varlen_backward(kernel, dout, inputs, out, lse, packed)
 
     shapes = [(count * length, h, head_dim) for h in (heads, 8, 8, heads)]
     given = [
@@ -210,7 +212,9 @@ def choice(name="auto", device="cuda", dtype=torch.bfloat16, head_dim=64, **more
 
 def machine_without(monkeypatch, *absent):
     monkeypatch.setattr(
-        kernels, "why_missing", lambda name, device: "absent" if name in absent else None
+        kernels,
+        "why_missing",
+        lambda name, device: "absent" if name in absent else None,
     )
 
 
@@ -248,8 +252,14 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
 @pytest.mark.parametrize(
     "asked, message",
     [
-        ({"name": "flash3"}, "'flash3' is unknown; set auto, flash4, cudnn, torch, reference"),
-        ({"name": "flash4", "dtype": torch.float32}, "flash4 needs float16 or bfloat16"),
+        (
+            {"name": "flash3"},
+            "'flash3' is unknown; set auto, flash4, cudnn, torch, reference",
+        ),
+        (
+            {"name": "flash4", "dtype": torch.float32},
+            "flash4 needs float16 or bfloat16",
+        ),
         ({"name": "cudnn", "head_dim": 256}, "a multiple of 8 and at most 128"),
         *(
             ({"name": "flash4", "head_dim": e}, "for head dims 32, 64, 128")

@@ -62,7 +62,7 @@ class LayerGraphs:
             # the allocator forgets a pool with its last graph
             self.pool = torch.cuda.graph_pool_handle()
             self._places = places
-        segments, rows = plan.calls[True][0].segments, len(hidden)
+        segments, rows = plan.calls[0].segments, len(hidden)
         total = padded(rows, SMALLEST, 8)
         size = (
             total,
@@ -109,16 +109,16 @@ class _Recorded:
     ) -> None:
         rows, bounds, longest = size
         self.hidden, *self.rope = (x.new_zeros(rows, *x.shape[1:]) for x in (hidden, *rope))
-        cu = plan.calls[True][0].segments.cu_q
+        cu = plan.calls[0].segments.cu_q
         self.bounds = cu.new_full((bounds,), rows)
         segments = Segments(self.bounds, self.bounds, longest, longest)
         every = slice(0, rows)
         self.plan = replace(
             plan,
-            total=rows,
+            cu_seqlens=[0, rows],
             documents=bounds - 1,
-            calls={True: [VarlenCall(every, every, segments)]},
-            pieces=(((0, rows),),),
+            calls=[VarlenCall(every, every, segments)],
+            pieces=[[(0, rows)]],
         )
         self.grads, self.grad = graphs.grads, torch.zeros_like(self.hidden)
         self.set(hidden.detach(), rope, cu)

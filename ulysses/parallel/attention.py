@@ -26,11 +26,17 @@ from .exchange import (
     exchange_qkv_forward,
 )
 from .kernels import ONE_DOCUMENT, resolve_kernel, varlen_backward, varlen_forward
-from .kernels_document import join_lse
-from .layout import AttentionPlan, VarlenCall, dense_plan, device_plan, head_layout
+from .kernels_document import Gradients, Inputs, Results, join
+from .layout import (
+    AttentionPlan,
+    VarlenCall,
+    contiguous_sets,
+    head_layout,
+    packed_plan,
+    row_sets,
+)
 from .mesh import ParallelMesh
 
-JOINED_ROWS = 8192  # whose float32 sums _join holds at once
 # Lengths of prove_kernel's documents: several tiles, none of them full, and a single token
 PROOF = (300, 1, 129)
 PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels reach 2e-3 to 4e-3
@@ -41,7 +47,8 @@ class UlyssesAttention(nn.Module):
 
     `kernel` is "auto", a name from kernels.py, or a callable on head shards that autograd can differentiate (sparse or
     windowed attention, for example): `kernel(q, k, v, cu_seqlens_q=, cu_seqlens_k=, max_seqlen_q=, max_seqlen_k=,
-    causal=, softmax_scale=) -> out`. `mesh=None` is plain attention in this process.
+    causal=, softmax_scale=) -> out`. It runs once more in the backward pass, so it must compute the same again.
+    `mesh=None` is plain attention in this process.
     Raises ValueError if the heads do not fit the mesh.
     """
 
@@ -78,29 +85,53 @@ class UlyssesAttention(nn.Module):
 
         Packed: query [S, H, E], key and value [S, K, E], with `plan` (`ShardedBatch.attention_plan`) or with the global
         `cu_seqlens` [N + 1] over all T tokens. A plan never makes the host wait for the device; cu_seqlens on a
-        GPU does, unless max_seqlen is given and R is 1.
-        Dense: [B, S/P, heads, E] in contiguous shards, without plan and cu_seqlens.
+        GPU does. `max_seqlen` may be given as to flash-attn, and must not be below the longest sequence.
+        Dense: [B, S/P, heads, E] in contiguous shards, without plan and cu_seqlens. The sequences of the batch are
+        computed one by one.
         """
         self._check_shapes(query, key, value)
-        dense = query.dim() == 4
-        if dense == (plan is not None or cu_seqlens is not None):
+        is_dense = query.dim() == 4
+        if is_dense == (plan is not None or cu_seqlens is not None):
             raise ValueError(
                 "packed query [S, H, E] needs plan or cu_seqlens, dense query [B, S, H, E] must have neither; "
                 f"the query has shape {tuple(query.shape)}"
             )
-        if dense:
-            plan = dense_plan(query.shape[0], query.shape[1], self.mesh, query.device)
-        elif plan is None:
-            assert cu_seqlens is not None
-            plan = device_plan(cu_seqlens, max_seqlen, query.shape[0], self.mesh)
+        if plan is None:
+            plan = self._make_plan(cu_seqlens, max_seqlen, query.shape[-3], query.device)
         elif query.shape[0] != plan.local_tokens:
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
             )
-        lead = query.shape[:-2]
-        query, key, value = (x.flatten(0, -3) for x in (query, key, value))
-        output = _Attend.apply(query, key, value, self, plan, causal, softmax_scale)
-        return output.unflatten(0, lead)
+        arguments = self, plan, causal, softmax_scale
+        if not is_dense:
+            return _Attend.apply(query, key, value, *arguments)
+        return torch.stack([_Attend.apply(*one, *arguments) for one in zip(query, key, value)])
+
+    def _make_plan(
+        self,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        local_tokens: int,
+        device: torch.device,
+    ) -> AttentionPlan:
+        """Plan a pack, or one sequence of a dense batch, whose shards are contiguous and so have unequal work."""
+        mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
+        total = local_tokens * ranks
+        if cu_seqlens is None:
+            sets = contiguous_sets(total, mesh.row_parallel_size)
+            return packed_plan(torch.tensor([0, total]), sets, mesh, device)
+        bounds = cu_seqlens.cpu()
+        if int(bounds[-1]) != total:
+            raise ValueError(
+                f"cu_seqlens ends at {int(bounds[-1])} but the {ranks} ranks hold {total} tokens; "
+                "it must describe the whole pack, with an entry for padding"
+            )
+        longest = int(bounds.diff().max())
+        if max_seqlen is not None and max_seqlen < longest:
+            raise ValueError(
+                f"max_seqlen is {max_seqlen} but cu_seqlens holds a sequence of {longest} tokens"
+            )
+        return packed_plan(bounds, row_sets(bounds, mesh.row_parallel_size), mesh, device)
 
     def attend_forward(
         self,
@@ -110,38 +141,26 @@ class UlyssesAttention(nn.Module):
         plan: AttentionPlan,
         causal: bool = True,
         softmax_scale: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the kernel on every arc of this rank's rows, without communicating.
+    ) -> Results:
+        """Run the kernel on every arc of this rank's rows, without communicating and without recording a graph.
 
         query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R] (empty for a callable kernel).
-        Only a callable kernel's results may be differentiated by autograd.
         """
         kernel, scale = self._resolve(query, plan, softmax_scale)
-        calls, prefix_calls = plan.calls[causal], plan.prefix_calls
-        if plan.unshared and not causal:
-            raise ValueError(
-                "sequences that share a prompt need a causal mask; pack them whole"
-            )
-        if plan.unshared and not isinstance(kernel, str):
-            warnings.warn(
-                "a callable attention kernel returns no log-sum-exp, so shared prompts are attended to as if every "
-                "sequence had its own",
-                stacklevel=2,
-            )
-            calls, prefix_calls = plan.unshared_calls(), ()
+        calls, prefix_calls = self._calls(plan, causal)
 
-        def run(call: VarlenCall, causal: bool) -> tuple[Tensor, Tensor]:
+        def run(call: VarlenCall, causal: bool) -> Results:
             rows, keys, segments = call
-            return varlen_forward(
-                kernel, query[rows], key[keys], value[keys], segments, causal, scale
-            )
+            inputs = Inputs(query[rows], key[keys], value[keys], causal, scale)
+            return varlen_forward(kernel, inputs, segments)
 
-        outs, lses = zip(*(run(call, causal) for call in calls))
-        out, lse = (
-            (outs[0], lses[0]) if len(calls) == 1 else (torch.cat(outs), torch.cat(lses, 1))
-        )
+        results = [run(call, causal) for call in calls]
+        out, lse = results[0]
+        if len(results) > 1:
+            outs, lses = zip(*results)
+            out, lse = torch.cat(outs), torch.cat(lses, 1)
         for call in prefix_calls:
-            _join(out, lse, call.rows, *run(call, False))
+            join(out, lse, call.rows, *run(call, False))
         return out, lse
 
     def attend_backward(
@@ -155,31 +174,18 @@ class UlyssesAttention(nn.Module):
         plan: AttentionPlan,
         causal: bool = True,
         softmax_scale: float | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute dq, dk, dv from what `attend_forward` returned; the kernel's forward does not run again.
-
-        A callable kernel has no backward of its own: it runs again, unless `out` has a graph, and is differentiated.
-        """
+    ) -> Gradients:
+        """Compute dq, dk, dv from what `attend_forward` returned; only a callable kernel's forward runs again."""
         kernel, scale = self._resolve(query, plan, softmax_scale)
-        if not isinstance(kernel, str):
-            if not out.requires_grad:
-                query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
-                with torch.enable_grad():
-                    out, _ = self.attend_forward(query, key, value, plan, causal, softmax_scale)
-            dq, dk, dv = torch.autograd.grad(
-                out, (query, key, value), dout, allow_unused=True, materialize_grads=True
-            )
-            return dq, dk, dv
+        calls, prefix_calls = self._calls(plan, causal)
 
-        def gradients(call: VarlenCall, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        def gradients(call: VarlenCall, causal: bool) -> Gradients:
             """Return one call's share of the gradients, which the joint out and lse make exact."""
             rows, keys, segments = call
-            inputs = dout[rows], query[rows], key[keys], value[keys], out[rows]
-            return varlen_backward(
-                kernel, *inputs, lse[:, rows].contiguous(), segments, causal, scale
-            )
+            inputs = Inputs(query[rows], key[keys], value[keys], causal, scale)
+            row_lse = lse[:, rows].contiguous()
+            return varlen_backward(kernel, dout[rows], inputs, out[rows], row_lse, segments)
 
-        calls = plan.calls[causal]
         if len(calls) == 1 and calls[0].keys == slice(0, key.shape[0]):
             dquery, dkey, dvalue = gradients(calls[0], causal)
         else:
@@ -192,12 +198,31 @@ class UlyssesAttention(nn.Module):
                 dkey[call.keys] += dk
                 dvalue[call.keys] += dv
         # No call has a row or a key twice, and no two prefix calls have the same key.
-        for call in plan.prefix_calls:
+        for call in prefix_calls:
             dq, dk, dv = gradients(call, False)
             dquery[call.rows] += dq
             dkey[call.keys] += dk
             dvalue[call.keys] += dv
         return dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
+
+    def _calls(
+        self, plan: AttentionPlan, causal: bool
+    ) -> tuple[list[VarlenCall], list[VarlenCall]]:
+        """Return the calls of the plan, and those without a mask to prefixes that sequences share."""
+        if not causal:
+            if plan.prefixes:
+                raise ValueError(
+                    "sequences that share a prompt need a causal mask; pack them whole"
+                )
+            return plan.full_calls, []
+        if plan.prefixes and callable(self.kernel):
+            warnings.warn(
+                "a callable attention kernel returns no log-sum-exp, so shared prompts are attended to as if every "
+                "sequence had its own",
+                stacklevel=3,
+            )
+            return plan.unshared_calls, []
+        return plan.calls, plan.prefix_calls
 
     def _resolve(
         self, query: Tensor, plan: AttentionPlan, softmax_scale: float | None
@@ -221,25 +246,8 @@ class UlyssesAttention(nn.Module):
             )
 
 
-def _join(
-    out: Tensor, lse: Tensor, rows: slice | Tensor, more: Tensor, more_lse: Tensor
-) -> None:
-    """Let these rows of out [T, H, E] and lse [H, T] attend to further keys, whose results are `more`, `more_lse`."""
-    total, *shares = join_lse(lse[:, rows], more_lse)
-    share, more_share = (part.T[..., None] for part in shares)
-    for i in range(0, len(more), JOINED_ROWS):
-        part = slice(i, min(i + JOINED_ROWS, len(more)))
-        at = (
-            rows[part]
-            if isinstance(rows, Tensor)
-            else slice(rows.start + i, rows.start + part.stop)
-        )
-        out[at] = (out[at] * share[part] + more[part] * more_share[part]).to(out.dtype)
-    lse[:, rows] = total
-
-
 class _Attend(torch.autograd.Function):
-    """Exchange, attend and exchange; keeps q', k', v', out' and lse, or the graph of a callable kernel."""
+    """Exchange, attend and exchange; keeps q', k', v', out' and lse."""
 
     @staticmethod
     def forward(
@@ -251,15 +259,11 @@ class _Attend(torch.autograd.Function):
         *arguments: Any,
     ) -> Tensor:
         plan = arguments[0]
-        shards: Any = exchange_qkv_forward(query, key, value, plan)
-        needs_graph = callable(attention.kernel) and any(ctx.needs_input_grad)
-        if needs_graph:
-            shards = [x.detach().requires_grad_() for x in shards]
-        with torch.set_grad_enabled(needs_graph):
-            out, lse = attention.attend_forward(*shards, *arguments)
+        shards = exchange_qkv_forward(query, key, value, plan)
+        out, lse = attention.attend_forward(*shards, *arguments)
         ctx.save_for_backward(*shards, out, lse)
         ctx.attention, ctx.arguments = attention, arguments
-        return exchange_out_forward(out.detach(), plan)
+        return exchange_out_forward(out, plan)
 
     @staticmethod
     @once_differentiable

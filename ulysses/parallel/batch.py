@@ -19,8 +19,8 @@ Letters: T packed tokens, S tokens on this rank, N sequences, L tokens of one se
 """
 
 import functools
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from .layout import (
     packed_plan,
     row_sets,
     rows_of,
+    sequence_parts,
     shard_ranges,
     sum_levels,
     to_device,
@@ -114,7 +115,6 @@ class ShardedBatch:
     tokens, targets, positions, sequence_ids [S] int64; the tail has the sequence id N. loss_weights [S] float32; a
     target is -100 exactly where its weight is 0. is_last [S] marks the last token of each sequence.
     cu_seqlens [N + 1] int32 describes the whole pack, with one more entry if there is a tail.
-    prefix_lengths, prefix_owner [N] int64: how many rows, of which sequence, come before each sequence's own rows.
     num_sequences is N; num_tokens counts the whole pack without its tail, num_tokens_shared what was left out of it,
     and num_squares twice the pairs of a query and a key that it sees; num_valid counts this rank's targets of
     nonzero weight, which are at valid_index [num_valid].
@@ -128,8 +128,6 @@ class ShardedBatch:
     sequence_ids: Tensor
     is_last: Tensor
     cu_seqlens: Tensor
-    prefix_lengths: Tensor
-    prefix_owner: Tensor
     token_columns: dict[str, Tensor]
     sequence_columns: dict[str, Tensor]
     num_sequences: int
@@ -166,8 +164,9 @@ def pack_shard(
     total = max(1, -(-num_tokens // sp)) * sp
     tail = [total - num_tokens] if total > num_tokens else []
     cu = torch.tensor([0, *lengths, *tail]).cumsum(0)
-    prefixes = prefix_lengths, prefix_owner = _prefixes(sequences)
-    before = F.pad(prefix_lengths, (0, len(tail)))
+    before = torch.tensor(
+        [*(sequence.prefix_length for sequence in sequences), *[0] * len(tail)]
+    )
     sets = row_sets(cu, mesh.row_parallel_size, before)
     ranges = shard_ranges(sets, mesh.sp_rank, mesh.head_parallel_size)
     # an empty pack reads no token of any sequence either
@@ -192,48 +191,49 @@ def pack_shard(
         sequence_ids=move(ids),
         is_last=move(is_last),
         cu_seqlens=move(cu.int()),
-        prefix_lengths=move(prefix_lengths),
-        prefix_owner=move(prefix_owner),
         token_columns={name: move(column) for name, column in token_columns.items()},
         sequence_columns={name: move(column) for name, column in columns.items()},
         num_sequences=num_sequences,
         num_tokens=num_tokens,
-        num_tokens_shared=int(prefix_lengths.sum()),
+        num_tokens_shared=sum(s.prefix_length for s in sequences),
         num_squares=sum(n * (n + 2 * s.prefix_length) for n, s in zip(lengths, sequences)),
         num_valid=valid.numel(),
         valid_index=move(valid),
         mesh=mesh,
         attention_plan=packed_plan(
-            cu, sets, mesh, device, prefixes=prefixes, tail=len(tail) > 0
+            cu, sets, mesh, device, _prefixes(sequences, cu.tolist()), tail=len(tail) > 0
         ),
         sum_levels=sum_levels(ids, num_sequences, device),
     )
 
 
-def _prefixes(sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-    """Return how many rows of which sequence come before those of each sequence."""
-    lengths = [sequence.prefix_length for sequence in sequences]
-    owners = [place - sequence.prefix_owner for place, sequence in enumerate(sequences)]
-    for place, (length, owner) in enumerate(zip(lengths, owners)):
-        whole = 0 <= owner < place and not lengths[owner]
-        if length and not (whole and length <= len(sequences[owner].tokens)):
+def _prefixes(sequences: list[Sequence], cu_seqlens: list[int]) -> dict[int, Range]:
+    """Return the packed rows that branches leave out, by the branch's place in the pack."""
+    found = {}
+    for place, sequence in enumerate(sequences):
+        length, owner = sequence.prefix_length, place - sequence.prefix_owner
+        if not length:
+            continue
+        is_whole = 0 <= owner < place and not sequences[owner].prefix_length
+        if not is_whole or length > len(sequences[owner].tokens):
             raise ValueError(
                 f"sequence {place} leaves out {length} tokens that sequence {owner} of the pack does not hold; "
                 "prefix_owner must lead to a whole sequence before it"
             )
-    return torch.tensor(lengths, dtype=torch.int64), torch.tensor(owners, dtype=torch.int64)
+        found[place] = cu_seqlens[owner], cu_seqlens[owner] + length
+    return found
 
 
 def _read_rows(
-    sequences: list[Sequence], num_tokens: int, starts: list[int], ranges: list[Range]
+    sequences: list[Sequence], num_tokens: int, cu_seqlens: list[int], ranges: list[Range]
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Read tokens, targets, weights and columns of packed ranges; what comes after the sequences is the tail."""
-    # (sequence, first token in it, token after the last) for each piece of a sequence in the ranges
-    pieces = []
-    for a, b in ranges:
-        for i in range(bisect_right(starts, a) - 1, bisect_left(starts, min(b, num_tokens))):
-            start, stop = starts[i : i + 2]
-            pieces.append((i, max(a, start) - start, min(b, stop) - start))
+    # (sequence, first token in it, token after the last) for each part of a sequence in the ranges
+    pieces = [
+        (part.sequence, part.start - part.whole[0], part.end - part.whole[0])
+        for part in chain(*sequence_parts(cu_seqlens, ranges))
+        if part.start < num_tokens
+    ]
     pieces = pieces or [(0, 0, 0)]  # a rank that holds nothing but tail learns the dtypes
 
     def read(arrays: list[Any]) -> list[Tensor]:

@@ -19,6 +19,7 @@ Letters: T packed tokens, S tokens on this rank, H query heads, K kv heads, E he
 row-parallel size; `query` and `key` are the numbers of heads on one rank after the exchange (HeadLayout).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -97,17 +98,15 @@ def exchange_qkv_forward(
         _write_heads(part[:, :, heads.key :], value, heads)
     received = send.exchange()
     del send, part  # and with them the buffer
-    query = _to_rows(received.query, plan)
+    query = received.query.flatten(0, 1)
     if mesh.row_parallel_size == 1:
-        keys = _to_rows(received.keys[0], plan)
+        keys = received.keys[0].flatten(0, 1)
     else:
         # a view would keep the keys' receive buffer alive next to their copy
         query = dense(query)
         keys = query.new_empty(plan.total, 2 * heads.key, query.shape[-1])
-        for part, pieces in zip(received.keys, plan.pieces):
-            rows = _to_rows(part, plan).split([b - a for a, b in pieces])
-            for (a, b), values in zip(pieces, rows):
-                copy(keys[a:b], values)
+        for rows, part in _packed_rows(received.keys, plan):
+            copy(keys[rows], part)
     return query, keys[:, : heads.key], keys[:, heads.key :]
 
 
@@ -122,16 +121,13 @@ def exchange_qkv_backward(
     """Bring gradients of head shards back to token shards; those of a kv head's copies are summed."""
     if plan.mesh.sequence_parallel_size == 1:
         return dquery, dkey, dvalue
-    heads = head_layout(num_heads, num_kv_heads, plan.mesh.head_parallel_size)
+    ranks = plan.mesh.head_parallel_size
+    heads = head_layout(num_heads, num_kv_heads, ranks)
     send = _Buffer(plan, heads, dquery)
-    copy(send.query, _to_ranks(dquery, plan))
-    for part, pieces in zip(send.keys, plan.pieces):
-        for grad, slots in ((dkey, slice(heads.key)), (dvalue, slice(heads.key, None))):
-            rows = [grad[a:b] for a, b in pieces]
-            copy(
-                part[:, :, slots],
-                _to_ranks(rows[0] if len(rows) == 1 else torch.cat(rows), plan),
-            )
+    copy(send.query, dquery.unflatten(0, (ranks, -1)))
+    for rows, part in _packed_rows(send.keys, plan):
+        copy(part[:, : heads.key], dkey[rows])
+        copy(part[:, heads.key :], dvalue[rows])
     received = send.exchange()
     del send, part  # and with them the buffer
     total = _sum_row_sets(received.keys)
@@ -181,19 +177,11 @@ def _all_to_all(send: Tensor, plan: AttentionPlan, near: int, far: int) -> Tenso
     return received
 
 
-def _to_rows(values: Tensor, plan: AttentionPlan) -> Tensor:
-    """Put a row set's rows [U, S, ...] into packed order [U * S, ...]; only a dense batch needs a copy for that."""
-    if plan.batch == 1:
-        return values.flatten(0, 1)
-    return dense(values.unflatten(1, (plan.batch, -1)).transpose(0, 1)).flatten(0, 2)
-
-
-def _to_ranks(rows: Tensor, plan: AttentionPlan) -> Tensor:
-    """Undo `_to_rows`."""
-    ranks = plan.mesh.head_parallel_size
-    if plan.batch == 1:
-        return rows.unflatten(0, (ranks, -1))
-    return dense(rows.unflatten(0, (plan.batch, ranks, -1)).transpose(0, 1)).flatten(1, 2)
+def _packed_rows(keys: list[Tensor], plan: AttentionPlan) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the packed rows of every arc and its part [rows, 2 key, E] of a buffer's keys."""
+    for row_set, arcs in zip(keys, plan.pieces):
+        parts = row_set.flatten(0, 1).split([b - a for a, b in arcs])
+        yield from ((slice(a, b), part) for (a, b), part in zip(arcs, parts))
 
 
 def _by_rank(values: Tensor, plan: AttentionPlan) -> Tensor:
@@ -237,7 +225,8 @@ def exchange_out_forward(output: Tensor, plan: AttentionPlan) -> Tensor:
     """Bring attention outputs [T/R, H/U, E] back to their tokens' ranks [S, H, E], as collectively as q, k and v."""
     if plan.mesh.sequence_parallel_size == 1:
         return output
-    received = _all_to_all(dense(_to_ranks(output, plan)), plan, near=1, far=0)
+    send = dense(output).unflatten(0, (plan.mesh.head_parallel_size, -1))
+    received = _all_to_all(send, plan, near=1, far=0)
     return dense(received.transpose(0, 1)).flatten(1, 2)
 
 
@@ -245,7 +234,8 @@ def exchange_out_backward(grad: Tensor, plan: AttentionPlan) -> Tensor:
     """Send the outputs' gradients where the outputs came from: [S, H, E] -> [T/R, H/U, E]."""
     if plan.mesh.sequence_parallel_size == 1:
         return grad
-    return _to_rows(_all_to_all(dense(_by_rank(grad, plan)), plan, near=1, far=0), plan)
+    send = dense(_by_rank(grad, plan))
+    return _all_to_all(send, plan, near=1, far=0).flatten(0, 1)
 
 
 # --- copies between layouts --------------------------------------------------------------------------------------

@@ -17,27 +17,30 @@ Letters: T packed tokens, H query heads, K kv heads, E head dim.
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kernels_document import CPU, CUDNN, REFERENCE, DocumentKernel, run_backward, run_forward
+from .kernels_document import (
+    CPU,
+    CUDNN,
+    REFERENCE,
+    Gradients,
+    Inputs,
+    Results,
+    empty_gradients,
+    run_backward,
+    run_forward,
+)
 from .layout import Segments
 
-# Fastest first. H200, causal, head dim 128, 32k to 128k tokens, forward / backward TFLOP/s: flash4 640-734 / 591-608,
-# cudnn 560-656 / 530-552 (one long document), torch 330-357 / 315-324.
-KERNELS = ("flash4", "cudnn", "torch", "reference")
 VARLEN = ("flash4", "torch")  # on a GPU; the others take document by document
-OLDEST_GPU = 9  # the major compute capability that flash4 and cudnn need
 HALF = (torch.float16, torch.bfloat16)
-# flash4 4.0.0b36 on H200: gradients right for these (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16
-FLASH4_HEAD_DIMS = (32, 64, 128)
-ONE_DOCUMENT = (
-    8192  # rows of a single document from which on flash4 has kernels of its own for it
-)
+ONE_DOCUMENT = 8192  # rows of a document from which on flash4 has kernels for it alone
 
 
 class KernelChoice(NamedTuple):
@@ -85,12 +88,13 @@ def resolve_kernel(
 
 def why_missing(name: str, device: torch.device) -> str | None:
     """Tell why this machine does not have the kernel; None if it does."""
-    if name not in ("flash4", "cudnn"):
+    capabilities = KERNELS[name].capabilities
+    if capabilities is None:
         return None
     if device.type != "cuda":
         return f"{name} needs a GPU, the device is {device.type}"
     major = torch.cuda.get_device_capability(device)[0]
-    if major < OLDEST_GPU or (name == "flash4" and major > 11):
+    if major not in capabilities:
         return f"{name} does not run on compute capability {major}"
     if name == "cudnn":
         return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
@@ -102,16 +106,16 @@ def _why_unfit(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> str | None:
     """Tell why the kernel cannot compute this case; None if it can."""
-    if name == "reference" or (name == "torch" and device.type != "cuda"):
+    head_dims = KERNELS[name].head_dims
+    if head_dims is None or (name == "torch" and device.type != "cuda"):
         return None
     if dtype not in HALF:
         return f"{name} needs float16 or bfloat16"
-    if name == "flash4" and head_dim not in FLASH4_HEAD_DIMS:
-        dims = ", ".join(map(str, FLASH4_HEAD_DIMS))
-        return f"flash4 is for head dims {dims}, where its gradients are known to be right"
-    limit = 128 if name == "cudnn" else 256
-    if head_dim % 8 or head_dim > limit:
-        return f"{name} needs a head dim that is a multiple of 8 and at most {limit}"
+    if head_dim not in head_dims:
+        if name == "flash4":
+            dims = ", ".join(map(str, head_dims))
+            return f"flash4 is for head dims {dims}, where its gradients are known to be right"
+        return f"{name} needs a head dim that is a multiple of 8 and at most {max(head_dims)}"
     deterministic = torch.get_deterministic_debug_mode()  # 1: torch only warns, 2: it raises
     if name == "cudnn" and deterministic:
         return "cudnn's backward is not deterministic"
@@ -134,100 +138,39 @@ def flash4() -> Any:
         return repr(error).splitlines()[0]
 
 
-def varlen_forward(
-    kernel: str | Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Run a kernel's forward: q [Tq, H, E], k and v [Tk, K, E] -> out [Tq, H, E], lse [H, Tq] float32 or float64.
+# --- forward and backward ----------------------------------------------------------------------------------------
 
-    A callable kernel has no lse, and an empty one is returned.
-    """
-    documents = _varlen(segments)
-    if callable(kernel):
-        out = kernel(q, k, v, **documents, causal=causal, softmax_scale=scale)
-        return out, q.new_empty(0, 0)
-    by_document = _document_kernel(kernel, q)
-    if by_document is not None:
-        return run_forward(by_document, q, k, v, segments, causal, scale)
-    if kernel == "torch":
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *documents.values(), 0.0, causal, False, scale=scale
-        )
-    elif _is_one_document(segments):
-        q, k, v = (x[None] for x in (q, k, v))
-        out, lse, *_ = flash4()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, causal=causal, return_lse=True
-        )
-        return out[0], lse[0]
-    else:
-        out, lse, *_ = flash4()._flash_attn_fwd(
-            q, k, v, **documents, softmax_scale=scale, causal=causal, return_lse=True
-        )
-    return out, lse
+
+def varlen_forward(
+    kernel: str | Callable[..., Tensor], inputs: Inputs, segments: Segments
+) -> Results:
+    """Run a kernel's forward: out [Tq, H, E], lse [H, Tq] float32 or float64, which is empty for a callable kernel."""
+    if isinstance(kernel, str):
+        return KERNELS[kernel].forward(inputs, segments)
+    q, k, v, causal, scale = inputs
+    out = kernel(q, k, v, **_varlen(segments), causal=causal, softmax_scale=scale)
+    return out, q.new_empty(0, 0)
 
 
 def varlen_backward(
-    kernel: str,
+    kernel: str | Callable[..., Tensor],
     dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     segments: Segments,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run a kernel's backward from its saved out and lse: dq [Tq, H, E], dk and dv [Tk, K, E]."""
-    by_document = _document_kernel(kernel, q)
-    if by_document is not None:
-        return run_backward(by_document, dout, q, k, v, out, lse, segments, causal, scale)
-    documents = _varlen(segments)
-    dout = dout.contiguous()
-    if kernel == "torch":
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty(0, device=q.device)
-        return torch.ops.aten._flash_attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *documents.values(),
-            0.0,
-            causal,
-            no_dropout,
-            unused,
-            scale=scale,
-        )
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    inputs, grads = [q, k, v, out, dout, lse], {"dq": dq, "dk": dk, "dv": dv}
-    if _is_one_document(segments):
-        inputs, documents = [x[None] for x in inputs], {}
-        grads = {name: grad[None] for name, grad in grads.items()}
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    flash4()._flash_attn_bwd(
-        *inputs, scale, causal, **documents, **grads, deterministic=deterministic
-    )
-    return dq, dk, dv
+) -> Gradients:
+    """Run a kernel's backward from its saved out and lse: dq [Tq, H, E], dk and dv [Tk, K, E].
 
-
-def _is_one_document(segments: Segments) -> bool:
-    """Tell whether flash4 runs without bounds, which cost it up to 7% (H200, one document of 32k tokens, 16 heads)."""
-    return segments.cu_q.numel() == 2 and segments.max_q >= ONE_DOCUMENT
-
-
-def _document_kernel(kernel: str, q: Tensor) -> DocumentKernel | None:
-    """Return the functions of a kernel that works document by document; None for a varlen kernel."""
-    if kernel == "torch" and not q.is_cuda:
-        return CPU
-    return {"reference": REFERENCE, "cudnn": CUDNN}.get(kernel)
+    A callable kernel has no backward of its own: it runs again and is differentiated.
+    """
+    if isinstance(kernel, str):
+        return KERNELS[kernel].backward(dout, inputs, out, lse, segments)
+    q, k, v, causal, scale = inputs
+    leaves = q, k, v = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        out, _ = varlen_forward(kernel, Inputs(q, k, v, causal, scale), segments)
+    return torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)
 
 
 def _varlen(segments: Segments) -> dict[str, Any]:
@@ -239,3 +182,91 @@ def _varlen(segments: Segments) -> dict[str, Any]:
         "max_seqlen_q": max(2, segments.max_q),
         "max_seqlen_k": segments.max_k,
     }
+
+
+def _torch_forward(inputs: Inputs, segments: Segments) -> Results:
+    q, k, v, causal, scale = inputs
+    if not q.is_cuda:
+        return run_forward(CPU, inputs, segments)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *_varlen(segments).values(), 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def _torch_backward(
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
+) -> Gradients:
+    q, k, v, causal, scale = inputs
+    if not q.is_cuda:
+        return run_backward(CPU, dout, inputs, out, lse, segments)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    given = dout.contiguous(), q, k, v, out, lse, *_varlen(segments).values()
+    return torch.ops.aten._flash_attention_backward(
+        *given, 0.0, causal, no_dropout, unused, scale=scale
+    )
+
+
+def _flash4_forward(inputs: Inputs, segments: Segments) -> Results:
+    *given, causal, scale = inputs
+    documents = _varlen(segments)
+    is_alone = _is_one_document(segments)
+    if is_alone:
+        given, documents = [x[None] for x in given], {}
+    out, lse, *_ = flash4()._flash_attn_fwd(
+        *given, **documents, softmax_scale=scale, causal=causal, return_lse=True
+    )
+    return (out[0], lse[0]) if is_alone else (out, lse)
+
+
+def _flash4_backward(
+    dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor, segments: Segments
+) -> Gradients:
+    *qkv, causal, scale = inputs
+    grads = empty_gradients(inputs)
+    given, results = [*qkv, out, dout.contiguous(), lse], grads
+    documents = _varlen(segments)
+    if _is_one_document(segments):
+        given, results = ([x[None] for x in tensors] for tensors in (given, grads))
+        documents = {}
+    dq, dk, dv = results
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = {"dq": dq, "dk": dk, "dv": dv, "deterministic": deterministic}
+    flash4()._flash_attn_bwd(*given, scale, causal, **documents, **options)
+    return tuple(grads)
+
+
+def _is_one_document(segments: Segments) -> bool:
+    """Tell whether flash4 runs without bounds, which cost it up to 7% (H200, one document of 32k tokens, 16 heads)."""
+    return segments.cu_q.numel() == 2 and segments.max_q >= ONE_DOCUMENT
+
+
+class Kernel(NamedTuple):
+    """A kernel, and what it is for.
+
+    forward(inputs, segments) -> out, lse; backward(dout, inputs, out, lse, segments) -> dq, dk, dv.
+    capabilities: the major compute capabilities of the GPUs that it needs; None if it needs none.
+    head_dims: those that it computes on a GPU, in half precision; None if it computes anything.
+    """
+
+    forward: Callable[..., Results]
+    backward: Callable[..., Gradients]
+    capabilities: Container[int] | None = None
+    head_dims: Collection[int] | None = None
+
+
+# Fastest first. H200, causal, head dim 128, 32k to 128k tokens, forward / backward TFLOP/s: flash4 640-734 / 591-608,
+# cudnn 560-656 / 530-552 (one long document), torch 330-357 / 315-324.
+# flash4 4.0.0b36 on H200: gradients right for these head dims (2e-3 in bfloat16), wrong by 110% for heads of 8 and 16.
+KERNELS = {
+    "flash4": Kernel(_flash4_forward, _flash4_backward, range(9, 12), (32, 64, 128)),
+    "cudnn": Kernel(
+        partial(run_forward, CUDNN),
+        partial(run_backward, CUDNN),
+        range(9, 100),
+        range(8, 129, 8),
+    ),
+    "torch": Kernel(_torch_forward, _torch_backward, head_dims=range(8, 257, 8)),
+    "reference": Kernel(partial(run_forward, REFERENCE), partial(run_backward, REFERENCE)),
+}

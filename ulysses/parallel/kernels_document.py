@@ -16,7 +16,6 @@ The backward of each part uses the joint out and lse, which makes it the exact g
 Letters: T packed tokens, H query heads, K kv heads, G = H / K, E head dim, n rows of one document.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,121 +26,151 @@ from torch import Tensor
 from .layout import Segments
 
 TILE_SCORES = 1 << 24  # attention scores that the plain kernel holds at once
+JOINED_ROWS = 8192  # whose float32 sums `join` holds at once
+
+Results = tuple[Tensor, Tensor]  # out, lse
+Gradients = tuple[Tensor, ...]  # dq, dk, dv
+
+
+class Inputs(NamedTuple):
+    """What a kernel computes: q [Tq, H, E] attends to k and v [Tk, K, E], whose scores are multiplied by `scale`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float
 
 
 class DocumentKernel(NamedTuple):
     """A kernel for one document: q, dout, out [1, H, nq, E], k and v [1, K, nk, E], lse [1, H, nq].
 
-    forward(q, k, v, causal, scale) -> out, lse; backward(dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv.
+    forward(inputs) -> out, lse; backward(dout, inputs, out, lse) -> dq, dk, dv.
     `bottom_right` says how its causal mask is aligned where there are fewer queries than keys. Plain products compute
     what has fewer queries or keys than `shortest`.
     """
 
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[Inputs], Results]
+    backward: Callable[[Tensor, Inputs, Tensor, Tensor], Gradients]
     bottom_right: bool = False
     shortest: int = 0
 
 
-def run_forward(
-    kernel: DocumentKernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+class DocumentCall(NamedTuple):
+    """One call of a kernel for one document, or for a part of its keys."""
+
+    kernel: DocumentKernel
+    rows: slice
+    keys: slice
+    causal: bool
+    is_first: bool
+
+    def select(self, packed: Inputs) -> Inputs:
+        """Return the inputs of this call."""
+        q = _heads_first(packed.q[self.rows])
+        k, v = (_heads_first(x[self.keys]) for x in (packed.k, packed.v))
+        return Inputs(q, k, v, self.causal, packed.scale)
+
+
+def run_forward(kernel: DocumentKernel, inputs: Inputs, segments: Segments) -> Results:
     """Run a kernel on every document of q [Tq, H, E], k and v [Tk, K, E]; returns out [Tq, H, E], lse [H, Tq]."""
+    q = inputs.q
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
-    for rows, calls in _documents(kernel, segments, causal):
-        parts = [
-            called.forward(*_heads_first(q[rows], k[keys], v[keys]), masked, scale)
-            for called, keys, masked in calls
-        ]
-        joint, lse[None, :, rows] = functools.reduce(_join, parts)
-        out[rows] = joint[0].transpose(0, 1)
+    for call in _document_calls(kernel, segments, inputs.causal):
+        found, found_lse = call.kernel.forward(call.select(inputs))
+        found = found[0].transpose(0, 1)
+        if call.is_first:
+            out[call.rows], lse[:, call.rows] = found, found_lse[0]
+        else:
+            join(out, lse, call.rows, found, found_lse[0])
     return out, lse
 
 
-def _join(one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Join (out, lse) of the same queries on two sets of keys."""
-    (out1, lse1), (out2, lse2) = one, two
-    lse, share1, share2 = join_lse(lse1, lse2)
-    return out1 * share1[..., None] + out2 * share2[..., None], lse
+def join(
+    out: Tensor, lse: Tensor, rows: slice | Tensor, more: Tensor, more_lse: Tensor
+) -> None:
+    """Let these rows of out [T, H, E] and lse [H, T] attend to further keys, whose results are `more`, `more_lse`."""
+    before = lse[:, rows]
+    total = torch.logaddexp(before, more_lse)
+    share, more_share = ((x - total).exp().T[..., None] for x in (before, more_lse))
+    for start in range(0, len(more), JOINED_ROWS):
+        part = slice(start, min(start + JOINED_ROWS, len(more)))
+        joined = rows[part] if isinstance(rows, Tensor) else _shift(part, rows.start)
+        sums = out[joined] * share[part] + more[part] * more_share[part]
+        out[joined] = sums.to(out.dtype)
+    lse[:, rows] = total
 
 
-def join_lse(lse1: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-sum-exp of two sets of keys together, and the share of each set's output in the joint one."""
-    lse = torch.logaddexp(lse1, lse2)
-    return lse, (lse1 - lse).exp(), (lse2 - lse).exp()
+def _shift(rows: slice, start: int) -> slice:
+    return slice(start + rows.start, start + rows.stop)
 
 
 def run_backward(
     kernel: DocumentKernel,
     dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
     segments: Segments,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Run a kernel's backward on every document; returns dq [Tq, H, E], dk and dv [Tk, K, E]."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for rows, calls in _documents(kernel, segments, causal):
-        upstream, query, output = _heads_first(dout[rows], q[rows], out[rows])
-        total = lse[None, :, rows].contiguous()
-        parts = []
-        for called, keys, masked in calls:
-            key, value = _heads_first(k[keys], v[keys])
-            found = called.backward(upstream, query, key, value, output, total, masked, scale)
-            part, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in found)
-            parts.append(part)
-        dq[rows] = functools.reduce(torch.add, parts)
+    dq, dk, dv = empty_gradients(inputs)
+    for call in _document_calls(kernel, segments, inputs.causal):
+        rows, keys = call.rows, call.keys
+        found = call.kernel.backward(
+            _heads_first(dout[rows]),
+            call.select(inputs),
+            _heads_first(out[rows]),
+            lse[None, :, rows].contiguous(),
+        )
+        part, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in found)
+        if call.is_first:
+            dq[rows] = part
+        else:
+            dq[rows] += part
     return dq, dk, dv
 
 
-def _documents(
-    kernel: DocumentKernel, segments: Segments, causal: bool
-) -> Iterator[tuple[slice, list[tuple[DocumentKernel, slice, bool]]]]:
-    """Yield every document's query rows, and each call's kernel, keys and whether it has a causal mask.
+def empty_gradients(inputs: Inputs) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
 
-    It waits for the device if the bounds are not on the host.
-    """
+
+def _document_calls(
+    kernel: DocumentKernel, segments: Segments, causal: bool
+) -> Iterator[DocumentCall]:
+    """Yield the calls for every document; it waits for the device if the bounds are not on the host."""
     q, k = segments.bounds or (segments.cu_q.tolist(), segments.cu_k.tolist())
     for (row, row_end), (first, end) in zip(pairwise(q), pairwise(k)):
         if row == row_end:
             continue
         own = end - (row_end - row)  # the first row's own key, if the mask is causal
-        pieces = [(slice(first, end), causal)]
+        parts = [(first, end, causal)]
         if causal and own > first and not kernel.bottom_right:
-            pieces = [(slice(first, own), False), (slice(own, end), True)]
-        calls = []
-        for keys, masked in pieces:
-            is_short = min(row_end - row, keys.stop - keys.start) < kernel.shortest
-            calls.append((REFERENCE if is_short else kernel, keys, masked))
-        yield slice(row, row_end), calls
+            parts = [(first, own, False), (own, end, True)]
+        for low, high, masked in parts:
+            is_short = min(row_end - row, high - low) < kernel.shortest
+            chosen = REFERENCE if is_short else kernel
+            yield DocumentCall(
+                chosen, slice(row, row_end), slice(low, high), masked, low == first
+            )
 
 
-def _heads_first(*values: Tensor) -> list[Tensor]:
-    return [x.transpose(0, 1)[None] for x in values]
+def _heads_first(rows: Tensor) -> Tensor:
+    """[n, heads, E] -> [1, heads, n, E]."""
+    return rows.transpose(0, 1)[None]
 
 
 # --- plain matrix products ---------------------------------------------------------------------------------------
 
 
-def _plain_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _plain_forward(inputs: Inputs) -> Results:
+    q = inputs.q
     wide = torch.promote_types(q.dtype, torch.float32)
-    key, value = k.to(wide), v.to(wide)
+    key, value = inputs.k.to(wide), inputs.v.to(wide)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=wide, device=q.device)
-    for rows, seen, scores in _score_tiles(q, key, causal, scale):
+    for rows, seen, scores in _score_tiles(inputs, key):
         total = scores.logsumexp(-1, keepdim=True)
         weights = scores.sub_(total).exp_()
         out[:, :, rows] = (weights @ value[:, :, None, :seen]).flatten(1, 2).to(q.dtype)
@@ -149,19 +178,11 @@ def _plain_forward(
     return out, lse
 
 
-def _plain_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gradients:
+    q, k, v, _, scale = inputs
     key, value = k.to(lse.dtype), v.to(lse.dtype)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(key), torch.zeros_like(value)
-    for rows, seen, scores in _score_tiles(q, key, causal, scale):
+    for rows, seen, scores in _score_tiles(inputs, key):
         upstream, output, query = (_to_groups(x[:, :, rows], key) for x in (dout, out, q))
         weights = scores.sub_(_to_groups(lse[:, :, rows, None], key)).exp_()
         delta = (upstream * output).sum(-1, keepdim=True)
@@ -172,17 +193,15 @@ def _plain_backward(
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _score_tiles(
-    q: Tensor, key: Tensor, causal: bool, scale: float
-) -> Iterator[tuple[slice, int, Tensor]]:
+def _score_tiles(inputs: Inputs, key: Tensor) -> Iterator[tuple[slice, int, Tensor]]:
     """Yield query rows, the number of keys that they see, and their scores [1, K, G, rows, keys]."""
-    nq, nk = q.shape[2], key.shape[2]
+    q, nq, nk = inputs.q, inputs.q.shape[2], key.shape[2]
     step = max(1, TILE_SCORES // (nk * q.shape[1]))
     for start in range(0, nq, step):
         rows = slice(start, min(start + step, nq))
-        seen = nk - nq + rows.stop if causal else nk
-        scores = _to_groups(q[:, :, rows], key) @ key[:, :, None, :seen].mT * scale
-        if causal:
+        seen = nk - nq + rows.stop if inputs.causal else nk
+        scores = _to_groups(q[:, :, rows], key) @ key[:, :, None, :seen].mT * inputs.scale
+        if inputs.causal:
             after = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
             scores.masked_fill_(after.triu(seen - scores.shape[-2] + 1), -torch.inf)
         yield rows, seen, scores
@@ -196,76 +215,45 @@ def _to_groups(values: Tensor, key: Tensor) -> Tensor:
 # --- torch's fused kernels, causal from the top left -------------------------------------------------------------
 
 
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Run torch's blocked CPU kernel; it knows no groups, so kv heads are repeated."""
-    key, value = _repeat(k, q), _repeat(v, q)
+def _cpu_forward(inputs: Inputs) -> Results:
+    """Run torch's blocked CPU kernel."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, key, value, 0.0, causal, scale=scale
+        *_with_all_heads(inputs), 0.0, inputs.causal, scale=inputs.scale
     )
 
 
-def _cpu_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gradients:
+    given = dout, *_with_all_heads(inputs), out, lse
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, _repeat(k, q), _repeat(v, q), out, lse, 0.0, causal, scale=scale
+        *given, 0.0, inputs.causal, scale=inputs.scale
     )
-    dk, dv = (grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in (dk, dv))
+    dk, dv = (grad.unflatten(1, (inputs.k.shape[1], -1)).sum(2) for grad in (dk, dv))
     return dq, dk, dv
 
 
-def _repeat(values: Tensor, q: Tensor) -> Tensor:
-    return values.repeat_interleave(q.shape[1] // values.shape[1], 1)
+def _with_all_heads(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v with a kv head for every query head, for a kernel that knows no groups."""
+    q, k, v, *_ = inputs
+    group = q.shape[1] // k.shape[1]
+    return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(inputs: Inputs) -> Results:
     """Run cuDNN's fused attention: GPU, float16 or bfloat16."""
+    q, k, v, causal, scale = inputs
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
     return out, lse.view(q.shape[:3])
 
 
-def _cudnn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_backward(dout: Tensor, inputs: Inputs, out: Tensor, lse: Tensor) -> Gradients:
+    q, k, v, causal, scale = inputs
     # the state of a dropout generator, which is not used without dropout
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
+    given = dout, q, k, v, out, lse[..., None], unused, unused, None, None, None
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse[..., None],
-        unused,
-        unused,
-        None,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        scale=scale,
+        *given, q.shape[2], k.shape[2], 0.0, causal, scale=scale
     )
 
 

@@ -30,9 +30,11 @@ and R row-parallel size.
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, zip_longest
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -133,6 +135,12 @@ def _arcs(rows: Tensor) -> list[Range]:
     return [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(bounds)]
 
 
+def contiguous_sets(total: int, row_parallel_size: int) -> list[list[Range]]:
+    """Deal the rows of one sequence to R row sets as they lie, so that the ranks' causal work is unequal."""
+    size = total // row_parallel_size
+    return [[(start, start + size)] for start in range(0, total, size)]
+
+
 def rows_of(ranges: Sequence[Range]) -> Tensor:
     """List the rows of packed ranges, in order: int64 on the host."""
     return torch.cat([torch.arange(a, b) for a, b in ranges])
@@ -145,6 +153,38 @@ def shard_ranges(sets: list[list[Range]], sp_rank: int, head_parallel_size: int)
 
 
 # --- the plan of attention ---------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """The part of a sequence that lies in one of a rank's ranges.
+
+    whole: packed rows of the whole sequence. start, end: packed rows of the part. row: where it begins on this rank.
+    """
+
+    sequence: int
+    whole: Range
+    start: int
+    end: int
+    row: int
+
+    @property
+    def rows(self) -> Range:
+        """The part's rows, counted on this rank."""
+        return self.row, self.row + self.end - self.start
+
+
+def sequence_parts(cu_seqlens: list[int], ranges: Iterable[Range]) -> list[list[Part]]:
+    """Cut each of a rank's packed ranges where a new sequence begins."""
+    found, row = [], 0
+    for begin, end in ranges:
+        parts = []
+        for i in range(bisect_right(cu_seqlens, begin) - 1, bisect_left(cu_seqlens, end)):
+            first, last = cu_seqlens[i : i + 2]
+            part = Part(i, (first, last), max(begin, first), min(end, last), row)
+            parts.append(part)
+            row += part.end - part.start
+        found.append(parts)
+    return found
 
 
 class Segments(NamedTuple):
@@ -168,8 +208,11 @@ class VarlenCall(NamedTuple):
     segments: Segments
 
 
-# A document of a kernel call: its query rows on this rank and its packed keys.
-Document = tuple[list[Range], list[Range]]
+class Document(NamedTuple):
+    """One document of a kernel call: its query rows on this rank, and its packed keys."""
+
+    rows: list[Range]
+    keys: list[Range]
 
 
 @dataclass(frozen=True)
@@ -179,33 +222,60 @@ class AttentionPlan:
     A plan is made once per batch on the host, moved to the device once and used by every layer. It knows tokens and
     rows but not heads, so models with different head counts (a policy and a reward model) share it.
 
-    calls[causal]: one call per arc of this rank's row set, for True with a causal mask and for False without. A causal
-    call leaves out the keys after the arc's end; the other has whole documents.
-    prefix_calls: calls without a mask from branches' rows to the prefixes that they share, to be joined with the causal
-    ones. Within a call no row and no key comes twice, and no two of them have the same key.
-    unshared: of every arc, the documents of a causal call that attends to copies of the prefixes instead; empty on all
-    ranks if no sequence of the pack has a prefix.
+    cu_seqlens [N + 1]: on the host, with an entry for the tail.
+    documents: the number of documents in the pack, as the kernels of `calls` see it.
     pieces: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
-    batch: 1 for a pack; for a dense batch its number of sequences, each of which is cut over all ranks.
+    calls: causal calls, one for each arc of this rank's row set; they leave out the keys after the arc's end.
+    prefix_calls: calls without a mask from branches' rows to the prefixes that they share, to be joined with `calls`.
+    Within a call no row and no key comes twice, and no two of them have the same key.
+    prefixes: the packed rows of every branch's prefix, by the branch's place in the pack; the same on all ranks.
     """
 
     mesh: ParallelMesh
-    total: int
+    cu_seqlens: list[int]
     documents: int
-    calls: dict[bool, list[VarlenCall]]
-    pieces: tuple[tuple[Range, ...], ...]
-    batch: int = 1
-    prefix_calls: tuple[VarlenCall, ...] = ()
-    unshared: tuple[list[Document], ...] = ()
+    pieces: list[list[Range]]
+    calls: list[VarlenCall]
+    prefix_calls: list[VarlenCall]
+    prefixes: dict[int, Range]
+
+    @property
+    def total(self) -> int:
+        return self.cu_seqlens[-1]
 
     @property
     def local_tokens(self) -> int:
         return self.total // self.mesh.sequence_parallel_size
 
+    @cached_property
+    def full_calls(self) -> list[VarlenCall]:
+        """Calls without a mask, one for each arc: every row attends to its whole sequence."""
+        return [
+            varlen_call([Document([part.rows], [part.whole]) for part in parts], self._device)
+            for parts in self._arcs
+        ]
+
+    @cached_property
     def unshared_calls(self) -> list[VarlenCall]:
-        """Return causal calls that need no `prefix_calls`, for a kernel whose results cannot be joined."""
-        device = self.calls[True][0].segments.cu_q.device
-        return [_call(documents, device) for documents in self.unshared]
+        """Causal calls that attend to copies of the prefixes, for a kernel whose results cannot be joined.
+
+        There is one for each part of a sequence, because no key may come twice in a call.
+        """
+        calls = []
+        for part in chain(*self._arcs):
+            prefix = self.prefixes.get(part.sequence)
+            keys = [prefix] if prefix else []
+            document = Document([part.rows], [*keys, (part.whole[0], part.end)])
+            calls.append(varlen_call([document], self._device))
+        return calls
+
+    @property
+    def _arcs(self) -> list[list[Part]]:
+        return sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
+
+    @property
+    def _device(self) -> torch.device:
+        return self.calls[0].segments.cu_q.device
 
 
 def packed_plan(
@@ -213,131 +283,77 @@ def packed_plan(
     sets: list[list[Range]],
     mesh: ParallelMesh,
     device: torch.device | str,
-    batch: int = 1,
-    prefixes: tuple[Tensor, Tensor] | None = None,
+    prefixes: dict[int, Range] | None = None,
     tail: bool = False,
 ) -> AttentionPlan:
     """Plan the attention of a pack whose rows were dealt as `sets`; `cu_seqlens` is on the host and covers the tail.
 
-    `tail` says that the last entry is a tail. After a single document causal calls take it as a part of that, which no
-    row of the document sees, so that kernels for one document may be used. `prefixes` says how many rows of which
-    sequence come before those of each sequence: lengths [N] and owners [N].
+    `tail` says that the last entry is a tail. After a single document causal calls take it as the end of that document,
+    which changes nothing for the rows before it, so that kernels for one document may be used. `prefixes` gives the
+    packed rows that come before those of a sequence, by its place in the pack.
     """
-    cu, row = cu_seqlens.tolist(), 0
-    merged = tail and len(cu) == 3
-    if merged:
-        del cu[1]
-    shared: dict[int, list[Range]] = {}  # the rows of every branch's prefix
-    for i, (length, owner) in enumerate(zip(*(x.tolist() for x in prefixes or ()))):
-        if length:
-            shared[i] = [(cu[owner], cu[owner] + length)]
-    calls: dict[bool, list[VarlenCall]] = {True: [], False: []}
-    # where an owner starts: the prefix's end and the rows of each of its branches
-    trees: dict[int, list[tuple[int, Range]]] = {}
-    unshared: list[list[Document]] = []
-    for a, b in sets[mesh.row_set]:
-        causal: list[Document] = []
-        alone: list[Document] = []
-        for i in range(bisect_right(cu, a) - 1, bisect_left(cu, b)):
-            low, high = max(a, cu[i]), min(b, cu[i + 1])
-            rows, prefix = (row + low - a, row + high - a), shared.get(i, [])
-            causal.append(([rows], [(cu[i], high)]))
-            alone.append(([rows], [*prefix, (cu[i], high)]))
-            for start, end in prefix:
-                trees.setdefault(start, []).append((end, rows))
-        calls[True].append(_call(causal, device))
-        whole = [*causal[:-1], ([rows], [(cu[i], cu[i + 1])])]
-        calls[False].append(calls[True][-1] if b in cu else _call(whole, device))
-        unshared.append(alone)
-        row += b - a
-    if merged:
-        calls[False] = packed_plan(cu_seqlens, sets, mesh, device).calls[False]
+    cu = cu_seqlens.tolist()
+    documents = [0, cu[-1]] if tail and len(cu) == 3 else cu
+    arcs = sequence_parts(documents, sets[mesh.row_set])
+    calls = []
+    for parts in arcs:
+        causal = [Document([part.rows], [(part.whole[0], part.end)]) for part in parts]
+        calls.append(varlen_call(causal, device))
+    prefixes = prefixes or {}
     return AttentionPlan(
         mesh=mesh,
-        total=cu[-1],
-        documents=len(cu) - 1,
+        cu_seqlens=cu,
+        documents=len(documents) - 1,
+        pieces=sets,
         calls=calls,
-        pieces=tuple(map(tuple, sets)),
-        batch=batch,
-        prefix_calls=tuple(_call(documents, device) for documents in _prefix_documents(trees)),
-        unshared=tuple(unshared) if shared else (),
+        prefix_calls=_prefix_calls(list(chain(*arcs)), prefixes, device),
+        prefixes=prefixes,
     )
 
 
-def _prefix_documents(trees: dict[int, list[tuple[int, Range]]]) -> list[list[Document]]:
-    """Return the documents of every prefix call, from the prefix's end and the rows of each owner's branches.
+def _prefix_calls(
+    parts: list[Part], prefixes: dict[int, Range], device: torch.device | str
+) -> list[VarlenCall]:
+    """Return the calls from all parts of branches to their prefixes.
 
-    All branches of one owner attend to the rows that all of them share in one document; where some share more, a
-    document of the next call has the rest.
+    Three branches of one owner that share 2, 2 and 3 of its rows take two calls:
+
+        call 0     rows of all three branches      keys 0 1
+        call 1     rows of the third one           keys     2
     """
-    found = [
-        [
-            ([rows for end, rows in branches if end >= high], [(low, high)])
-            for low, high in pairwise(sorted({start, *(end for end, _ in branches)}))
-        ]
-        for start, branches in trees.items()
-    ]
-    return [list(filter(None, documents)) for documents in zip_longest(*found)]
+    owners: dict[int, list[tuple[int, Part]]] = defaultdict(list)  # (end of the prefix, part)
+    for part in parts:
+        if part.sequence in prefixes:
+            start, end = prefixes[part.sequence]
+            owners[start].append((end, part))
+    calls: dict[int, list[Document]] = defaultdict(list)
+    for start, branches in owners.items():
+        ends = sorted({end for end, _ in branches})
+        for number, (low, high) in enumerate(pairwise([start, *ends])):
+            rows = [part.rows for end, part in branches if end >= high]
+            calls[number].append(Document(rows, [(low, high)]))
+    return [varlen_call(documents, device) for documents in calls.values()]
 
 
-def _call(documents: list[Document], device: torch.device | str) -> VarlenCall:
-    indices: list[slice | Tensor] = []
-    sizes: list[list[int]] = []  # of every document
-    for side in zip(*documents):  # their query rows, their keys
-        ranges = [part for document in side for part in document]
-        if all(first[1] == second[0] for first, second in pairwise(ranges)):
-            indices.append(slice(ranges[0][0], ranges[-1][1]))
-        else:
-            indices.append(to_device(rows_of(ranges), device))
-        sizes.append([sum(b - a for a, b in document) for document in side])
-    bounds = [[0, *accumulate(x)] for x in sizes]
-    cu_q = to_device(torch.tensor(bounds[0], dtype=torch.int32), device)
-    cu_k = cu_q
-    if bounds[0] != bounds[1]:
+def varlen_call(documents: list[Document], device: torch.device | str) -> VarlenCall:
+    """Write documents as one kernel call, whose tensors are on the device."""
+    rows, keys = ([x for part in side for x in part] for side in zip(*documents))
+    sizes_q, sizes_k = (
+        [sum(b - a for a, b in ranges) for ranges in side] for side in zip(*documents)
+    )
+    bounds = [[0, *accumulate(sizes)] for sizes in (sizes_q, sizes_k)]
+    cu_q = cu_k = to_device(torch.tensor(bounds[0], dtype=torch.int32), device)
+    if sizes_q != sizes_k:
         cu_k = to_device(torch.tensor(bounds[1], dtype=torch.int32), device)
-    segments = Segments(cu_q, cu_k, max(sizes[0]), max(sizes[1]), bounds)
-    return VarlenCall(indices[0], indices[1], segments)
+    segments = Segments(cu_q, cu_k, max(sizes_q), max(sizes_k), bounds)
+    return VarlenCall(_index(rows, device), _index(keys, device), segments)
 
 
-def dense_plan(
-    batch_size: int, local_tokens: int, mesh: ParallelMesh, device: torch.device | str
-) -> AttentionPlan:
-    """Plan the classic layout [B, S/P, ...]: B sequences of equal length, each cut into P contiguous shards.
-
-    With R > 1 the row sets are contiguous too, so the result is exact but the ranks have unequal causal work. The work
-    is balanced in batches made by `pack_shard`.
-    """
-    rows, length = mesh.row_parallel_size, local_tokens * mesh.sequence_parallel_size
-    total = batch_size * length
-    # with whole sequences one kernel call serves all of them
-    share = total if rows == 1 else length // rows
-    sets = [
-        [(start, start + share) for start in range(r * share, total, rows * share)]
-        for r in range(rows)
-    ]
-    return packed_plan(torch.arange(batch_size + 1) * length, sets, mesh, device, batch_size)
-
-
-def device_plan(
-    cu_seqlens: Tensor, max_seqlen: int | None, local_tokens: int, mesh: ParallelMesh
-) -> AttentionPlan:
-    """Plan from cu_seqlens on the device. With R = 1 and max_seqlen given, the host does not wait for the device."""
-    ranks, rows = mesh.sequence_parallel_size, mesh.row_parallel_size
-    total = local_tokens * ranks
-    if rows > 1 or max_seqlen is None or cu_seqlens.device.type == "cpu":
-        host = cu_seqlens.cpu()
-        if int(host[-1]) != total:
-            raise ValueError(
-                f"cu_seqlens ends at {int(host[-1])} but the {ranks} ranks hold {total} tokens; "
-                "it must describe the whole pack, with an entry for padding"
-            )
-        return packed_plan(host, row_sets(host, rows), mesh, cu_seqlens.device)
-    bounds = cu_seqlens.int()
-    segments = Segments(bounds, bounds, max_seqlen, max_seqlen)
-    calls = [VarlenCall(slice(0, total), slice(0, total), segments)]
-    return AttentionPlan(
-        mesh, total, cu_seqlens.numel() - 1, {True: calls, False: calls}, (((0, total),),)
-    )
+def _index(ranges: list[Range], device: torch.device | str) -> slice | Tensor:
+    """Return a slice of the ranges' rows if they lie end to end, otherwise the row numbers."""
+    if all(first[1] == second[0] for first, second in pairwise(ranges)):
+        return slice(ranges[0][0], ranges[-1][1])
+    return to_device(rows_of(ranges), device)
 
 
 # --- the plan of sums over sequences -----------------------------------------------------------------------------
@@ -348,24 +364,23 @@ def sum_levels(
 ) -> tuple[Tensor, ...]:
     """Plan sums over the sequences of a rank's tokens (host ids [S], sorted; ids from N on are left out).
 
-    Returns gather indices [rows, <= FAN_IN] for one level after the other; an index one past the end reads zero. The
-    first level sums tokens to partial sums, the last one ends in N sums. Such a tree is accurate in float32 and gives
+    Returns gather indices [sums, <= FAN_IN] for one level after the other; an index one past the end reads zero. The
+    first level adds tokens to partial sums, the last one ends in N sums. Such a tree is accurate in float32 and gives
     the same bits in every run.
     """
+    # values that each sequence has at this level; they lie one sequence after the other
     count = torch.bincount(sequence_ids, minlength=num_sequences + 1)[:num_sequences]
-    levels: list[Tensor] = []
-    size = sequence_ids.numel()
     longest = max(count.tolist(), default=1)
+    size = len(sequence_ids)
+    levels: list[Tensor] = []
     while not levels or longest > 1:
         width = max(1, min(FAN_IN, longest))
-        rows = (-(-count // width)).clamp(min=1)
-        # the sum that each row is a part of
-        of = torch.arange(len(rows)).repeat_interleave(rows)
-        within = torch.arange(len(of)) - (rows.cumsum(0) - rows)[of]
-        offset = within[:, None] * width + torch.arange(width)
-        first = (count.cumsum(0) - count)[of, None]
-        levels.append(
-            to_device(torch.where(offset < count[of, None], first + offset, size), device)
-        )
-        count, size, longest = rows, offset.shape[0], -(-longest // width)
+        sums = (-(-count // width)).clamp(min=1)
+        sequence = torch.arange(num_sequences).repeat_interleave(sums)
+        number = torch.arange(len(sequence)) - (sums.cumsum(0) - sums)[sequence]
+        place = number[:, None] * width + torch.arange(width)  # of a value in its sequence
+        first = (count.cumsum(0) - count)[sequence, None]
+        index = torch.where(place < count[sequence, None], first + place, size)
+        levels.append(to_device(index, device))
+        count, size, longest = sums, len(index), -(-longest // width)
     return tuple(levels)

@@ -73,7 +73,7 @@ class RmStage(Stage):
 
 def better(batch: ShardedBatch) -> Tensor:
     """Return [N, N]: whether sequence i is ranked above sequence j of the same list."""
-    nothing = batch.prefix_lengths  # a batch without sequences has no columns
+    nothing = batch.cu_seqlens[:0]  # a batch without sequences has no columns
     first, ranks = (batch.sequence_columns.get(name, nothing) for name in ("first", "rank"))
     lists = first.cumsum(0)
     return (lists[:, None] == lists) & (ranks[:, None] < ranks)
