@@ -43,8 +43,9 @@ class LayerMemory(NamedTuple):
 
     recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
     time if there are more than twice as many, except where level "none" keeps its whole graph. offloaded_layers: so
-    many of the first layers, or all, keep what they keep in host memory if there is an offloader; level "none" ignores
-    it. graphs: small steps run as CUDA graphs (memory/graphs.py), which needs level "none" and weights that stay.
+    many of the first layers, or all, keep their saved tensors in host memory if there is an offloader; level "none"
+    ignores it. graphs: small steps run as CUDA graphs (memory/graphs.py), which need level "none" and weights that
+    stay.
     """
 
     recompute: str | Sequence[str] = "none"

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from models.arch import ModelConfig
+from ulysses.disk import write_json, write_tensors
 
 CONFIG = "config.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -343,22 +343,6 @@ def write_weights(
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX, index)
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
-    """Write a safetensors file with the modes of any new file; OSError if it cannot be written."""
-    path.touch()
-    mode = path.stat().st_mode
-    try:
-        save_file(tensors, path, metadata)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
-    path.chmod(mode)  # save_file moves a file there that only its owner may read
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_side_files(

@@ -18,8 +18,9 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from models.hf_format import ADAPTER_WEIGHTS, write_tensors
+from models.hf_format import ADAPTER_WEIGHTS
 from models.layers import Linear
+from ulysses.disk import write_tensors
 
 ADAPTER = "default"  # peft's name of the first adapter; its parameters are ...q_proj.lora_A.default.weight
 

@@ -7,7 +7,8 @@ import torch
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, init_weights
-from models.hf_format import CONFIG, write_json, write_weights
+from models.hf_format import CONFIG, write_weights
+from ulysses.disk import write_json
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""What a run asks of disks: folders that one process holds, files that are proven, and a sentence when a write fails.
+"""What a run asks of disks: folders that one process holds, verified and written files, a sentence when a write fails.
 
 RUN/.lock      locked as long as the run lasts        RUN/.holder    the run's id, its process and its machine
 """
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +14,9 @@ from typing import Any
 
 import psutil
 from filelock import BaseFileLock, FileLock, SoftFileLease, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 from xxhash import xxh3_128
 
 # A holder of a lock on a network file system that shows no sign of life for so long counts as dead.
@@ -140,6 +144,25 @@ def check_files(
                 f"{path} is missing or does not hold what was written there: it was cut, changed or exchanged; "
                 f"restore it, or {advice}"
             )
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
+    """Write a safetensors file with the modes of any new file; OSError if it cannot be written."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    path.chmod(mode)  # save_file moves a file there that only its owner may read
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 # ---------------------------------------------------------------- failures

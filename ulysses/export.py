@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--merge", action="store_true", help="add the LoRA adapter to its base's weights"
     )
-    source, out, merge = vars(parser.parse_args(arguments)).values()
+    given = parser.parse_args(arguments)
+    source, out, merge = given.source, given.out, given.merge
     try:
         if any((out / name).exists() for name in (CONFIG, ADAPTER_CONFIG)):
             raise ValueError(

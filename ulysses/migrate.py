@@ -165,7 +165,7 @@ def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]
         "# What every setting means: train.py --help. Settings that are not needed here are left out."
     ]
     for key, value in settings.items():
-        # an inline table of TOML is a JSON object but for its colons
+        # an inline table of TOML is a JSON object with = instead of colons
         written = json.dumps(value, ensure_ascii=False, separators=(", ", " = "), default=str)
         lines.append(f"{key} = {written}{comments.get(key, '')}")
     try:

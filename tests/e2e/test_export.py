@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from models.arch import ModelConfig
 from models.decoder import empty_model, init_parameter
-from models.hf_format import WeightFiles, write_json, write_weights
+from models.hf_format import WeightFiles, write_weights
 from tests.e2e.launch import environment, ranks, tiny
 from tests.harness import run_distributed
 from ulysses.config.command_line import check
+from ulysses.disk import write_json
 from ulysses.export import main
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine

@@ -21,7 +21,7 @@ FLOORS = {
 }  # fmt: skip
 # Of our own code, what the models and the configuration may import.
 ONLY = {
-    "models": ("models", "losses", "ulysses.parallel", "ulysses.memory"),
+    "models": ("models", "losses", "ulysses.parallel", "ulysses.memory", "ulysses.disk"),
     "ulysses.config": ("ulysses.config",),
 }
 # ... and what the configuration may not: it is read before torch is.

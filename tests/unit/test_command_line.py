@@ -4,7 +4,6 @@ from typing import get_args
 
 import pytest
 
-from losses.dpo import DPO_LOSS_TYPES
 from models.arch import ARCHITECTURES
 from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.config.foreign_names import foreign_names
@@ -99,7 +98,6 @@ def test_names_that_the_configuration_writes_out_are_those_of_the_registries():
     assert get_args(keys["stage"].annotation) == (*STAGES,)
     assert {*STAGES} <= {*Config.model_fields}
     assert get_args(keys["ppo.advantage"].annotation) == (*ADVANTAGES,)
-    assert listed("dpo.loss_type") == list(DPO_LOSS_TYPES)
     assert listed("model.arch") == list(ARCHITECTURES)
     assert get_args(keys["gradients.preset"].annotation) == get_args(Preset)
 

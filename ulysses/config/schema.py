@@ -42,7 +42,7 @@ class RopeSection(Section):
     type: Literal["default", "linear", "llama3", "yarn"] | None = Field(
         None, serialization_alias="rope_type"
     )
-    """How positions reach beyond the window of the first training; by default all of this is as config.json says."""
+    """How positions reach beyond the window that the model was first trained with; by default as config.json says."""
     factor: PositiveFloat | None = None
     """How many times longer than the original window the sequences may be."""
     original_max_position_embeddings: PositiveInt | None = None
@@ -179,7 +179,7 @@ class MemorySection(Section):
     """Whether every process holds a share of the weights and gathers each layer for its use, or all of them, gathered
     once after an update; "auto" is what is faster and fits."""
     offload: Literal["auto", "none", "checkpoints"] = "none"
-    """Whether the layers' saved inputs wait in pinned host memory; "auto" moves as few as must be."""
+    """Whether the layers' saved inputs wait in pinned host memory; "auto" moves only what the GPU cannot hold."""
     offload_optimizer: bool = False
     """Keep master weights and optimizer state in host memory, and update them on the CPU."""
     offload_parameters: bool = False

@@ -85,12 +85,8 @@ class DpoSection(Section):
 
     beta: PositiveFloat = 0.1
     """Strength of the implicit KL constraint."""
-    loss_type: str | list[str] = Field(
-        "sigmoid",
-        description="Preference loss, or a list of losses to add (losses/dpo.py): sigmoid, robust, hinge, ipo, "
-        "ipo_sum, simpo, sigmoid_norm, orpo, exo_pair, nca_pair, bco_pair, sppo_hard, aot, apo_zero, apo_down, "
-        "discopop.",
-    )
+    loss_type: str | list[str] = "sigmoid"
+    """Preference loss, or a list of losses to add: any of those of losses/preference.py, such as ipo, simpo or orpo."""
     loss_weights: list[NonNegativeFloat] = []
     """Weight of each loss in a list; an empty list weighs all with 1."""
     label_smoothing: float = 0.0

@@ -14,7 +14,7 @@ from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 class ClipGlobalNorm(GradientPolicy):
     """g *= min(1, max_norm / (||g|| + 1e-6)), as torch's clip_grad_norm_ (Pascanu et al., 1211.5063).
 
-    A run has one scope, but for PPO, where the policy's and the value's parameters are clipped each by its own norm.
+    A run has one scope, except for PPO, where the policy's and the value's parameters are clipped each by its own norm.
     `together` clips all of them by their common norm. max_norm 0 does not clip.
     """
 

@@ -32,7 +32,7 @@ class GradientPolicy:
     """See, and possibly change, the reduced gradient once per optimizer step.
 
     A policy is a dataclass. The fields that its constructor takes are its settings; a number whose default is above 0
-    must be above 0, but for a max_norm of 0, which does not clip. The fields with `init=False` are its state, which
+    must be above 0, except max_norm, where 0 means no clipping. The fields with `init=False` are its state, which
     checkpoints hold as plain JSON. Decisions may depend only on these, on the context and on the floats that
     `Gradients` returns (equal on all ranks), so that all ranks decide alike. `reads` names the statistics besides
     "norm" that `apply` asks for in every step ("mean_abs"): the chain measures those of all its policies at once.

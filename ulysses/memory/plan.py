@@ -162,7 +162,7 @@ class Workload(NamedTuple):
     logits_once: whether backward does without the logits, as that of the head's own nll does.
     common_heads: common divisor of the heads of all models that share the mesh; 0: one model.
     levels: every layer's recompute level, the first layer's first. There are at most two, and the last layers have the
-    one that keeps more: their backward comes first, so their memory is free before the other layers recompute.
+    level that keeps more: their backward comes first, so their memory is free before the other layers recompute.
     offloaded_layers: how many layers, counted from the first, keep their tensors in host memory.
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
     allowed: the levels to choose from, the fastest first.

@@ -125,7 +125,7 @@ class OutsideSampler:
         if not 0 < len(tokens) == len(logps) <= self.options.max_new_tokens:
             return f"{len(tokens)} tokens and {len(logps)} log-probabilities"
         if not all(math.isfinite(logp) and logp <= 1e-3 for logp in logps):
-            return "log-probabilities that are none"
+            return "log-probabilities that are not finite or above 0"
         if completion.ended and tokens[-1] not in self.options.stop_tokens:
             return f"an end but without the token that ends it (its last one is {tokens[-1]})"
         return ""

@@ -30,9 +30,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from losses.ppo import MAX_LOG_RATIO, kl_estimate, token_rewards
-from models.hf_format import write_tensors
 from ulysses.data.serve.encode import Example
 from ulysses.data.serve.steps import StepLoader, shuffled
+from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.rl.advantages import ADVANTAGES, group_metrics, value_metrics

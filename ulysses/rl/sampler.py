@@ -5,7 +5,7 @@
     key 8: p p p    -->  [ p p p a . . . . ]          -> tokens drawn by u(seed, rollout, key, number of the token)
     key 9: p p      -->  [ p p a a a a . . ]          -> answers that end stand still until the host looks
 
-A slot's cache holds its prompt but for the last token, which the first step takes: every step then does the same.
+A slot's cache holds its prompt except for the last token, which the first step takes: every step then does the same.
 Answers to one prompt prefill it once and copy it. The host looks every LOOK steps which answers have ended, and gives
 their slots to waiting ones. What an answer gets depends on its key alone, not on the other slots; processes decode
 their own answers without waiting for each other.
@@ -47,7 +47,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class SamplingOptions:
     """How tokens are drawn and when a completion ends; the [ppo] table checks the ranges.
 
-    `batch` answers are decoded at a time, which changes memory and speed but not the result (but for rounding).
+    `batch` answers are decoded at a time, which changes memory and speed but, apart from rounding, not the result.
     """
 
     max_new_tokens: int
@@ -247,7 +247,7 @@ class Sampler:
         self.state[:, slots] = torch.stack(state).to(self.device)
 
     def _prefill(self, prompts: dict[Prompt, int]) -> None:
-        """Write the keys and values of prompts but for their last tokens into the cache of their slots."""
+        """Write the keys and values of prompts, except for their last tokens, into the cache of their slots."""
         left = sorted((p for p in prompts if len(p) > 1), key=len)
         while left:
             count = max(1, self.prefill // len(left[-1]))

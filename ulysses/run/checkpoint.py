@@ -18,11 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from models.hf_format import write_json
 from ulysses import environment
 from ulysses.config.schema import RunSection
 from ulysses.config.section import error_context
-from ulysses.disk import check_files, digest_of, flush_to_disk, writing
+from ulysses.disk import check_files, digest_of, flush_to_disk, write_json, writing
 from ulysses.parallel.mesh import gather
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import save_state

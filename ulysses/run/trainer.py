@@ -54,9 +54,6 @@ class Trainer:
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
-
-    Attributes:
-        log: where rank 0 writes the metrics; None on the other ranks.
     """
 
     mesh: ParallelMesh
@@ -78,7 +75,6 @@ class Trainer:
         self.step = 0
         self.best: list[float] | None = None  # step, eval loss
         self.metrics: dict[str, float] = {}
-        self.log: MetricsLog | None = None
         # agreed on by all ranks at a step's boundary
         self.stop_requested = self.save_due = False
         self._saved = time.monotonic()
@@ -88,10 +84,13 @@ class Trainer:
 
     # ---------------------------------------------------------------- the loop
 
-    def train(self) -> None:
+    def train(self, log: MetricsLog | None = None) -> None:
         """Train to the last step or to a requested stop, and evaluate, save and log as configured.
 
         An error says in a note at which step it happened.
+
+        Args:
+            log: where rank 0 writes the metrics; None on the other ranks.
         """
         run = self.run
         try:
@@ -110,9 +109,9 @@ class Trainer:
                 if improved:
                     self.best = [self.step, loss]
                 last = self.finished
-                if self.log is not None:
-                    self.log.report(self.step, values, last or self.step % run.log_every == 0)
-                    if self.log.failure is not None:
+                if log is not None:
+                    log.report(self.step, values, last or self.step % run.log_every == 0)
+                    if log.failure is not None:
                         self.watch.ask_to_stop()  # after the coming step, with a checkpoint, which all ranks write
                 is_best = improved and (run.save_every or run.patience)
                 due = run.save_every and self.step % run.save_every == 0

@@ -70,6 +70,7 @@ class TrainingRun:
             self.watch.stop()
             raise
         self.trainer: Trainer | None = None
+        self.log: MetricsLog | None = None  # of rank 0, while it trains
         self.resources = ExitStack()  # what must be released, whatever happens
 
     def __enter__(self) -> "TrainingRun":
@@ -235,12 +236,10 @@ class TrainingRun:
                     resume="allow",
                 )
                 self.resources.callback(wandb.finish)
-            trainer.log = MetricsLog(
-                folder, trainer.total_steps, trainer.step, self.run_id, wandb
-            )
-            self.resources.callback(trainer.log.close)
+            self.log = MetricsLog(folder, trainer.total_steps, trainer.step, self.run_id, wandb)
+            self.resources.callback(self.log.close)
         self.resources.enter_context(self.watch.signals())
-        trainer.train()
+        trainer.train(self.log)
         if run.export and not trainer.stop_requested:
             self.export(folder / "export")
 
@@ -265,8 +264,8 @@ class TrainingRun:
     def say(self, text: str) -> None:
         """Print a line, above the progress bar if there is one; other ranks than the first say it with --debug only."""
         rank = environment.rank()
-        if self.trainer is not None and self.trainer.log is not None:
-            self.trainer.log.bar.write(text)
+        if self.log is not None:
+            self.log.bar.write(text)
         elif rank == 0:
             print(text, flush=True)
         elif self.debug:
@@ -276,7 +275,7 @@ class TrainingRun:
         """Release files, engines and the process group, which after an error still has to tell the other processes."""
         self.watch.report_failure(error)  # while the signals of a launcher are still caught
         self.resources.close()
-        self.trainer = self.engine = None
+        self.trainer = self.engine = self.log = None
         if dist.get_world_size() > 1 and error is not None:
             self.watch.stop()  # this process may go on, and a later run's good end is no failure
             return

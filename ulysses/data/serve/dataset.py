@@ -115,8 +115,8 @@ def part_of(
 ) -> Iterator[LocatedRow]:
     """Yield the rows that are held out for evaluation, or the others; parts of a document stay together.
 
-    Multiples of the golden ratio are even modulo 1: of any many rows in a row, and of every second, third ... one, the
-    same share is held out.
+    Multiples of the golden ratio are spread evenly modulo 1: the same share is held out of any long run of rows, and of
+    every second or third row.
     """
     for number, (where, parts) in enumerate(groupby(rows, key=itemgetter(1))):
         if (number * GOLDEN_RATIO % 1 < settings.eval_fraction) == settings.held_out:
