@@ -1,6 +1,7 @@
 """What a run leaves behind (best checkpoint, TensorBoard, Weights & Biases), and what stops it at step 1."""
 
 import json
+import math
 import sys
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 from tests.e2e.launch import metrics
 from tests.e2e.test_stage_runs import demo, on_ranks, settings, train  # noqa: F401 (a fixture)
+from tests.engine_case import Case, build_trainer
 from tests.harness import run_distributed
+from ulysses.config.schema import RunSection
 from ulysses.disk import digest_of
 
 
@@ -89,6 +92,22 @@ def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path) -> None:  # 
     assert (tmp_path / "run/export/config.json").exists()
     config["run"]["resume"] = "auto"
     assert on_ranks(1, config) == lines
+
+
+def evaluated(losses: list[float]) -> tuple[int, list[float]]:
+    """Train with a patience of two evaluations, which give these losses; return the last step and the best."""
+    trainer, _ = build_trainer(Case("sft", steps=len(losses)))
+    given = iter(losses)
+    trainer.evaluate = lambda: {"eval/loss": next(given)}
+    trainer.save = lambda: None
+    trainer.run = RunSection(steps=len(losses), eval_every=1, patience=2)
+    trainer.train()
+    return trainer.step, trainer.best
+
+
+def test_an_evaluation_that_is_not_finite_is_never_the_best() -> None:
+    losses = [math.nan, 1.0, 0.9, math.inf, math.nan, 0.1]
+    assert run_distributed(evaluated, 1, losses, with_zero=True) == [(5, [3, 0.9])]
 
 
 def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path) -> None:  # noqa: F811

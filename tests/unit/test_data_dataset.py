@@ -371,3 +371,20 @@ def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys):
     )
     text = capsys.readouterr().out
     assert "(chosen)" in text and "[[bad<|im_end|>]]" in text
+
+
+@pytest.mark.parametrize("harm", ["digests.json", "tokens.bin", "cut"])
+def test_a_damaged_cache_is_made_again_and_said(harm, tmp_path, open_rows, capsys):
+    """Whether the list of digests, a file or a part of one is gone; and the second time it is as good as new."""
+    rows = [{"messages": [USER, BOT]}, {"messages": [USER, BOT] * 2}]
+    before = open_rows(rows, "sequence")
+    expected = [example.sequences[0].tokens.tolist() for example in before]
+    file = before.folder / ("tokens.bin" if harm == "cut" else harm)
+    if harm == "cut":
+        file.write_bytes(file.read_bytes()[:-2])
+    else:
+        file.unlink()
+    for said in ("were damaged", ""):
+        found = open_rows(rows, "sequence")
+        assert [example.sequences[0].tokens.tolist() for example in found] == expected
+        assert (said in capsys.readouterr().out) if said else not capsys.readouterr().out

@@ -77,12 +77,23 @@ def check_once(seal: Path, cache: Path) -> None:
 
     Raises DataError naming the first file that is missing or differs.
     """
-    digests = json.loads(seal.read_text())
+    try:
+        digests = json.loads(seal.read_text())
+    except (OSError, ValueError):
+        raise DataError(f"{seal} is missing or not what was written there") from None
     advice = f"delete {seal} so that all of them are made again"
     build_once(
         known_files([seal, *(seal.with_name(name) for name in digests)], cache),
         lambda _: check_files(seal.parent, digests, advice),
     )
+
+
+def discard(folder: Path) -> None:
+    """Take a damaged folder out of the way, so that `build_once` makes it again; other processes may come first."""
+    away = folder.with_name(f"{folder.name}.{os.uname().nodename}-{os.getpid()}.tmp")
+    with suppress(OSError):
+        folder.rename(away)
+    shutil.rmtree(away, ignore_errors=True)
 
 
 def known_files(files: Iterable[Path], cache: Path) -> Path:

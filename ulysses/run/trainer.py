@@ -8,6 +8,7 @@ One optimizer step on every rank:
       -> metrics (one all-reduce), gradient policies on the reduced gradient, update
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -105,7 +106,8 @@ class Trainer:
                 if self.finished or (run.eval_every and self.step % run.eval_every == 0):
                     values |= self.evaluate()
                 loss = values.get("eval/loss")
-                improved = loss is not None and (self.best is None or loss < self.best[1])
+                improved = loss is not None and math.isfinite(loss)
+                improved = improved and (self.best is None or loss < self.best[1])
                 if improved:
                     self.best = [self.step, loss]
                 last = self.finished

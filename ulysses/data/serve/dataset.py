@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ulysses.data import DataError
-from ulysses.data.cache import build_once, check_once, digest_of_value
+from ulysses.data.cache import build_once, check_once, digest_of_value, discard
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.read.formats import Event, LocatedRow, Report, locate_rows, read_records
 from ulysses.data.read.sources import Source, count_rows, in_batches, source_digest
@@ -104,8 +104,18 @@ def open_dataset(
             chunks = (pack_examples(kind, [example]) for example in examples)
         write_dataset(temporary, kind, chunks, report, [source.path for source in sources])
 
-    build_once(folder, build)
-    check_once(folder / DIGESTS, cache)
+    damage = ""
+    while True:
+        if build_once(folder, build) and damage:
+            print(f"the tokenised data were damaged ({damage}) and have been made again")
+        try:
+            check_once(folder / DIGESTS, cache)
+            break
+        except DataError as error:
+            if damage:
+                raise
+            damage = str(error).partition(";")[0]
+            discard(folder)
     weights = [source.weight for source in sources]
     return TokenizedDataset(folder, weights, settings.max_length, share_prompts)
 
