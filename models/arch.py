@@ -73,6 +73,9 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 
 
+# Below which a number is taken for a mistake; others must be below 2^31.
+MOST = {"num_hidden_layers": 2000, "vocab_size": 1 << 24, "hidden_size": 1 << 20}
+
 # The fields of every type of rotary scaling; yarn needs the first two only.
 _STRETCH = ("factor", "original_max_position_embeddings")
 _ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -249,8 +252,11 @@ class ModelConfig:
 def _number(known: Mapping[str, Any], name: str, kind: Any) -> Any:
     """Return a positive number; ValueError names the field that holds none."""
     value: Any = known.get(name)
-    if type(value) not in (int, float) or not 0 < value < math.inf or kind(value) != value:
-        wanted = "a whole number above 0" if kind is int else "a number above 0"
+    most = MOST.get(name, 1 << 31) if kind is int else math.inf
+    if type(value) not in (int, float) or not 0 < value < most or kind(value) != value:
+        wanted = (
+            f"a whole number above 0 and below {most:,}" if kind is int else "a number above 0"
+        )
         raise ValueError(
             f"config.json has {name} = {value!r} but it must be {wanted}; correct the file or the setting"
         )

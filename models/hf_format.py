@@ -182,6 +182,12 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def add_low_rank(flat: Tensor, a: Tensor, b: Tensor, scale: float, start: int = 0) -> Tensor:
+    """Return elements of a flattened matrix with those of scale * B A added, which begin at `start`; in float32."""
+    update = (scale * (b.float() @ a.float())).view(-1)
+    return flat.float() + update[start : start + len(flat)]
+
+
 class WeightFiles:
     """Read the weights of a model folder by name, as flat slices, touching only the bytes asked for.
 
@@ -256,14 +262,11 @@ class WeightFiles:
         flat = stored.read(start, stop)
         for a, b, scale in self._updates.get(name, ()):
             rank, width = a.shape
-            first, last = (
-                start // width,
-                -(-stop // width),
-            )  # the rows of B that these elements lie in
-            down = a.read(0, rank * width).float().view(rank, width)
-            up = b.read(first * rank, last * rank).float().view(-1, rank)
-            update = (scale * (up @ down)).view(-1)
-            flat = flat.float() + update[start - first * width : stop - first * width]
+            # the rows of B that these elements lie in
+            first, last = start // width, -(-stop // width)
+            down = a.read(0, rank * width).view(rank, width)
+            up = b.read(first * rank, last * rank).view(-1, rank)
+            flat = add_low_rank(flat, down, up, scale, start - first * width)
         return flat
 
     def check(
@@ -298,7 +301,15 @@ class WeightFiles:
 def _weight_paths(folder: Path) -> list[Path]:
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
-        names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+        table = _read_json(folder / INDEX).get("weight_map")
+        names = (
+            sorted({str(name) for name in table.values()}) if isinstance(table, dict) else []
+        )
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(
+                f"{(folder / INDEX).absolute()} must hold a weight_map from parameters to names of files in its own "
+                "folder; download it again"
+            )
     for name in names:
         if not (folder / name).is_file():
             raise FileNotFoundError(

@@ -18,7 +18,7 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from models.hf_format import ADAPTER_WEIGHTS
+from models.hf_format import ADAPTER_WEIGHTS, add_low_rank
 from models.layers import Linear
 from ulysses.disk import write_tensors
 
@@ -84,8 +84,9 @@ def merged(
             continue
         stem = name.removesuffix(".base_layer.weight")
         if stem != name:
-            a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"].float() for k in "AB")
-            weight = (weight.float() + scale * (b @ a)).to(weight.dtype)
+            a, b = (adapters[f"{stem}.lora_{k}.{ADAPTER}.weight"] for k in "AB")
+            flat = add_low_rank(weight.view(-1), a, b, scale)
+            weight = flat.view_as(weight).to(weight.dtype)
         yield base_name(name), weight
 
 

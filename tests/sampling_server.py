@@ -23,8 +23,8 @@ class SamplingServer:
 
     Attributes:
         asked: (path, body) of all requests.
-        fault: "" for none, "hang", "refuse", "garbage", "no fields", "nan", "no stop token" or
-            "reload".
+        fault: "" for none, "hang", "drip", "endless", "redirect", "cut", "no HTTP", "refuse", "garbage",
+            "no fields", "nan", "no stop token" or "reload".
         scores: what a reward answers; if empty, it counts the letters of each answer.
     """
 
@@ -43,10 +43,19 @@ class SamplingServer:
                     time.sleep(5)
                 found = outer.reply(self.path, body)
                 text = b"not JSON" if outer.fault == "garbage" else json.dumps(found).encode()
-                self.send_response(503 if outer.fault == "refuse" else 200)
-                self.send_header("Content-Length", str(len(text)))
+                if outer.fault == "no HTTP":
+                    self.wfile.write(b"what?\r\n\r\n")
+                    return
+                codes = {"refuse": 503, "redirect": 307}
+                self.send_response(codes.get(outer.fault, 200))
+                more = {"cut": 1, "endless": 1 << 40, "drip": 1 << 20}.get(outer.fault, 0)
+                self.send_header("Content-Length", str(len(text) + more))
+                self.send_header("Location", f"{outer.address}/elsewhere")
                 self.end_headers()
                 self.wfile.write(text)
+                while outer.fault in ("endless", "drip"):
+                    self.wfile.write(bytes(1 << 16 if outer.fault == "endless" else 1))
+                    time.sleep(0.1 * (outer.fault == "drip"))
 
             def log_message(self, *_: Any) -> None:
                 pass

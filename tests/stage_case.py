@@ -98,7 +98,7 @@ class Formula:
         teacher = filled(
             CausalLM(TEACHER, attention="reference"), InitialWeights(TEACHER, 7)
         ).double()
-        beta, T = o.get("beta", 0.0), o.get("temperature", 1.0)
+        beta, T = o.get("jsd_beta", 0.0), o.get("temperature", 1.0)
         for s in (s for e in self.examples for s in e.sequences):
             batch, w = pack_shard([s], ParallelMesh(1), "cpu"), self.weights(s)
             whole, wanted = (
@@ -223,7 +223,7 @@ STAGE_CASES = {
     "distill": StageCase(
         1e-5,
         Formula.distill,
-        {"teacher": "some/teacher", "beta": 0.3, "temperature": 1.5, "nll_weight": 0.5},
+        {"teacher": "some/teacher", "jsd_beta": 0.3, "temperature": 1.5, "nll_weight": 0.5},
         {"teacher": "some/teacher", "nll_weight": 0.5},
         {"teacher": "some/teacher"},
     ),

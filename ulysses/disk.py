@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +177,11 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
     except DiskError:
         raise
     except OSError as error:
-        place = next(p for p in (path, *path.absolute().parents) if p.exists())
-        free = shutil.disk_usage(place).free / 2**30
-        raise DiskError(
-            f"{error.filename or path.absolute()} cannot be written{when}: {error.strerror or error} "
-            f"({free:.1f} GiB are free there); make room or {advice}"
-        ) from None
+        what = f"{error.filename or path.absolute()} cannot be written{when}: {error.strerror or error}"
+        if error.errno in (ENOSPC, EDQUOT):
+            place = next(p for p in (path, *path.absolute().parents) if p.exists())
+            free = f"{shutil.disk_usage(place).free / 2**30:.1f} GiB"
+            if not os.statvfs(place).f_favail:
+                free = "no room for another file, but " + free
+            what, advice = f"{what} ({free} are free there)", f"make room or {advice}"
+        raise DiskError(f"{what}; {advice}") from None

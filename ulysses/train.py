@@ -39,7 +39,10 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         complain(error, debug=debug)
         return 2
-    except Exception as error:
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # code of the user's, such as a reward, may end the process
         tell(error, debug=debug)
         return 1
 

@@ -74,7 +74,7 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
         ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),
         ("sft", {"neftune_alpha": 5.0}),
         ("distill", {"teacher": "some/teacher"}),
-        ("distill", {"teacher": "some/teacher", "beta": 1.0, "temperature": 0.7}),
+        ("distill", {"teacher": "some/teacher", "jsd_beta": 1.0, "temperature": 0.7}),
     ],
     ids=[
         "dft",

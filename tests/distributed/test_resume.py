@@ -107,6 +107,21 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> N
     assert first[at + 1 :] == ["."]
 
 
+def test_a_foreign_folder_in_the_way_of_a_checkpoint_is_moved_aside(tmp_path):
+    """Half of another checkpoint, or a user's own: it stays, and the checkpoint is written."""
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1/notes").write_text("mine")
+    run_distributed(save_once, 2, tmp_path, with_zero=True)
+    assert [p.name for p in saved_checkpoints(tmp_path)] == ["step-1"]
+    [found] = tmp_path.glob("step-1.found-*")
+    assert (found / "notes").read_text() == "mine"
+
+
+def save_once(folder: Path) -> None:
+    trainer, _ = build_trainer(CASE)
+    save_checkpoint(folder, trainer.engine, {"step": 1}, trainer.stage.save)
+
+
 def refusal(folder: Path, case: Case) -> str:
     trainer, _ = build_trainer(case)
     try:

@@ -1,6 +1,6 @@
 """Configuration from TOML and arguments."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -11,6 +11,7 @@ from ulysses.config.schema import Config
 from ulysses.gradients.chain import Preset
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.run.registry import STAGES
+from ulysses.train import main
 
 BASE = ["--stage", "dpo", "--model.path", "m", "--run.steps", "3"]
 
@@ -114,3 +115,17 @@ def test_help_lists_every_key(capsys):
     for key, info in known_keys().items():
         assert key in shown
         assert info.description, f"{key} has no description"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_run_whose_code_ends_the_process_has_failed(code, monkeypatch, capsys):
+    """As a reward function that calls sys.exit(0) does: torchrun would take it for a good end."""
+
+    class Ends:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise SystemExit(code)
+
+    monkeypatch.setattr("ulysses.run.training_run.TrainingRun", Ends)
+    monkeypatch.setenv("ULYSSES_DEBUG", "1")  # leave the warnings of this process alone
+    assert main([*BASE]) == 1
+    assert f"error: rank 0, SystemExit: {code}" in capsys.readouterr().err

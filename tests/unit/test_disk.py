@@ -1,6 +1,11 @@
-"""The digest of a part of a file, which stands for a whole model's."""
+"""The digest of a part of a file, which stands for a whole model's, and the sentences about what cannot be written."""
 
-from ulysses.disk import CHUNK, sampled_digest
+import errno
+import os
+
+import pytest
+
+from ulysses.disk import CHUNK, DiskError, sampled_digest, writing
 
 
 def test_sampled_digest_sees_the_header_the_size_and_blocks_everywhere(tmp_path):
@@ -14,3 +19,18 @@ def test_sampled_digest_sees_the_header_the_size_and_blocks_everywhere(tmp_path)
         found.add(sampled_digest(path))
     path.write_bytes(bytes(size - 1))
     assert len(found | {sampled_digest(path)}) == 6
+
+
+@pytest.mark.parametrize(
+    "number, advice",
+    [
+        (errno.ENOSPC, r"GiB are free there\); make room or use another disk$"),
+        (errno.EDQUOT, "make room or use another disk$"),
+        (errno.EXDEV, "cross-device link; use another disk$"),
+        (errno.EIO, "error; use another disk$"),
+        (errno.EROFS, "system; use another disk$"),
+    ],
+)
+def test_only_a_full_disk_needs_room(number, advice, tmp_path):
+    with pytest.raises(DiskError, match=f"(?i){advice}"), writing(tmp_path / "file"):
+        raise OSError(number, os.strerror(number), str(tmp_path / "file"))

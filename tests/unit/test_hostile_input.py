@@ -5,16 +5,22 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from models.arch import ModelConfig
 from models.hf_format import WeightFiles, copy_side_files, read_config, write_weights
 from tests import data_case
+from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_tokenizer
+from ulysses.config.section import ConfigError, error_context
 from ulysses.data import DataError
 from ulysses.data.read.chat import load_tokenizer
+from ulysses.data.serve.preview import preview_examples
+from ulysses.run.preflight import check_weights
 
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 CALL = {"name": "f", "arguments": "[" * 700 + "]" * 700}
@@ -227,3 +233,45 @@ def test_weight_files_have_the_modes_of_any_new_file(tmp_path, mask, mode):
     finally:
         os.umask(before)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"a": "../../model.safetensors"}, {"a": "/etc/passwd"}, {"a": 5}, None, 7, {}],
+    ids=["above", "absolute", "number", "null", "integer", "empty"],
+)
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, table):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    sentence = "index.json must hold a weight_map from parameters to names of files in its own folder|there is no 5 in"
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+        WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"vocab_size": 10**18}, "vocab_size = 1000000000000000000 but it must be .* below 16,777,216"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000 but it must be .* below 2,000"),
+        ({"num_hidden_layers": 1999}, "holds 2 layers, but its config.json has num_hidden_layers = 1999"),
+    ],
+)  # fmt: skip
+def test_a_shape_that_cannot_be_is_told_at_once(tmp_path, changes, sentence):
+    write_model(tmp_path, ModelConfig.from_hf(tiny_config()))
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(**changes)))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=sentence):
+        check_weights(read_config(tmp_path), tmp_path, reward=False)
+    assert time.monotonic() - began < 5
+
+
+def test_file_names_and_rows_cannot_steer_the_terminal(tmp_path, open_rows, tokenizer, capsys):
+    """A line break forges no second error, and no escape sequence passes."""
+    name = "a\nerror: all is lost\x1b[2J.jsonl"
+    with pytest.raises(ConfigError) as caught, error_context("data"):
+        raise DataError(f"{name} does not exist")
+    assert str(caught.value) == r"data: a\nerror: all is lost\x1b[2J.jsonl does not exist"
+    answer = {"role": "assistant", "content": "red \x1b[31m\x07 end\nnext"}
+    data = open_rows([{"messages": [GOOD["messages"][0], answer]}], "sequence")
+    preview_examples(data, tokenizer, 1)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x07" not in shown and "end\nnext" in shown

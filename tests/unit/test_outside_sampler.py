@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
+import httpx
 import pytest
 import torch
 
@@ -22,6 +22,7 @@ PROMPTS = {n: torch.arange(4, 5 + n) for n in (0, 1, 5)}
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "PAUSE", 0.01)
+    monkeypatch.setattr(servers, "MOST_BYTES", 1 << 20)
 
 
 @pytest.fixture
@@ -90,10 +91,15 @@ def test_weights_go_by_disk_to_every_server(tmp_path: Path, server: SamplingServ
 @pytest.mark.parametrize(
     "fault, attempts, complaint",
     [
-        ("hang", 1, "failed .timed out.; look at its log"),
-        ("refuse", 3, "HTTP Error 503"),
+        ("hang", 1, "failed .timed out after 0.5 s.; look at its log"),
+        ("drip", 1, "failed .timed out after 0.5 s.; look at its log"),
+        ("endless", 3, "answered more than 1 MiB"),
+        ("redirect", 3, "HTTP 307"),
+        ("cut", 3, "peer closed connection"),
+        ("no HTTP", 3, "RemoteProtocolError"),
+        ("refuse", 3, "HTTP 503"),
         ("garbage", 3, "Expecting value"),
-        ("nan", 1, "answered prompt 0 with log-probabilities that are none"),
+        ("nan", 1, "answered prompt 0 with log-probabilities that are not finite or above 0"),
         ("no stop token", 1, "an end but without the token that ends it"),
         ("gone", 0, "refused"),
         (
@@ -109,7 +115,7 @@ def test_a_servers_fault_is_one_sentence(
     server.fault = fault
     if fault == "gone":
         server.close()
-    timeout = 0.5 if fault == "hang" else 20.0
+    timeout = 0.5 if fault in ("hang", "drip") else 20.0
     with pytest.raises(ValueError, match=complaint):
         sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(PROMPTS)
     assert (
@@ -130,14 +136,13 @@ def test_a_server_that_comes_back_is_asked_again(
 def test_a_server_that_cannot_be_reached_in_time_is_asked_once(
     tmp_path: Path, monkeypatch
 ) -> None:
-    """urllib tells of a connection that takes too long in an error of its own."""
     asked = []
 
-    def unreachable(request: Any, timeout: float) -> None:
+    def unreachable(*_: Any, timeout: float, **__: Any) -> None:
         asked.append(timeout)
-        raise URLError(TimeoutError("timed out"))
+        raise httpx.ConnectTimeout("timed out")
 
-    monkeypatch.setattr(servers.urllib.request, "urlopen", unreachable)
+    monkeypatch.setattr(servers.httpx, "stream", unreachable)
     with pytest.raises(ValueError, match="timed out"):
         sampler(tmp_path, "sglang+http://far:1").sample({0: PROMPTS[0]})
     assert asked == [20.0]

@@ -310,13 +310,13 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for server.scores, server.fault, complaint in (
         ([1.0], "", r"returned \[1.0\] for 2 answers"),
         ("good", "", "returned good for 2 answers"),
-        ([], "refuse", "failed: HTTPError: HTTP Error 503"),
+        ([], "refuse", "failed: OSError: HTTP 503"),
         ([], "hang", "timed out"),
     ):
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
             Rewards([url], Letters(), timeout=0.2)(*answers(1, 2))
     server.close()
-    with pytest.raises(ValueError, match="the reward .* failed: URLError"):
+    with pytest.raises(ValueError, match="the reward .* failed: OSError: ConnectError"):
         Rewards([url], Letters())(*answers(1))
 
 

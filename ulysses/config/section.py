@@ -1,5 +1,6 @@
 """The base class of the configuration's tables, and the errors that refuse a setting."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,18 @@ class ConfigError(ValueError):
     def __init__(self, sentence: object, key: str = "") -> None:
         super().__init__(f"{key}: {sentence}" if key else str(sentence))
         self.key = key
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    """Return the text with control characters written out, so that no file name or row can steer a terminal.
+
+    `lines` keeps line breaks and tabs.
+    """
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f]" if lines else r"[\x00-\x1f\x7f-\x9f]",
+        lambda found: repr(found[0])[1:-1],
+        text,
+    )
 
 
 class AbsentError(ConfigError):
@@ -79,7 +92,7 @@ def error_context(
     except (ValueError, OSError) as error:
         if not isinstance(error, ConfigError):
             absent = absent or isinstance(error, FileNotFoundError)
-            error = (AbsentError if absent else ConfigError)(error, key)
+            error = (AbsentError if absent else ConfigError)(visible(str(error)), key)
         if errors is None:
             raise error from None
         errors.append(error)

@@ -58,7 +58,7 @@ class DistillSection(Section):
 
     teacher: str = ""
     """Folder or hub id of the model to learn from, which must have the student's tokenizer."""
-    beta: float = Field(0.0, ge=0, le=1)
+    jsd_beta: float = Field(0.0, ge=0, le=1)
     """Divergence from the teacher: 0 is forward KL, 1 reverse KL, and between them the generalised Jensen-Shannon
     divergence (GKD, arXiv 2306.13649)."""
     temperature: PositiveFloat = 1.0

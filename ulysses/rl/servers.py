@@ -2,26 +2,48 @@
 
 import json
 import time
-import urllib.request
 from typing import Any
 
+import httpx
+
 PAUSE = 1.0  # seconds before a request that failed is sent again, twice as long before the last attempt
+MOST_BYTES = 256 << 20  # of an answer
 
 
 def post(url: str, body: Any, timeout: float) -> Any:
     """POST a value as JSON and return the JSON that the server answers, None for an empty answer.
 
-    A request that fails is sent again, twice at most; one that takes longer than `timeout` seconds is not.
+    A request has `timeout` seconds for all of its answer, and one that takes longer is not sent again. Any other
+    failure is: twice at most. A redirect is a failure, because the body would not be sent to the other place.
     Raises OSError if the server fails, ValueError if it answers something else than JSON.
     """
     data = json.dumps(body, default=str).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     for pause in (PAUSE, 2 * PAUSE, None):
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
-                return json.loads(response.read() or "null")
-        except (OSError, ValueError) as error:
-            # urllib wraps the error of a connection that cannot be made
-            if pause is None or isinstance(getattr(error, "reason", error), TimeoutError):
+            return json.loads(_answer(url, data, timeout) or "null")
+        except (TimeoutError, httpx.TimeoutException):
+            raise TimeoutError(f"timed out after {timeout:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            if pause is None:
+                raise OSError(f"{type(error).__name__}: {error}") from None
+        except (OSError, ValueError):
+            if pause is None:
                 raise
-            time.sleep(pause)
+        time.sleep(pause)
+
+
+def _answer(url: str, data: bytes, timeout: float) -> bytes:
+    """Return the body of a server's answer."""
+    ends, parts, size = time.monotonic() + timeout, [], 0
+    headers = {"Content-Type": "application/json"}
+    with httpx.stream("POST", url, content=data, headers=headers, timeout=timeout) as response:
+        for part in response.iter_bytes():
+            size += len(part)
+            if size > MOST_BYTES:
+                raise OSError(f"it answered more than {MOST_BYTES >> 20} MiB")
+            if time.monotonic() > ends:
+                raise TimeoutError
+            parts.append(part)
+    if response.status_code != 200:
+        raise OSError(f"HTTP {response.status_code} {response.reason_phrase}")
+    return b"".join(parts)

@@ -11,6 +11,7 @@ any of them is read; each rank's index names the run, the step and the digests o
 import json
 import os
 import shutil
+import time
 from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,8 @@ def save_checkpoint(
             files |= {path.name: digest_of(path) for path in rest}
             write_json(temporary / "run.json", {"format": FORMAT, **state, "files": files})
             flush_to_disk([*rest, temporary / "run.json", temporary])
+            if final.exists():  # no checkpoint of this run: somebody else's folder, which stays
+                final.rename(final.with_name(f"{final.name}.found-{time.time_ns()}"))
             os.rename(temporary, final)
             flush_to_disk([folder])
             best, _ = state.get("best") or (None, None)

@@ -39,7 +39,8 @@ def tell(error: Exception, *, debug: bool) -> None:
     # a process that held the store and is gone has failed before
     first = store is None or within(PATIENCE, store.add, CLAIMS, 1) == 1
     if first or debug:
-        text, foreseen = str(error), isinstance(error, FloatingPointError | DiskError)
+        text = str(error) or "no reason is given"
+        foreseen = isinstance(error, FloatingPointError | DiskError)
         if debug or not foreseen:
             traceback.print_exception(error)
         if not foreseen:

@@ -326,9 +326,16 @@ def check_weights(shape: ModelConfig, folder: Path, *, reward: bool) -> None:
 
     Raises ValueError naming the first parameter that is missing or wrong.
     """
+    files = WeightFiles(folder)
+    layers = {name.split(".")[2] for name in files.tensors if name.startswith("model.layers.")}
+    if len(layers) != shape.num_hidden_layers:
+        raise ValueError(
+            f"{folder.absolute()} holds {len(layers)} layers, but its config.json has num_hidden_layers = "
+            f"{shape.num_hidden_layers}; check that config.json belongs to these weights"
+        )
     model = empty_model(shape, reward=reward)
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    WeightFiles(folder).check(expected, may_lack=("score.weight",) if reward else ())
+    files.check(expected, may_lack=("score.weight",) if reward else ())
 
 
 def read_other(other: AuxiliaryModel, *, need_weights: bool = True) -> InitialWeights:

@@ -77,13 +77,20 @@ class DistillStage(Stage):
         return {**super().arguments(run), "teacher": run.frozen(teacher)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        options = self.config.model_dump(exclude={"teacher"})
+        config = self.config
         with self.teacher.inference():
             rows = self.teacher(batch, project=False)
         matrix = self.teacher.module.lm_head.weight
         with gathered(self.teacher, [matrix]):
-            out = self.model(batch, nll=True, tile_loss=distillation(rows, matrix, **options))
+            loss = distillation(
+                rows,
+                matrix,
+                beta=config.jsd_beta,
+                temperature=config.temperature,
+                nll_weight=config.nll_weight,
+            )
+            out = self.model(batch, nll=True, tile_loss=loss)
         nll, count = weighted_sum(-out.logps, batch.loss_weights)
         metrics.add("nll", nll, count)
-        metrics.add("divergence", out.nll - self.config.nll_weight * nll, count)
+        metrics.add("divergence", out.nll - config.nll_weight * nll, count)
         return [Term(out.nll, "tokens")]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ulysses.config.section import visible
 from ulysses.data.serve.dataset import TokenizedDataset
 
 
@@ -32,5 +33,5 @@ def preview_examples(dataset: TokenizedDataset, tokenizer: Any, count: int) -> N
                 *(f"{key} {value:g}" for key, value in numbers),
                 sep=", ",
             )
-            print(text)
+            print(visible(text, lines=True))
     print(dataset.report)
