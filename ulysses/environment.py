@@ -28,7 +28,14 @@ def local_world_size(default: int = 1) -> int:
 
 
 def complete() -> None:
-    """Add what a launcher would have said: deepspeed's does not say all, and one process may have none."""
+    """Add what a launcher would have said: deepspeed's does not say all, and one process may have none.
+
+    Raises RuntimeError for one of several processes that does not know which it is.
+    """
+    if world_size() > 1 and "RANK" not in os.environ:
+        raise RuntimeError(
+            f"WORLD_SIZE is {world_size()} but RANK is not set; start every process with its rank, as torchrun does"
+        )
     alone = {
         "RANK": "0",
         "LOCAL_RANK": "0",

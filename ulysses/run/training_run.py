@@ -40,6 +40,8 @@ from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import end_distributed, initialize_distributed, meet
 from ulysses.zero.gather import full_parameters
 
+IMPORT_SECONDS = 60.0  # by which a process may start later than another
+
 
 class TrainingRun:
     """Train by a configuration; use it as a context manager so that everything is released even after an error.
@@ -58,11 +60,12 @@ class TrainingRun:
         config = check(config) if isinstance(config, dict) else config
         self.config = config
         self.debug, self.verify_weights = debug, verify_weights
-        self.prepared = prepare(config)
-        self.watch = Watch(config.run.stall_warning, config.run.timeout, meet())
-        self.watch.start()
-        self.watch.phase("tokenising", long=True)
+        self.watch = Watch(config.run.stall_warning, config.run.timeout)
+        self.watch.start(partial(meet, max(config.run.timeout, IMPORT_SECONDS)))
         try:
+            self.watch.phase("checks", long=True)
+            self.prepared = prepare(config)
+            self.watch.phase("tokenising", long=True)
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
             self.changes = self.prepared.changes(self.data_names)
@@ -74,8 +77,8 @@ class TrainingRun:
         self.resources = ExitStack()  # what must be released, whatever happens
 
     def __enter__(self) -> "TrainingRun":
-        self.device = initialize_distributed(self.watch.store)
         self.watch.phase("start")
+        self.device = initialize_distributed(self.watch.wait_for_store())
         try:
             self.trainer = self._build()
         except BaseException as error:

@@ -1,9 +1,9 @@
 """Every process shows that it is alive and how far it has come; one that stops is named, and the run ends.
 
     main thread     phase("forward"), renew(): plain attributes, so that the loop pays for nothing
-    clerk thread    every second writes `alive/RANK`: phases, collectives, seconds without progress, place; where this
-                    process makes no progress, the first ranks of a node read everybody's; ends the process when
-                    another one has told the reason
+    clerk thread    meets the other processes, and then writes `alive/RANK` every second: phases, collectives, seconds
+                    without progress, place; where this process makes no progress, the first ranks of a node read
+                    everybody's; ends the process when another one has told the reason
     watch thread    warns after run.stall_warning and ends the process after run.timeout; it never waits for the store,
                     because the store may be what is gone
     signal thread   while the run trains: hears signals even if the main thread is stuck
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ DAY_SECONDS = 86400.0
 # Process groups wait so much longer than the watch, so that its sentence comes first.
 MARGIN_SECONDS = 10.0
 READERS = 2  # of each node, in case the first one is the victim
-BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines, and than the watch itself reads
+BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines
 
 
 class Beat(NamedTuple):
@@ -86,21 +87,23 @@ class Watch:
         self._event: Any = None  # of the GPU, at the end of the last step
         self._begun = 0  # collectives
         self._peers: dict[bytes, Beat] = {}  # by what was written
-        self._answered = monotonic()  # when the store last did
+        self._started = self._answered = monotonic()  # the latter: when the store last answered
         self._broken = False  # the connection to the store is
         self._hurried = 0.0  # seconds of silence that count at once
-        self._stop = threading.Event()
+        self._stop, self._met = threading.Event(), threading.Event()
 
     # ---------------------------------------------------------------- the main thread
 
-    def start(self) -> None:
-        """Start the threads."""
+    def start(self, meet: Callable[[], Any] | None = None) -> None:
+        """Start the threads; `meet`, which returns the store, waits for the other processes in one of them."""
         self._launchers = _launchers()
-        _in_background(self._look_after)
-        if self.store is not None:
-            # a connection of its own: the common one may be blocked in a wait
-            self._own = self.store.clone()
-            _in_background(self._correspond)
+        self._threads = [_in_background(self._look_after)]
+        self._threads.append(_in_background(self._correspond, meet or (lambda: self.store)))
+
+    def wait_for_store(self) -> Any:
+        """Return the store, once the processes have met."""
+        self._met.wait()
+        return self.store
 
     def stop(self) -> None:
         """End the threads; the processes call it before they part in good order."""
@@ -173,14 +176,26 @@ class Watch:
 
     # ---------------------------------------------------------------- the clerk thread
 
-    def _correspond(self) -> None:
+    def _correspond(self, meet: Callable[[], Any]) -> None:
         """Write and read what is in the store, for ever; if the store is gone, the other thread acts."""
-        size = 0
+        try:
+            self.store = meet()
+        except Exception as error:
+            if self._stop.wait(SILENT_SECONDS):
+                return  # this process ends for a reason of its own, as the others may have done
+            if self._local_rank < READERS:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        self._met.set()
+        if self.store is None:
+            return
+        # a connection of its own: the common one may be blocked in a wait
+        self._own, size = self.store.clone(), 0
         while not self._stop.is_set():
             begun, enough = self._begun, size + BYTES_OF_PROGRESS
             with suppress(RuntimeError):
                 self._begun = collectives_begun()
-            size = _bytes_moved() if self._long else 0
+            size = _bytes_moved(self._threads) if self._long else 0
             if self._begun != begun or size > enough:
                 self.renew()
             beat = self._beat()
@@ -198,13 +213,16 @@ class Watch:
 
     def _read(self) -> dict[bytes, Beat]:
         """Return what all processes last wrote; what was there before keeps the time at which it was read."""
-        keys = [f"{ALIVE}/{rank}" for rank in range(environment.world_size())]
-        if not self._own.check(keys):  # somebody has not begun yet
-            return {}
-        return {
-            text: self._peers.get(text) or Beat(*json.loads(text), monotonic())
-            for text in self._own.multi_get(keys)
-        }
+        found = {}
+        for rank in range(environment.world_size()):
+            key = f"{ALIVE}/{rank}"
+            if self._own.check([key]):
+                text = self._own.get(key)
+                found[text] = self._peers.get(text) or Beat(*json.loads(text), monotonic())
+            else:  # it has met the others, but not begun
+                place = "its start"
+                found[key.encode()] = Beat(-1, 0, 0.0, rank, "its node", place, self._started)
+        return found
 
     def _beat(self) -> Beat:
         """Say where this process is; with a GPU, whether that one has come as far."""
@@ -219,7 +237,10 @@ class Watch:
 
     @property
     def _limit(self) -> float:
-        return self.timeout if self._stepped else max(self.timeout, START_SECONDS)
+        visible = (
+            self._stepped or self._long
+        )  # progress; kernels are compiled without a sign of it
+        return self.timeout if visible else max(self.timeout, START_SECONDS)
 
     def _look_after(self) -> None:
         warned = -1
@@ -287,16 +308,26 @@ class Watch:
         os._exit(1)
 
 
-def _in_background(target: Callable[..., None], *arguments: Any) -> None:
-    threading.Thread(target=target, args=arguments, daemon=True, name="failure watch").start()
+def _in_background(target: Callable[..., None], *arguments: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True, name="failure watch")
+    thread.start()
+    return thread
 
 
-def _bytes_moved() -> int:
-    """Count the bytes that this process has read, also through memory maps, and written; 0 if nobody counts them."""
-    with suppress(psutil.Error, AttributeError):
-        counted = psutil.Process().io_counters()
-        return counted.read_chars + counted.write_chars + counted.read_bytes
+def _bytes_moved(others: list[threading.Thread]) -> int:
+    """Count the bytes that this process has read, also through memory maps, and written, without these threads' own.
+
+    0 if nobody counts them.
+    """
+    with suppress(OSError, ValueError):
+        own = (f"/proc/self/task/{thread.native_id}/io" for thread in others)
+        return _counted("/proc/self/io") - sum(map(_counted, own))
     return 0
+
+
+def _counted(path: str) -> int:
+    lines = (line.split(": ") for line in Path(path).read_text().splitlines())
+    return sum(int(n) for name, n in lines if name in ("rchar", "wchar", "read_bytes"))
 
 
 def _launchers() -> list[psutil.Process]:

@@ -17,7 +17,6 @@ import deepspeed.comm
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 
 from ulysses import environment
 from ulysses.zero.deepspeed_internals import (
@@ -33,34 +32,59 @@ USUAL = 32 << 20  # where glibc's own rule ends up
 START_SECONDS = 1800.0  # that processes wait for each other until the first step is done
 
 
-def meet() -> dist.Store | None:
+def meet(seconds: float = START_SECONDS) -> dist.Store | None:
     """Connect to the store of all processes of this run, and return it; None for one process.
 
     Under `torchrun --max-restarts` one store serves all attempts. The keys that are returned belong to this attempt
     alone. torchrun's counters cannot tell it: every agent counts its own workers' failures.
+
+    Raises RuntimeError naming the processes that have not come after so many seconds.
     """
     if dist.is_initialized():
         return common_store()
     environment.complete()
-    if environment.world_size() == 1:
+    rank, world = environment.rank(), environment.world_size()
+    if world == 1:
         return None
-    store, rank, world = next(rendezvous("env://", timeout=timedelta(seconds=START_SECONDS)))
-    return dist.PrefixStore(f"ulysses/{_attempt(store, rank, world)}", store)
+    address, limit = environment.store_address(), timedelta(seconds=seconds)
+    host, _, port = address.rpartition(":")
+    holds = rank == 0 and not environment.agent_holds_store()
+    try:
+        store = dist.TCPStore(
+            host, int(port), world, holds, limit / 2, wait_for_workers=False, multi_tenant=True
+        )
+        return dist.PrefixStore(f"ulysses/{_attempt(store, rank, world, limit)}", store)
+    except dist.DistError:
+        raise RuntimeError(
+            f"rank {rank} has not met rank 0 at {address} within {seconds:.0f} s: that process has not started, is "
+            "stuck, or cannot be reached"
+        ) from None
 
 
-def _attempt(store: dist.Store, rank: int, world: int) -> str:
+def _attempt(store: dist.Store, rank: int, world: int, limit: timedelta) -> str:
     """Agree on a name for this attempt: rank 0 gives its own to every process that asks, until all have got it."""
-    own = uuid4().hex
+    own, others = uuid4().hex, range(1, world)
     if rank:
         store.set(f"ulysses/asks/{rank}", own)
+        store.wait([f"ulysses/answer/{own}"], limit)
         attempt = store.get(f"ulysses/answer/{own}").decode()
-        store.add(attempt, 1)
+        store.set(f"{attempt}/{rank}", "")
+        store.wait([f"{attempt}/all"], 2 * limit)
         return attempt
-    # what an earlier attempt's process asked is answered too, but only the living count
-    while store.add(own, 0) < world - 1:
-        for asking in store.multi_get([f"ulysses/asks/{other}" for other in range(1, world)]):
-            store.set(f"ulysses/answer/{asking.decode()}", own)
+    ends = time.monotonic() + limit.total_seconds()
+    # what an earlier attempt's process asked is answered too, but only the living say that they are here
+    while missing := [other for other in others if not store.check([f"{own}/{other}"])]:
+        for asks in (f"ulysses/asks/{other}" for other in missing):
+            if store.check([asks]):
+                store.set(f"ulysses/answer/{store.get(asks).decode()}", own)
+        if time.monotonic() > ends:
+            raise RuntimeError(
+                f"of {world} processes, these have not come within {limit.total_seconds():.0f} s: rank "
+                f"{', '.join(map(str, missing))}; they have not started, are stuck before they could say where, or "
+                "cannot reach rank 0"
+            )
         time.sleep(0.1)
+    store.set(f"{own}/all", "")
     return own
 
 
