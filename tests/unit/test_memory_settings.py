@@ -18,13 +18,15 @@ from tests.harness import run_distributed
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
-from ulysses.memory.choose import choose
-from ulysses.memory.plan import GIB, PROCESS_BYTES, Machine, Workload
+from ulysses.memory.levels import LayerMemory
+from ulysses.memory.plan import GIB, PROCESS_BYTES, Machine, Workload, predict
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (
-    MemoryChoice,
+    choose,
     choose_memory,
+    layer_memory,
+    memory_line,
     plain_model,
     planned_machine,
     planner_case,
@@ -57,7 +59,7 @@ def config(
 
 def chosen(
     tokens: int, gib: float = 139.8, host_gib: float = 0.0, *, gpus: int = 8, **settings: Any
-) -> MemoryChoice:
+) -> Workload:
     machine = Machine(gpus, gib * GIB, host_gib * GIB)
     return choose_memory(
         planner_case(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens)
@@ -87,26 +89,25 @@ def test_auto_on_cpu_keeps_everything():
         choice = choose_memory(
             planner_case(config(sp="auto", offload=offload), LLAMA, this_machine(CPU), 1 << 20)
         )
-        line = "memory: recompute none (auto: CPU)"
-        assert choice == MemoryChoice(("none",) * 32, line=line, resident=True)
+        assert memory_line(choice) == "memory: recompute none (auto: CPU)"
+        assert layer_memory(choice) == LayerMemory(("none",) * 32, offloaded_layers=0)
+        assert choice.resident
 
 
 def test_auto_gives_the_last_layers_most_and_says_so():
     """Their backward comes first."""
     choice = chosen(1 << 20)
-    levels, line = choice.recompute, choice.line
-    assert levels == tuple(sorted(levels))
-    said = rf"recompute keep_attention\*\d+\+none\*{levels.count('none')} \(auto: \d+\.\d GiB predicted of 139.8 GiB\);"
-    assert re.search(said, line)
+    count = choice.levels.count("none")
+    assert choice.levels == ("keep_attention",) * (32 - count) + ("none",) * count
+    said = rf"recompute keep_attention\*{32 - count}\+none\*{count} \(auto: \d+\.\d GiB predicted of 139.8 GiB\);"
+    assert re.search(said, memory_line(choice))
 
 
 def test_a_level_set_by_hand_is_kept_while_it_may_fit():
-    assert "may run out" not in chosen(1 << 17, recompute="block").line
-    need = float(
-        chosen(1 << 17, recompute="none", weights="sharded").line.split("(")[1].split()[0]
-    )
+    assert "may run out" not in memory_line(chosen(1 << 17, recompute="block"))
+    need = predict(chosen(1 << 17, recompute="none", weights="sharded")).gpu / GIB
     choice = chosen(1 << 17, need + 0.5, recompute="none")
-    assert choice.recompute == ("none",) * 32 and choice.line.endswith("may run out")
+    assert choice.levels == ("none",) * 32 and memory_line(choice).endswith("may run out")
     said = r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute and memory.offload to "auto"'
     with pytest.raises(ConfigError, match=said):
         chosen(1 << 17, need - 0.5, recompute="none")
@@ -115,14 +116,10 @@ def test_a_level_set_by_hand_is_kept_while_it_may_fit():
 def test_weights_stay_where_that_is_faster_and_fits():
     """32 layers of short sequences wait for weights; of a longer one the room is worth more for activations."""
     short, long = chosen(1 << 15), chosen(1 << 20)
-    assert short.resident and short.line.endswith("; weights resident")
+    assert short.resident and memory_line(short).endswith("; weights resident")
     assert not long.resident and long == chosen(1 << 20, weights="sharded")
-    assert chosen(1 << 15, weights="sharded")._replace(resident=True) != short
     # what does not fit on every GPU is sharded, unless that is asked for
-    assert (
-        not chosen(1 << 13, 30.0).resident
-        and chosen(1 << 13, 30.0, recompute="block").recompute
-    )
+    assert not chosen(1 << 13, 30.0).resident and chosen(1 << 13, 30.0, recompute="block")
     with pytest.raises(ConfigError, match="weights, optimizer and gradients"):
         chosen(1 << 13, 30.0, weights="resident")
     assert chosen(1 << 13, gpus=1, gib=200.0, weights="sharded").resident  # nothing to share
@@ -132,14 +129,17 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():
     assert chosen(1 << 17, host_gib=550, offload="auto").offloaded_layers == 0
     choice = chosen(3 << 20, host_gib=550, offload="auto", recompute="block")
     assert (
-        0 < choice.offloaded_layers < 32 and "layers' activations in host memory" in choice.line
+        0 < choice.offloaded_layers < 32
+        and "layers' activations in host memory" in memory_line(choice)
     )
     elsewhere = (
         PROCESS_BYTES + 4 * count_parameters(LLAMA) / 8
     )  # the process, and a checkpoint on its way to the disk
-    assert choice.host_bytes == int(0.9 * 550 * GIB / 8 - elsewhere)
+    budget = layer_memory(choice).offloader.host_bytes
+    assert budget == pytest.approx(0.9 * 550 * GIB / 8 - elsewhere, abs=1)
     everything = {"offload": "checkpoints", "recompute": "block"}
-    assert chosen(1 << 17, host_gib=550, **everything)[:2] == (("block",) * 32, 32)
+    choice = chosen(1 << 17, host_gib=550, **everything)
+    assert (choice.levels, choice.offloaded_layers) == (("block",) * 32, 32)
     assert (
         0 < chosen(2 << 20, host_gib=300, **everything).offloaded_layers < 32
     )  # what the host cannot hold stays
@@ -164,13 +164,13 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():
 def test_too_large_is_refused_with_sizes(settings, host_gib, sentence):
     with pytest.raises(ConfigError, match=sentence):
         chosen(4096, 79, host_gib, gpus=1, **settings)
-    assert set(chosen(4096, 79, gpus=1, lora=16).recompute) == {"none"}
+    assert set(chosen(4096, 79, gpus=1, lora=16).levels) == {"none"}
 
 
 def test_without_offload_the_host_does_not_matter():
     for offload in ("none", "auto"):
         choice = chosen(1 << 17, host_gib=20, offload=offload)
-        assert set(choice.recompute) == {"none"} and choice.offloaded_layers == 0
+        assert set(choice.levels) == {"none"} and choice.offloaded_layers == 0
 
 
 def test_a_node_s_host_memory_can_be_told():
@@ -264,14 +264,15 @@ def settings_of_layers(rank: int = 0) -> list[Any]:
 
     initialize_distributed()
     mesh, weights, found = ParallelMesh(1), InitialWeights(SHAPE, 0), []
-    mixed = MemoryChoice(("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1), 1)
+    mixed = ("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1)
     for memory, lora, trainable, planned in (
-        ({"recompute": "block", "offload": "checkpoints"}, 2, True, None),
-        ({"recompute": "keep_attention"}, 0, False, None),
-        ({}, 0, True, mixed),
+        ({"recompute": "block", "offload": "checkpoints"}, 2, True, {}),
+        ({"recompute": "keep_attention"}, 0, False, {}),
+        ({}, 0, True, {"levels": mixed, "offloaded_layers": 1}),
     ):
         settings = config(lora=lora, **memory)
-        choice = planned or choose_memory(planner_case(settings, SHAPE, this_machine(CPU), 64))
+        choice = choose_memory(planner_case(settings, SHAPE, this_machine(CPU), 64))
+        choice = choice._replace(**planned)
         engine = build_engine(settings, weights, mesh, choice if trainable else None)
         found.append(
             [(x.recompute, x.offloader is not None) for x in engine.module.model.layers]

@@ -8,7 +8,6 @@ import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import count_parameters
-from ulysses.memory.choose import choose, longest_sequence, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.plan import (
@@ -23,7 +22,7 @@ from ulysses.memory.plan import (
     step_flops,
     step_seconds,
 )
-from ulysses.run.memory_choice import plain_model
+from ulysses.run.memory_choice import choose, longest_sequence, one_level, plain_model
 
 ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
 LLAMA = plain_model(architecture("llama3-8b"))
@@ -253,10 +252,10 @@ def test_upper_layers_are_done_when_the_others_begin():
 
 
 def test_offload_auto_takes_the_fewest_layers():
-    machine, levels = node(host_gib=550), LEVELS[:3]
-    asked = case(3 << 20, machine=machine, allowed=levels)
+    machine = node(host_gib=550)
+    asked = case(3 << 20, machine=machine, recompute="block")
     assert choose(asked) is None
-    choice = chosen(3 << 20, machine, allowed=levels, offload="auto")
+    choice = chosen(3 << 20, machine, recompute="block", offload="auto")
     away = choice.offloaded_layers
     assert (
         choice.name == "block" and 0 < away < 32 and predict(choice).host <= 0.9 * 550 * GIB / 8
@@ -281,7 +280,7 @@ def test_offload_auto_takes_the_fewest_layers():
 def test_pairs_reach_further():
     even, odd = (predicted(1 << 20, "pair", LLAMA._replace(layers=n)).kept for n in (32, 31))
     assert even == odd  # 15 pairs and one alone
-    longest = [longest_sequence(case(0, allowed=levels)) for levels in (LEVELS[:-1], LEVELS)]
+    longest = [longest_sequence(case(0, recompute=level)) for level in ("block", "auto")]
     assert longest[1] > 1.4 * longest[0]
 
 

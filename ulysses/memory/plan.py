@@ -1,4 +1,4 @@
-"""Predict a training step's bytes and seconds from plain numbers; choose.py decides by them.
+"""Predict a training step's bytes and seconds from plain numbers; ulysses/run/memory_choice.py decides by them.
 
     allocated = states + the largest moment
         head:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
@@ -161,11 +161,11 @@ class Workload(NamedTuple):
         trained model.
     logits_once: whether backward does without the logits, as that of the head's own nll does.
     common_heads: common divisor of the heads of all models that share the mesh; 0: one model.
-    levels: every layer's recompute level, the first layer's first. There are at most two, and the last layers have the
+    recompute: the level that is asked for, or "auto".
+    levels: every layer's level as chosen, the first layer's first. There are at most two, and the last layers have the
     one that keeps more: their backward comes first, so their memory is free before the other layers recompute.
     offloaded_layers: how many layers, counted from the first, keep their tensors in host memory.
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
-    allowed: the levels to choose from, the fastest first.
     offload: "none"; "auto" for the fewest layers with which the GPU suffices, or if it never does as many as the host
     holds; "checkpoints" for as many as the host holds.
     """
@@ -181,10 +181,10 @@ class Workload(NamedTuple):
     logits_once: bool = False
     rollout: PlannedRollout | None = None
     common_heads: int = 0
+    recompute: str = "auto"
     levels: tuple[str, ...] = ()
     offloaded_layers: int = 0
     weights: str = "auto"
-    allowed: tuple[str, ...] = LEVELS
     offload: str = "none"
     element_size: int = 2
     offload_optimizer: bool = False
@@ -197,6 +197,13 @@ class Workload(NamedTuple):
     @property
     def local(self) -> int:
         return -(-self.tokens // self.sp)
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The levels to choose from, the fastest first."""
+        if self.recompute != "auto":
+            return (self.recompute,)
+        return LEVELS[1:] if self.offload == "checkpoints" else LEVELS
 
     @property
     def resident(self) -> bool:

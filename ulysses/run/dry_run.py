@@ -10,7 +10,6 @@ import sys
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.preview import preview_examples
-from ulysses.memory.choose import longest_sequence, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
     GIB,
@@ -20,7 +19,14 @@ from ulysses.memory.plan import (
     step_seconds,
 )
 from ulysses.run.checkpoint import resume_point
-from ulysses.run.memory_choice import choose_memory, planned_machine, planner_case
+from ulysses.run.memory_choice import (
+    choose_memory,
+    longest_sequence,
+    memory_line,
+    one_level,
+    planned_machine,
+    planner_case,
+)
 from ulysses.run.preflight import Prepared, prepare
 from ulysses.run.quiet import wants_debug
 from ulysses.run.registry import STAGES, requirements
@@ -135,12 +141,7 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
         longest = longest_sequence(case._replace(sp=sp, documents=stage.sequences_per_example))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
     choice = choose_memory(case)
-    case = case._replace(
-        levels=choice.recompute,
-        offloaded_layers=choice.offloaded_layers,
-        weights="resident" if choice.resident else "sharded",
-    )
-    print(f"{choice.line}; {step_seconds(case):.2f} s / step")
+    print(f"{memory_line(choice)}; {step_seconds(choice):.2f} s / step")
 
 
 def inspect(config: Config, samples: int) -> int:
