@@ -162,7 +162,7 @@ def one_level(case: Workload, level: str) -> Workload:
     """Return the case with one level for all layers, offloaded as it asks for."""
     layers = case.model.layers
     case = case._replace(levels=(level,) * layers, offloaded_layers=0)
-    if "none" in (case.offload, level):
+    if "none" in (case.offload, level) or not case.machine.is_gpu:
         return case
     room = case.machine.host_budget - predict(case).host
     most = case._replace(offloaded_layers=int(max(0, min(layers, room / pinned_bytes(case)))))
@@ -241,15 +241,11 @@ def layer_memory(choice: Workload) -> LayerMemory:
 
     The first layers' activations wait longest for their backward, so they leave the GPU first.
     """
-    machine, p, offloader = choice.machine, predict(choice), None
-    if choice.offloaded_layers:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        host_bytes = machine.host_budget - p.host + p.offloaded if machine.is_gpu else 0
-        offloader = Offloader(device, host_bytes)
+    away, device = choice.offloaded_layers, "cuda" if torch.cuda.is_available() else "cpu"
     return LayerMemory(
         choice.levels,
-        offloader=offloader,
-        offloaded_layers=choice.offloaded_layers,
+        offloader=Offloader(device) if away else None,
+        offloaded_layers=away,
         graphs=choice.graphs,
     )
 
