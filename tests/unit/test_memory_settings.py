@@ -134,7 +134,7 @@ def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():
     )
     # the process, and a checkpoint on its way to the disk
     elsewhere, p = PROCESS_BYTES + 4 * count_parameters(LLAMA) / 8, predict(choice)
-    assert p.offloaded == p.host - elsewhere <= 0.9 * 550 * GIB / 8 - elsewhere
+    assert p.moved == p.host - elsewhere <= 0.9 * 550 * GIB / 8 - elsewhere
     everything = {"offload": "checkpoints", "recompute": "block"}
     choice = chosen(1 << 17, host_gib=550, **everything)
     assert (choice.levels, choice.offloaded_layers) == (("block",) * 32, 32)

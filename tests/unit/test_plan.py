@@ -157,8 +157,8 @@ def test_offloaded_layers_move_what_they_keep(level, groups, here):
     unit = 8192 * (1 << 17)
     stay, away = (predicted(1 << 20, level, offloaded_layers=n) for n in (0, 32))
     assert (stay.kept, away.kept) == ((groups + here - 2) * unit, here * unit)
-    assert away.offloaded == groups * unit + 32 * CHUNK_BYTES
-    assert away.host == away.offloaded + PROCESS_BYTES + LLAMA.parameters / 2
+    assert away.moved == groups * unit + 32 * CHUNK_BYTES
+    assert away.host == away.moved + PROCESS_BYTES + LLAMA.parameters / 2
 
 
 def test_rollouts_hold_the_whole_policy_and_its_cache():

@@ -45,7 +45,7 @@ class LayerGraphs:
         self._seen: set[tuple[int, ...]] = set()
         # Of every parameter, and written by the graphs of all sizes; what else they need for a moment is shared too.
         self.grads: dict[nn.Parameter, Tensor] = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool: Any = None
         # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
         self._owner: Any = lambda: None
 
@@ -58,10 +58,12 @@ class LayerGraphs:
             return None
         places = [p.data_ptr() for p in self.layers.parameters()]
         if places != self._places:
+            self._places = places
             self._recorded.clear()
             # the allocator forgets a pool with its last graph
             self.pool = torch.cuda.graph_pool_handle()
-            self._places = places
+            trained = (p for p in self.layers.parameters() if p.requires_grad)
+            self.grads = {p: torch.empty_like(p) for p in trained}
         segments, rows = plan.calls[True][0].segments, len(hidden)
         total = padded(rows, SMALLEST, 8)
         size = (
@@ -75,9 +77,6 @@ class LayerGraphs:
         if size not in self._recorded:
             if len(self._recorded) == MOST_SIZES:
                 return None
-            if not self._recorded:
-                trained = [p for p in self.layers.parameters() if p.requires_grad]
-                self.grads = {p: torch.empty_like(p) for p in trained}
             self._recorded[size] = _Recorded(self, hidden, rope, plan, size)
         owner = _Owner()
         self._owner = weakref.ref(owner)
@@ -121,7 +120,7 @@ class _Recorded:
             pieces=(((0, rows),),),
         )
         self.grads, self.grad = graphs.grads, torch.zeros_like(self.hidden)
-        self.set(hidden.detach(), rope, cu)
+        self.set(hidden, rope, cu)
         self.save_untaken()
         # kernels are compiled before anything is recorded
         self._backward(self._forward(graphs.layers[:1]))

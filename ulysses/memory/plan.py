@@ -214,20 +214,18 @@ class Workload(NamedTuple):
     @property
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
-        keeps_all = {*self.levels} == {"none"} and self.resident and self.sp == 1
-        on_gpu = self.element_size == 2 and self.machine.is_gpu
+        if {*self.levels} != {"none"} or not self.resident or self.sp > 1:
+            return False
         flops = 6 * self.local * self.model.layer_parameters
-        return (
-            keeps_all and on_gpu and flops < GRAPH_SECONDS * MATRICES * self.machine.peak_flops
-        )
+        is_short = flops < GRAPH_SECONDS * MATRICES * self.machine.peak_flops
+        return is_short and self.element_size == 2 and self.machine.is_gpu
 
     @property
     def name(self) -> str:
         """The levels in short: "block", or "block*20+none*12" where the layers differ."""
-        counts = Counter(self.levels)
-        if len(counts) == 1:
+        if len({*self.levels}) == 1:
             return self.levels[0]
-        return "+".join(f"{level}*{count}" for level, count in counts.items())
+        return "+".join(f"{level}*{n}" for level, n in Counter(self.levels).items())
 
     @property
     def shards(self) -> tuple[int, int, int]:
@@ -241,7 +239,7 @@ class Prediction(NamedTuple):
     """Bytes of one rank.
 
     gpu: all that the GPU must hold. allocated: the allocator's peak, of which states, kept and working are parts.
-    host: the host's; offloaded: pinned memory for activations; moved: all that the settings moved to the host.
+    host: the host's; moved: all that the settings moved there, pinned memory for activations included.
     fits_host: whether the node has room for what is moved there; a node of unknown memory has. Where nothing is moved,
     what seems free decides nothing: some kernels report memory that grows on demand.
     """
@@ -252,7 +250,6 @@ class Prediction(NamedTuple):
     states: float
     kept: float
     working: float
-    offloaded: float
     moved: float
     fits_gpu: bool
     fits_host: bool
@@ -288,15 +285,19 @@ def predict(case: Workload) -> Prediction:
     ]
     allocated = states + max(kept + working, _rollout_bytes(case), *passes)
     gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
-    offloaded = pinned_bytes(case) * away
-    moved = weights + trained - states + offloaded
+    moved = weights + trained - states + pinned_bytes(case) * away
     # a checkpoint passes through, one kind of the state at a time
-    saving = 4 * model.trained / world
-    host = moved + saving + PROCESS_BYTES
-    fits_gpu = gpu <= FILL * machine.gpu_bytes
-    fits_host = not moved or not machine.host_bytes or host <= machine.host_budget
+    host = moved + 4 * model.trained / world + PROCESS_BYTES
     return Prediction(
-        gpu, host, allocated, states, kept, working, offloaded, moved, fits_gpu, fits_host
+        gpu,
+        host,
+        allocated,
+        states,
+        kept,
+        working,
+        moved,
+        fits_gpu=gpu <= FILL * machine.gpu_bytes,
+        fits_host=not (moved and machine.host_bytes) or host <= machine.host_budget,
     )
 
 
@@ -438,10 +439,10 @@ def step_seconds(case: Workload) -> float:
     model, machine, W = case.model, case.machine, case.machine.gpus
     matrices, attention = step_flops(case)
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
-    width = ELEMENTWISE * (model.width + model.intermediate)
-    seconds += case.local * width * model.layers * (1 + case.forwards / 3)
-    launches = LAUNCH_RESIDENT * (not case.graphs) if case.resident else LAUNCH
-    launches *= model.layers * (1 + case.forwards / 3) * machine.is_gpu
+    layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
+    seconds += case.local * ELEMENTWISE * (model.width + model.intermediate) * layers
+    launches = (LAUNCH_RESIDENT if case.resident else LAUNCH) * (not case.graphs)
+    launches *= layers * machine.is_gpu
     # exchanges: twice forward and backward, three times where the layers exchange again
     head_ranks, _, keys = case.shards
     heads = 2 * model.heads // head_ranks * (head_ranks - 1) + 2 * keys * (case.sp - 1)

@@ -4,7 +4,7 @@ import math
 import os
 from bisect import bisect_left
 from contextlib import suppress
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import psutil
@@ -81,19 +81,13 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
 
     The degree "auto" is the smallest whose plan fits, or all processes if none does.
     """
-    stage, facts, degree = (
-        STAGES[config.stage],
-        requirements(config),
-        config.parallel.sequence_parallel_size,
-    )
-    models = [
-        (model, plain_model(_auxiliary_shape(model, shape), reward=model.is_reward))
-        for model in facts.models
-    ]
-    others = tuple(frozen for model, frozen in models if not model.shares_weights)
+    stage, facts = STAGES[config.stage], requirements(config)
+    degree = config.parallel.sequence_parallel_size
+    auxiliary = [(model, _auxiliary_model(model, shape)) for model in facts.models]
+    others = tuple(frozen for model, frozen in auxiliary if not model.shares_weights)
     # a pass costs what its own model's size says
     own = plain_model(shape).forward_parameters
-    passes = (model.passes * frozen.forward_parameters / own for model, frozen in models)
+    passes = (model.passes * frozen.forward_parameters / own for model, frozen in auxiliary)
     rollout = facts.rollout
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
@@ -109,7 +103,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         common_heads=math.gcd(shape.num_attention_heads, *(other.heads for other in others)),
         element_size=getattr(torch, config.model.dtype).itemsize,
         others=others,
-        teacher=next((frozen for model, frozen in models if model.gives_logits), None),
+        teacher=next((frozen for model, frozen in auxiliary if model.gives_logits), None),
         **config.memory.model_dump(exclude={"host_memory"}),
     )
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
@@ -117,12 +111,12 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     return next(filter(choose, cases), cases[-1])
 
 
-def _auxiliary_shape(model: AuxiliaryModel, shape: ModelConfig) -> ModelConfig:
-    """Return its shape; the initial policy, and a model that is not here, are as large as the trained one."""
+def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:
+    """Return the planner's view of it; the initial policy, and a model that is not here, are as large as the policy."""
     with suppress(ValueError, OSError):
         if model.path:
-            return read_config(resolve_model(model.path, need_weights=False))
-    return shape
+            shape = read_config(resolve_model(model.path, need_weights=False))
+    return plain_model(shape, reward=model.is_reward)
 
 
 def choose(case: Workload) -> Workload | None:
@@ -139,19 +133,16 @@ def choose(case: Workload) -> Workload | None:
 
 def _choose_levels(case: Workload) -> Workload | None:
     """Return the fastest levels that fit, or None; a level that needs the host to fit is not mixed with another."""
-    faster = ""
-    for level in case.allowed:
+    for faster, level in pairwise((None, *case.allowed)):
         found = one_level(case, level)
-        if _fits(found):
-            break
-        faster = level
-    else:
-        return None
-    if not faster or found.offloaded_layers:
-        return found
-    counts, levels = range(1, case.model.layers), found.levels
-    mixed = (found._replace(levels=(*levels[n:], *(faster,) * n)) for n in counts)
-    return [found, *takewhile(_fits, mixed)][-1]
+        if not _fits(found):
+            continue
+        if faster is None or found.offloaded_layers:
+            return found
+        counts, levels = range(1, case.model.layers), found.levels
+        mixed = (found._replace(levels=(*levels[n:], *(faster,) * n)) for n in counts)
+        return [found, *takewhile(_fits, mixed)][-1]
+    return None
 
 
 def _fits(case: Workload) -> bool:
