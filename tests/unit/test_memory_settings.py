@@ -68,19 +68,16 @@ def chosen(
 
 @pytest.mark.parametrize("gpus, gib", [(8, 139.8), (8, 80.0), (6, 139.8), (1, 80.0)])
 def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
-    machine, found, divisors = (
-        Machine(gpus, gib * GIB, 0.0),
-        [],
-        [d for d in range(1, gpus + 1) if gpus % d == 0],
-    )
+    machine, found = Machine(gpus, gib * GIB), []
     for tokens in (1 << 13, 1 << 17, 1 << 19, 1 << 24):
-        *cases, auto = (
-            planner_case(config(sp=degree, dtype="bfloat16"), LLAMA, machine, tokens)
-            for degree in (*divisors, "auto")
-        )
-        found.append(auto.sp)
-        assert found[-1] == next((case.sp for case in cases if choose(case)), gpus)
-    assert found == sorted(found) and found[-1] == gpus  # no degree fits 16 million tokens
+
+        def planned(degree, tokens=tokens):
+            return planner_case(config(sp=degree, dtype="bfloat16"), LLAMA, machine, tokens)
+
+        fitting = [d for d in range(1, gpus + 1) if gpus % d == 0 and choose(planned(d))]
+        found.append(planned("auto").sp)
+        assert found[-1] == min(fitting, default=gpus)
+    assert found == sorted(found) and not fitting  # no degree fits 16 million tokens
     assert len({*found}) > 1 or gpus == 1
 
 
@@ -202,59 +199,64 @@ def stage_case(stage: str, lora: int = 0, sp: int = 1, **section: Any) -> Worklo
     return planner_case(check(base), LLAMA, Machine(8, GIB), 8192)
 
 
-def test_every_stage_counts_its_own_models_and_passes():
-    whole, scores = plain_model(LLAMA), plain_model(LLAMA, reward=True)
-    N = whole.parameters
+WHOLE, SCORES = plain_model(LLAMA), plain_model(LLAMA, reward=True)
+LIVE, SIMPO = {"reference": "live"}, {"reference": "live", "loss_type": "simpo"}
+PPO = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
+MODEL = PPO | {"reward": "some/reward", "kl_coefficient": 0.0}
+# of the reward model, which has no head, so that its pass costs as much less
+SCORED = SCORES.forward_parameters / WHOLE.forward_parameters
+
+
+@pytest.mark.parametrize(
+    "stage, lora, section, others, forwards",
+    [
+        ("rm", 0, {}, (), 0),
+        ("dpo", 0, {}, (), 0),
+        ("dpo", 0, LIVE, (WHOLE,), 1),
+        ("dpo", 4, LIVE, (), 1),
+        ("dpo", 0, SIMPO, (), 0),
+        ("kto", 0, {}, (), 1),
+        ("kto", 0, LIVE, (WHOLE,), 3),
+        ("kto", 0, {"loss_type": "apo_zero_unpaired"}, (), 0),
+        ("ppo", 0, PPO, (WHOLE,), 1),
+        ("ppo", 4, MODEL, (SCORES,), (1 + SCORED) / 2),
+    ],
+)
+def test_every_stage_counts_its_own_models_and_passes(stage, lora, section, others, forwards):
+    case = stage_case(stage, lora, **section)
+    assert (case.others, case.forwards) == (others, forwards)
+
+
+def test_the_planner_knows_the_trained_model_its_loss_and_the_rollout():
     assert stage_case("pt").logits_once and not stage_case("sft", z_loss=1e-4).logits_once
-    case = stage_case("rm")
-    assert case.model == scores and (case.documents, case.forwards) == (2, 0)
-    case = stage_case("dpo", reference="live")
-    assert (case.model.trained, case.others, case.forwards, case.documents) == (
-        N,
-        (whole,),
-        1,
-        2,
-    )
-    case = stage_case("dpo", lora=4, reference="live")
-    assert (case.others, case.forwards) == (
-        (),
-        1,
-    ) and case.model.parameters == N + case.model.trained < 1.01 * N
-    assert (
-        stage_case("dpo").others == ()
-        and stage_case("dpo", reference="live", loss_type="simpo").forwards == 0
-    )
-    sections = {}, {"reference": "live"}, {"loss_type": "apo_zero_unpaired"}
-    assert [stage_case("kto", **s).forwards for s in sections] == [1, 3, 0]
-    ppo = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
-    case = stage_case("ppo", **ppo)
-    assert (case.model.parameters, case.others, case.forwards) == (
-        N + LLAMA.hidden_size,
-        (whole,),
-        1,
-    )
-    assert case.rollout == (1, 64, 4096, 256, 8192, False)
-    case = stage_case("ppo", **ppo | {"reward": "some/reward"}, lora=4, kl_coefficient=0.0)
-    # the reward model has no head, and its pass costs as much less
-    passes = (1 + scores.forward_parameters / whole.forward_parameters) / 2
-    assert (case.others, case.forwards) == ((scores,), passes) and case.rollout.merged
+    scored, pairs, ppo = stage_case("rm"), stage_case("dpo", lora=4), stage_case("ppo", **PPO)
+    assert scored.model == SCORES and scored.documents == pairs.documents == 2
+    N = WHOLE.parameters
+    assert pairs.model.parameters == N + pairs.model.trained < 1.01 * N
+    assert stage_case("dpo").model.trained == N
+    assert ppo.model.parameters == N + LLAMA.hidden_size
+    assert ppo.rollout == (1, 64, 4096, 256, 8192, False)
+    assert stage_case("ppo", lora=4, **MODEL).rollout.merged
 
 
 def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
     other = architecture("qwen2.5-7b")  # 28 heads beside 32: 4 of 8 ranks exchange heads
     (tmp_path / "config.json").write_text(json.dumps(other.to_hf()))
-    assert stage_case("dpo", sp=8, reference="live").shards[:2] == (8, 1)
-    for stage, section in (
-        ("dpo", {"reference": str(tmp_path)}),
-        ("ppo", {"reward": str(tmp_path), "kl_coefficient": 0.0}),
+    assert stage_case("dpo", sp=8, **LIVE).shards[:2] == (8, 1)
+    for stage, section, passes in (
+        ("dpo", {"reference": str(tmp_path)}, lambda size: size),
+        # ppo trains on a rollout 4 times
+        ("ppo", MODEL | {"reward": str(tmp_path), "epochs": 4}, lambda size: (1 + size) / 4),
     ):
         case = stage_case(stage, sp=8, **section)
         model = plain_model(other, reward=stage == "ppo")
         assert case.shards[:2] == (4, 2) and case.others == (model,)
         # its passes are counted at its own size
-        size = model.forward_parameters / plain_model(LLAMA).forward_parameters
-        passes = {"dpo": size, "ppo": (1 + size) / 4}[stage]  # ppo trains on a rollout 4 times
-        assert case.forwards == pytest.approx(passes) and size < 0.96
+        size = model.forward_parameters / WHOLE.forward_parameters
+        assert case.forwards == pytest.approx(passes(size)) and size < 0.96
+
+
+MIXED = ("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1)
 
 
 def settings_of_layers(rank: int = 0) -> list[Any]:
@@ -262,28 +264,22 @@ def settings_of_layers(rank: int = 0) -> list[Any]:
 
     initialize_distributed()
     mesh, weights, found = ParallelMesh(1), InitialWeights(SHAPE, 0), []
-    mixed = ("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1)
-    for memory, lora, trainable, planned in (
-        ({"recompute": "block", "offload": "checkpoints"}, 2, True, {}),
-        ({"recompute": "keep_attention"}, 0, False, {}),
-        ({}, 0, True, {"levels": mixed, "offloaded_layers": 1}),
+    machine = Machine(1, 80 * GIB, 80 * GIB)
+    for settings, trainable, planned in (
+        (config(lora=2, recompute="block", offload="checkpoints"), True, {}),
+        (config(recompute="keep_attention"), False, {}),
+        (config(), True, {"levels": MIXED, "offloaded_layers": 1}),
     ):
-        settings = config(lora=lora, **memory)
-        machine = Machine(1, 80 * GIB, 80 * GIB)
         choice = choose_memory(planner_case(settings, SHAPE, machine, 64))._replace(**planned)
         engine = build_engine(settings, weights, mesh, choice if trainable else None)
-        found.append(
-            [(x.recompute, x.offloader is not None) for x in engine.module.model.layers]
-        )
+        layers = engine.module.model.layers
+        found.append([(layer.recompute, layer.offloader is not None) for layer in layers])
         engine.destroy()
     return found
 
 
 def test_every_setting_reaches_the_layers():
-    count = SHAPE.num_hidden_layers
     (found,) = run_distributed(settings_of_layers, 1, cpu=True)
-    assert found == [
-        [("block", True)] * count,
-        [("none", False)] * count,
-        [("keep_attention", True)] + [("none", False)] * (count - 1),
-    ]
+    block, frozen, mixed = found
+    assert {*block} == {("block", True)} and {*frozen} == {("none", False)}
+    assert mixed == [(level, level != "none") for level in MIXED]
