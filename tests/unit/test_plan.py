@@ -59,31 +59,31 @@ def predicted(*arguments: Any, **more: Any) -> Prediction:
 
 def measured(row: dict[str, Any]) -> Workload:
     """Return what the planner is asked about a measured row; keys that are absent mean the plain case."""
-    shape = architecture(row["arch"])
-    changes = {
-        "num_hidden_layers": row["layers"],
-        "vocab_size": row.get("vocab_size", shape.vocab_size),
-        "head_dim": shape.head_dim,
-    }
-    changes |= row.get("config", {})
+    hf = {**architecture(row["arch"]).to_hf(), "num_hidden_layers": row["layers"]}
+    hf |= {"vocab_size": row.get("vocab_size", hf["vocab_size"]), **row.get("config", {})}
     if "heads" in row:  # "query/kv", of the same size as the shape's own
-        changes |= zip(
-            ("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/"))
-        )
-    model = plain_model(ModelConfig.from_hf({**shape.to_hf(), **changes}))
-    common = int(
-        row.get("ranks", "0").split(" x ")[0]
-    )  # "U x R": ranks that exchange heads, that split rows
-    parts = [part.partition("*") for part in row["recompute"].split("+")]
-    levels = tuple(
-        level for level, _, count in parts for _ in range(int(count or row["layers"]))
-    )
+        query, kv = map(int, row["heads"].split("/"))
+        hf |= {"num_attention_heads": query, "num_key_value_heads": kv}
+    # "U x R": ranks that exchange heads, that split rows
+    common = int(row.get("ranks", "0").split(" x ")[0])
+    levels: tuple[str, ...] = ()
+    for part in row["recompute"].split("+"):
+        level, _, count = part.partition("*")
+        levels += (level,) * int(count or row["layers"])
+    given = {
+        name: row[name] for name in ("weights", "documents", "micro_batches") if name in row
+    }
     return case(
-        row["tokens"], "", model, node(row["gpus"]), row["sp"],
-        levels=levels, offloaded_layers=row["offload"], common_heads=common, logits_once=row["stage"] == "sft",
-        weights=row.get("weights", "sharded"),
-        documents=row.get("documents", 1), micro_batches=row.get("micro_batches", 1),
-    )  # fmt: skip
+        row["tokens"],
+        model=plain_model(ModelConfig.from_hf(hf)),
+        machine=node(row["gpus"]),
+        sp=row["sp"],
+        levels=levels,
+        offloaded_layers=row["offload"],
+        common_heads=common,
+        logits_once=row["stage"] == "sft",
+        **given,
+    )
 
 
 @pytest.mark.parametrize(

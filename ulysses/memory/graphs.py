@@ -78,9 +78,10 @@ class LayerGraphs:
             if len(self._recorded) == MOST_SIZES:
                 return None
             self._recorded[size] = _Recorded(self, hidden, rope, plan, size)
-        owner = _Owner()
+        recorded, owner = self._recorded[size], _Owner()
+        recorded.set(hidden, rope, segments.cu_q)
         self._owner = weakref.ref(owner)
-        return _Replay.apply(hidden, rope, segments.cu_q, self._recorded[size], owner)
+        return _Replay.apply(hidden, recorded, owner)
 
     def _is_varlen(self, hidden: Tensor) -> bool:
         """Tell whether the attention kernel reads the documents' bounds on the device."""
@@ -168,16 +169,10 @@ class _Recorded:
 
 
 class _Replay(torch.autograd.Function):
+    """Replay the graphs of a pass whose inputs are where the graphs read them."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
-        cu: Tensor,
-        recorded: _Recorded,
-        owner: _Owner,
-    ) -> Tensor:
-        recorded.set(hidden, rope, cu)
+    def forward(ctx: Any, hidden: Tensor, recorded: _Recorded, owner: _Owner) -> Tensor:
         recorded.forward.replay()
         ctx.recorded, ctx.owner, ctx.rows = recorded, owner, len(hidden)
         return recorded.out[: len(hidden)]
@@ -194,4 +189,4 @@ class _Replay(torch.autograd.Function):
         for parameter, of_it in recorded.grads.items():
             before = parameter.grad
             parameter.grad = of_it if before is None else before + of_it
-        return recorded.grad_hidden[:rows], None, None, None, None
+        return recorded.grad_hidden[:rows], None, None
