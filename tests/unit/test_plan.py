@@ -64,8 +64,12 @@ def measured(row: dict[str, Any]) -> Workload:
     if "heads" in row:  # "query/kv", of the same size as the shape's own
         query, kv = map(int, row["heads"].split("/"))
         hf |= {"num_attention_heads": query, "num_key_value_heads": kv}
-    # "U x R": ranks that exchange heads, that split rows
-    common = int(row.get("ranks", "0").split(" x ")[0])
+    model, others = plain_model(ModelConfig.from_hf(hf)), ()
+    if (
+        "ranks" in row
+    ):  # "U x R": U ranks exchange heads, as another model's heads ask for, and R split rows
+        heads = int(row["ranks"].split(" x ")[0])
+        others = (model._replace(heads=heads, kv_heads=1, parameters=0),)
     levels: tuple[str, ...] = ()
     for part in row["recompute"].split("+"):
         level, _, count = part.partition("*")
@@ -75,12 +79,12 @@ def measured(row: dict[str, Any]) -> Workload:
     }
     return case(
         row["tokens"],
-        model=plain_model(ModelConfig.from_hf(hf)),
+        model=model,
         machine=node(row["gpus"]),
         sp=row["sp"],
         levels=levels,
         offloaded_layers=row["offload"],
-        common_heads=common,
+        others=others,
         logits_once=row["stage"] == "sft",
         **given,
     )
@@ -177,7 +181,7 @@ def test_row_parallel_ranks_hold_and_are_sent_all_keys_of_their_heads():
     """28 query and 4 kv heads on 8 ranks: 4 head-parallel times 2 row-parallel ranks, 1 kv head on each."""
     qwen = plain_model(architecture("qwen2.5-7b"))
     # others share the last mesh
-    splits = case(0, model=qwen, sp=4), case(0, model=qwen), case(0, common_heads=4)
+    splits = case(0, model=qwen, sp=4), case(0, model=qwen), case(0, others=(qwen,))
     assert [c.shards[:2] for c in splits] == [(4, 1), (4, 2), (4, 2)]
     kept = [predicted(8192 * sp, model=qwen, sp=sp).kept for sp in (4, 8)]
     # per local token: keys of all T, not of T / 2

@@ -160,7 +160,6 @@ class Workload(NamedTuple):
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline), counted in passes of the
         trained model.
     logits_once: whether backward does without the logits, as that of the head's own nll does.
-    common_heads: common divisor of the heads of all models that share the mesh; 0: one model.
     recompute: the level that is asked for, or "auto".
     levels: every layer's level as chosen, the first layer's first. There are at most two, and the last layers have the
     one that keeps more: their backward comes first, so their memory is free before the other layers recompute.
@@ -168,6 +167,8 @@ class Workload(NamedTuple):
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
     offload: "none"; "auto" for the fewest layers with which the GPU suffices, or if it never does as many as the host
     holds; "checkpoints" for as many as the host holds.
+    others: frozen models that the run holds as well; teacher: the one of them whose logits are compared with the
+    trained model's.
     """
 
     model: Model
@@ -180,7 +181,6 @@ class Workload(NamedTuple):
     forwards: float = 0.0
     logits_once: bool = False
     rollout: PlannedRollout | None = None
-    common_heads: int = 0
     recompute: str = "auto"
     levels: tuple[str, ...] = ()
     offloaded_layers: int = 0
@@ -189,10 +189,8 @@ class Workload(NamedTuple):
     element_size: int = 2
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    others: tuple[Model, ...] = ()  # frozen models that the run holds as well
-    teacher: Model | None = (
-        None  # the one of them whose logits are compared with the trained model's
-    )
+    others: tuple[Model, ...] = ()
+    teacher: Model | None = None
 
     @property
     def local(self) -> int:
@@ -228,10 +226,14 @@ class Workload(NamedTuple):
         return "+".join(f"{level}*{n}" for level, n in Counter(self.levels).items())
 
     @property
+    def common_heads(self) -> int:
+        """The common divisor of the heads of all models that share the mesh."""
+        return gcd(self.model.heads, *(other.heads for other in self.others))
+
+    @property
     def shards(self) -> tuple[int, int, int]:
         """How many ranks split the heads, how many the query rows, and the key heads on each rank."""
-        model = self.model
-        ranks = gcd(self.sp, model.heads, self.common_heads)
+        model, ranks = self.model, gcd(self.sp, self.common_heads)
         return ranks, self.sp // ranks, head_layout(model.heads, model.kv_heads, ranks).key
 
 
@@ -262,7 +264,8 @@ class Prediction(NamedTuple):
 def predict(case: Workload) -> Prediction:
     """Predict the bytes of a rank."""
     model, machine, world = case.model, case.machine, case.machine.gpus
-    held = sum(m.parameters for m in (model, *case.others))
+    models = model, *case.others
+    held = sum(m.parameters for m in models)
     weights = case.element_size * held / (1 if case.resident else world)
     trained = 16 * model.trained / world  # float32 weights have a separate master too
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
@@ -281,7 +284,7 @@ def predict(case: Workload) -> Prediction:
     if case.graphs:
         working = head + layer + case.element_size * model.layers * model.layer_parameters
     passes = [
-        _forward_moment(case._replace(model=m, teacher=None)) for m in (model, *case.others)
+        _forward_moment(case._replace(model=m, others=models, teacher=None)) for m in models
     ]
     allocated = states + max(kept + working, _rollout_bytes(case), *passes)
     gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)

@@ -38,16 +38,16 @@ ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not give
 
 def adapter_parameters(config: Config, shape: ModelConfig) -> int:
     """Count the parameters that LoRA trains; 0 without it."""
-    lora, value = config.model.lora, requirements(config).value
+    lora = config.model.lora
     if not lora.rank:
         return 0
-    adapters = lora.rank * sum(
+    sides = (
         sum(module.weight.shape)
         for name, module in empty_model(shape).named_modules()
         if name.rpartition(".")[2] in lora.targets
     )
-    score = shape.hidden_size * (STAGES[config.stage].reward or value)
-    return adapters + score
+    has_score = STAGES[config.stage].reward or requirements(config).value
+    return lora.rank * sum(sides) + shape.hidden_size * has_score
 
 
 def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
@@ -100,7 +100,6 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         forwards=sum(passes, start=facts.extra_forwards),
         logits_once=facts.logits_once,
         rollout=rollout,
-        common_heads=math.gcd(shape.num_attention_heads, *(other.heads for other in others)),
         element_size=getattr(torch, config.model.dtype).itemsize,
         others=others,
         teacher=next((frozen for model, frozen in auxiliary if model.gives_logits), None),
