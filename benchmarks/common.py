@@ -36,11 +36,11 @@ from ulysses.memory.plan import GIB, Machine, Workload, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights, build_engine, layer_memory
+from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (
-    MemoryChoice,
     adapter_parameters,
     choose_memory,
+    layer_memory,
     plain_model,
     planner_case,
     this_machine,
@@ -133,14 +133,14 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
 
 def planned(
     config: Config, shape: ModelConfig, device: torch.device, tokens: int, documents: int
-) -> MemoryChoice:
+) -> Workload:
     """Return the planner's choice for packs of so many tokens and documents; all ranks call it together."""
     config = changed(config, "data", max_length=max(8, tokens // documents))
     machine = this_machine(device, config.memory.host_memory)
     return choose_memory(planner_case(config, shape, machine, tokens))
 
 
-def remember(bench: Bench, tokens: int, documents: int = 1) -> MemoryChoice:
+def remember(bench: Bench, tokens: int, documents: int = 1) -> Workload:
     """Let the planner choose what the layers keep for such packs, as a run does; all ranks call it together.
 
     Raises ConfigError where a run would refuse.
@@ -209,7 +209,7 @@ def added(without: Several[float], with_it: Several[float]) -> str:
 def measure(
     bench: Bench,
     length: int,
-    choice: MemoryChoice,
+    choice: Workload,
     *,
     documents: int = 1,
     micro_batches: int = 1,
@@ -258,7 +258,7 @@ def measure(
         mesh.sequence_parallel_size,
         documents=documents,
         logits_once=requirements(bench.config).logits_once,
-        levels=choice.recompute,
+        levels=choice.levels,
     )
     # what a rank's step really computes, as the planner counts it
     executed = sum(step_flops(case)) * mesh.sequence_parallel_size / seconds
@@ -267,7 +267,7 @@ def measure(
     kernel = resolve_kernel(
         attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents
     ).name
-    runs = [(level, len(list(same))) for level, same in groupby(choice.recompute)]
+    runs = [(level, len(list(same))) for level, same in groupby(choice.levels)]
     return {
         "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
         "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size,

@@ -16,9 +16,8 @@ from typing import Any
 
 from common import FIT, add_options, changed, launch, parser, settings, table
 
-from ulysses.memory.choose import longest_sequence
 from ulysses.memory.plan import GIB, Machine
-from ulysses.run.memory_choice import free_host_bytes, planner_case
+from ulysses.run.memory_choice import free_host_bytes, longest_sequence, planner_case
 from ulysses.run.preflight import read_shape
 
 COLUMNS = (

@@ -93,7 +93,7 @@ def steps(bench: Bench, pack: ShardedBatch, timed: int) -> dict[str, Any]:
         "tokens": pack.num_tokens,
         "s": round(median(seconds), 4),
         "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if on_gpu else None,
-        "level": "+".join(sorted(set(choice.recompute))),
+        "level": "+".join(sorted(set(choice.levels))),
     }
 
 

@@ -8,7 +8,7 @@ Shapes: S local tokens, D width, V vocabulary, N sequences.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,8 @@ from models.layers import DecoderLayer, Embedding, RMSNorm
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import rotary_table
 from ulysses.memory.graphs import LayerGraphs
-from ulysses.memory.levels import LEVELS, Pair
-from ulysses.memory.offload import Offloader
-from ulysses.memory.tiling import TILE_ROWS, tiles
+from ulysses.memory.levels import LEVELS, LayerMemory, Pair
+from ulysses.memory.tiling import tiles
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
@@ -36,23 +35,6 @@ from ulysses.parallel.random_keys import (
 
 Kernel = str | Callable[..., Any]
 NOISE_ROWS = 4096  # hashed at once: their 8 bytes per element live for a moment
-
-
-class LayerMemory(NamedTuple):
-    """Say what the model keeps for backward and how it is cut.
-
-    recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
-    time if there are more than twice as many, except where level "none" keeps its whole graph. offloaded_layers: so
-    many of the first layers, or all, keep their saved tensors in host memory if there is an offloader; level "none"
-    ignores it. graphs: small steps run as CUDA graphs (memory/graphs.py), which need level "none" and weights that
-    stay.
-    """
-
-    recompute: str | Sequence[str] = "none"
-    mlp_tile: int = TILE_ROWS
-    offloader: Offloader | None = None
-    offloaded_layers: int | None = None
-    graphs: bool = False
 
 
 class Decoder(nn.Module):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, LayerMemory, RewardModel
+from models.decoder import CausalLM, RewardModel
 from models.lora import add_adapters
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
@@ -20,6 +20,7 @@ from ulysses.config.schema import LoraSection, RunSection
 from ulysses.data.serve.encode import Example
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
+from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights

@@ -11,13 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from models.decoder import LayerMemory
 from models.half_blocks import stacked
 from models.layers import DecoderLayer
 from tests import engine_case
 from tests.harness import run_distributed
 from tests.zero_case import trained_engine
-from ulysses.memory.levels import LEVELS
+from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh

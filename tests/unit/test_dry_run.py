@@ -32,10 +32,8 @@ def arch(stage: str = "sft", length: int = 131072, sp: int | str = 8) -> list[st
 def test_plan_by_architecture_alone(capsys):
     code, text = run(capsys, *arch(), *NODE, "--debug")
     assert code == 3  # neither tokenizer nor data
-    assert (
-        '"sequence_parallel_size": 8' in text
-        and "8 processes: data parallel 1 x sequence parallel 8" in text
-    )
+    assert '"sequence_parallel_size": 8' in text
+    assert "8 processes: data parallel 1 x sequence parallel 8" in text
     assert "7 steps" in text and "8,030,261,248 parameters" in text
     levels = re.findall(r"^  (\w+) +([\d.]+) +[\d.]+ +\d+ +([\d.]+)", text, re.MULTILINE)
     assert [level for level, *_ in levels] == list(LEVELS)
@@ -43,13 +41,10 @@ def test_plan_by_architecture_alone(capsys):
     assert sizes == sorted(sizes, reverse=True) and seconds == sorted(seconds)
     assert re.search(r"longest sequence at sequence_parallel_size 8: [\d,]{9,} tokens", text)
     assert "memory: recompute none (auto: " in text and "GiB predicted of 139.8 GiB)" in text
-    assert (
-        text.splitlines()[-1]
-        == "verdict: the settings are right; absent on this machine: 2, see the findings above"
-    )
-    assert (
-        "finding: data.train is empty" in text and "finding: model.tokenizer is missing" in text
-    )
+    said = "verdict: the settings are right; absent on this machine: 2, see the findings above"
+    assert text.splitlines()[-1] == said
+    assert "finding: data.train is empty" in text
+    assert "finding: model.tokenizer is missing" in text
 
 
 @pytest.mark.parametrize("length, degree", [(8192, 1), (524288, 2)])
@@ -61,15 +56,10 @@ def test_an_automatic_degree_is_planned(length, degree, capsys):
 
 def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys):
     code, text = run(capsys, *arch("dpo", 65536), "--dpo.reference", "/no/such/model", *NODE)
-    assert (
-        "the fullest: 131,072 tokens in 2 sequences" in text
-        and "tokens on each side of a pair" in text
-    )
-    assert (
-        code == 3
-        and "finding: dpo.reference is '/no/such/model': there is no folder /no/such/model"
-        in text
-    )
+    assert "the fullest: 131,072 tokens in 2 sequences" in text
+    assert "tokens on each side of a pair" in text
+    finding = "finding: dpo.reference is '/no/such/model': there is no folder /no/such/model"
+    assert code == 3 and finding in text
 
 
 def test_seconds_know_that_answers_attend_to_their_shared_prompt(capsys, tmp_path):
@@ -95,11 +85,9 @@ def test_what_does_not_fit_is_refused_with_what_to_change(capsys):
     with pytest.raises(ConfigError, match=sentence):
         run(capsys, *arch(length=4096, sp=1), "--gpus", 1)
     text = capsys.readouterr().out
-    assert (
-        text.index("finding: ")
-        < text.index("1 GPU of 80.0 GiB (--gpu-memory)")
-        < text.index("does not fit")
-    )
+    parts = "finding: ", "1 GPU of 80.0 GiB (--gpu-memory)", "does not fit"
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
     with pytest.raises(ConfigError, match="on each GPU with .* but a GPU has 8.0 GiB"):
         run(capsys, *arch(length=4096, sp=1), "--gpus", 1, "--gpu-memory", 8)
 
@@ -122,56 +110,33 @@ def test_absent_weights_and_data_are_findings(name, finding, plan, capsys, tmp_p
         --model.tokenizer {DEMO / "data/tokenizer"}
         --data.train {tmp_path / "none.jsonl"} --run.output {tmp_path / "run"}"""
     code, text = run(capsys, *line.split(), *NODE)
-    assert (
-        code == 3
-        and "finding: data: " in text
-        and "none.jsonl" in text
-        and finding in text
-        and plan in text
-    )
+    assert code == 3
+    for said in ("finding: data: ", "none.jsonl", finding, plan):
+        assert said in text
+
+
+def demo(folder: Path) -> list[str]:
+    line = f"--config {DEMO}/sft.toml --gpus 2 --data.cache {folder} --run.output {folder}/run"
+    return line.split()
 
 
 def test_everything_present_is_zero(capsys, tmp_path):
-    code, text = run(
-        capsys,
-        "--config",
-        DEMO / "sft.toml",
-        "--gpus",
-        2,
-        "--data.cache",
-        tmp_path,
-        "--run.output",
-        tmp_path / "run",
-    )
+    code, text = run(capsys, *demo(tmp_path))
     assert text.splitlines()[-1] == "verdict: the run can start" and '"stage"' not in text
-    assert (
-        code == 0
-        and "finding" not in text
-        and re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", text)
-    )
+    assert code == 0 and "finding" not in text
+    assert re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", text)
     assert not (tmp_path / "run").exists()
 
 
 def test_settings_that_do_nothing_are_named(capsys, tmp_path):
-    common = [
-        "--config",
-        DEMO / "sft.toml",
-        "--data.cache",
-        tmp_path,
-        "--run.output",
-        tmp_path / "run",
-        "--gpus",
-        2,
-    ]
-    _, text = run(
-        capsys, *common, "--run.steps", 3, "--optimizer.warmup", 9, "--batch.examples", 5000
-    )
+    settings = "--run.steps 3 --optimizer.warmup 9 --batch.examples 5000".split()
+    _, text = run(capsys, *demo(tmp_path), *settings)
     assert "optimizer.warmup is 9 steps but the run has 3: the learning rate" in text
-    assert re.search(
-        r"a step takes 5000 examples \(batch.examples\) but the data has only \d+: every step",
-        text,
+    said = (
+        r"a step takes 5000 examples \(batch.examples\) but the data has only \d+: every step"
     )
-    _, text = run(capsys, *common, "--optimizer.lr", 0)
+    assert re.search(said, text)
+    _, text = run(capsys, *demo(tmp_path), "--optimizer.lr", 0)
     assert "optimizer.lr is 0: no weight will change" in text and "every step" not in text
 
 

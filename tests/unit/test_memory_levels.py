@@ -57,18 +57,15 @@ def test_bfloat16_tiles_sum_in_float32(level, config):
 
 def test_levels_may_differ_by_layer_and_are_checked():
     expected = gradients(build())[1]
-    for levels in (
-        ["block", "none", "keep_attention"],
-        ["pair", "block", "pair"],
-        ["block", "pair", "pair"],
-    ):
-        assert_same_gradients(gradients(build(recompute=levels, mlp_tile=TILE))[1], expected)
-    with pytest.raises(ValueError, match="or a list of one for each of the 3 layers"):
-        build(recompute=["block", "none"])
-    with pytest.raises(
-        ValueError, match="full but must be one of none, keep_attention, block, pair"
-    ):
-        build(recompute="full")
+    for levels in ("block none keep_attention", "pair block pair", "block pair pair"):
+        model = build(recompute=levels.split(), mlp_tile=TILE)
+        assert_same_gradients(gradients(model)[1], expected)
+    known = (
+        "must be one of none, keep_attention, block, pair, or a list of one for each of the 3"
+    )
+    for wrong in ("full", ["block", "none"]):
+        with pytest.raises(ValueError, match=known):
+            build(recompute=wrong)
 
 
 @pytest.fixture
@@ -99,14 +96,10 @@ def test_each_level_runs_what_it_says(level, attends, passes, calls):
     tiles_of_a_pass = 1 if level == "none" else 4
     # our own backward of the plain MLP never repeats its last product
     down = passes - 3 * (level != "none")
-    found = [calls[key] for key in ("forward", "backward", (12, 24), (40, 24), (24, 40))]
-    mlp = [2 * passes * tiles_of_a_pass, down * tiles_of_a_pass]
-    assert found == [
-        attends,
-        3,
-        2 * passes,
-        *mlp,
-    ]  # the kernel; key and value; gate and up, down
+    assert (calls["forward"], calls["backward"]) == (attends, 3)
+    assert calls[12, 24] == 2 * passes  # key and value
+    assert calls[40, 24] == 2 * passes * tiles_of_a_pass  # gate and up
+    assert calls[24, 40] == down * tiles_of_a_pass
 
 
 def kept_on_the_host(level: str, chunk_bytes: int, config: ModelConfig = CONFIG) -> int:
@@ -144,23 +137,20 @@ def test_each_level_keeps_what_is_planned(config):
 
     for level in ("keep_attention", "block"):
         assert kept_on_the_host(level, 8, config) == 3 * planned(level)
-    assert kept_on_the_host("pair", 8, config) == 2 * 2 * planned(
-        "pair"
-    )  # a pair, and one layer that is left over
+    # a pair, and one layer that is left over
+    assert kept_on_the_host("pair", 8, config) == 2 * 2 * planned("pair")
     assert held_by_autograd(config) == planned("none")
-    adapted = shape._replace(
-        trained=500
-    )  # the adapters' own r numbers and the norms' scales are not planned
+    # the adapters' own r numbers and the norms' scales are not planned
+    adapted = shape._replace(trained=500)
     assert held_by_autograd(config, rank=2) == planned("none", adapted) + 26 * 4 * (7 * 2 + 2)
 
 
 def test_no_level_keeps_more_tensors_than_are_planned_for():
     """Each tensor may leave its last chunk of pinned memory partly empty."""
     for level in ("keep_attention", "block"):
-        planned = (
-            pinned_bytes(Workload(PLANNED, Machine(1, GIB), 0, levels=(level,))) / CHUNK_BYTES
-        )
-        assert kept_on_the_host(level, chunk_bytes=1 << 16) == 3 * planned * (1 << 16)
+        case = Workload(PLANNED, Machine(1, GIB), 0, levels=(level,))
+        tensors = pinned_bytes(case) / CHUNK_BYTES
+        assert kept_on_the_host(level, chunk_bytes=1 << 16) == 3 * tensors * (1 << 16)
 
 
 def test_a_backward_frees_what_its_layers_kept():

@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 
 from models.arch import architecture
-from models.decoder import count_parameters
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
-from ulysses.memory.choose import choose
-from ulysses.memory.plan import GIB, PROCESS_BYTES, Machine, Workload
+from ulysses.memory.levels import LayerMemory
+from ulysses.memory.plan import GIB, Machine, Workload, predict
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (
-    MemoryChoice,
+    choose,
     choose_memory,
+    layer_memory,
+    memory_line,
     plain_model,
     planned_machine,
     planner_case,
@@ -38,26 +39,21 @@ CPU = torch.device("cpu")
 def config(
     stage: str = "sft", lora: int = 0, sp: int | str = 1, dtype: str = "float32", **memory: Any
 ) -> Config:
-    return check(
-        {
-            "stage": stage,
-            "model": {
-                "arch": "llama3-8b",
-                "init": "random",
-                "dtype": dtype,
-                "lora": {"rank": lora},
-            },
-            "data": {"train": "none.jsonl"},
-            "parallel": {"sequence_parallel_size": sp},
-            "memory": memory,
-            "run": {"steps": 1},
-        }
-    )
+    model = {"arch": "llama3-8b", "init": "random", "dtype": dtype, "lora": {"rank": lora}}
+    given = {
+        "stage": stage,
+        "model": model,
+        "data": {"train": "none.jsonl"},
+        "parallel": {"sequence_parallel_size": sp},
+        "memory": memory,
+        "run": {"steps": 1},
+    }
+    return check(given)
 
 
 def chosen(
     tokens: int, gib: float = 139.8, host_gib: float = 0.0, *, gpus: int = 8, **settings: Any
-) -> MemoryChoice:
+) -> Workload:
     machine = Machine(gpus, gib * GIB, host_gib * GIB)
     return choose_memory(
         planner_case(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens)
@@ -66,19 +62,16 @@ def chosen(
 
 @pytest.mark.parametrize("gpus, gib", [(8, 139.8), (8, 80.0), (6, 139.8), (1, 80.0)])
 def test_an_automatic_degree_is_the_smallest_that_fits(gpus, gib):
-    machine, found, divisors = (
-        Machine(gpus, gib * GIB, 0.0),
-        [],
-        [d for d in range(1, gpus + 1) if gpus % d == 0],
-    )
+    machine, found = Machine(gpus, gib * GIB), []
     for tokens in (1 << 13, 1 << 17, 1 << 19, 1 << 24):
-        *cases, auto = (
-            planner_case(config(sp=degree, dtype="bfloat16"), LLAMA, machine, tokens)
-            for degree in (*divisors, "auto")
-        )
-        found.append(auto.sp)
-        assert found[-1] == next((case.sp for case in cases if choose(case)), gpus)
-    assert found == sorted(found) and found[-1] == gpus  # no degree fits 16 million tokens
+
+        def planned(degree, tokens=tokens):
+            return planner_case(config(sp=degree, dtype="bfloat16"), LLAMA, machine, tokens)
+
+        fitting = [d for d in range(1, gpus + 1) if gpus % d == 0 and choose(planned(d))]
+        found.append(planned("auto").sp)
+        assert found[-1] == min(fitting, default=gpus)
+    assert found == sorted(found) and not fitting  # no degree fits 16 million tokens
     assert len({*found}) > 1 or gpus == 1
 
 
@@ -87,26 +80,24 @@ def test_auto_on_cpu_keeps_everything():
         choice = choose_memory(
             planner_case(config(sp="auto", offload=offload), LLAMA, this_machine(CPU), 1 << 20)
         )
-        line = "memory: recompute none (auto: CPU)"
-        assert choice == MemoryChoice(("none",) * 32, line=line, resident=True)
+        assert memory_line(choice) == "memory: recompute none (auto: CPU)"
+        assert layer_memory(choice) == LayerMemory(("none",) * 32, offloaded_layers=0)
+        assert choice.resident
 
 
 def test_auto_gives_the_last_layers_most_and_says_so():
     """Their backward comes first."""
     choice = chosen(1 << 20)
-    levels, line = choice.recompute, choice.line
-    assert levels == tuple(sorted(levels))
-    said = rf"recompute keep_attention\*\d+\+none\*{levels.count('none')} \(auto: \d+\.\d GiB predicted of 139.8 GiB\);"
-    assert re.search(said, line)
+    said = re.escape(choice.name) + r" \(auto: \d+\.\d GiB predicted of 139.8 GiB\);"
+    assert choice.name.startswith("keep_attention*") and "+none*" in choice.name
+    assert re.search(said, memory_line(choice))
 
 
 def test_a_level_set_by_hand_is_kept_while_it_may_fit():
-    assert "may run out" not in chosen(1 << 17, recompute="block").line
-    need = float(
-        chosen(1 << 17, recompute="none", weights="sharded").line.split("(")[1].split()[0]
-    )
+    assert "may run out" not in memory_line(chosen(1 << 17, recompute="block"))
+    need = predict(chosen(1 << 17, recompute="none", weights="sharded")).gpu / GIB
     choice = chosen(1 << 17, need + 0.5, recompute="none")
-    assert choice.recompute == ("none",) * 32 and choice.line.endswith("may run out")
+    assert choice.levels == ("none",) * 32 and memory_line(choice).endswith("may run out")
     said = r'GiB on each GPU with memory.recompute = "none" .*; set memory.recompute and memory.offload to "auto"'
     with pytest.raises(ConfigError, match=said):
         chosen(1 << 17, need - 0.5, recompute="none")
@@ -115,72 +106,54 @@ def test_a_level_set_by_hand_is_kept_while_it_may_fit():
 def test_weights_stay_where_that_is_faster_and_fits():
     """32 layers of short sequences wait for weights; of a longer one the room is worth more for activations."""
     short, long = chosen(1 << 15), chosen(1 << 20)
-    assert short.resident and short.line.endswith("; weights resident")
+    assert short.resident and memory_line(short).endswith("; weights resident")
     assert not long.resident and long == chosen(1 << 20, weights="sharded")
-    assert chosen(1 << 15, weights="sharded")._replace(resident=True) != short
     # what does not fit on every GPU is sharded, unless that is asked for
-    assert (
-        not chosen(1 << 13, 30.0).resident
-        and chosen(1 << 13, 30.0, recompute="block").recompute
-    )
+    assert not chosen(1 << 13, 30.0).resident and chosen(1 << 13, 30.0, recompute="block")
     with pytest.raises(ConfigError, match="weights, optimizer and gradients"):
         chosen(1 << 13, 30.0, weights="resident")
     assert chosen(1 << 13, gpus=1, gib=200.0, weights="sharded").resident  # nothing to share
 
 
 def test_offload_takes_as_few_layers_as_needed_and_stays_in_its_budget():
-    assert chosen(1 << 17, host_gib=550, offload="auto").offloaded_layers == 0
     choice = chosen(3 << 20, host_gib=550, offload="auto", recompute="block")
-    assert (
-        0 < choice.offloaded_layers < 32 and "layers' activations in host memory" in choice.line
-    )
-    elsewhere = (
-        PROCESS_BYTES + 4 * count_parameters(LLAMA) / 8
-    )  # the process, and a checkpoint on its way to the disk
-    assert choice.host_bytes == int(0.9 * 550 * GIB / 8 - elsewhere)
+    assert " of 32 layers' activations in host memory" in memory_line(choice)
+    assert 0 < choice.offloaded_layers < 32
     everything = {"offload": "checkpoints", "recompute": "block"}
-    assert chosen(1 << 17, host_gib=550, **everything)[:2] == (("block",) * 32, 32)
-    assert (
-        0 < chosen(2 << 20, host_gib=300, **everything).offloaded_layers < 32
-    )  # what the host cannot hold stays
+    choice = chosen(1 << 17, host_gib=550, **everything)
+    assert (choice.levels, choice.offloaded_layers) == (("block",) * 32, 32)
+    # what the host cannot hold stays
+    assert 0 < chosen(2 << 20, host_gib=300, **everything).offloaded_layers < 32
 
 
-@pytest.mark.parametrize(
-    "settings, host_gib, sentence",
-    [
-        (
-            {},
-            0,
-            r"needs \d+\.\d GiB on each GPU with memory.recompute = .*has 79.0 GiB; .* use more",
-        ),
-        (
-            {"offload_optimizer": True},
-            96,
-            r"needs \d+\.\d GiB of host memory, .* but has 86.4 GiB, its share of the node's 96.0 GiB; "
-            r"set memory.offload_optimizer and .*, use more nodes, or set memory.host_memory if",
-        ),
-    ],
+ON_GPU = r"needs \d+\.\d GiB on each GPU with memory.recompute = .*has 79.0 GiB; .* use more"
+ON_HOST = (
+    r"needs \d+\.\d GiB of host memory, .* but has 86.4 GiB, its share of the node's 96.0 GiB; "
+    r"set memory.offload_optimizer and .*, use more nodes, or set memory.host_memory if"
 )
-def test_too_large_is_refused_with_sizes(settings, host_gib, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        chosen(4096, 79, host_gib, gpus=1, **settings)
-    assert set(chosen(4096, 79, gpus=1, lora=16).recompute) == {"none"}
+
+
+def test_too_large_is_refused_with_sizes():
+    with pytest.raises(ConfigError, match=ON_GPU):
+        chosen(4096, 79, gpus=1)
+    with pytest.raises(ConfigError, match=ON_HOST):
+        chosen(4096, 79, 96, gpus=1, offload_optimizer=True)
+    assert set(chosen(4096, 79, gpus=1, lora=16).levels) == {"none"}
 
 
 def test_without_offload_the_host_does_not_matter():
     for offload in ("none", "auto"):
         choice = chosen(1 << 17, host_gib=20, offload=offload)
-        assert set(choice.recompute) == {"none"} and choice.offloaded_layers == 0
+        assert set(choice.levels) == {"none"} and choice.offloaded_layers == 0
 
 
 def test_a_node_s_host_memory_can_be_told():
-    asked = [(480.0, {}), (480.0, {"host_memory": 96}), (0.0, {"gpus": 8})]
-    machines = [
-        planned_machine(config(host_memory=told), Options(**given, dry_run=True), 8)
-        for told, given in asked
-    ]
-    assert [machine.host_bytes / GIB for machine in machines] == [480, 96, 0]
-    assert planned_machine(config(), Options(), 8).host_bytes > 0
+    def host(told=0.0, **given):
+        options = Options(**given, dry_run=True)
+        return planned_machine(config(host_memory=told), options, 8).host_bytes / GIB
+
+    assert (host(480.0), host(480.0, host_memory=96), host(gpus=8)) == (480, 96, 0)
+    assert host() > 0
 
 
 def seen() -> Any:
@@ -204,59 +177,64 @@ def stage_case(stage: str, lora: int = 0, sp: int = 1, **section: Any) -> Worklo
     return planner_case(check(base), LLAMA, Machine(8, GIB), 8192)
 
 
-def test_every_stage_counts_its_own_models_and_passes():
-    whole, scores = plain_model(LLAMA), plain_model(LLAMA, reward=True)
-    N = whole.parameters
+WHOLE, SCORES = plain_model(LLAMA), plain_model(LLAMA, reward=True)
+LIVE, SIMPO = {"reference": "live"}, {"reference": "live", "loss_type": "simpo"}
+PPO = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
+MODEL = PPO | {"reward": "some/reward", "kl_coefficient": 0.0}
+# of the reward model, which has no head, so that its pass costs as much less
+SCORED = SCORES.forward_parameters / WHOLE.forward_parameters
+
+
+@pytest.mark.parametrize(
+    "stage, lora, section, others, forwards",
+    [
+        ("rm", 0, {}, (), 0),
+        ("dpo", 0, {}, (), 0),
+        ("dpo", 0, LIVE, (WHOLE,), 1),
+        ("dpo", 4, LIVE, (), 1),
+        ("dpo", 0, SIMPO, (), 0),
+        ("kto", 0, {}, (), 1),
+        ("kto", 0, LIVE, (WHOLE,), 3),
+        ("kto", 0, {"loss_type": "apo_zero_unpaired"}, (), 0),
+        ("ppo", 0, PPO, (WHOLE,), 1),
+        ("ppo", 4, MODEL, (SCORES,), (1 + SCORED) / 2),
+    ],
+)
+def test_every_stage_counts_its_own_models_and_passes(stage, lora, section, others, forwards):
+    case = stage_case(stage, lora, **section)
+    assert (case.others, case.forwards) == (others, forwards)
+
+
+def test_the_planner_knows_the_trained_model_its_loss_and_the_rollout():
     assert stage_case("pt").logits_once and not stage_case("sft", z_loss=1e-4).logits_once
-    case = stage_case("rm")
-    assert case.model == scores and (case.documents, case.forwards) == (2, 0)
-    case = stage_case("dpo", reference="live")
-    assert (case.model.trained, case.others, case.forwards, case.documents) == (
-        N,
-        (whole,),
-        1,
-        2,
-    )
-    case = stage_case("dpo", lora=4, reference="live")
-    assert (case.others, case.forwards) == (
-        (),
-        1,
-    ) and case.model.parameters == N + case.model.trained < 1.01 * N
-    assert (
-        stage_case("dpo").others == ()
-        and stage_case("dpo", reference="live", loss_type="simpo").forwards == 0
-    )
-    sections = {}, {"reference": "live"}, {"loss_type": "apo_zero_unpaired"}
-    assert [stage_case("kto", **s).forwards for s in sections] == [1, 3, 0]
-    ppo = {"reward": "ulysses.rl.rewards:gsm8k_reward", "epochs": 2, "minibatches": 3}
-    case = stage_case("ppo", **ppo)
-    assert (case.model.parameters, case.others, case.forwards) == (
-        N + LLAMA.hidden_size,
-        (whole,),
-        1,
-    )
-    assert case.rollout == (1, 64, 4096, 256, 8192, False)
-    case = stage_case("ppo", **ppo | {"reward": "some/reward"}, lora=4, kl_coefficient=0.0)
-    # the reward model has no head, and its pass costs as much less
-    passes = (1 + scores.forward_parameters / whole.forward_parameters) / 2
-    assert (case.others, case.forwards) == ((scores,), passes) and case.rollout.merged
+    scored, pairs, ppo = stage_case("rm"), stage_case("dpo", lora=4), stage_case("ppo", **PPO)
+    assert scored.model == SCORES and scored.documents == pairs.documents == 2
+    N = WHOLE.parameters
+    assert pairs.model.parameters == N + pairs.model.trained < 1.01 * N
+    assert stage_case("dpo").model.trained == N
+    assert ppo.model.parameters == N + LLAMA.hidden_size
+    assert ppo.rollout == (1, 64, 4096, 256, 8192, False)
+    assert stage_case("ppo", lora=4, **MODEL).rollout.merged
 
 
 def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
     other = architecture("qwen2.5-7b")  # 28 heads beside 32: 4 of 8 ranks exchange heads
     (tmp_path / "config.json").write_text(json.dumps(other.to_hf()))
-    assert stage_case("dpo", sp=8, reference="live").shards[:2] == (8, 1)
-    for stage, section in (
-        ("dpo", {"reference": str(tmp_path)}),
-        ("ppo", {"reward": str(tmp_path), "kl_coefficient": 0.0}),
+    assert stage_case("dpo", sp=8, **LIVE).shards[:2] == (8, 1)
+    for stage, section, passes in (
+        ("dpo", {"reference": str(tmp_path)}, lambda size: size),
+        # ppo trains on a rollout 4 times
+        ("ppo", MODEL | {"reward": str(tmp_path), "epochs": 4}, lambda size: (1 + size) / 4),
     ):
         case = stage_case(stage, sp=8, **section)
         model = plain_model(other, reward=stage == "ppo")
         assert case.shards[:2] == (4, 2) and case.others == (model,)
         # its passes are counted at its own size
-        size = model.forward_parameters / plain_model(LLAMA).forward_parameters
-        passes = {"dpo": size, "ppo": (1 + size) / 4}[stage]  # ppo trains on a rollout 4 times
-        assert case.forwards == pytest.approx(passes) and size < 0.96
+        size = model.forward_parameters / WHOLE.forward_parameters
+        assert case.forwards == pytest.approx(passes(size)) and size < 0.96
+
+
+MIXED = ("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1)
 
 
 def settings_of_layers(rank: int = 0) -> list[Any]:
@@ -264,27 +242,22 @@ def settings_of_layers(rank: int = 0) -> list[Any]:
 
     initialize_distributed()
     mesh, weights, found = ParallelMesh(1), InitialWeights(SHAPE, 0), []
-    mixed = MemoryChoice(("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1), 1)
-    for memory, lora, trainable, planned in (
-        ({"recompute": "block", "offload": "checkpoints"}, 2, True, None),
-        ({"recompute": "keep_attention"}, 0, False, None),
-        ({}, 0, True, mixed),
+    machine = Machine(1, 80 * GIB, 80 * GIB)
+    for settings, trainable, planned in (
+        (config(lora=2, recompute="block", offload="checkpoints"), True, {}),
+        (config(recompute="keep_attention"), False, {}),
+        (config(), True, {"levels": MIXED, "offloaded_layers": 1}),
     ):
-        settings = config(lora=lora, **memory)
-        choice = planned or choose_memory(planner_case(settings, SHAPE, this_machine(CPU), 64))
+        choice = choose_memory(planner_case(settings, SHAPE, machine, 64))._replace(**planned)
         engine = build_engine(settings, weights, mesh, choice if trainable else None)
-        found.append(
-            [(x.recompute, x.offloader is not None) for x in engine.module.model.layers]
-        )
+        layers = engine.module.model.layers
+        found.append([(layer.recompute, layer.offloader is not None) for layer in layers])
         engine.destroy()
     return found
 
 
 def test_every_setting_reaches_the_layers():
-    count = SHAPE.num_hidden_layers
     (found,) = run_distributed(settings_of_layers, 1, cpu=True)
-    assert found == [
-        [("block", True)] * count,
-        [("none", False)] * count,
-        [("keep_attention", True)] + [("none", False)] * (count - 1),
-    ]
+    block, frozen, mixed = found
+    assert {*block} == {("block", True)} and {*frozen} == {("none", False)}
+    assert mixed == [(level, level != "none") for level in MIXED]

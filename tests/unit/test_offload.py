@@ -1,6 +1,5 @@
-"""Offload to host memory: every byte comes back, the budget holds, and layers leave one behind and return one ahead."""
+"""Offload to host memory: every byte comes back, and layers leave one behind and return one ahead."""
 
-from math import inf
 from unittest.mock import Mock
 
 import pytest
@@ -20,21 +19,17 @@ MIXTURES = [("pair", "pair", "block"), ("pair", "pair", "pair"), ("block", "bloc
             ("keep_attention", "keep_attention", "none"), ("none", "none", "none")]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "budget, away",
-    [(inf, 3), (inf, 1), (3 * 1024, 2), (3 * 1024, 3), (0, 3)],
-)
+@pytest.mark.parametrize("away", [3, 2, 1])
 @pytest.mark.parametrize("levels", MIXTURES, ids="+".join)
-def test_offload_returns_every_byte(levels, budget, away):
+def test_offload_returns_every_byte(levels, away):
     expected = gradients(build())[1]
-    offloader = Offloader("cpu", budget, chunk_bytes=1024)
+    offloader = Offloader("cpu", chunk_bytes=1024)
     model = build(recompute=levels, mlp_tile=TILE, offloader=offloader, offloaded_layers=away)
     for _ in range(2):
         model.zero_grad()
         assert_same_gradients(gradients(model)[1], expected)
-        assert offloader.allocated <= budget
     held = offloader.allocated
-    assert (held > 0) == (budget != 0 and levels[0] != "none")
+    assert (held > 0) == (levels[0] != "none")
     dropped = model(batch()).logps.sum()
     del dropped
     assert offloader.allocated == held and all_chunks_are_free(offloader)

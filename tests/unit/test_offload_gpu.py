@@ -1,7 +1,5 @@
 """Offload on a GPU: real copies on a side stream give back every bit, in less memory, step after step."""
 
-from math import inf
-
 import pytest
 import torch
 
@@ -70,13 +68,13 @@ def test_offloaded_gradients_are_bitwise_the_same(level, dtype, deterministic):
     kept = (
         TOKENS * SHAPE.hidden_size * expected[0].element_size()
     )  # at least this much per layer
-    for budget, away in ((inf, None), (inf, LAYERS // 2), (3 * kept, None), (0, None)):
-        offloader = Offloader("cuda", budget, chunk_bytes=1 << 20)
+    for away in (None, LAYERS // 2):
+        offloader = Offloader("cuda", chunk_bytes=1 << 20)
         found, peak = train(level, dtype, offloader, away)
         for a, b in zip(found, expected):
-            assert torch.equal(a, b), (budget, away)
-        assert offloader.allocated <= budget and all_chunks_are_free(offloader)
-        if budget == inf and away is None:
+            assert torch.equal(a, b), away
+        assert all_chunks_are_free(offloader)
+        if away is None:
             groups = LAYERS // 2 if level == "pair" else LAYERS
             assert (
                 peak < whole - (groups - 4) * kept

@@ -8,7 +8,6 @@ import pytest
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
 from models.decoder import count_parameters
-from ulysses.memory.choose import choose, longest_sequence, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES
 from ulysses.memory.plan import (
@@ -23,7 +22,7 @@ from ulysses.memory.plan import (
     step_flops,
     step_seconds,
 )
-from ulysses.run.memory_choice import plain_model
+from ulysses.run.memory_choice import choose, longest_sequence, plain_model
 
 ROWS = Path(__file__).parents[2] / "benchmarks/measured.jsonl"
 LLAMA = plain_model(architecture("llama3-8b"))
@@ -60,31 +59,35 @@ def predicted(*arguments: Any, **more: Any) -> Prediction:
 
 def measured(row: dict[str, Any]) -> Workload:
     """Return what the planner is asked about a measured row; keys that are absent mean the plain case."""
-    shape = architecture(row["arch"])
-    changes = {
-        "num_hidden_layers": row["layers"],
-        "vocab_size": row.get("vocab_size", shape.vocab_size),
-        "head_dim": shape.head_dim,
-    }
-    changes |= row.get("config", {})
+    hf = {**architecture(row["arch"]).to_hf(), "num_hidden_layers": row["layers"]}
+    hf |= {"vocab_size": row.get("vocab_size", hf["vocab_size"]), **row.get("config", {})}
     if "heads" in row:  # "query/kv", of the same size as the shape's own
-        changes |= zip(
-            ("num_attention_heads", "num_key_value_heads"), map(int, row["heads"].split("/"))
-        )
-    model = plain_model(ModelConfig.from_hf({**shape.to_hf(), **changes}))
-    common = int(
-        row.get("ranks", "0").split(" x ")[0]
-    )  # "U x R": ranks that exchange heads, that split rows
-    parts = [part.partition("*") for part in row["recompute"].split("+")]
-    levels = tuple(
-        level for level, _, count in parts for _ in range(int(count or row["layers"]))
-    )
+        query, kv = map(int, row["heads"].split("/"))
+        hf |= {"num_attention_heads": query, "num_key_value_heads": kv}
+    model, others = plain_model(ModelConfig.from_hf(hf)), ()
+    if (
+        "ranks" in row
+    ):  # "U x R": U ranks exchange heads, as another model's heads ask for, and R split rows
+        heads = int(row["ranks"].split(" x ")[0])
+        others = (model._replace(heads=heads, kv_heads=1, parameters=0),)
+    levels: tuple[str, ...] = ()
+    for part in row["recompute"].split("+"):
+        level, _, count = part.partition("*")
+        levels += (level,) * int(count or row["layers"])
+    given = {
+        name: row[name] for name in ("weights", "documents", "micro_batches") if name in row
+    }
     return case(
-        row["tokens"], "", model, node(row["gpus"]), row["sp"],
-        levels=levels, offloaded_layers=row["offload"], common_heads=common, logits_once=row["stage"] == "sft",
-        weights=row.get("weights", "sharded"),
-        documents=row.get("documents", 1), micro_batches=row.get("micro_batches", 1),
-    )  # fmt: skip
+        row["tokens"],
+        model=model,
+        machine=node(row["gpus"]),
+        sp=row["sp"],
+        levels=levels,
+        offloaded_layers=row["offload"],
+        others=others,
+        logits_once=row["stage"] == "sft",
+        **given,
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,22 +107,17 @@ def test_measured_steps_are_predicted(row):
 
 def test_states_are_eighteen_bytes_per_parameter():
     N, several = LLAMA.parameters, predicted(8192)
-    assert (
-        N == count_parameters(ARCHITECTURES["llama3-8b"])
-        and LLAMA.layer_parameters + 2 * 4096 == 218_112_000
-    )
-    assert (
-        several.states == 18 * N / 8
-        and predicted(8192, model=ADAPTERS).states == (2 * N + 16e7) / 8
-    )
+    assert N == count_parameters(ARCHITECTURES["llama3-8b"])
+    assert LLAMA.layer_parameters + 2 * 4096 == 218_112_000
+    assert several.states == 18 * N / 8
+    assert predicted(8192, model=ADAPTERS).states == (2 * N + 16e7) / 8
     away = predicted(8192, offload_optimizer=True, offload_parameters=True)
     assert away.states == 0 and away.host == PROCESS_BYTES + 22 * N / 8
     beside = predicted(8192, others=(LLAMA,))
     assert beside.states == 20 * N / 8 and beside.host == PROCESS_BYTES + N / 2
-    outside = [
-        p.gpu - 1.03 * p.allocated for p in (predicted(8192, machine=node(1)), several)
-    ]  # CUDA, NCCL
-    assert outside == pytest.approx([1.3e9, 3.4e9])
+    # CUDA, NCCL
+    for p, outside in ((predicted(8192, machine=node(1)), 1.3e9), (several, 3.4e9)):
+        assert p.gpu - 1.03 * p.allocated == pytest.approx(outside)
 
 
 def test_executed_flops_of_full_training_and_adapters():
@@ -127,22 +125,16 @@ def test_executed_flops_of_full_training_and_adapters():
     layers, N, down = LLAMA.layers, LLAMA.layer_parameters, LLAMA.width * LLAMA.intermediate
 
     def per_token(model, level):
-        rest = 2 * model.vocabulary_parameters * (
-            4 if model.is_full else 3
-        ) + 6 * model.trained * (not model.is_full)
+        vocabulary = 2 * model.vocabulary_parameters
+        rest = vocabulary * 4 if model.is_full else vocabulary * 3 + 6 * model.trained
         return (step_flops(case(4096, level, model, sp=1))[0] / 4096 - rest) / layers
 
     # our own backward of the plain MLP never repeats its last product
-    wanted = {
-        "none": 6 * N,
-        "keep_attention": 8 * N - 2 * down,
-        "block": 8 * N - 2 * down,
-        "pair": 9 * N - 2 * down,
-    }
-    assert {level: per_token(LLAMA, level) for level in LEVELS} == pytest.approx(wanted)
-    assert [per_token(ADAPTERS, level) for level in ("none", "block")] == pytest.approx(
-        [4 * N, 6 * N]
-    )
+    again = 8 * N - 2 * down
+    wanted = [6 * N, again, again, again + N]
+    assert [per_token(LLAMA, level) for level in LEVELS] == pytest.approx(wanted)
+    assert per_token(ADAPTERS, "none") == pytest.approx(4 * N)
+    assert per_token(ADAPTERS, "block") == pytest.approx(6 * N)
     products = [step_flops(case(4096, sp=1, logits_once=once))[0] for once in (False, True)]
     assert products[0] - products[1] == pytest.approx(2 * 4096 * LLAMA.vocabulary_parameters)
     forward = 2 * 4096**2 * 4096 * layers  # two products over half of the square, H * E = 4096
@@ -158,8 +150,8 @@ def test_offloaded_layers_move_what_they_keep(level, groups, here):
     unit = 8192 * (1 << 17)
     stay, away = (predicted(1 << 20, level, offloaded_layers=n) for n in (0, 32))
     assert (stay.kept, away.kept) == ((groups + here - 2) * unit, here * unit)
-    assert away.offloaded == groups * unit + 32 * CHUNK_BYTES
-    assert away.host == away.offloaded + PROCESS_BYTES + LLAMA.parameters / 2
+    assert away.moved == groups * unit + 32 * CHUNK_BYTES
+    assert away.host == away.moved + PROCESS_BYTES + LLAMA.parameters / 2
 
 
 def test_rollouts_hold_the_whole_policy_and_its_cache():
@@ -176,18 +168,11 @@ def test_rollouts_hold_the_whole_policy_and_its_cache():
 
 def test_passes_without_gradient_are_planned_for():
     """A reference or reward model may be larger than the trained one: its gathered layers and its work are the peak."""
-    small, large = (
-        plain_model(architecture("qwen2.5-0.5b")),
-        plain_model(architecture("llama3-70b")),
-    )
-    large = large._replace(parameters=0)  # its shards aside
-    alone, other = (
-        predicted(1 << 19, "block", small, others=others) for others in ((), (large,))
-    )
-    gathered, rows = (
-        2 * 2 * large.layer_parameters,
-        2 * (1 << 16) * 3 * (large.query_width + 2 * large.kv_width),
-    )
+    small = plain_model(architecture("qwen2.5-0.5b"))
+    large = plain_model(architecture("llama3-70b"))._replace(parameters=0)  # its shards aside
+    alone, other = (predicted(1 << 19, "block", small, others=o) for o in ((), (large,)))
+    gathered = 2 * 2 * large.layer_parameters
+    rows = 2 * (1 << 16) * 3 * (large.query_width + 2 * large.kv_width)
     assert other.states == alone.states and other.kept == alone.kept
     assert other.allocated - other.states > gathered + rows > alone.allocated - alone.states
 
@@ -195,16 +180,12 @@ def test_passes_without_gradient_are_planned_for():
 def test_row_parallel_ranks_hold_and_are_sent_all_keys_of_their_heads():
     """28 query and 4 kv heads on 8 ranks: 4 head-parallel times 2 row-parallel ranks, 1 kv head on each."""
     qwen = plain_model(architecture("qwen2.5-7b"))
-    splits = [
-        case(0, model=qwen, sp=4),
-        case(0, model=qwen),
-        case(0, common_heads=4),
-    ]  # others share the last mesh
+    # others share the last mesh
+    splits = case(0, model=qwen, sp=4), case(0, model=qwen), case(0, others=(qwen,))
     assert [c.shards[:2] for c in splits] == [(4, 1), (4, 2), (4, 2)]
     kept = [predicted(8192 * sp, model=qwen, sp=sp).kept for sp in (4, 8)]
-    assert (
-        kept[1] - kept[0] == 2 * (2 * 4 * 128) * 8192 * 28
-    )  # per local token: keys of all T, not of T / 2
+    # per local token: keys of all T, not of T / 2
+    assert kept[1] - kept[0] == 2 * (2 * 4 * 128) * 8192 * 28
     narrow = qwen._replace(intermediate=8, vocabulary=8)  # attention is the largest moment
     working = [predicted(8192 * sp, "block", narrow, sp=sp).working for sp in (4, 8)]
     assert working[1] - working[0] == pytest.approx(2 * (3 + 1) * 2 * 4 * 128 * 8192)
@@ -235,10 +216,8 @@ def test_the_fastest_level_that_fits_and_the_next_one_on_the_last_layers():
         count = choice.levels.count(upper)
         assert choice.levels == (level,) * (32 - count) + (upper,) * count and 0 <= count < 32
         assert choice.name == (f"{level}*{32 - count}+{upper}*{count}" if count else level)
-        assert (
-            not predicted(tokens, levels=(*choice.levels[1:], upper)).fits
-            and not predicted(tokens, upper).fits
-        )
+        assert not predicted(tokens, levels=(*choice.levels[1:], upper)).fits
+        assert not predicted(tokens, upper).fits
     assert choose(case(4096, machine=node(1, 80))) is None
 
 
@@ -253,35 +232,25 @@ def test_upper_layers_are_done_when_the_others_begin():
 
 
 def test_offload_auto_takes_the_fewest_layers():
-    machine, levels = node(host_gib=550), LEVELS[:3]
-    asked = case(3 << 20, machine=machine, allowed=levels)
+    machine = node(host_gib=550)
+    asked = case(3 << 20, machine=machine, recompute="block")
     assert choose(asked) is None
-    choice = chosen(3 << 20, machine, allowed=levels, offload="auto")
+    choice = chosen(3 << 20, machine, recompute="block", offload="auto")
     away = choice.offloaded_layers
-    assert (
-        choice.name == "block" and 0 < away < 32 and predict(choice).host <= 0.9 * 550 * GIB / 8
-    )
+    assert 0 < away < 32 and predict(choice).host <= 0.9 * 550 * GIB / 8
     assert not predict(choice._replace(offloaded_layers=away - 1)).fits_gpu
-    assert (
-        choose(asked._replace(machine=node(host_gib=100), offload="auto")) is None
-    )  # the host is too small
-    assert chosen(1 << 20, machine, offload="auto")._replace(offload="none") == chosen(
-        1 << 20, machine
-    )
+    # the host is too small
+    assert choose(asked._replace(machine=node(host_gib=100), offload="auto")) is None
+    needless = chosen(1 << 20, machine, offload="auto")
+    assert needless._replace(offload="none") == chosen(1 << 20, machine)
     # a faster level, with some layers on the host
     assert chosen(1 << 21, machine, offload="auto").name == "keep_attention"
-    assert (
-        one_level(
-            case(1 << 17, machine=machine, offload="checkpoints"), "block"
-        ).offloaded_layers
-        == 32
-    )
 
 
 def test_pairs_reach_further():
     even, odd = (predicted(1 << 20, "pair", LLAMA._replace(layers=n)).kept for n in (32, 31))
     assert even == odd  # 15 pairs and one alone
-    longest = [longest_sequence(case(0, allowed=levels)) for levels in (LEVELS[:-1], LEVELS)]
+    longest = [longest_sequence(case(0, recompute=level)) for level in ("block", "auto")]
     assert longest[1] > 1.4 * longest[0]
 
 

@@ -22,14 +22,15 @@ Shapes: S local tokens, D width, H query heads, K kv heads, E head dim; q', k', 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from ulysses.memory.offload import Group
+from ulysses.memory.offload import Group, Offloader
+from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.exchange import (
     exchange_out_backward,
     exchange_out_forward,
@@ -40,6 +41,23 @@ from ulysses.parallel.exchange import (
 LEVELS = ("none", "keep_attention", "block", "pair")  # the fastest first, which keeps most
 Rope = tuple[Tensor, Tensor]
 Random = tuple[Tensor, Tensor | None]
+
+
+class LayerMemory(NamedTuple):
+    """Say what the model keeps for backward and how it is cut.
+
+    recompute: one level for all layers or one per layer, the same on all ranks. mlp_tile: rows of an MLP that run at a
+    time if there are more than twice as many, except where level "none" keeps its whole graph. offloaded_layers: so
+    many of the first layers, or all, keep their saved tensors in host memory if there is an offloader; level "none"
+    ignores it. graphs: small steps run as CUDA graphs (memory/graphs.py), which need level "none" and weights that
+    stay.
+    """
+
+    recompute: str | Sequence[str] = "none"
+    mlp_tile: int = TILE_ROWS
+    offloader: Offloader | None = None
+    offloaded_layers: int | None = None
+    graphs: bool = False
 
 
 class Pair:

@@ -7,16 +7,14 @@
 
 The activations of one layer are a `Group`. In each direction two groups are on the GPU: one in use, one being copied.
 The host never waits; the streams wait for each other's events. Host memory is pinned in chunks of one size, which
-tensors of any size can use again. Its sum never exceeds the budget; what does not fit stays on the GPU.
-
-On CPU the same code copies from memory to memory, which is of use to tests alone: a run there has a budget of 0.
+tensors of any size can use again; the planner asks for no more layers than the host holds (plan.py, `pinned_bytes`).
+On CPU the same code copies from memory to memory, which is of use to tests alone.
 """
 
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from math import inf
 from typing import Any
 
 import torch
@@ -27,22 +25,13 @@ CHUNK_BYTES = 32 << 20
 
 
 class Offloader:
-    """Host memory and a stream for copies to it and back; one per model, shared by its layers.
+    """Host memory and a stream for copies to it and back; one per model, shared by its layers."""
 
-    host_bytes: this process's budget of host memory; what exceeds it stays on the device.
-    """
-
-    def __init__(
-        self,
-        device: str,
-        host_bytes: float = inf,
-        *,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
+    def __init__(self, device: str, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._backend = torch.get_device_module(device)
         self.stream = self._backend.Stream()
         self._pin = device == "cuda"
-        self.host_bytes, self.chunk_bytes = host_bytes, chunk_bytes
+        self.chunk_bytes = chunk_bytes
         self.allocated = 0  # bytes of host memory in all chunks
         # One stream orders the copies still queued from a chunk given back before any later one into it.
         self.free: list[Tensor] = []
@@ -50,18 +39,13 @@ class Offloader:
         self.last: Callable[[], Group | None] = lambda: None
 
     def take(self, size: int) -> list[Tensor]:
-        """Return chunks for `size` bytes, or none if the budget does not allow it."""
+        """Return chunks for `size` bytes."""
         count = -(-size // self.chunk_bytes)
-        new = range(len(self.free), count)
-        allocated = self.allocated + len(new) * self.chunk_bytes
-        if allocated > self.host_bytes:
-            return []
-        self.allocated = allocated
         try:
-            for _ in new:
-                self.free.append(
-                    torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self._pin)
-                )
+            while len(self.free) < count:
+                chunk = torch.empty(self.chunk_bytes, dtype=torch.uint8, pin_memory=self._pin)
+                self.free.append(chunk)
+                self.allocated += self.chunk_bytes
         except RuntimeError as error:
             error.add_note(
                 "pinning host memory; lower memory.host_memory or raise the memlock limit"
@@ -88,9 +72,8 @@ class Activation:
         self.chunks: list[Tensor] = []
         if offloader is not None:
             self.chunks = offloader.take(tensor.nbytes)
-            if self.chunks:
-                with offloader.copying():
-                    self.copy(tensor.contiguous(), to_host=True)
+            with offloader.copying():
+                self.copy(tensor.contiguous(), to_host=True)
         self.room = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def copy(self, tensor: Tensor, *, to_host: bool) -> None:
@@ -120,7 +103,7 @@ class Group:
         self._event: Any = None
 
     def keep(self, tensor: Tensor) -> Activation:
-        """Add a tensor, and begin to copy it to the host if there is an offloader with room."""
+        """Add a tensor, and begin to copy it to the host if there is an offloader."""
         activation = Activation(tensor, self._offloader)
         self._activations.append(activation)
         return activation
@@ -136,8 +119,7 @@ class Group:
             # later work of the computing stream comes after the copies
             leaving._offloader.wait(leaving._event)
             for activation in leaving._activations:
-                if activation.chunks:
-                    activation.tensor = None
+                activation.tensor = None
 
     def fetch(self) -> None:
         """Begin to copy back the tensors that only the host has."""

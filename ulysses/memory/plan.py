@@ -1,4 +1,4 @@
-"""Predict a training step's bytes and seconds from plain numbers; choose.py decides by them.
+"""Predict a training step's bytes and seconds from plain numbers; ulysses/run/memory_choice.py decides by them.
 
     allocated = states + the largest moment
         head:    all that the layers keep; gathered vocabulary weights, their gradient and its reduction
@@ -160,14 +160,15 @@ class Workload(NamedTuple):
     forwards: passes without gradient over the same tokens (live reference, KTO's baseline), counted in passes of the
         trained model.
     logits_once: whether backward does without the logits, as that of the head's own nll does.
-    common_heads: common divisor of the heads of all models that share the mesh; 0: one model.
-    levels: every layer's recompute level, the first layer's first. There are at most two, and the last layers have the
+    recompute: the level that is asked for, or "auto".
+    levels: every layer's level as chosen, the first layer's first. There are at most two, and the last layers have the
     level that keeps more: their backward comes first, so their memory is free before the other layers recompute.
     offloaded_layers: how many layers, counted from the first, keep their tensors in host memory.
     weights: "sharded" over all ranks, "resident" on each, or "auto" for the faster of those that fit.
-    allowed: the levels to choose from, the fastest first.
     offload: "none"; "auto" for the fewest layers with which the GPU suffices, or if it never does as many as the host
     holds; "checkpoints" for as many as the host holds.
+    others: frozen models that the run holds as well; teacher: the one of them whose logits are compared with the
+    trained model's.
     """
 
     model: Model
@@ -180,23 +181,27 @@ class Workload(NamedTuple):
     forwards: float = 0.0
     logits_once: bool = False
     rollout: PlannedRollout | None = None
-    common_heads: int = 0
+    recompute: str = "auto"
     levels: tuple[str, ...] = ()
     offloaded_layers: int = 0
     weights: str = "auto"
-    allowed: tuple[str, ...] = LEVELS
     offload: str = "none"
     element_size: int = 2
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    others: tuple[Model, ...] = ()  # frozen models that the run holds as well
-    teacher: Model | None = (
-        None  # the one of them whose logits are compared with the trained model's
-    )
+    others: tuple[Model, ...] = ()
+    teacher: Model | None = None
 
     @property
     def local(self) -> int:
         return -(-self.tokens // self.sp)
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """The levels to choose from, the fastest first."""
+        if self.recompute != "auto":
+            return (self.recompute,)
+        return LEVELS[1:] if self.offload == "checkpoints" else LEVELS
 
     @property
     def resident(self) -> bool:
@@ -207,26 +212,28 @@ class Workload(NamedTuple):
     @property
     def graphs(self) -> bool:
         """Whether the layers run as CUDA graphs (memory/graphs.py)."""
-        keeps_all = {*self.levels} == {"none"} and self.resident and self.sp == 1
-        on_gpu = self.element_size == 2 and self.machine.is_gpu
+        if {*self.levels} != {"none"} or not self.resident or self.sp > 1:
+            return False
         flops = 6 * self.local * self.model.layer_parameters
-        return (
-            keeps_all and on_gpu and flops < GRAPH_SECONDS * MATRICES * self.machine.peak_flops
-        )
+        is_short = flops < GRAPH_SECONDS * MATRICES * self.machine.peak_flops
+        return is_short and self.element_size == 2 and self.machine.is_gpu
 
     @property
     def name(self) -> str:
         """The levels in short: "block", or "block*20+none*12" where the layers differ."""
-        counts = Counter(self.levels)
-        if len(counts) == 1:
+        if len({*self.levels}) == 1:
             return self.levels[0]
-        return "+".join(f"{level}*{count}" for level, count in counts.items())
+        return "+".join(f"{level}*{n}" for level, n in Counter(self.levels).items())
+
+    @property
+    def common_heads(self) -> int:
+        """The common divisor of the heads of all models that share the mesh."""
+        return gcd(self.model.heads, *(other.heads for other in self.others))
 
     @property
     def shards(self) -> tuple[int, int, int]:
         """How many ranks split the heads, how many the query rows, and the key heads on each rank."""
-        model = self.model
-        ranks = gcd(self.sp, model.heads, self.common_heads)
+        model, ranks = self.model, gcd(self.sp, self.common_heads)
         return ranks, self.sp // ranks, head_layout(model.heads, model.kv_heads, ranks).key
 
 
@@ -234,7 +241,7 @@ class Prediction(NamedTuple):
     """Bytes of one rank.
 
     gpu: all that the GPU must hold. allocated: the allocator's peak, of which states, kept and working are parts.
-    host: the host's; offloaded: pinned memory for activations; moved: all that the settings moved to the host.
+    host: the host's; moved: all that the settings moved there, pinned memory for activations included.
     fits_host: whether the node has room for what is moved there; a node of unknown memory has. Where nothing is moved,
     what seems free decides nothing: some kernels report memory that grows on demand.
     """
@@ -245,7 +252,6 @@ class Prediction(NamedTuple):
     states: float
     kept: float
     working: float
-    offloaded: float
     moved: float
     fits_gpu: bool
     fits_host: bool
@@ -258,7 +264,8 @@ class Prediction(NamedTuple):
 def predict(case: Workload) -> Prediction:
     """Predict the bytes of a rank."""
     model, machine, world = case.model, case.machine, case.machine.gpus
-    held = sum(m.parameters for m in (model, *case.others))
+    models = model, *case.others
+    held = sum(m.parameters for m in models)
     weights = case.element_size * held / (1 if case.resident else world)
     trained = 16 * model.trained / world  # float32 weights have a separate master too
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
@@ -277,19 +284,23 @@ def predict(case: Workload) -> Prediction:
     if case.graphs:
         working = head + layer + case.element_size * model.layers * model.layer_parameters
     passes = [
-        _forward_moment(case._replace(model=m, teacher=None)) for m in (model, *case.others)
+        _forward_moment(case._replace(model=m, others=models, teacher=None)) for m in models
     ]
     allocated = states + max(kept + working, _rollout_bytes(case), *passes)
     gpu = allocated * SLACK + CONTEXT_BYTES + COMMUNICATOR_BYTES * (world > 1)
-    offloaded = pinned_bytes(case) * away
-    moved = weights + trained - states + offloaded
+    moved = weights + trained - states + pinned_bytes(case) * away
     # a checkpoint passes through, one kind of the state at a time
-    saving = 4 * model.trained / world
-    host = moved + saving + PROCESS_BYTES
-    fits_gpu = gpu <= FILL * machine.gpu_bytes
-    fits_host = not moved or not machine.host_bytes or host <= machine.host_budget
+    host = moved + 4 * model.trained / world + PROCESS_BYTES
     return Prediction(
-        gpu, host, allocated, states, kept, working, offloaded, moved, fits_gpu, fits_host
+        gpu,
+        host,
+        allocated,
+        states,
+        kept,
+        working,
+        moved,
+        fits_gpu=gpu <= FILL * machine.gpu_bytes,
+        fits_host=not (moved and machine.host_bytes) or host <= machine.host_budget,
     )
 
 
@@ -431,10 +442,10 @@ def step_seconds(case: Workload) -> float:
     model, machine, W = case.model, case.machine, case.machine.gpus
     matrices, attention = step_flops(case)
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
-    width = ELEMENTWISE * (model.width + model.intermediate)
-    seconds += case.local * width * model.layers * (1 + case.forwards / 3)
-    launches = LAUNCH_RESIDENT * (not case.graphs) if case.resident else LAUNCH
-    launches *= model.layers * (1 + case.forwards / 3) * machine.is_gpu
+    layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
+    seconds += case.local * ELEMENTWISE * (model.width + model.intermediate) * layers
+    launches = (LAUNCH_RESIDENT if case.resident else LAUNCH) * (not case.graphs)
+    launches *= layers * machine.is_gpu
     # exchanges: twice forward and backward, three times where the layers exchange again
     head_ranks, _, keys = case.shards
     heads = 2 * model.heads // head_ranks * (head_ranks - 1) + 2 * keys * (case.sp - 1)

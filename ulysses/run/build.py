@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, LayerMemory, RewardModel, init_parameter
+from models.decoder import CausalLM, RewardModel, init_parameter
 from models.hf_format import WeightFiles
 from models.layers import DecoderLayer
 from models.policy_value import PolicyValue
 from ulysses.config.schema import Config
-from ulysses.memory.offload import Offloader
+from ulysses.memory.levels import LayerMemory
+from ulysses.memory.plan import Workload
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
-from ulysses.run.memory_choice import MemoryChoice, plain_model
+from ulysses.run.memory_choice import layer_memory, plain_model
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.run.registry import STAGES, requirements
 from ulysses.zero.construct import build_partitioned
@@ -72,27 +73,11 @@ class InitialWeights:
         return digest.hexdigest()
 
 
-def layer_memory(memory: MemoryChoice | None) -> LayerMemory:
-    """Return what the layers of the trained model keep, and where; None: of a frozen one, which keeps nothing."""
-    if memory is None:
-        return LayerMemory()
-    # the first layers' activations wait longest for their backward, so they leave the GPU first
-    away = memory.offloaded_layers
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    offloader = Offloader(device, memory.host_bytes) if away else None
-    return LayerMemory(
-        memory.recompute,
-        offloader=offloader,
-        offloaded_layers=away,
-        graphs=memory.graphs and torch.cuda.is_available(),
-    )
-
-
 def build_engine(
     config: Config,
     weights: InitialWeights,
     mesh: ParallelMesh,
-    memory: MemoryChoice | None = None,
+    memory: Workload | None = None,
     *,
     reward: bool = False,
     resident: bool = False,
@@ -117,7 +102,7 @@ def build_engine(
         vocabulary_matrices=2 * sizes.vocabulary_parameters,
         raw=config.deepspeed.zero_optimization,
     )
-    kept = layer_memory(memory)
+    kept = layer_memory(memory) if memory else LayerMemory()
     kind: Any = RewardModel if reward else CausalLM
     if trained and requirements(config).value:
         kind = PolicyValue

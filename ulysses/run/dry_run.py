@@ -4,13 +4,11 @@ A dry run needs no weights, no data and no GPU: it reports what is absent as fin
 """
 
 import math
-import sys
 
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.preview import preview_examples
 from ulysses.environment import wants_debug, world_size
-from ulysses.memory.choose import longest_sequence, one_level
 from ulysses.memory.levels import LEVELS
 from ulysses.memory.plan import (
     GIB,
@@ -20,7 +18,14 @@ from ulysses.memory.plan import (
     step_seconds,
 )
 from ulysses.run.checkpoint import resume_point
-from ulysses.run.memory_choice import choose_memory, planned_machine, planner_case
+from ulysses.run.memory_choice import (
+    choose_memory,
+    longest_sequence,
+    memory_line,
+    one_level,
+    planned_machine,
+    planner_case,
+)
 from ulysses.run.preflight import Prepared, prepare
 from ulysses.run.registry import STAGES, requirements
 
@@ -36,7 +41,7 @@ def dry_run(config: Config, options: Options) -> int:
     findings: list[str] = []
     world = options.gpus or world_size()
     prepared = prepare(config, world, findings)
-    if wants_debug(sys.argv) or options.debug:
+    if options.debug or wants_debug([]):
         print(config.model_dump_json(indent=2))
     verdict = "the run can start"
     try:
@@ -74,28 +79,26 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
     )
     if train:
         loader = prepared.loader(train, groups)
-        per_epoch, total = (
-            loader.steps_per_epoch * facts.steps_per_load,
-            STAGES[config.stage].total_steps(config, loader),
+        per_epoch = loader.steps_per_epoch * facts.steps_per_load
+        total = stage.total_steps(config, loader)
+        print(
+            f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}",
+            *prepared.remarks(loader),
+            sep="\n",
         )
-        length = (
-            f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}"
-        )
-        lines = [length, *prepared.remarks(loader)]
         squares = prepared.squares(train, case.tokens)
         case = case._replace(micro_batches=len(loader.step(0, 0)), squares=squares)
     else:
-        lines = [
-            f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs of unknown length"
-        ]
+        print(f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs of unknown length")
         tokens = facts.examples_per_step * stage.sequences_per_example * facts.longest_example
         case = case._replace(micro_batches=math.ceil(tokens / (groups * case.tokens)))
-    print(*lines, *(f"finding: {finding}" for finding in findings), sep="\n")
-    lr = config.optimizer.lr
-    if lr == config.default_lr:
+    for finding in findings:
+        print("finding:", finding)
+    if config.optimizer.lr == config.default_lr:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
-        reason = config.stage_section.lr_reason
-        print(f"optimizer.lr {lr:g} is the default of {stage.name}: {reason}{more}")
+        print(
+            f"optimizer.lr {config.default_lr:g} is the default of {stage.name}: {config.stage_section.lr_reason}{more}"
+        )
     return case
 
 
@@ -104,20 +107,19 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
 
     Raises ConfigError for a run that does not fit.
     """
-    config, shape, machine = prepared.config, prepared.shape, case.machine
-    stage, world, batches = STAGES[config.stage], machine.gpus, case.micro_batches
+    config, machine, model = prepared.config, case.machine, case.model
+    world, batches = machine.gpus, case.micro_batches
+    sequences = STAGES[config.stage].sequences_per_example
     if config.model.path and prepared.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
-    host = f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown)"
     print(
-        f"\n{shape.describe_window()}\n"
-        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), {host}:\n"
-        f"{case.model.parameters:,} parameters, {case.model.trained:,} trained; {batches} "
+        f"\n{prepared.shape.describe_window()}\n"
+        f"predicted for {world} GPU{'s' * (world > 1)} of {machine.gpu_bytes / GIB:.1f} GiB (--gpu-memory), "
+        f"{machine.host_bytes / GIB:.0f} GiB of host memory per node (--host-memory; 0 is unknown):\n"
+        f"{model.parameters:,} parameters, {model.trained:,} trained; {batches} "
         f"micro-batch{'es' * (batches > 1)} per group and step, the fullest: {case.tokens:,} tokens in "
         f"{case.documents} sequence{'s' * (case.documents > 1)}; weights "
-        f"{'resident' if case.resident else 'sharded'}:"
-    )
-    print(
+        f"{'resident' if case.resident else 'sharded'}:\n"
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
     )
     for level in LEVELS:
@@ -129,17 +131,12 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
         )
     if case.rollout:
         print("  (the time of sampling comes on top)")
-    note = " on each side of a pair" * (stage.sequences_per_example == 2)
+    note = " on each side of a pair" * (sequences == 2)
     for sp in sorted({case.sp, world}):
-        longest = longest_sequence(case._replace(sp=sp, documents=stage.sequences_per_example))
+        longest = longest_sequence(case._replace(sp=sp, documents=sequences))
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
     choice = choose_memory(case)
-    case = case._replace(
-        levels=choice.recompute,
-        offloaded_layers=choice.offloaded_layers,
-        weights="resident" if choice.resident else "sharded",
-    )
-    print(f"{choice.line}; {step_seconds(case):.2f} s / step")
+    print(f"{memory_line(choice)}; {step_seconds(choice):.2f} s / step")
 
 
 def inspect(config: Config, samples: int) -> int:

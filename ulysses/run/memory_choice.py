@@ -1,9 +1,10 @@
 """From the [memory] section to what the layers do: levels, offload and tiles, decided once and alike on all ranks."""
 
 import math
+from bisect import bisect_left
 from contextlib import suppress
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -14,8 +15,8 @@ from models.hf_format import read_config, resolve_model
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import ConfigError
 from ulysses.environment import local_world_size
-from ulysses.memory.choose import choose, one_level
-from ulysses.memory.levels import LEVELS
+from ulysses.memory.levels import LayerMemory
+from ulysses.memory.offload import Offloader
 from ulysses.memory.plan import (
     GIB,
     H200_FLOPS,
@@ -23,41 +24,30 @@ from ulysses.memory.plan import (
     Model,
     Workload,
     divisors,
+    pinned_bytes,
     predict,
+    step_seconds,
 )
 from ulysses.parallel.mesh import gather
 from ulysses.run.metrics import device_peak_flops
 from ulysses.run.registry import STAGES, requirements
+from ulysses.stages.base import AuxiliaryModel
 
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
 
 
-class MemoryChoice(NamedTuple):
-    """What each of the trained model's layers keeps, the first layer's first, and where; `line` says why.
-
-    resident: whether the weights of all models stay whole on every rank. graphs: whether layers run as CUDA graphs.
-    """
-
-    recompute: tuple[str, ...]
-    offloaded_layers: int = 0
-    host_bytes: int = 0  # budget of pinned memory of one process
-    line: str = ""
-    resident: bool = False
-    graphs: bool = False
-
-
 def adapter_parameters(config: Config, shape: ModelConfig) -> int:
     """Count the parameters that LoRA trains; 0 without it."""
-    lora, value = config.model.lora, requirements(config).value
+    lora = config.model.lora
     if not lora.rank:
         return 0
-    adapters = lora.rank * sum(
+    sides = (
         sum(module.weight.shape)
         for name, module in empty_model(shape).named_modules()
         if name.rpartition(".")[2] in lora.targets
     )
-    score = shape.hidden_size * (STAGES[config.stage].reward or value)
-    return adapters + score
+    has_score = STAGES[config.stage].reward or requirements(config).value
+    return lora.rank * sum(sides) + shape.hidden_size * has_score
 
 
 def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
@@ -91,17 +81,13 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
 
     The degree "auto" is the smallest whose plan fits, or all processes if none does.
     """
-    stage, facts, wanted = STAGES[config.stage], requirements(config), config.memory.recompute
-    levels = LEVELS[1:] if config.memory.offload == "checkpoints" else LEVELS
-    others, teacher, forwards = [], None, facts.extra_forwards
-    forward_parameters = plain_model(shape).forward_parameters
-    for model in facts.models:
-        frozen = plain_model(_other(model.path, shape), reward=model.is_reward)
-        forwards += model.passes * frozen.forward_parameters / forward_parameters
-        if not model.shares_weights:
-            others.append(frozen)
-        if model.gives_logits:
-            teacher = frozen
+    stage, facts = STAGES[config.stage], requirements(config)
+    degree = config.parallel.sequence_parallel_size
+    auxiliary = [(model, _auxiliary_model(model, shape)) for model in facts.models]
+    others = tuple(frozen for model, frozen in auxiliary if not model.shares_weights)
+    # a pass costs what its own model's size says
+    own = plain_model(shape).forward_parameters
+    passes = (model.passes * frozen.forward_parameters / own for model, frozen in auxiliary)
     rollout = facts.rollout
     if rollout:
         prompts = -(-facts.examples_per_load // machine.gpus)
@@ -110,48 +96,98 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         planner_model(config, shape),
         machine,
         tokens,
-        config.parallel.sequence_parallel_size,
         documents=max(stage.sequences_per_example, tokens // facts.longest_example),
-        forwards=forwards,
+        forwards=sum(passes, start=facts.extra_forwards),
         logits_once=facts.logits_once,
         rollout=rollout,
-        common_heads=math.gcd(shape.num_attention_heads, *(other.heads for other in others)),
-        allowed=levels if wanted == "auto" else (wanted,),
         element_size=getattr(torch, config.model.dtype).itemsize,
-        others=tuple(others),
-        teacher=teacher,
-        **config.memory.model_dump(exclude={"recompute", "host_memory"}),
+        others=others,
+        teacher=next((frozen for model, frozen in auxiliary if model.gives_logits), None),
+        **config.memory.model_dump(exclude={"host_memory"}),
     )
-    if config.parallel.sequence_parallel_size == "auto":
-        cases = [case._replace(sp=sp) for sp in divisors(machine.gpus)]
-        case = next(filter(choose, cases), cases[-1])
-    return case
+    degrees = divisors(machine.gpus) if degree == "auto" else [degree]
+    cases = [case._replace(sp=sp) for sp in degrees]
+    return next(filter(choose, cases), cases[-1])
 
 
-def _other(path: str, shape: ModelConfig) -> ModelConfig:
-    """Return another model's shape; the initial policy, and one that is not here, are as large as the trained one."""
+def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:
+    """Return the planner's view of it; the initial policy, and a model that is not here, are as large as the policy."""
     with suppress(ValueError, OSError):
-        if path:
-            return read_config(resolve_model(path, need_weights=False))
-    return shape
+        if model.path:
+            shape = read_config(resolve_model(model.path, need_weights=False))
+    return plain_model(shape, reward=model.is_reward)
 
 
-def choose_memory(case: Workload) -> MemoryChoice:
-    """Decide every layer's level and the offload.
+def choose(case: Workload) -> Workload | None:
+    """Return where the weights are and what the layers keep, the fastest choice that fits, or None.
 
-    Settings made by hand are honoured while the GPU's whole memory might do; the line says if the
-    reserve is gone.
+    weights    resident or sharded: the faster of those that fit
+    levels     the fastest level that fits for all layers, then the next faster one for as many of the last as fit
+    offload    the fewest of the first layers with which the GPU suffices
+    """
+    places = ["resident", "sharded"] if case.weights == "auto" else [case.weights]
+    found = (_choose_levels(case._replace(weights=place)) for place in places)
+    return min(filter(None, found), key=step_seconds, default=None)
+
+
+def _choose_levels(case: Workload) -> Workload | None:
+    """Return the fastest levels that fit, or None; a level that needs the host to fit is not mixed with another."""
+    for faster, level in pairwise((None, *case.allowed)):
+        found = one_level(case, level)
+        if not _fits(found):
+            continue
+        if faster is None or found.offloaded_layers:
+            return found
+        counts, levels = range(1, case.model.layers), found.levels
+        mixed = (found._replace(levels=(*levels[n:], *(faster,) * n)) for n in counts)
+        return [found, *takewhile(_fits, mixed)][-1]
+    return None
+
+
+def _fits(case: Workload) -> bool:
+    return predict(case).fits
+
+
+def one_level(case: Workload, level: str) -> Workload:
+    """Return the case with one level for all layers, offloaded as it asks for."""
+    layers = case.model.layers
+    case = case._replace(levels=(level,) * layers, offloaded_layers=0)
+    if "none" in (case.offload, level) or not case.machine.is_gpu:
+        return case
+    room = case.machine.host_budget - predict(case).host
+    most = case._replace(offloaded_layers=int(max(0, min(layers, room / pinned_bytes(case)))))
+    if case.offload == "checkpoints":
+        return most
+    fewer = (case._replace(offloaded_layers=n) for n in range(most.offloaded_layers))
+    return next((one for one in fewer if predict(one).fits_gpu), most)
+
+
+def longest_sequence(case: Workload) -> int:
+    """Return the most tokens per document, a multiple of 1024, that some allowed level fits; 0 if not even 1024 do.
+
+    The case says how many equal documents are in the micro-batch and how many ranks share it.
+    """
+
+    def fits(blocks: int) -> bool:
+        asked = case._replace(tokens=1024 * blocks * case.documents)
+        return any(_fits(one_level(asked, level)) for level in case.allowed)
+
+    # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
+    low = max((1 << i for i in range(18) if fits(1 << i)), default=0)
+    return 1024 * (low + bisect_left(range(low + 1, 2 * low), True, key=lambda n: not fits(n)))
+
+
+def choose_memory(case: Workload) -> Workload:
+    """Return the case with every layer's level and the offload, as a run takes them.
+
+    Settings made by hand are honoured while the GPU's whole memory might do.
 
     Raises:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
     """
-    machine, layers, auto = case.machine, case.model.layers, len(case.allowed) > 1
     # where nothing fits, the level that keeps least comes nearest
     choice = choose(case) or one_level(case, case.allowed[-1])
-    away, p = choice.offloaded_layers, predict(choice)
-    if machine.gpu_bytes == math.inf:
-        line = f"memory: recompute {choice.name}{' (auto: CPU)' * auto}"
-        return MemoryChoice(choice.levels, away, 0, line, choice.resident)
+    machine, p = case.machine, predict(choice)
     if not p.fits_host:
         raise ConfigError(
             f"each process needs {p.host / GIB:.1f} GiB of host memory, {p.moved / GIB:.1f} of them for what is "
@@ -169,19 +205,39 @@ def choose_memory(case: Workload) -> MemoryChoice:
             "batch.tokens_per_microbatch or data.max_length, or train adapters (model.lora.rank); in a dry run, "
             "--gpu-memory says what a GPU has"
         )
+    return choice
+
+
+def memory_line(choice: Workload) -> str:
+    """Return a line that says what was chosen and why, and whether the reserve is gone."""
+    machine, p, auto = choice.machine, predict(choice), choice.recompute == "auto"
+    if not machine.is_gpu:
+        return f"memory: recompute {choice.name}{' (auto: CPU)' * auto}"
     line = (
         f"memory: recompute {choice.name} ({'auto: ' * auto}{p.gpu / GIB:.1f} GiB predicted of "
-        f"{machine.gpu_bytes / GIB:.1f} GiB)"
+        f"{machine.gpu_bytes / GIB:.1f} GiB); weights {'resident' if choice.resident else 'sharded'}"
     )
-    line += f"; weights {'resident' if choice.resident else 'sharded'}"
     if choice.graphs:
         line += ", layers run as CUDA graphs"
-    if away:
-        line += f"; {away} of {layers} layers' activations in host memory"
+    if choice.offloaded_layers:
+        line += f"; {choice.offloaded_layers} of {choice.model.layers} layers' activations in host memory"
     if not p.fits:
         line += "; this leaves less than the usual reserve and may run out"
-    room = int(machine.host_budget - p.host + p.offloaded) if away else 0
-    return MemoryChoice(choice.levels, away, room, line, choice.resident, choice.graphs)
+    return line
+
+
+def layer_memory(choice: Workload) -> LayerMemory:
+    """Return what the layers of the trained model keep, and where.
+
+    The first layers' activations wait longest for their backward, so they leave the GPU first.
+    """
+    away, device = choice.offloaded_layers, "cuda" if torch.cuda.is_available() else "cpu"
+    return LayerMemory(
+        choice.levels,
+        offloader=Offloader(device) if away else None,
+        offloaded_layers=away,
+        graphs=choice.graphs,
+    )
 
 
 def planned_machine(config: Config, options: Options, world: int) -> Machine:

@@ -26,6 +26,7 @@ from ulysses.run.export_model import export_model, save_tokenizer
 from ulysses.run.memory_choice import (
     adapter_parameters,
     choose_memory,
+    memory_line,
     planner_case,
     this_machine,
 )
@@ -137,7 +138,7 @@ class TrainingRun:
             if data:
                 self.say(f"{name} data: {data.report}")
         memory = self.memory = choose_memory(case)
-        self.say(memory.line)
+        self.say(memory_line(memory))
         self.watch.phase("building the model", long=True)
         self.engine = build_engine(config, prepared.weights, mesh, memory)
         self.resources.callback(self.engine.destroy)
