@@ -1,6 +1,7 @@
-"""What launchers and users say through environment variables; no other file reads them."""
+"""What launchers and users say through environment variables, and what libraries are told; no other file uses them."""
 
 import os
+from collections.abc import Mapping
 from math import inf
 
 LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}  # set by torchrun and by deepspeed's launcher
@@ -45,8 +46,23 @@ def complete() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
     }
-    for name, value in alone.items():
+    preset(alone)
+
+
+def preset(variables: Mapping[str, str]) -> None:
+    """Set variables for libraries and for processes that this one starts; what the user has set stays."""
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def silence_tokenizers() -> None:
+    """Keep tokenizers from threads of their own, which do not survive a fork, whatever the user has set."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def ignores_warnings() -> bool:
+    """Return whether Python's warnings are ignored, by `preset` or by the user."""
+    return os.environ.get("PYTHONWARNINGS") == "ignore"
 
 
 def launched() -> bool:

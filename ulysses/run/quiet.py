@@ -4,8 +4,9 @@ Imports nothing heavy, because some libraries speak while they are imported.
 """
 
 import logging
-import os
 import warnings
+
+from ulysses import environment
 
 # They warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
 LOGGERS = (
@@ -26,9 +27,8 @@ def quiet() -> None:
 
     What the user asked for through PYTHONWARNINGS, `python -W` or one of the variables stays as it is.
     """
-    for name, value in VARIABLES.items():
-        os.environ.setdefault(name, value)
-    if os.environ.setdefault("PYTHONWARNINGS", "ignore") == "ignore":
+    environment.preset(VARIABLES)
+    if environment.ignores_warnings():
         warnings.simplefilter("ignore")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

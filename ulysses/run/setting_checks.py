@@ -1,7 +1,6 @@
 """What can be refused from the configuration and the installed packages alone."""
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +51,7 @@ def require_determinism() -> None:
     have none, and our own Triton kernels use no atomics. cuBLAS reads its workspace setting once, when CUDA starts;
     torch refuses one that is not deterministic.
     """
-    os.environ.setdefault(CUBLAS, ":4096:8")
+    environment.preset({CUBLAS: ":4096:8"})
     torch.use_deterministic_algorithms(True)
 
 

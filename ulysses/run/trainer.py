@@ -105,9 +105,8 @@ class Trainer:
                     self.say(note)
                 if self.finished or (run.eval_every and self.step % run.eval_every == 0):
                     values |= self.evaluate()
-                loss = values.get("eval/loss")
-                improved = loss is not None and math.isfinite(loss)
-                improved = improved and (self.best is None or loss < self.best[1])
+                loss, best = values.get("eval/loss", math.nan), self.best or (0, math.inf)
+                improved = -math.inf < loss < best[1]  # never if it is not finite
                 if improved:
                     self.best = [self.step, loss]
                 last = self.finished

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ulysses.data import DataError
+from ulysses.environment import silence_tokenizers
 
 MOST_WORKERS = 16  # one process deals and writes for all of them
 BATCHES_AT_FIRST = 2  # so little work is done before processes would be up
@@ -77,7 +78,7 @@ def _start(function: Callable[[Any], Any], processes: ExitStack) -> Connection:
 def _work(function: Callable[[Any], Any], link: Connection, parents_end: Connection) -> None:
     parents_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all of them
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    silence_tokenizers()
     torch.set_num_threads(1)
     while True:
         try:
