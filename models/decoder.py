@@ -104,11 +104,13 @@ class Decoder(nn.Module):
 def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) -> Tensor:
     """Return NEFTune's noise (2310.05914), U(-1, 1) * alpha / sqrt(L * D) for every local token: float32 [S, D].
 
-    L is the length of the token's own sequence. Each element is a hash of (seed, the sequence's key, position, column),
-    the same on every topology and in every packing order. The sequence's key is its column "noise_key", an integer such
-    as the example's index.
+    L is the length of the token's own sequence, with the prompt that it shares. Each element is a hash of (seed, the
+    sequence's key, position, column), the same on every topology and in every packing order. The sequence's key is its
+    column "noise_key", an integer such as the example's index.
     """
     lengths = batch.cu_seqlens.diff().long()
+    for place, (start, end) in batch.attention_plan.prefixes.items():
+        lengths[place] += end - start
     keys = batch.sequence_columns["noise_key"].long()
     keys = F.pad(keys, (0, len(lengths) - len(keys)))  # a padding tail has no key
     rows = scatter_bits(keys[batch.sequence_ids] + wrapped(seed * 0x5851F42D + 1))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.decoder import embedding_noise
 from tests.unit.test_layout import simulated_mesh
 from ulysses.parallel import (
     ParallelMesh,
@@ -11,6 +12,7 @@ from ulysses.parallel import (
     pack_shard,
     segment_sums,
     sequence_last,
+    share_prefix,
 )
 
 LENGTHS = [5, 1, 37, 1, 1, 60, 13]
@@ -166,3 +168,23 @@ def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
 def test_bad_sequences_and_packs_are_refused(first, message):
     with pytest.raises(ValueError, match=message):
         pack_shard([Sequence(*first), Sequence([1, 2], [0, 1])], ParallelMesh())
+
+
+def test_neftunes_noise_of_an_answer_counts_the_prompt_that_it_shares():
+    """Answers of 20 and 5 tokens to a prompt of 100: their own rows have the noise that they have alone."""
+    prompt = torch.arange(100)
+    whole = [
+        Sequence(
+            torch.cat([prompt, torch.full((size,), 200 + size)]),
+            (torch.arange(100 + size) >= 100).float(),
+            columns={"noise_key": 7 + size},
+        )
+        for size in (20, 5)
+    ]
+    shared = pack_shard(share_prefix(whole), ParallelMesh())
+    found = embedding_noise(shared, 16, 5.0, seed=3)
+    for place, alone in enumerate(whole):
+        expected = embedding_noise(pack_shard([alone], ParallelMesh()), 16, 5.0, seed=3)
+        own = found[shared.sequence_ids == place]
+        assert torch.equal(own, expected[-len(own) :])
+    assert len(found) == 126  # the last token of the prompt predicts, and is in both

@@ -261,9 +261,11 @@ def model_card(config: Config, step: int) -> str:
     }
     metrics: dict[str, Any] = {}
     log = config.output / "metrics.jsonl"
-    for line in map(json.loads, log.read_text().splitlines() if log.exists() else ()):
-        if line["step"] <= step:
-            metrics |= line
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    for line in lines:
+        # a kill may cut the last one short
+        if line.endswith("}\n") and (values := json.loads(line))["step"] <= step:
+            metrics |= values
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     facts = {
         "settings": settings,
