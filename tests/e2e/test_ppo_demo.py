@@ -97,9 +97,7 @@ def test_servers_sample_and_a_dead_one_is_one_sentence(spoken: Path) -> None:
     )
     server.fault = "refuse"
     broken = launch("grpo", spoken, "served", 16, settings, fails=True)
-    assert (
-        f"the sampling server {server.address}/collective_rpc failed (HTTP Error 503" in broken
-    )
+    assert f"the sampling server {server.address}/collective_rpc failed (HTTP 503" in broken
     server.fault = ""
     lines = launch("grpo", spoken, "served", 16, settings)
     assert [m["step"] for m in lines] == list(range(1, 17)) and lines[-1]["rollout"] == 3

@@ -152,7 +152,7 @@ def one_level(case: Workload, level: str) -> Workload:
     """Return the case with one level for all layers, offloaded as it asks for."""
     layers = case.model.layers
     case = case._replace(levels=(level,) * layers, offloaded_layers=0)
-    if "none" in (case.offload, level) or not case.machine.is_gpu:
+    if "none" in (case.offload, level):
         return case
     room = case.machine.host_budget - predict(case).host
     most = case._replace(offloaded_layers=int(max(0, min(layers, room / pinned_bytes(case)))))
@@ -229,12 +229,13 @@ def memory_line(choice: Workload) -> str:
 def layer_memory(choice: Workload) -> LayerMemory:
     """Return what the layers of the trained model keep, and where.
 
-    The first layers' activations wait longest for their backward, so they leave the GPU first.
+    The first layers' activations wait longest for their backward, so they leave the GPU first. Without a GPU they
+    have nowhere else to go.
     """
     away, device = choice.offloaded_layers, "cuda" if torch.cuda.is_available() else "cpu"
     return LayerMemory(
         choice.levels,
-        offloader=Offloader(device) if away else None,
+        offloader=Offloader(device) if away and choice.machine.is_gpu else None,
         offloaded_layers=away,
         graphs=choice.graphs,
     )
