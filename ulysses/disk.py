@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from errno import EDQUOT, ENOSPC
+from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,8 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
         raise
     except OSError as error:
         what = f"{error.filename or path.absolute()} cannot be written{when}: {error.strerror or error}"
-        if error.errno in (ENOSPC, EDQUOT):
+        # safetensors says in words alone what happened
+        if error.errno in (None, ENOSPC, EDQUOT, EFBIG):
             place = next(p for p in (path, *path.absolute().parents) if p.exists())
             free = f"{shutil.disk_usage(place).free / 2**30:.1f} GiB"
             if not os.statvfs(place).f_favail:
