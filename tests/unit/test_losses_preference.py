@@ -441,7 +441,7 @@ SIGNATURES = {
     "reward_loss": "chosen_rewards rejected_rewards margin=None center_coefficient=0.0",
     "ld_dpo_weights": "token_index public_lengths alpha",
     "linear_logprobs": "hidden weight targets * entropy=False lse=False mean_logit=False temperature=1.0 "
-    "tile_rows='auto' bias=None loss_weights=None",
+    "tile_rows='auto' bias=None loss_weights=None tile_loss=None",
     "token_nll": "logps weights",
     "weighted_sum": "values weights",
     "label_smoothed_nll": "logps lse mean_logit label_smoothing",
