@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from ulysses import environment
 from ulysses.parallel.mesh import gather
+from ulysses.zero.average import average
 from ulysses.zero.deepspeed_internals import TESTED, ParameterSlice, leave_gradients_alone
 
 # Units whose gradients wait for their reduction, and take memory, before the host waits too.
@@ -171,11 +172,11 @@ class GradientReduction:
             dist.all_to_all_single(
                 copies.view(-1), flat, [length] * W, sizes, group=self._inside
             )
-            if s.name in self._written or s.grad.device != flat.device:
+            if s.grad.device != flat.device:
                 self._store(s, copies.mean(0, dtype=torch.float32))
-            else:  # in one pass over memory
-                torch.mean(copies, 0, dtype=torch.float32, out=s.grad)
-                self._written.add(s.name)
+                return
+            average(copies, s.grad, add=s.name in self._written)
+            self._written.add(s.name)
             return
         padded = F.pad(flat, (0, W * size - s.numel))
         by_place = padded.view(self._nodes, -1, size).transpose(0, 1).contiguous()
