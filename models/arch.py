@@ -68,7 +68,6 @@ _NEUTRAL: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0,
     "partial_rotary_factor": 1,
-    "quantization_config": None,
     "auto_map": None,
 }
 
@@ -179,6 +178,13 @@ class ModelConfig:
                 "model of these families"
             )
         family = FAMILIES[model_type]
+        if quantised := raw.get("quantization_config"):
+            method = quantised.get("quant_method")
+            if method != "bitsandbytes" or quantised.get("bnb_4bit_quant_type") != "nf4":
+                raise ValueError(
+                    f"config.json says that the weights are quantised by {method}, but only bitsandbytes' NF4 can be "
+                    "trained on; use the model that they were made from, with model.quantize"
+                )
         # rotary settings lie among the others or, in either style, in a table of their own
         table = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
         stated = {**family.defaults, **raw, **table}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from losses.logprobs import LogProbs
 from models.arch import ModelConfig
-from models.layers import DecoderLayer, Embedding, RMSNorm
+from models.layers import DecoderLayer, Embedding, Linear, RMSNorm
 from models.output import ScoreHead, VocabularyHead, scatter_rows
 from models.rope import rotary_table
 from ulysses.memory.graphs import LayerGraphs
@@ -46,6 +46,7 @@ class Decoder(nn.Module):
         mesh: ParallelMesh | None,
         attention: Kernel,
         memory: LayerMemory,
+        linear: Callable[..., Linear] = Linear,
     ) -> None:
         super().__init__()
         self.config = config
@@ -58,7 +59,7 @@ class Decoder(nn.Module):
         )
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            [DecoderLayer(config, kernel) for _ in range(config.num_hidden_layers)]
+            [DecoderLayer(config, kernel, linear) for _ in range(config.num_hidden_layers)]
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.set_memory(memory)
@@ -128,7 +129,9 @@ class HeadedDecoder(nn.Module):
     """A decoder of a family of models/arch.py and a head; the weights are uninitialised memory until filled.
 
     config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards. memory:
-    what is kept for backward. `init_weights` or a loader fills the weights; names are those of transformers.
+    what is kept for backward. linear: makes the layers' projections.
+
+    `init_weights` or a loader fills the weights; names are those of transformers.
     """
 
     def __init__(
@@ -138,10 +141,11 @@ class HeadedDecoder(nn.Module):
         *,
         attention: Kernel = "auto",
         memory: LayerMemory = LayerMemory(),  # noqa: B008 - immutable
+        linear: Callable[..., Linear] = Linear,
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, mesh, attention, memory)
+        self.model = Decoder(config, mesh, attention, memory, linear)
         self.add_head()
 
     def add_head(self) -> None:

@@ -10,8 +10,8 @@ Their `apply` takes what `forward` does, except ctx.
 
 All save parameters, never views of them: ZeRO-3 replaces a parameter's memory between forward and backward, and a
 view would keep the gathered weights alive. They read the weights directly, so they stand in for the modules only where
-these are plain (`is_plain`): adapters, hooks and partitioned parameters need a call of the module. Weights of q, k and
-v, or of gate and up, that are neighbours in memory (zero/resident.py) take part in one product.
+these are plain (`is_plain`): adapters, hooks, quantised and partitioned parameters need a call of the module. Weights
+of q, k and v, or of gate and up, that are neighbours in memory (zero/resident.py) take part in one product.
 
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim, F feed-forward width.
 """
@@ -44,9 +44,12 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def is_plain(*modules: Any) -> bool:
-    """Return whether the modules' weights may be read directly: classes of ours, without hooks, not partitioned."""
+    """Return whether the modules' weights may be read directly: classes of ours, no hooks, whole, not quantised."""
     return all(
-        type(m).__module__.startswith("models.") and not is_watched(m) and m.weight.numel() > 0
+        type(m).__module__.startswith("models.")
+        and not is_watched(m)
+        and m.weight.numel() > 0
+        and m.weight.is_floating_point()
         for m in modules
     )
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.arch import ModelConfig
+from models.quantized import BLOCK, OUTER, join_parts, unpack
 from ulysses.disk import write_json, write_tensors
 
 CONFIG = "config.json"
@@ -33,6 +34,9 @@ TOKENIZER_FILES = (
 DOWNLOADED = ("*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja")
 NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "consolidated*")
 
+NF4_STATE = (
+    ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
+)
 SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
 
 
@@ -141,15 +145,33 @@ def folder_with(folder: Path, pattern: str) -> Path:
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a safetensors file."""
+    """One tensor of a safetensors file.
+
+    packed: whether bitsandbytes quantised it to NF4; the file then holds its codes under its name.
+    """
 
     file: Path
     name: str
     shape: torch.Size
     dtype: torch.dtype
+    packed: bool = False
+
+    def read_packed(self) -> Tensor:
+        """Return a quantised matrix as models/quantized.py holds it."""
+        with safe_open(self.file, "pt") as file:
+            codes, *rest = (
+                file.get_tensor(self.name + part)
+                for part in ("", ".absmax", ".nested_absmax", ".nested_quant_map", NF4_STATE)
+            )
+        sizes, outer, table, state = rest
+        offset = json.loads(bytes(state.tolist()))["nested_offset"]
+        return join_parts(codes, sizes, torch.cat([torch.tensor([offset]), table, outer]))
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return the flat elements [start, stop), row-major, as a view of the file's pages."""
+        """Return the flat elements [start, stop), row-major, as a view of the file's pages unless quantised."""
+        if self.packed:
+            matrix = unpack("nf4", self.read_packed(), self.shape, torch.float32)
+            return matrix.view(-1)[start:stop]
         with safe_open(self.file, "pt") as file:
             part = file.get_tensor(self.name).view(-1)[start:stop]
         # the least and the greatest are not numbers if any element is not one
@@ -173,13 +195,33 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{path.absolute()} is not a whole safetensors file ({error}); download it again"
         ) from None
+    found = _join_packed(path, found)
     for name, tensor in found.items():
+        if tensor.packed:
+            continue
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise ValueError(
                 f"{path.absolute()} holds {name} as {tensor.dtype}, but quantised weights cannot be trained; use the "
                 "model that they were made from, or dequantise them to bfloat16"
             )
     return found
+
+
+def _join_packed(path: Path, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors with those that make up a quantised matrix as one, under its name."""
+    names = [name.removesuffix(NF4_STATE) for name in found if name.endswith(NF4_STATE)]
+    for name in names:
+        raw = found[name + NF4_STATE].read(0, 1 << 16)
+        state = json.loads(bytes(raw.tolist()))
+        layout = state["blocksize"], state.get("nested_blocksize"), state["quant_type"]
+        if layout != (BLOCK, OUTER, "nf4"):
+            raise ValueError(
+                f"{path.absolute()} holds {name} otherwise than in NF4 doubly quantised, in blocks of 64 and "
+                "256; quantise the original model anew with model.quantize"
+            )
+        found[name] = found[name]._replace(shape=torch.Size(state["shape"]), packed=True)
+    parts = tuple(f"{name}." for name in names)
+    return {name: t for name, t in found.items() if not (parts and name.startswith(parts))}
 
 
 def add_low_rank(flat: Tensor, a: Tensor, b: Tensor, scale: float, start: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ that is wrapped by an adapter or watched by a hook is called as a module, and se
 Shapes: S local tokens, D width, H query heads, K kv heads, E head dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,15 +55,20 @@ class Attention(nn.Module):
     `attention` itself has no parameters and is shared by all layers.
     """
 
-    def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: UlyssesAttention,
+        linear: Callable[..., Linear] = Linear,
+    ) -> None:
         super().__init__()
         D = config.hidden_size
         self.head_dim = E = config.head_dim
         heads, kv_heads = config.num_attention_heads * E, config.num_key_value_heads * E
-        self.q_proj = Linear(D, heads, bias=config.attention_bias)
-        self.k_proj = Linear(D, kv_heads, bias=config.attention_bias)
-        self.v_proj = Linear(D, kv_heads, bias=config.attention_bias)
-        self.o_proj = Linear(heads, D, bias=config.output_bias)
+        self.q_proj = linear(D, heads, bias=config.attention_bias)
+        self.k_proj = linear(D, kv_heads, bias=config.attention_bias)
+        self.v_proj = linear(D, kv_heads, bias=config.attention_bias)
+        self.o_proj = linear(heads, D, bias=config.output_bias)
         self.eps = config.rms_norm_eps
         self.norms: list[RMSNorm] = []  # of queries and of keys, or none
         if config.qk_norm:
@@ -91,13 +97,13 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Compute down(silu(gate(x)) * up(x)) for rows [S, D]."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, linear: Callable[..., Linear] = Linear) -> None:
         super().__init__()
         D = config.hidden_size
         F = config.intermediate_size
-        self.gate_proj = Linear(D, F, bias=False)
-        self.up_proj = Linear(D, F, bias=False)
-        self.down_proj = Linear(F, D, bias=False)
+        self.gate_proj = linear(D, F, bias=False)
+        self.up_proj = linear(D, F, bias=False)
+        self.down_proj = linear(F, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(SwiGLUNode.apply(self.gate_proj(x), self.up_proj(x)))
@@ -116,12 +122,17 @@ class DecoderLayer(nn.Module):
     mlp_tile: int
     offloader: Offloader | None
 
-    def __init__(self, config: ModelConfig, attention: UlyssesAttention) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: UlyssesAttention,
+        linear: Callable[..., Linear] = Linear,
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, attention)
+        self.self_attn = Attention(config, attention, linear)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, linear)
 
     def forward(
         self, hidden: Tensor, rope: Rope, plan: Any, pair: Pair | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from torch import nn
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM, RewardModel
+from models.layers import Linear
 from models.lora import add_adapters
+from models.quantized import QuantizedLinear, packed_parts, unpack
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, frozen_engine, trained_engine, whole_gradients
@@ -213,6 +216,7 @@ class Case:
     shape: ModelConfig = SHAPE
     options: dict[str, Any] = field(default_factory=dict)
     lora_rank: int = 0
+    quantize: str = "none"
     labels: tuple[int, ...] = LABELS
     seed: int = 0  # of the examples
     ragged: bool = (
@@ -228,11 +232,13 @@ class Case:
 
     def model(self, mesh: Any, attention: str | None = None) -> nn.Module:
         cls = RewardModel if STAGES[self.stage].reward else CausalLM
+        packed = partial(QuantizedLinear, kind=self.quantize)
         made = cls(
             self.shape,
             mesh,
             attention=attention or self.attention,
             memory=LayerMemory(self.recompute),
+            linear=Linear if self.quantize == "none" else packed,
         )
         if self.lora_rank:
             add_adapters(
@@ -242,13 +248,28 @@ class Case:
         return made
 
     def weights(self) -> "StartedAdapters":
-        return StartedAdapters(self.shape, 0)
+        return StartedAdapters(self.shape, 0, quantize=self.quantize)
 
 
 class StartedAdapters(InitialWeights):
-    """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU."""
+    """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU.
+
+    Where the weights are to be quantised, a matrix that is not is what its bytes stand for.
+    """
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
+        matrix = name.endswith("_proj.weight") or ".base_layer.weight" in name
+        if (
+            matrix
+            and self.quantize != "none"
+            and out.shape == (shape.numel(),)
+            and out.is_floating_point()
+        ):
+            data = torch.empty(sum(packed_parts(self.quantize, shape)), dtype=torch.uint8)
+            super().fill(name, data.shape, 0, data)
+            whole = unpack(self.quantize, data, shape, torch.float32)
+            out.copy_(whole.view(-1)[start : start + len(out)])
+            return
         host = torch.empty_like(out, device="cpu")
         super().fill(name.replace(".lora_B.", ".lora_A."), shape, start, host)
         out.copy_(host)

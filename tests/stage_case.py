@@ -58,7 +58,8 @@ class Formula:
 
     def __init__(self, case: Case, step: int) -> None:
         self.options, self.data = case.options, case.data()
-        self.model = filled(case.model(None, attention="reference"), case.weights()).double()
+        dense = replace(case, quantize="none")
+        self.model = filled(dense.model(None, attention="reference"), case.weights()).double()
         loader = StepLoader(self.data, case.examples, tokens_per_microbatch=10_000, seed=3)
         self.indices = loader.indices(0, step)
         self.examples = [self.data[i] for i in self.indices]

@@ -31,6 +31,7 @@ FOREIGN_ONLY_IN = {
     "transformers": "ulysses/data/read/chat.py",
     "datasets": "ulysses/data/read/sources.py",
     "peft": "models/lora.py",
+    "bitsandbytes": "models/quantized.py",
 }
 # Words of DeepSpeed's internals: one file touches them, each with its reason.
 DEEPSPEED_INTERNALS = (

@@ -27,6 +27,8 @@ from ulysses.memory.tiling import tile_rows
 from ulysses.parallel.layout import head_layout
 
 GIB = 1 << 30
+# of an element of a quantised matrix (models/quantized.py): its code, and its share of scales and their tables
+BITS = {"nf4": 4 + 8 / 64 + 32 / 64 / 256, "fp8": 8.01}
 H200_FLOPS = 989e12  # in bfloat16
 FILL = 0.95  # share of a GPU's memory that the prediction may take, CUDA and NCCL included
 HOST_FILL = 0.9  # share of a node's free memory that training may take
@@ -77,6 +79,7 @@ class Model(NamedTuple):
     trained: int
     has_head: bool = True  # False: a score per token instead of the vocabulary
     qk_norm: bool = False  # queries and keys are also kept as they were before their norms
+    quantize: str = "none"  # how the layers' matrices are kept (models/quantized.py)
 
     @property
     def query_width(self) -> int:
@@ -98,6 +101,15 @@ class Model(NamedTuple):
     @property
     def layer_parameters(self) -> int:
         return self.attention_parameters + 3 * self.width * self.intermediate
+
+    def layer_bytes(self, element_size: int) -> float:
+        """Return the bytes of a layer's matrices."""
+        return self.layer_parameters * BITS.get(self.quantize, 8 * element_size) / 8
+
+    def weight_bytes(self, element_size: int) -> float:
+        """Return the bytes of all weights."""
+        others = self.parameters - self.layers * self.layer_parameters
+        return element_size * others + self.layers * self.layer_bytes(element_size)
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -265,8 +277,8 @@ def predict(case: Workload) -> Prediction:
     """Predict the bytes of a rank."""
     model, machine, world = case.model, case.machine, case.machine.gpus
     models = model, *case.others
-    held = sum(m.parameters for m in models)
-    weights = case.element_size * held / (1 if case.resident else world)
+    held = sum(m.weight_bytes(case.element_size) for m in models)
+    weights = held / (1 if case.resident else world)
     trained = 16 * model.trained / world  # float32 weights have a separate master too
     states = weights * (not case.offload_parameters) + trained * (not case.offload_optimizer)
     first, last = case.levels[0], case.levels[-1]
@@ -337,10 +349,11 @@ def _packed(case: Workload) -> int:
 
 
 def _base(case: Workload) -> int:
-    """Return the bytes that every moment needs: two layers' gathered weights and the rotary table."""
-    model = case.model
-    gathered = 2 * case.element_size * model.layer_parameters * (not case.resident)
-    return gathered + 4 * model.head_dim * case.local
+    """Return the bytes that every moment needs: two gathered layers, the rotary table, a dequantised matrix."""
+    model, size = case.model, case.element_size
+    gathered = 2 * model.layer_bytes(size) * (not case.resident)
+    largest = size * model.width * max(model.intermediate, model.query_width)
+    return int(gathered) + 4 * model.head_dim * case.local + largest * (model.quantize in BITS)
 
 
 def _head(case: Workload) -> tuple[int, int]:
@@ -410,7 +423,8 @@ def _rollout_bytes(case: Workload) -> float:
     prefill = size * prompts * (3 * model.intermediate + 4 * model.width)
     # float64 logits, log-probabilities, what top_p keeps, their sums: in the CUDA graphs' memory and outside
     drawing = 2 * 4 * 8 * count * model.vocabulary
-    weights = size * (layers + 2 * words) * ((not case.resident) + rollout.merged)
+    weights = size * (layers + 2 * words) * rollout.merged
+    weights += (model.layers * model.layer_bytes(size) + 2 * size * words) * (not case.resident)
     return weights + cache * count * length + prefill + drawing
 
 
@@ -444,6 +458,8 @@ def step_seconds(case: Workload) -> float:
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
     layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
     seconds += case.local * ELEMENTWISE * (model.width + model.intermediate) * layers
+    if model.quantize == "nf4":  # dequantised in forward, again and backward
+        seconds += (3 + case.forwards) * model.layers * model.layer_parameters * 3 / MEMORY_RATE
     launches = (LAUNCH_RESIDENT if case.resident else LAUNCH) * (not case.graphs)
     launches *= layers * machine.is_gpu
     # exchanges: twice forward and backward, three times where the layers exchange again
@@ -454,11 +470,13 @@ def step_seconds(case: Workload) -> float:
     seconds += sent / (EXCHANGE * machine.link(case.sp))
     # during the computation: weights are gathered twice and gradients reduced; copies to and from the host
     gathers = 1 / case.micro_batches if case.resident else 2 + case.forwards
-    traffic = case.element_size * (gathers * model.parameters + model.trained)
+    traffic = (
+        gathers * model.weight_bytes(case.element_size) + case.element_size * model.trained
+    )
     traffic *= (W - 1) / W / (GATHER * machine.link(W))
     seconds += CONTENTION * traffic
     moved = 4 * model.trained / W * case.offload_optimizer
-    moved += 2 * case.element_size * model.parameters / W * case.offload_parameters
+    moved += 2 * model.weight_bytes(case.element_size) / W * case.offload_parameters
     moved += 2 * case.offloaded_layers * kept_bytes(case, case.levels[0])
     micro_batch = max(seconds, traffic, moved / HOST_LINK, launches) + STEP_SECONDS
     update = UPDATE_BYTES * model.trained / W

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from models.quantized import dense
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
 
@@ -52,7 +53,8 @@ class EngineSampler:
             if self.lora:
                 from models.lora import merged  # peft is an optional dependency
 
-                weights = dict(merged(weights.items(), weights, self.lora))
+                bases = dense(model, weights.items())
+                weights = dict(merged(bases, weights, self.lora))
             if on_gpu:
                 free, dtype = free_bytes(device), next(model.parameters()).dtype
                 longest = max(map(len, prompts.values()), default=0)

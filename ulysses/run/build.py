@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+from collections.abc import Iterable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel, init_parameter
+from models.decoder import CausalLM, RewardModel, empty_model, init_parameter
 from models.hf_format import WeightFiles
-from models.layers import DecoderLayer
+from models.layers import DecoderLayer, Linear
 from models.policy_value import PolicyValue
+from models.quantized import QuantizedLinear, dense, pack
 from ulysses.config.schema import Config
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.plan import Workload
@@ -34,8 +37,14 @@ class InitialWeights:
     +-1 / sqrt(inputs) and B zero.
     """
 
-    def __init__(self, shape: ModelConfig, seed: int, folder: Path | None = None) -> None:
-        self.shape = shape
+    def __init__(
+        self,
+        shape: ModelConfig,
+        seed: int,
+        folder: Path | None = None,
+        quantize: str = "none",
+    ) -> None:
+        self.shape, self.quantize = shape, quantize
         self.seed = seed
         self.files = WeightFiles(folder) if folder else None
         self.stored = self.files.tensors if self.files else {}
@@ -45,6 +54,9 @@ class InitialWeights:
         plain = name.removeprefix("value.")  # models.policy_value
         plain = plain.replace(".base_layer.", ".")  # models.lora
         stop = start + out.numel()
+        if out.dtype == torch.uint8:
+            out.copy_(self._packed(plain, out)[start:stop])
+            return
         if plain in self.stored:
             out.copy_(self.files.read(plain, start, stop))
             return
@@ -61,9 +73,42 @@ class InitialWeights:
             )
         out.copy_(whole.view(-1)[start:stop])
 
+    def _packed(self, name: str, like: Tensor) -> Tensor:
+        """Return the bytes of a quantised matrix, on the device of `like`; nothing else of the model is held."""
+        stored = self.stored.get(name)
+        if stored and stored.packed:
+            return stored.read_packed()
+        shape = self._shapes[name]
+        dtype = stored.dtype if stored else torch.float32
+        matrix = torch.empty(shape, dtype=dtype, device=like.device)
+        InitialWeights.fill(self, name, shape, 0, matrix.view(-1))
+        return pack(self.quantize, matrix)
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in empty_model(self.shape).named_parameters()}
+
+    def originals(
+        self, weights: Iterable[tuple[str, Any]], model: nn.Module, trained_on: bool
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield whole weights with matrices in place of quantised ones: those that the files hold.
+
+        Without files, or if it is to be what was `trained_on`, they are dequantised.
+        """
+        if trained_on or not self.stored:
+            yield from dense(model, weights)
+            return
+        for name, weight in weights:
+            if weight is not None and weight.dtype == torch.uint8:
+                plain = name.replace(".base_layer.", ".")
+                weight = self.files.read(plain).view(self.stored[plain].shape)
+            yield name, weight
+
     def fingerprint(self) -> str:
         """Return a digest of four blocks of every tensor, which changes when any matrix is trained."""
-        digest = hashlib.sha256(f"{self.shape} {not self.stored and self.seed}".encode())
+        digest = hashlib.sha256(
+            f"{self.shape} {not self.stored and self.seed} {self.quantize}".encode()
+        )
         for name, stored in sorted(self.stored.items()):
             numel = stored.shape.numel()
             digest.update(f"{name} {stored.dtype} {numel}".encode())
@@ -107,8 +152,13 @@ def build_engine(
     if trained and requirements(config).value:
         kind = PolicyValue
 
+    linear: Any = Linear
+    if trained and config.model.quantize != "none":
+        linear = partial(QuantizedLinear, kind=config.model.quantize)
+
     def create() -> nn.Module:
-        model = kind(shape, mesh, attention=config.model.attention, memory=kept)
+        given = {"attention": config.model.attention, "memory": kept, "linear": linear}
+        model = kind(shape, mesh, **given)
         if not trained or not lora.rank:
             return model
         # peft is an optional dependency

@@ -73,7 +73,9 @@ def planner_model(config: Config, shape: ModelConfig) -> Model:
     model = plain_model(shape, reward=STAGES[config.stage].reward)
     adapters = adapter_parameters(config, shape)
     whole = model.parameters + shape.hidden_size * requirements(config).value
-    return model._replace(parameters=whole + adapters, trained=adapters or whole)
+    return model._replace(
+        parameters=whole + adapters, trained=adapters or whole, quantize=config.model.quantize
+    )
 
 
 def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: int) -> Workload:

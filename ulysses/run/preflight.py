@@ -218,7 +218,9 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         plan.shape, plan.folder = read_shape(config, need_weights=strict)
         if pretrained:
             with error_context("model.path"):
-                check_weights(plan.shape, plan.folder, reward=stage.reward)
+                check_weights(
+                    plan.shape, plan.folder, reward=stage.reward, quantize=model.quantize
+                )
     with collect("model"):
         plan.shape = plan.shape or published_shape(model)
     if plan.shape is None:
@@ -246,6 +248,12 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
                 getattr(torch, config.model.dtype),
                 plan.shape.head_dim,
             )
+        if model.quantize == "fp8" and device == "cuda":
+            if torch.cuda.get_device_capability() < (8, 9):
+                errors.append(
+                    'model.quantize is "fp8" but this GPU does not multiply such numbers (compute capability 8.9); '
+                    'set it to "nf4"'
+                )
     # a dry run only says that the folder is taken
     if strict or config.run.resume != "never":
         with collect():
@@ -262,7 +270,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             shape = replace(shape, eos_token_id=tuple(sorted(ends)))
         plan.shape = shape
         plan.weights = InitialWeights(
-            shape, config.run.seed, plan.folder if pretrained else None
+            shape, config.run.seed, plan.folder if pretrained else None, model.quantize
         )
         with collect():
             plan.disk_warning = _check_disk(plan, shape)
@@ -321,7 +329,9 @@ def _fit_window(config: Config, shape: ModelConfig, key: str) -> ModelConfig:
     return replace(shape, max_position_embeddings=max(longest, window))
 
 
-def check_weights(shape: ModelConfig, folder: Path, *, reward: bool) -> None:
+def check_weights(
+    shape: ModelConfig, folder: Path, *, reward: bool, quantize: str = "nf4"
+) -> None:
     """Refuse weight files that do not hold every parameter in its shape, before anything is allocated.
 
     Raises ValueError naming the first parameter that is missing or wrong.
@@ -332,6 +342,12 @@ def check_weights(shape: ModelConfig, folder: Path, *, reward: bool) -> None:
         raise ValueError(
             f"{folder.absolute()} holds {len(layers)} layers, but its config.json has num_hidden_layers = "
             f"{shape.num_hidden_layers}; check that config.json belongs to these weights"
+        )
+    packed = {t.packed for name, t in files.tensors.items() if name.endswith("_proj.weight")}
+    if True in packed and (quantize != "nf4" or False in packed):
+        raise ValueError(
+            f"{folder.absolute()} holds {'some ' * (len(packed) - 1)}matrices quantised to NF4; set model.quantize = "
+            '"nf4" and model.lora.rank if all matrices of the layers are, or use the model that they were made from'
         )
     model = empty_model(shape, reward=reward)
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -389,7 +405,13 @@ def _find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
     own = {**flat(config.model_dump(mode="json")), **shape.to_hf()}
     theirs = {**flat(state["config"]), **ModelConfig.from_hf(state["shape"]).to_hf()}
     fixed = [key for key in shape.to_hf() if key not in FREE_KEYS]
-    for name in (*ALLOWED_ANYWAY, *fixed, "model.lora.rank", "model.lora.targets"):
+    for name in (
+        *ALLOWED_ANYWAY,
+        *fixed,
+        "model.quantize",
+        "model.lora.rank",
+        "model.lora.targets",
+    ):
         anyway = name in ALLOWED_ANYWAY
         if own[name] != theirs[name] and not (anyway and run.resume_anyway):
             raise ConfigError(

@@ -10,8 +10,8 @@ from ulysses import environment
 
 # They warn about themselves (deprecations, untested combinations, fallbacks), not about what the user set.
 LOGGERS = (
-    "absl", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "peft", "tensorboard", "tensorflow",
-    "torch", "transformers",
+    "absl", "bitsandbytes", "datasets", "filelock", "fsspec", "huggingface_hub", "matplotlib", "peft", "tensorboard",
+    "tensorflow", "torch", "transformers",
 )  # fmt: skip
 VARIABLES = {
     "PYTHONWARNINGS": "ignore",  # for processes that this one starts

@@ -32,6 +32,7 @@ def check_settings(config: Config, world_size: int) -> None:
     errors += contradictions(config)
     for key, wanted, package in (
         ("model.lora.rank", config.model.lora.rank, "peft"),
+        ("model.quantize", config.model.quantize == "nf4", "bitsandbytes"),
         ("run.wandb", config.run.wandb, "wandb"),
     ):
         if wanted and importlib.util.find_spec(package) is None:
@@ -75,6 +76,11 @@ def contradictions(config: Config) -> Iterator[str]:
         yield (
             "model.config changes the shape, which pretrained weights do not fit; remove it, or set model.init = "
             '"random"'
+        )
+    if model.quantize != "none" and not model.lora.rank:
+        yield (
+            f'model.quantize is "{model.quantize}" but all weights are trained, which needs them as they are; set '
+            'model.lora.rank, or model.quantize = "none"'
         )
     if memory.recompute == "none" and memory.offload == "checkpoints":
         yield (

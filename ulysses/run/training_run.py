@@ -256,9 +256,10 @@ class TrainingRun:
         self.watch.phase("export", long=True)
 
         def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
-            return full_parameters(
+            found = full_parameters(
                 self.engine, lambda name: wanted(name) and not name.startswith("value.")
             )
+            return self.prepared.weights.originals(found, self.engine.module, for_servers)
 
         export_model(read, folder, self.prepared.shape, config, step, merge=for_servers)
         if self.mesh.is_main and not for_servers:

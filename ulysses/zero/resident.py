@@ -31,9 +31,10 @@ class ResidentWeights:
         self.world, units = dist.get_world_size(), list(units)
         # of every parameter: the whole with its padding, and this rank's slice
         self._wholes: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        siblings: dict[str, list[Any]] = defaultdict(list)
+        siblings: dict[Any, list[Any]] = defaultdict(list)
         for name, parameter in module.named_parameters():
-            siblings[name.rpartition(".")[0].rpartition(".")[0]].append(parameter)
+            parent = name.rpartition(".")[0].rpartition(".")[0]
+            siblings[parent, parameter.dtype].append(parameter)
         for parameters in siblings.values():
             self._move(parameters)
         self.device = parameters[0].device
