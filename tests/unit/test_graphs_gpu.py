@@ -119,3 +119,16 @@ def test_sizes_are_few_and_at_most_an_eighth_too_large() -> None:
         size = padded(count, 128, 8)
         assert count <= size < max(count + 128, 1.125 * count) and padded(size, 128, 8) == size
     assert len({padded(n, 128, 8) for n in range(4096, 8193)}) == 9
+
+
+@pytest.mark.gpu
+def test_a_graph_is_recorded_while_an_ordinary_pass_is_referred_to() -> None:
+    """As in a step whose first micro-batch has a new size and whose second one has a size seen once."""
+    graphs, plain, batch = model(SHAPE, True), model(SHAPE, False), pack(100, 200)
+    step(graphs, batch)
+    loss = graphs(pack(700, 20)).logps.sum()
+    loss.backward()
+    graphs.zero_grad()
+    assert_same(step(graphs, batch), step(plain, batch))
+    assert len(graphs.model.graphs._recorded) == 1
+    assert loss.grad_fn is not None

@@ -12,7 +12,8 @@ Shapes: S rows, D width, E head dim.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,30 @@ class LayerGraphs:
         )
 
 
+@contextmanager
+def own_leaves(layers: nn.Module, grads: dict[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Let other parameters with the same memory stand in for those of the layers, and for the keys of `grads`.
+
+    An ordinary pass whose loss is still referred to keeps the parameters' places in its graph, and those belong to its
+    stream, which nothing that is recorded may touch.
+    """
+    tables = [m._parameters for m in layers.modules()]
+    before, grads_before = [dict(table) for table in tables], dict(grads)
+    try:
+        for table in tables:
+            for name, p in table.items():
+                if p is not None:
+                    table[name] = alias = nn.Parameter(p.detach(), p.requires_grad)
+                    if p.requires_grad:
+                        grads[alias] = grads.pop(p)
+        yield
+    finally:
+        for table, old in zip(tables, before):
+            table.update(old)
+        grads.clear()
+        grads.update(grads_before)
+
+
 class _Owner:
     """Lives as long as the graph of a forward pass."""
 
@@ -126,11 +151,14 @@ class _Recorded:
         # kernels are compiled before anything is recorded
         self._backward(self._forward(graphs.layers[:1]))
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.forward, graphs.pool, capture_error_mode="thread_local"):
-            kept = self._forward(graphs.layers)
-        self.out = kept[-1][2].detach()
-        with torch.cuda.graph(self.backward, graphs.pool, capture_error_mode="thread_local"):
-            self.grad_hidden = self._backward(kept)
+        with own_leaves(graphs.layers, graphs.grads):
+            with torch.cuda.graph(self.forward, graphs.pool, capture_error_mode="thread_local"):
+                kept = self._forward(graphs.layers)
+            self.out = kept[-1][2].detach()
+            with torch.cuda.graph(
+                self.backward, graphs.pool, capture_error_mode="thread_local"
+            ):
+                self.grad_hidden = self._backward(kept)
 
     def _forward(self, layers: Any) -> list[tuple[nn.Module, Tensor, Tensor]]:
         """Run layers, and return each with its input and its output, which has a graph of its own."""
