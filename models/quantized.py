@@ -28,7 +28,7 @@ BLOCK, OUTER = 64, 256  # elements whose largest size is stored; and of these si
 FP8, FP8_MOST = torch.float8_e4m3fn, 448.0
 
 
-def packed_parts(kind: str, shape: tuple[int, int]) -> list[int]:
+def packed_parts(kind: str, shape: tuple[int, ...]) -> list[int]:
     """Return the bytes of codes, of codes of sizes, and of float32 numbers that a matrix [F, D] takes."""
     n = shape[0] * shape[1]
     if kind == "fp8":
@@ -57,7 +57,7 @@ def join_parts(*parts: Tensor) -> Tensor:
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 
-def unpack(kind: str, data: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def unpack(kind: str, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return the matrix [F, D] that the bytes stand for."""
     codes, sizes, numbers = split_parts(kind, data, shape)
     if kind == "fp8":
@@ -74,7 +74,7 @@ def unpack(kind: str, data: Tensor, shape: tuple[int, int], dtype: torch.dtype) 
     return rows.view(shape)
 
 
-def split_parts(kind: str, data: Tensor, shape: tuple[int, int]) -> tuple[Tensor, ...]:
+def split_parts(kind: str, data: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the codes, the codes of sizes and the numbers; the last, small, as a copy, which is aligned."""
     codes, sizes, numbers = data.split(packed_parts(kind, shape))
     return codes, sizes, numbers.clone().view(torch.float32)
@@ -118,7 +118,7 @@ class QuantizedNode(torch.autograd.Function):
         data: Tensor,
         bias: Tensor | None,
         kind: str,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
     ) -> Tensor:
         ctx.save_for_backward(data)
         ctx.layout = kind, shape
