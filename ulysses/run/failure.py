@@ -26,6 +26,9 @@ from ulysses.zero.construct import common_store
 CLAIMS, PRINTED = "ulysses/errors claimed", "ulysses/error printed"
 POLL_SECONDS = 0.5  # of the watch
 PATIENCE = 10.0  # seconds, with the process that prints
+REASONS = {
+    MemoryError: "the machine or its limits give this process no more memory"
+}  # where errors give none
 LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 
 
@@ -36,16 +39,16 @@ def tell(error: Exception, *, debug: bool) -> None:
     no programming errors.
     """
     store = common_store()
-    # a process that held the store and is gone has failed before
-    first = store is None or within(PATIENCE, store.add, CLAIMS, 1) == 1
+    # without an answer nobody may have told anything
+    first = store is None or within(PATIENCE, store.add, CLAIMS, 1) in (1, None)
     if first or debug:
-        text = str(error) or "no reason is given"
+        text = str(error) or REASONS.get(type(error), "no reason is given")
         foreseen = isinstance(error, FloatingPointError | DiskError)
         if debug or not foreseen:
             traceback.print_exception(error)
         if not foreseen:
             text = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, text])
-        print(f"error: rank {environment.rank()}, {text}", file=sys.stderr, flush=True)
+        say_below(f"error: rank {environment.rank()}, {text}")
     if store is None:
         return
     # it fails if the process that holds the store is gone, or the first one could not print
@@ -55,6 +58,11 @@ def tell(error: Exception, *, debug: bool) -> None:
         time.sleep(5 * POLL_SECONDS)
     else:
         within(PATIENCE, store.get, PRINTED)
+
+
+def say_below(sentence: str) -> None:
+    """Print a sentence on stderr, on a line of its own: a progress bar may stand on the last one, of any rank."""
+    print(f"\n{sentence}", file=sys.stderr, flush=True)
 
 
 def complain(error: Exception, *, debug: bool) -> None:

@@ -15,7 +15,6 @@ fewest phases and collectives. The first rank of each node that finds out tells 
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ import psutil
 import torch.distributed as dist
 
 from ulysses import environment
-from ulysses.run.failure import POLL_SECONDS, PRINTED, within
+from ulysses.run.failure import POLL_SECONDS, PRINTED, say_below, within
 from ulysses.zero.construct import START_SECONDS, collectives_begun, limit_groups
 
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
@@ -120,9 +119,13 @@ class Watch:
             self._patience = patience
             limit_groups(patience)
 
+    def pause(self) -> None:
+        """Watch nothing until the next phase: what this process does now belongs to no run."""
+        self._moved = inf
+
     def renew(self) -> None:
         """Note progress within a phase."""
-        self._moved = monotonic()
+        self._moved = max(self._moved, monotonic())
 
     def step_done(self, event: Any = None) -> None:
         """Note that a step is done on the host, and an event that a GPU reaches when it has done it too."""
@@ -169,9 +172,7 @@ class Watch:
                 first = min(first, monotonic())
             self._hurried = self._hurried or 2 * SILENT_SECONDS
             if self._rank == 0:
-                print(
-                    "asked to stop: the run saves after this step", file=sys.stderr, flush=True
-                )
+                say_below("asked to stop: the run saves after this step")
         os.close(come)
 
     # ---------------------------------------------------------------- the clerk thread
@@ -181,10 +182,13 @@ class Watch:
         try:
             self.store = meet()
         except Exception as error:
-            if self._stop.wait(SILENT_SECONDS):
+            ended = self._stop.wait(SILENT_SECONDS)
+            while self._moved == inf and not ended:
+                ended = self._stop.wait(BEAT_SECONDS)
+            if ended:
                 return  # this process ends for a reason of its own, as the others may have done
             if self._local_rank < READERS:
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                say_below(f"error: {error}")
             os._exit(1)
         self._met.set()
         if self.store is None:
@@ -265,7 +269,7 @@ class Watch:
             slow = (idle if self._stepped else min(own, silence)) > self.warning > 0
             if slow and warned != self._phases and self._local_rank == 0:
                 warned = self._phases
-                print(f"warning: {self._sentence()}", file=sys.stderr, flush=True)
+                say_below(f"warning: {self._sentence()}")
 
     def _sentence(self) -> str:
         """Name the victim, its node, where it was and how long ago."""
@@ -302,7 +306,7 @@ class Watch:
                 without = self._rank == self._local_rank and not environment.agent_holds_store()
                 turn = 1 + self._local_rank - without
             if turn == 1:
-                print(f"error: {sentence}", file=sys.stderr, flush=True)
+                say_below(f"error: {sentence}")
             # a launcher ends all its processes as soon as one has left
             sleep(2 * BEAT_SECONDS)
         os._exit(1)
