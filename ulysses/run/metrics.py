@@ -119,10 +119,6 @@ class MetricsLog:
             return
         clean = {k: v if math.isfinite(v) else None for k, v in values.items()}
         when = f" at step {step}"
-        if not self.path.exists():  # the open file would take what nobody finds
-            self.failure = self.failure or DiskError(
-                f"{self.path.absolute()} was deleted while the run wrote it; leave the run folder in its place"
-            )
         with self._trying("metrics.jsonl", when):
             line = json.dumps({"step": step, "run": self.run_id, **clean})
             print(line, file=self.file, flush=True)
@@ -140,6 +136,10 @@ class MetricsLog:
                 yield
         except DiskError as error:
             self.failure = self.failure or error
+        if not self.path.exists():  # the open file takes what nobody finds
+            self.failure = DiskError(
+                f"{self.path.absolute()} was deleted while the run wrote it; leave the run folder in its place"
+            )
 
     def close(self) -> None:
         """Close everything; DiskError if something could not be written, which nobody has been told yet."""

@@ -25,12 +25,12 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import psutil
-import torch.distributed as dist
 
 from ulysses import environment
-from ulysses.run.failure import POLL_SECONDS, PRINTED, say_below, within
+from ulysses.run.failure import POLL_SECONDS, PRINTED, breaks_off, say_below, within
 from ulysses.zero.construct import START_SECONDS, collectives_begun, limit_groups
 
+NODE = os.uname().nodename
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
 BEAT_SECONDS = 1.0
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
@@ -133,8 +133,7 @@ class Watch:
 
     def report_failure(self, error: BaseException | None) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
-        told = "gloo" in str(error) or "pair closure" in str(error)
-        if (told or isinstance(error, dist.DistError)) and self.store is not None:
+        if breaks_off(error) and self.store is not None:
             self._hurried = SILENT_SECONDS
             sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
 
@@ -230,7 +229,7 @@ class Watch:
 
     def _beat(self) -> Beat:
         """Say where this process is; with a GPU, whether that one has come as far."""
-        now, node, place = monotonic(), os.uname().nodename, self._place
+        now, node, place = monotonic(), NODE, self._place
         with suppress(RuntimeError):  # of a GPU that has failed
             if self._event is not None and not self._event.query():
                 place += " (its GPU has not finished the step before)"
@@ -277,11 +276,8 @@ class Watch:
         if unheard > SILENT_SECONDS:
             holder = "torchrun" if environment.agent_holds_store() else "rank 0"
             state = "is gone" if self._broken else "or its network does not answer"
-            told, own = (
-                f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago",
-                self._beat(),
-            )
-            return f"{told}; rank {own.rank} on {own.node} was at {own.place}"
+            told = f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago"
+            return f"{told}; rank {self._rank} on {NODE} was at {self._beat().place}"
         peers = list(self._peers.values()) or [self._beat()]
         silent = [beat for beat in peers if now - beat.read > SILENT_SECONDS]
         victim = min(silent or peers, key=lambda b: (b.phases, b.collectives, b.moved))

@@ -22,16 +22,16 @@ def bounded_time() -> Iterator[None]:
 
     It works in the main thread of any process, worker processes included, and does nothing in other threads.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread:
-        before = signal.signal(signal.SIGALRM, too_much)
-        signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, RENDER_SECONDS)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, too_much)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, RENDER_SECONDS)
     try:
         yield
     finally:
-        if in_main_thread:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def ends(job: Callable[[], Any]) -> bool:
