@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.e2e import test_kill_resume as saves  # noqa: E402
-from tests.e2e.launch import Ranks, command, environment, tiny  # noqa: E402
+from tests.e2e.launch import Ranks, command, environment, metrics, tiny, without_times  # noqa: E402
 from tests.harness import free_port  # noqa: E402
+from ulysses.disk import digest_of  # noqa: E402
 from ulysses.zero.state import SavedSlices  # noqa: E402
 
 INSIDE = "ULYSSES_DRILLS_INSIDE_NAMESPACES"
@@ -288,6 +289,27 @@ class Drills:
             time.monotonic() - began
         ) / times, f"{times} of {times} recovered and finished (seconds of each run)"
 
+    def random_kills(self, kills: int = 4) -> tuple[float, str]:
+        """Random ranks die at random moments, one while the model is exported; the end is that of a quiet run."""
+        draw, began, ends = random.Random(kills), time.monotonic(), []
+        settings = {"run__steps": 200, "run__save_every": 10, "run__export": True}
+        for times in (0, kills):
+            with self.run("torchrun", restarts=kills, **settings) as run:
+                output, before = run.folder / "run", set()
+                for i in range(times):
+                    last = "*export*" if i == times - 1 else "checkpoints/step-*"
+                    run.until(lambda o=output, seen=before, name=last: {*o.glob(name)} - seen)
+                    time.sleep(draw.uniform(0, 0.2) if i < times - 1 else 0)
+                    run.rank(draw.randrange(2)).kill()
+                    before = {*output.glob("checkpoints/step-*")}
+                run.until(lambda run=run: run.launchers[0].poll() is not None, 180)
+                assert run.launchers[0].wait() == 0, run.text()[-3000:]
+                assert run.text().count("resumed ") >= times - 1, run.text()[-3000:]
+                digests = {p.name: digest_of(p) for p in (output / "export").iterdir()}
+                ends.append((without_times(metrics(output)), digests))
+        assert ends[0] == ends[1], "the metrics or the export differ"
+        return time.monotonic() - began, f"{kills} kills: metrics and export equal to the bit"
+
     def cut(self) -> tuple[float, str]:
         """Both nodes tell it; the seconds are the later one's."""
         with self.run("torchrun", nodes=2) as run:
@@ -320,6 +342,7 @@ DRILLS: dict[str, tuple[Any, ...]] = {
     "killed-launcher-deepspeed": (Drills.asked, "deepspeed", signal.SIGKILL),
     "restarts-on-one-node": (Drills.restarts, 1),
     "restarts-on-two-nodes": (Drills.restarts, 2),
+    "random-kills": (Drills.random_kills,),
     "thirty-kills-while-saving": (Drills.saves,),
     "full-disk-metrics": (Drills.full, "sft", "run", METRICS, 0, r"run/metrics.jsonl .* at step \d", ENDLESS),
     "full-disk-tensorboard": (Drills.full, "sft", "run/tensorboard", METRICS, 0, r"tensorboard.* at step \d", ENDLESS),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.e2e.drills import Drills
 from tests.e2e.launch import Ranks, metrics, steps_taken, tiny
 from ulysses.config.schema import RunSection
 from ulysses.run.checkpoint import resume_point
-from ulysses.run.failure import grace_note
+from ulysses.run.failure import grace_note, tell
 from ulysses.run.watch import Watch
 
 # where it happens: the rank and what becomes of it; the rank that is named, where it is and what is said of it
@@ -195,6 +196,47 @@ def test_what_the_watch_reads_itself_is_no_progress(monkeypatch) -> None:
     time.sleep(3)
     watch.stop()
     assert json.loads(store.get("ulysses/alive/0"))[2] > 2
+
+
+def test_an_error_is_told_on_its_own_line_although_the_store_does_not_answer(
+    monkeypatch, capsys
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise dist.DistStoreError
+
+    mute = SimpleNamespace(add=refuse, set=refuse, get=refuse)
+    monkeypatch.setattr("ulysses.run.failure.common_store", lambda: mute)
+    tell(MemoryError(), debug=False)
+    told = "error: rank 0, MemoryError: no reason is given; has this process no memory left?"
+    assert capsys.readouterr().err.endswith(f"\n\n{told}\n")
+
+
+def test_a_run_outside_of_with_ends_no_program(monkeypatch) -> None:
+    """It does not belong to the run how long a program looks at its data; once it enters, it does."""
+    ended: list[Any] = []
+    monkeypatch.setattr(Watch, "_end", lambda self, _: ended.append(self.stop()))
+    watch = Watch(0, 1, dist.HashStore())
+    watch.phase("tokenising", long=True)
+    watch.pause()
+    watch.start()
+    time.sleep(3)
+    assert not ended
+    watch.phase("start", long=True)
+    time.sleep(3)
+    assert ended
+
+
+def test_a_deleted_run_folder_is_told(tmp_path: Path) -> None:
+    run = start(tmp_path, slow_steps, run__steps=400)
+    run.until(
+        lambda: (tmp_path / "run/metrics.jsonl").exists() and len(metrics(tmp_path / "run")) > 1
+    )
+    shutil.rmtree(tmp_path / "run")
+    outcome = run.wait(60)
+    sentence = "metrics.jsonl was deleted while the run wrote it; leave the run folder in its"
+    assert outcome.code == 1 and outcome.stderr.count(sentence) == 1, outcome.stderr
+    assert "Traceback" not in outcome.stderr, outcome.stderr
+    assert len(saved(tmp_path)) == 1
 
 
 def test_an_interrupt_saves(tmp_path: Path) -> None:

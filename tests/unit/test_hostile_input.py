@@ -18,7 +18,7 @@ from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data import DataError
-from ulysses.data.read.chat import load_tokenizer
+from ulysses.data.read.chat import TextEncoder, load_tokenizer
 from ulysses.data.serve.preview import preview_examples
 from ulysses.run.preflight import check_weights
 
@@ -97,6 +97,7 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
     tmp_path, open_rows, monkeypatch, workers, prints
 ):
     monkeypatch.setattr("ulysses.data.read.bounded.RENDER_SECONDS", 60.0 if prints else 1.0)
+    monkeypatch.setattr("ulysses.data.read.bounded.TRIAL_SECONDS", 1.0)
     monkeypatch.setattr("ulysses.data.read.bounded.RENDER_CHARACTERS", 100_000)
     template = tmp_path / "loop.jinja"
     template.write_text(
@@ -113,6 +114,61 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
         match=r"chat template .*loop.jinja cannot render one question: runs the chat template w",
     ):
         open_rows([GOOD], "sequence", template=str(template))
+
+
+@pytest.mark.parametrize(
+    "text", ["'' if tools else 9**(9**9)", "'x' * 60000000000", "'x'|center(6000000000)"]
+)
+def test_a_template_that_would_eat_time_or_memory_is_refused_by_its_name(
+    tmp_path, open_rows, monkeypatch, text
+):
+    monkeypatch.setattr("ulysses.data.read.bounded.TRIAL_SECONDS", 5.0)
+    template = tmp_path / "greedy.jinja"
+    template.write_text(CHAT + "{{ " + text + " }}")
+    began = time.monotonic()
+    with pytest.raises(
+        DataError, match=r"chat template .*greedy.jinja cannot render one question: runs the"
+    ):
+        open_rows([GOOD], "sequence", template=str(template))
+    assert time.monotonic() - began < 30
+
+
+def tokenizer_with(folder: Path, **changes) -> Path:
+    """The tiny tokenizer with other parts in its tokenizer.json."""
+    path = write_tokenizer(folder, CHATML) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_a_tokenizer_that_grows_texts_is_refused(tmp_path):
+    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    normalizer = {"type": "Sequence", "normalizers": [grows] * 6}
+    tokenizer = load_tokenizer(
+        tokenizer_with(tmp_path / "t", normalizer=normalizer), eos_token="<|im_end|>"
+    )
+    with pytest.raises(
+        DataError, match="the tokenizer takes too much time or memory for 10,00"
+    ):
+        TextEncoder(tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "text"])
+def test_a_row_on_which_the_tokenizer_breaks_is_named(tmp_path, kind):
+    evil = {
+        "type": "Split",
+        "pattern": {"Regex": "(x+x+)+y"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    folder = tokenizer_with(tmp_path / "t", pre_tokenizer=evil)
+    tokenizer = load_tokenizer(folder, eos_token="<|im_end|>")
+    hurt = "x" * 40
+    answer = {"role": "assistant", "content": hurt}
+    rows = [GOOD, {"messages": [GOOD["messages"][0], answer]}, GOOD]
+    if kind == "text":
+        rows = [{"text": "a"}, {"text": hurt}]
+    with pytest.raises(DataError, match="rows.jsonl row 2 cannot be tokenised"):
+        data_case.open_rows(rows, kind, folder=tmp_path, tokenizer=tokenizer)
 
 
 MEMORY = """

@@ -194,6 +194,7 @@ class RolloutMaker:
     prompts: StepLoader | None = None
     rollout: Rollout | None = None
     synchronised: bool = False
+    holds = "the rollout"
 
     # ---------------------------------------------------------------- steps
 

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import torch.distributed as dist
+
 from ulysses import environment
 from ulysses.disk import DiskError
 from ulysses.zero.construct import common_store
@@ -36,16 +38,17 @@ def tell(error: Exception, *, debug: bool) -> None:
     no programming errors.
     """
     store = common_store()
-    # a process that held the store and is gone has failed before
-    first = store is None or within(PATIENCE, store.add, CLAIMS, 1) == 1
+    place = 1 if store is None else within(PATIENCE, store.add, CLAIMS, 1)
+    # without an answer nobody may have told anything, but who cannot reach another process is not the first to fail
+    first = place == 1 or (place is None and not breaks_off(error))
     if first or debug:
-        text = str(error) or "no reason is given"
+        text = str(error) or "no reason is given; has this process no memory left?"
         foreseen = isinstance(error, FloatingPointError | DiskError)
         if debug or not foreseen:
             traceback.print_exception(error)
         if not foreseen:
             text = ": ".join([*getattr(error, "__notes__", ()), type(error).__name__, text])
-        print(f"error: rank {environment.rank()}, {text}", file=sys.stderr, flush=True)
+        say_below(f"error: rank {environment.rank()}, {text}")
     if store is None:
         return
     # it fails if the process that holds the store is gone, or the first one could not print
@@ -55,6 +58,17 @@ def tell(error: Exception, *, debug: bool) -> None:
         time.sleep(5 * POLL_SECONDS)
     else:
         within(PATIENCE, store.get, PRINTED)
+
+
+def breaks_off(error: BaseException | None) -> bool:
+    """Whether an error only says that another process does not answer."""
+    said = str(error)
+    return isinstance(error, dist.DistError) or "gloo" in said or "pair closure" in said
+
+
+def say_below(sentence: str) -> None:
+    """Print a sentence on stderr, on a line of its own: a progress bar may stand on the last one, of any rank."""
+    print(f"\n{sentence}", file=sys.stderr, flush=True)
 
 
 def complain(error: Exception, *, debug: bool) -> None:
@@ -69,7 +83,7 @@ def complain(error: Exception, *, debug: bool) -> None:
     rank = environment.rank()
     node = f" (node of rank {rank})" if rank else ""
     sentence = f"error{node}: {error}"
-    print(sentence, file=sys.stderr, flush=True)
+    say_below(sentence)
     if not launched:
         return
     with suppress(OSError):
@@ -78,7 +92,7 @@ def complain(error: Exception, *, debug: bool) -> None:
         if os.fork() == 0:
             os.setsid()  # the launcher ends its children's groups
             if select.select([launcher], [], [], LAUNCHER_SECONDS)[0]:
-                os.write(2, f"\n{sentence}\n".encode())
+                say_below(sentence)
             os._exit(0)
 
 

@@ -136,6 +136,10 @@ class MetricsLog:
                 yield
         except DiskError as error:
             self.failure = self.failure or error
+        if not self.path.exists():  # the open file takes what nobody finds
+            self.failure = DiskError(
+                f"{self.path.absolute()} was deleted while the run wrote it; leave the run folder in its place"
+            )
 
     def close(self) -> None:
         """Close everything; DiskError if something could not be written, which nobody has been told yet."""

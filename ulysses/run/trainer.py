@@ -211,7 +211,9 @@ class Trainer:
         report = self.policies.apply(gradients, context)
         if context.stop:
             examples = self.loader.indices(*divmod(step, self.loader.steps_per_epoch))[:8]
-            raise FloatingPointError(f"{context.stop}; examples {examples} ... of the data")
+            raise FloatingPointError(
+                f"{context.stop}; examples {examples} ... of {self.loader.holds}"
+            )
         lr = context.lr * context.lr_scale
         if context.skip or not work[0]:  # a step without a token
             self.engine.skip_step()

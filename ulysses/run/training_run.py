@@ -70,6 +70,7 @@ class TrainingRun:
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
             self.changes = self.prepared.changes(self.data_names)
+            self.watch.pause()  # a host program may look at the data, and never enter
         except BaseException:
             self.watch.stop()
             raise

@@ -15,7 +15,6 @@ fewest phases and collectives. The first rank of each node that finds out tells 
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,12 +25,12 @@ from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import psutil
-import torch.distributed as dist
 
 from ulysses import environment
-from ulysses.run.failure import POLL_SECONDS, PRINTED, within
+from ulysses.run.failure import POLL_SECONDS, PRINTED, breaks_off, say_below, within
 from ulysses.zero.construct import START_SECONDS, collectives_begun, limit_groups
 
+NODE = os.uname().nodename
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
 BEAT_SECONDS = 1.0
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
@@ -120,9 +119,13 @@ class Watch:
             self._patience = patience
             limit_groups(patience)
 
+    def pause(self) -> None:
+        """Watch nothing until the next phase: what this process does now belongs to no run."""
+        self._moved = inf
+
     def renew(self) -> None:
         """Note progress within a phase."""
-        self._moved = monotonic()
+        self._moved = max(self._moved, monotonic())
 
     def step_done(self, event: Any = None) -> None:
         """Note that a step is done on the host, and an event that a GPU reaches when it has done it too."""
@@ -130,8 +133,7 @@ class Watch:
 
     def report_failure(self, error: BaseException | None) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
-        told = "gloo" in str(error) or "pair closure" in str(error)
-        if (told or isinstance(error, dist.DistError)) and self.store is not None:
+        if breaks_off(error) and self.store is not None:
             self._hurried = SILENT_SECONDS
             sleep(3 * SILENT_SECONDS)  # the watch thread may end the process meanwhile
 
@@ -169,9 +171,7 @@ class Watch:
                 first = min(first, monotonic())
             self._hurried = self._hurried or 2 * SILENT_SECONDS
             if self._rank == 0:
-                print(
-                    "asked to stop: the run saves after this step", file=sys.stderr, flush=True
-                )
+                say_below("asked to stop: the run saves after this step")
         os.close(come)
 
     # ---------------------------------------------------------------- the clerk thread
@@ -181,10 +181,13 @@ class Watch:
         try:
             self.store = meet()
         except Exception as error:
-            if self._stop.wait(SILENT_SECONDS):
+            ended = self._stop.wait(SILENT_SECONDS)
+            while self._moved == inf and not ended:
+                ended = self._stop.wait(BEAT_SECONDS)
+            if ended:
                 return  # this process ends for a reason of its own, as the others may have done
             if self._local_rank < READERS:
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                say_below(f"error: {error}")
             os._exit(1)
         self._met.set()
         if self.store is None:
@@ -226,7 +229,7 @@ class Watch:
 
     def _beat(self) -> Beat:
         """Say where this process is; with a GPU, whether that one has come as far."""
-        now, node, place = monotonic(), os.uname().nodename, self._place
+        now, node, place = monotonic(), NODE, self._place
         with suppress(RuntimeError):  # of a GPU that has failed
             if self._event is not None and not self._event.query():
                 place += " (its GPU has not finished the step before)"
@@ -265,7 +268,7 @@ class Watch:
             slow = (idle if self._stepped else min(own, silence)) > self.warning > 0
             if slow and warned != self._phases and self._local_rank == 0:
                 warned = self._phases
-                print(f"warning: {self._sentence()}", file=sys.stderr, flush=True)
+                say_below(f"warning: {self._sentence()}")
 
     def _sentence(self) -> str:
         """Name the victim, its node, where it was and how long ago."""
@@ -273,11 +276,8 @@ class Watch:
         if unheard > SILENT_SECONDS:
             holder = "torchrun" if environment.agent_holds_store() else "rank 0"
             state = "is gone" if self._broken else "or its network does not answer"
-            told, own = (
-                f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago",
-                self._beat(),
-            )
-            return f"{told}; rank {own.rank} on {own.node} was at {own.place}"
+            told = f"{holder} at {environment.store_address()} {state}, {unheard:.0f} s ago"
+            return f"{told}; rank {self._rank} on {NODE} was at {self._beat().place}"
         peers = list(self._peers.values()) or [self._beat()]
         silent = [beat for beat in peers if now - beat.read > SILENT_SECONDS]
         victim = min(silent or peers, key=lambda b: (b.phases, b.collectives, b.moved))
@@ -302,7 +302,7 @@ class Watch:
                 without = self._rank == self._local_rank and not environment.agent_holds_store()
                 turn = 1 + self._local_rank - without
             if turn == 1:
-                print(f"error: {sentence}", file=sys.stderr, flush=True)
+                say_below(f"error: {sentence}")
             # a launcher ends all its processes as soon as one has left
             sleep(2 * BEAT_SECONDS)
         os._exit(1)

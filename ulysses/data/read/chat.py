@@ -14,29 +14,33 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
+from string import printable
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Environment, TemplateError, nodes
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.bounded import bounded_time, join_bounded
+from ulysses.data.read.bounded import ends, join_bounded, too_much
 from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import in_batches, safe_parts
-from ulysses.data.read.templates import NAMED_TEMPLATES, template_text
+from ulysses.data.read.templates import (
+    CLOSE,
+    NAMED_TEMPLATES,
+    OPEN,
+    template_environment,
+    template_text,
+)
 
 TURN_ENDS = (
     "<|eot_id|> <|eom_id|> <|im_end|> <|end_of_text|> <|endoftext|> <|end|> </s>".split()
 )
 # Marks in rendered text. They are Unicode noncharacters, which no text meant for interchange holds.
-OPEN, CLOSE, GUARD, BEGUN = MARKS = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+GUARD, BEGUN = "\ufdd2", "\ufdd3"
+MARKS = OPEN, CLOSE, GUARD, BEGUN
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
 GUARDS = re.compile(f"[{GUARD}{BEGUN}]")
 THINK_TAG = re.compile(f"</?think{GUARD}?>")
@@ -47,6 +51,7 @@ IDENTITIES = ("id", "name", "tool_call_id")  # keys of a message that a template
 SAID = ("content", "reasoning_content", "reasoning", "thinking")
 # of texts that are tokenised together; the results of more would not stay in the processor's cache
 CHARACTERS_AT_ONCE = 1 << 15
+SAMPLE = printable * 100
 Piece = list[str | int]  # texts, and ids of special tokens
 Span = tuple[int, int]  # start and stop
 
@@ -115,6 +120,11 @@ class TextEncoder:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True
+        if not ends(lambda: self.backend.encode(SAMPLE)):
+            raise DataError(
+                f"the tokenizer takes too much time or memory for {len(SAMPLE):,} characters; mend its normalizer or "
+                "its pattern"
+            )
         added = self.backend.get_added_tokens_decoder().items()
         self.special = {token.content: number for number, token in added if token.special}
         # One group per way of stripping, not one per token: `re` then skips to the first characters that they share.
@@ -140,7 +150,12 @@ class TextEncoder:
         parts = ((i, part) for i, text in enumerate(texts) for part in safe_parts(text))
         for batch in in_batches(parts, CHARACTERS_AT_ONCE):
             places, strings = zip(*batch)
-            results = self.backend.encode_batch_fast(strings, add_special_tokens=False)
+            try:
+                results = self.backend.encode_batch_fast(strings, add_special_tokens=False)
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+                    raise
+                raise BadRowError(f"cannot be tokenised: {error}") from None
             for i, result in zip(places, results):
                 encoded[i] += result.ids
         return encoded
@@ -186,18 +201,6 @@ class Encoded(NamedTuple):
     written: list[Message]
 
 
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} puts marks around what the assistant wrote."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        opens, closes = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
-        return nodes.Scope([opens, *body, closes]).set_lineno(line)
-
-
 class ChatTemplate:
     """A compiled chat template together with its tokenizer.
 
@@ -212,20 +215,28 @@ class ChatTemplate:
         self.text = template_text(tokenizer, template)
         self.marks_generation = re.search(r"\{%-?\s*generation\b", self.text) is not None
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        # There is no strftime_now: templates then write their fixed date, and tokens do not change by the day.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals["raise_exception"] = _raise_exception
+        environment = template_environment()
         try:
-            self._compiled = environment.from_string(self.text)
+            if not ends(lambda: self._open(environment)):
+                too_much()
+            self._open(environment)
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
+        except (DropRowError, BadRowError) as error:
+            raise DataError(
+                f"chat template {template} cannot render one question: {error}"
+            ) from None
         tree = environment.parse(self.text)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
         self._check(template, tokenizer)
+
+    def _open(self, environment: Environment) -> None:
+        """Compile the template, and render a question with and without an open turn, and with an answer."""
+        self._compiled = environment.from_string(self.text)
+        both = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        parts = (both[:1], True), (both[:1], False), (both, False)
+        self._samples = [self._render(part, None, opens) for part, opens in parts]
 
     @property
     def end_of_turn(self) -> int:
@@ -443,22 +454,13 @@ class ChatTemplate:
                     **self._special_names,
                 )
             )
-        except (TemplateError, TypeError) as error:
+        except MemoryError:
+            too_much()
+        except (TemplateError, TypeError, ArithmeticError) as error:
             raise DropRowError(f"the chat template refuses it: {error}") from None
 
     def _check(self, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
-        question = [{"role": "user", "content": "a"}]
-        answer = {"role": "assistant", "content": "a"}
-        try:
-            with bounded_time():
-                opened, closed = (
-                    self._render(question, None, opens) for opens in (True, False)
-                )
-                answered = self._render([*question, answer], None, False)
-        except (DropRowError, BadRowError) as error:
-            raise DataError(
-                f"chat template {name} cannot render one question: {error}"
-            ) from None
+        opened, closed, answered = self._samples
         self._opening = opened.removeprefix(closed)  # of the assistant's turn
         if opened == closed and not self.marks_generation:
             raise DataError(
@@ -492,7 +494,3 @@ def _is_lost(message: dict[str, Any], answer: str) -> bool:
 def _at_marks(text: str) -> list[str]:
     """Cut a rendered text where answers are marked; its odd parts are the answers."""
     return text.replace(CLOSE, OPEN).split(OPEN)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)

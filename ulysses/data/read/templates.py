@@ -1,11 +1,19 @@
-"""Find the text of a chat template: the tokenizer's own, a built-in one by its name, or a file."""
+"""Find the text of a chat template, the tokenizer's own, a built-in one or a file, and say in what Jinja it is read."""
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ulysses.data import DataError
 
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # marks in rendered text
 
 
 def template_text(tokenizer: Any, name: str) -> str:
@@ -27,3 +35,30 @@ def template_text(tokenizer: Any, name: str) -> str:
             f"({path.absolute()})"
         )
     return path.read_text(encoding="utf-8")
+
+
+def template_environment() -> Environment:
+    """Return the sandbox in which templates are compiled, with what Hugging Face's templates expect there."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    # There is no strftime_now: templates then write their fixed date, and tokens do not change by the day.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %} puts marks around what the assistant wrote."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        opens, closes = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
+        return nodes.Scope([opens, *body, closes]).set_lineno(line)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)

@@ -12,12 +12,13 @@ text       BOS document EOS         cut into pieces of max_length that overlap b
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
 
-from ulysses.data import DataError, DropRowError
+from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.bounded import bounded_time
 from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
 from ulysses.data.read.formats import Event, Record, dropping
@@ -80,10 +81,14 @@ def encode_records(
             with dropping(events, record.where, settings.bad_rows):
                 rendered.append((record, _render(record, kind, template, settings)))
     texts = [text for _, sides in rendered for text in sides]
-    encoded = iter(template.encode_batch(texts, as_whole=kind == "sequence"))
+    encode = partial(template.encode_batch, as_whole=kind == "sequence")
+    try:
+        encoded = iter(encode(texts))
+    except BadRowError:  # which row it was is found below
+        encoded = None
     for record, sides in rendered:
-        tokens = [next(encoded) for _ in sides]
         with dropping(events, record.where, settings.bad_rows):
+            tokens = [next(encoded) for _ in sides] if encoded else encode(sides)
             yield _encode(record, kind, tokens, template.encoder.bos, settings, events)
 
 
@@ -192,7 +197,13 @@ def encode_documents(
 ) -> list[tuple[str, int, np.ndarray]]:
     """Tokenise documents or parts of them; return where each stands, the index of its source, and its tokens."""
     records = list(records)
-    tokens = encoder.encode_texts([record.text for record in records])
+    try:
+        tokens = encoder.encode_texts([record.text for record in records])
+    except BadRowError:  # of which row?
+        for record in records:
+            with dropping([], record.where, "error"):
+                encoder.encode_texts([record.text])
+        raise
     return [(r.where, r.source, np.asarray(ids, np.int32)) for r, ids in zip(records, tokens)]
 
 

@@ -50,6 +50,7 @@ class StepLoader:
     dp_rank: int = 0
     shuffle: bool = True
     attention_length: float = ATTENTION_LENGTH
+    holds = "the data"  # what its examples are numbered in
 
     def __post_init__(self) -> None:
         self._last_order = (-1, np.arange(len(self.dataset)))  # an epoch and its order
