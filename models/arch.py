@@ -182,8 +182,8 @@ class ModelConfig:
             method = quantised.get("quant_method")
             if method != "bitsandbytes" or quantised.get("bnb_4bit_quant_type") != "nf4":
                 raise ValueError(
-                    f"config.json says that the weights are quantised by {method}, but only bitsandbytes' NF4 can be "
-                    "trained on; use the model that they were made from, with model.quantize"
+                    f"quantization_config in config.json says that the weights are quantised by {method}, but only "
+                    "bitsandbytes' NF4 can be trained on; use the model that they were made from, with model.quantize"
                 )
         # rotary settings lie among the others or, in either style, in a table of their own
         table = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}

@@ -239,7 +239,7 @@ def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> N
 
     outcome = ranks(arguments(place, data__train="none.jsonl"), 1, tmp_path, before=before)
     assert outcome.code == 2 and re.fullmatch(
-        r"error \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr
+        r"\nerror \(node of rank 4\): data: .*none.jsonl.*\n", outcome.stderr
     ), outcome.stderr
 
 
