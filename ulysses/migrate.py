@@ -2,8 +2,9 @@
 
     YAML, JSON or a shell command  ->  {their name: value}  ->  {our key: value} with comments  ->  TOML
 
-The rules are data: ulysses/config/foreign_names.toml, which is applied here. What has no counterpart is listed below
-the settings, with what to do; a file that would train something else here is refused, with the line that says so.
+The rules are data: ulysses/config/foreign_names.toml, which is applied here. What does not change what is trained, and
+has no counterpart, is listed below the settings, with what to do. A file that would train something else here is
+refused with the line that says so, and so is every setting that the rules do not know.
 """
 
 import argparse
@@ -32,6 +33,8 @@ BATCH_FACTORS = (
 # What the shell would not pass on as it stands: variables anywhere, the rest outside of quotes.
 NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
 NOTHING = (None, "", "auto", -1, [], {})
+PROCESSES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[= ](\d+)")
+UNKNOWN = "this setting is not known here; take it out if it does not change what is trained"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
         help="if the file does not say it (TRL's do not)",
     )
     parser.add_argument(
-        "--gpus", type=int, default=1, help="number of GPUs, for batch.examples"
+        "--gpus",
+        type=int,
+        help="number of GPUs, for batch.examples; by default as a launcher in the file says, or 1",
     )
     asked = parser.parse_args(arguments)
     try:
@@ -57,8 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
         if asked.stage:
             given["stage"] = asked.stage
         print(translate(given, asked.file, asked.gpus))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        print(f"error: {asked.file}: {error}", file=sys.stderr)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        said = str(error) if isinstance(error, ConfigError) else " ".join(str(error).split())
+        print(f"error: {asked.file}: {said}", file=sys.stderr)
         return 2
     return 0
 
@@ -66,13 +72,15 @@ def main(arguments: list[str] | None = None) -> int:
 def read_settings(path: Path) -> dict[str, Any]:
     """Read their settings from YAML, JSON, or the arguments of a command such as `trl dpo --config FILE --beta 0.2`."""
     text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".toml":
+        raise ConfigError("this is TOML, which train.py --config reads as it is")
     if path.suffix in (".yaml", ".yml", ".json"):
         values = yaml.safe_load(text)
         if not isinstance(values, dict):
             raise ConfigError(
                 "this file holds no settings; give the YAML that the trainer reads"
             )
-        return values
+        return {str(name): value for name, value in values.items()}
     method, arguments = _command(text)
     # llamafactory-cli train FILE
     name, given = "config", {"stage": [method]} if method else {}
@@ -113,7 +121,7 @@ def _command(text: str) -> tuple[str, str]:
     return (commands | scripts)[start or script], arguments
 
 
-def translate(given: dict[str, Any], path: Path, gpus: int) -> str:
+def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
     """Return our settings as TOML with comments, and what is left to do.
 
     Args:
@@ -123,39 +131,51 @@ def translate(given: dict[str, Any], path: Path, gpus: int) -> str:
     Raises ConfigError if no stage is named, or if the settings would train something else here.
     """
     names = foreign_names()
-    given, method = _complete(given, path.parent, names)
+    system = _system(given, names)
+    given, method = _complete(given, system, path.parent, names)
     settings: dict[str, Any] = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
-    refused: dict[str, str] = {}
+    refused: list[tuple[str, Any, str]] = []  # name, value and reason
     # other rules depend on the stage
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
         for value in [given[name]] if name in names["ours"] else _entries(given[name]):
             stage = settings.get("stage", "")
-            kind, rule = _rule(name, value, method, stage, names["rules"])
+            places = f"{system}:{name}", f"{method}:{name}", f"{stage}.{name}"
+            kind, rule = _rule(name, value, places, stage, names["rules"])
             if kind == "ours":
                 if rule["key"] in ("data.train", "data.eval"):
-                    entries = _entries(value)
-                    value = _plain(
-                        [_source(entry, names["sources"], remarks) for entry in entries]
-                    )
+                    sources = []
+                    for entry in _entries(value):
+                        if isinstance(entry, dict) and (unknown := entry.pop("unknown", "")):
+                            remarks.append(f"{name} = {entry['path']}: {unknown}")
+                        source, wrong = _source(entry, stage, names)
+                        sources.append(source)
+                        refused += wrong
+                    value = sources[0] if len(sources) == 1 else sources
                 kind, rule, new = _ours(value, rule, given, stage, names["free_choice"])
                 settings |= new
                 comments |= dict.fromkeys(new if rule else (), f"  # {name}: {rule}")
             if kind == "by_hand":
                 remarks.append(f"{name} = {value}: {rule}")
             elif kind == "not_supported":
-                refused[name] = rule
+                refused.append((name, value, rule))
     if not method:
         methods = ", ".join(names["ours"]["stage"]["values"])
         raise ConfigError(f"no stage is named; add --stage with one of {methods}")
+    text = path.read_text(encoding="utf-8-sig")
+    if gpus is None:
+        gpus = int(max(PROCESSES.findall(text), default="1", key=int))
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
     name, reason = names["one_step"].get(method, ("", ""))
     settings |= _batch(given, groups, given["num_generations"] if name else 0, comments)
     if given.get(name) and settings["ppo.minibatches"] * given["num_iterations"] > 1:
-        refused[name] = reason
-    text = path.read_text(encoding="utf-8-sig")
-    refuse([_refusal(name, given[name], reason, text) for name, reason in refused.items()])
+        refused.append((name, given[name], reason))
+    refuse([_refusal(*each, text) for each in refused])
+    if not system:
+        raise ConfigError(
+            f"whose settings these are cannot be told: none of the names that mark {', '.join(names['marks'])} is here"
+        )
     return _toml(settings, comments, remarks)
 
 
@@ -166,7 +186,16 @@ def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]
     ]
     for key, value in settings.items():
         # an inline table of TOML is a JSON object with = instead of colons
-        written = json.dumps(value, ensure_ascii=False, separators=(", ", " = "), default=str)
+        try:
+            written = json.dumps(
+                value,
+                ensure_ascii=False,
+                allow_nan=False,
+                separators=(", ", " = "),
+                default=str,
+            )
+        except ValueError:
+            raise ConfigError(f"{key} is {value}, which is not a finite number") from None
         lines.append(f"{key} = {written}{comments.get(key, '')}")
     try:
         remarks += contradictions(check(tomllib.loads("\n".join(lines))))
@@ -180,13 +209,12 @@ def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]
 
 
 def _rule(
-    name: str, value: Any, method: str, stage: str, rules: dict[str, Any]
+    name: str, value: Any, places: tuple[str, ...], stage: str, rules: dict[str, Any]
 ) -> tuple[str, Any]:
     """Return the rule that says most about a setting, and the table that it stands in."""
     said, table = f"{name}={value}".lower(), name.partition(".")[0]
-    places = (f"{method}:{name}", f"{stage}.{name}", said, name, table)
-    place = next((place for place in places if place in rules), said)
-    kind, rule = rules.get(place, ("by_hand", "unknown; train.py --help lists the settings"))
+    place = next((place for place in (*places, said, name, table) if place in rules), said)
+    kind, rule = rules.get(place, ("not_supported", UNKNOWN))
     if kind == "ours":
         key = rule["key"].replace("STAGE", stage)
         return kind, rule | {"key": key + name[len(table) :] if place == table else key}
@@ -201,20 +229,26 @@ def _ours(
     key, choices, keys = rule["key"], rule.get("values"), (f"{key}." for key in known_keys())
     if not f"{key}.".startswith(tuple(keys)) or key.split(".")[0] in {*STAGES} - {stage}:
         return "by_hand", "a run of this stage has no such setting; leave it out", {}
-    if rule.get("list") and isinstance(value, str):
-        value = value.split(",")
+    note = rule.get("note", "") if value or choices else ""
+    if rule.get("list"):
+        value = value.split(",") if isinstance(value, str) else _entries(value)
+    if key.endswith("_every") and isinstance(value, float) and value % 1:
+        return "by_hand", f"a share of all steps there; set {key} in steps", {}
     if "per" in rule:
         value = float(value) / float(given[rule["per"]])
-    if choices and not isinstance(value, list):
-        value = choices.get(str(value).lower())
+    if choices:
+        chosen = [choices.get(str(each).lower()) for each in _entries(value)]
+        said = [choice for choice in chosen if choice != ""] or [""]
+        value = said[0] if len(said) == 1 else None
     if value is None:
         listed = key.startswith(tuple(free))
         kind, stands = (
             ("by_hand", ", so its default stands") if listed else ("not_supported", "")
         )
-        return kind, f"{key} has no such choice{stands}; see train.py --help", {}
+        todo = rule.get("else", "see train.py --help")
+        return kind, f"{key} has no such choice{stands}; {todo}", {}
     new = value if choices and isinstance(value, dict) else {key: value}
-    return "ours", rule.get("note", ""), new if value != "" else {}
+    return "ours", note, new if value != "" else {}
 
 
 def _batch(
@@ -230,6 +264,8 @@ def _batch(
     examples = math.prod(factors.values()) * groups
     product = " x ".join(f"{name} {value}" for name, value in factors.items())
     comment = f"  # {product} x {groups} GPUs (those that share a sequence count once)"
+    if "global_batch_size" in given:
+        examples, comment = int(given["global_batch_size"]), "  # global_batch_size"
     settings = {"batch.examples": examples}
     if answers:
         parts = factors.get("gradient_accumulation_steps", 1)
@@ -257,8 +293,18 @@ def _refusal(name: str, value: Any, reason: str, text: str) -> str:
     return f"{line}{name} = {' '.join(str(value).split())} has no counterpart here; {reason}"
 
 
+def _system(given: dict[str, Any], names: dict[str, Any]) -> str:
+    """Tell whose settings these are, "" if nothing says it; ConfigError for those that are not translated."""
+    for name, marks in names["not_translated"].items():
+        if found := sorted(given.keys() & marks):
+            raise ConfigError(
+                f"{found[0]} is a setting of {name}, whose files are not translated; start from configs/"
+            )
+    return next((name for name, marks in names["marks"].items() if given.keys() & marks), "")
+
+
 def _complete(
-    given: dict[str, Any], folder: Path, names: dict[str, Any]
+    given: dict[str, Any], system: str, folder: Path, names: dict[str, Any]
 ) -> tuple[dict[str, Any], str]:
     """Add what their trainer takes where the file says nothing and what other files say; remove what is void.
 
@@ -273,8 +319,8 @@ def _complete(
     # "none" is a choice of scale_rewards
     said = {name for name in given if given[name] not in NOTHING} | {"scale_rewards"}
     given = {name: value for name, value in given.items() if name in said}
-    marks, defaults = names["marks"], names["defaults"]
-    system = next((name for name in marks if given.keys() & marks[name]), "trl")
+    defaults = names["defaults"]
+    system = system or "trl"
     for name, stage in names["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
@@ -290,51 +336,61 @@ def _complete(
         rewards = _entries(given.pop("reward_model_name_or_path", [])) + rewards
         weights = _entries(given.pop("reward_weights", [1.0] * len(rewards)))
         given["reward_funcs"] = dict(zip(rewards, weights, strict=True))
-    given.setdefault("lora_alpha", 2 * given.get("lora_rank", 8))
+    if system != "llamafactory_v1":
+        given.setdefault("lora_alpha", 2 * given.get("lora_rank", 8))
     for rule in names["replaces"]:
-        if str(given.get(rule["name"], 0)).lower() not in rule["unless"]:
+        value = str(given.get(rule["name"], 0)).lower()
+        if value in rule["when"] if "when" in rule else value not in rule["unless"]:
             given = {name: given[name] for name in given if name not in rule["names"]}
     given["adam_beta1"] = [given["adam_beta1"], given.pop("adam_beta2")]
+    trained, held_out = (given.pop(f"dataset_{part}_split", part) for part in ("train", "test"))
     if path := given.pop("dataset_name", None):
         source = {"path": path, "subset": given.pop("dataset_config", None)}
-        given["datasets"] = source | {"split": given.pop("dataset_train_split", "train")}
+        given["datasets"] = source | {"split": trained}
         if given.get("eval_strategy"):
-            given["test_datasets"] = source | {"split": given.pop("dataset_test_split", "test")}
+            given["test_datasets"] = source | {"split": held_out}
     # LLaMA-Factory describes data sets by their names in a file of this folder
     if "dataset_dir" in given:
         info = _find(f"{given['dataset_dir']}/dataset_info.json", folder)
         described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
         most = {"num_samples": given.pop("max_samples", None)}
-        unknown = {"dataset_info.json": "does not describe it, so write its path"}
+        unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
         for each in described.values():
             if "file_name" in each:
                 each["file_name"] = str(info.parent / each["file_name"])
         for name in given.keys() & {"dataset", "eval_dataset"}:
             given[name] = [
                 most | described.get(each, {"path": each} | unknown)
-                for each in given[name].replace(" ", "").split(",")
+                for each in ",".join(_entries(given[name])).replace(" ", "").split(",")
             ]
+    # v1 describes them in a file of their own
+    for name in given.keys() & {"train_dataset", "eval_dataset"}:
+        file = _find(str(given[name]), folder)
+        if file.suffix in (".yaml", ".yml"):
+            described = yaml.safe_load(file.read_text(encoding="utf-8"))
+            given[name] = [each | {"path": str(each["path"])} for each in described.values()]
     return given, method
 
 
-def _source(entry: Any, keys: dict[str, str], remarks: list[str]) -> Any:
-    """Turn one of their data sets, a path or a description, into ours."""
+def _source(
+    entry: Any, stage: str, names: dict[str, Any]
+) -> tuple[Any, list[tuple[str, Any, str]]]:
+    """Turn one of their data sets, a path or a description, into ours; name what would change its rows."""
     source: dict[str, Any] = {}
-    left = []
+    wrong = []
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
-        key = keys.get(name)
-        if value in NOTHING or key == f"columns.{value}":
+        key = names["sources"].get(f"{stage}.{name}", names["sources"].get(name))
+        allowed = names["rows"].get(f"{stage}.{name}", names["rows"].get(name))
+        if value in NOTHING or key == f"columns.{value}" or allowed == []:
             continue
-        if key:
+        if key == "split" and "[" in str(value):
+            wrong.append((name, value, "write max_examples for a part of a split"))
+        elif key:
             put(source, key, value)
-        else:
-            left.append(f"{name} {value}")
-    if left:
-        remarks.append(
-            f"{source.get('path')}: {', '.join(left)}: formats follow from the rows' keys; look with --inspect 3"
-        )
-    return source["path"] if source.keys() == {"path"} else source
+        elif allowed is None or _plain(value) not in allowed:
+            wrong.append((name, value, names["row_reasons"].get(name, UNKNOWN)))
+    return source["path"] if source.keys() == {"path"} else source, wrong
 
 
 def _entries(value: Any) -> list[Any]:
@@ -344,12 +400,12 @@ def _entries(value: Any) -> list[Any]:
 
 def _plain(value: Any) -> Any:
     """Read the numbers and switches that YAML and a shell leave as text, such as 1e-5; one value alone is no list."""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+    if isinstance(value, list):
+        return _plain(value[0]) if len(value) == 1 else [*map(_plain, value)]
     try:
         return json.loads(value)
     except (TypeError, ValueError):
-        words = {"true": True, "false": False, "no": False, "none": None}
+        words = {"true": True, "false": False, "yes": True, "no": False, "none": None}
         return words.get(str(value).lower(), value)
 
 

@@ -181,7 +181,10 @@ DATASETS = {
     "pairs": {"hf_hub_url": "own/pairs", "subset": "en", "columns": {"prompt": "question"}},
     "identity": {"file_name": "identity.json"},
     "chats": {"file_name": "chats.json", "formatting": "sharegpt",
-        "columns": {"messages": "conversations", "images": "images"}},
+        "columns": {"messages": "conversations"}, "tags": {"role_tag": "from", "content_tag": "value"}},
+    "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
+    "books": {"file_name": "books.jsonl", "columns": {"prompt": "content"}},
+    "pictures": {"file_name": "pictures.json", "columns": {"messages": "messages", "images": "images"}},
     "kto_en_demo": {"file_name": "kto_en_demo.json", "columns": {"messages": "messages", "kto_tag": "label"}},
 }  # fmt: skip
 
@@ -272,9 +275,12 @@ def test_llamafactory_lora(migrate: Any, tmp_path: Path) -> None:
     )
     assert config.model.dtype == "bfloat16" and "fp16: float16 is not supported" in shown
     for remark in ("optim = paged_adamw_8bit: AdamW",
-                   "save_strategy = epoch: set run.save_every",
-                   "chats.json: formatting sharegpt, images images: formats follow"):  # fmt: skip
+                   "save_strategy = epoch: set run.save_every"):  # fmt: skip
         assert remark in shown
+    assert config.data.eval == {
+        "path": str(tmp_path / "data/chats.json"),
+        "columns": {"messages": "conversations"},
+    }
 
 
 def test_llamafactory_kto_has_the_betas_own_section(migrate: Any) -> None:
@@ -337,9 +343,11 @@ def test_trl_command_line(migrate: Any) -> None:
     ]
     assert config.data.max_length == 1024 and config.run.epochs == 1
     assert (
-        'data.train_on = "assistant"  # assistant_only_loss: without it TRL trains every token'
+        'data.train_on = "all"  # assistant_only_loss: without it TRL trains every token'
         in shown
     )
+    config, _ = migrate(TRL_SFT.strip() + " --completion_only_loss true", name="sft.sh")
+    assert config.data.train_on == "assistant"
 
 
 def test_axolotl(migrate: Any) -> None:
@@ -357,10 +365,7 @@ def test_axolotl(migrate: Any) -> None:
         config.model.special_tokens == {"pad_token": "<|end_of_text|>"}
         and config.optimizer.lr == 2e-4
     )
-    assert (
-        "load_in_4bit = True: use LoRA on bfloat16 weights" in shown
-        and "load_in_8bit" not in shown
-    )
+    assert config.model.quantize == "nf4" and "load_in_8bit" not in shown
     assert "saves_per_epoch = 1: set run.save_every in steps" in shown
     config, _ = migrate(AXOLOTL_SFT.replace("chat_template: llama3", "rl: ipo"))
     assert (config.stage, config.dpo.loss_type) == ("dpo", "ipo")
@@ -391,13 +396,12 @@ def test_what_cannot_be_read_is_one_sentence(
 
 
 def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate: Any) -> None:
-    text = LLAMAFACTORY_DPO.replace("template: llama3", "template: mistral").replace(
+    text = LLAMAFACTORY_DPO.replace("template: llama3", "flash_attn: fa9").replace(
         "pref_beta: 0.2", "loss_type: exo_pair"
     )
     _, shown = migrate(text)
     assert (
-        "template = mistral: data.chat_template has no such choice, so its default stands"
-        in shown
+        "flash_attn = fa9: model.attention has no such choice, so its default stands" in shown
     )
     shown = migrate(text.replace("pref_loss: sigmoid", ""))[1]
     assert "\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0" in shown
@@ -576,10 +580,10 @@ def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(
 ) -> None:
     text = """finetuning_type: full\ndo_train: true\ndo_predict: true\nuse_dora: false\nuse_galore: false
 roles_to_train: [assistant, gpt]\noptim: adamw_torch\nsync_ref_model: false\nnew_special_tokens: null
-unknown_to_all: 1"""
+save_strategy: epoch"""
     config, shown = migrate(LLAMAFACTORY_KTO.replace("finetuning_type: lora", text))
-    assert config.model.lora.rank == 0 and shown.count("\n#   ") == 1
-    assert "unknown_to_all = 1: unknown; train.py --help lists the settings" in shown
+    # kto_en_demo.json is not there
+    assert config.model.lora.rank == 0 and "save_strategy = epoch: set run.save_every" in shown
 
 
 COMMANDS = {
@@ -649,7 +653,7 @@ def test_other_shell_text_is_refused(
 def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> None:
     evil = f"x{end}run.overwrite = true{end}#{end}"
     given = yaml.safe_load(LLAMAFACTORY_KTO) | {
-        "unknown_to_all": evil, f"unknown{evil}": 1, "chat_template": evil, "wandb_project": evil,
+        "save_strategy": evil, "wandb_project": evil,
         "special_tokens": {evil.replace(".", ""): "b"}, "flash_attn": evil,
     }  # fmt: skip
     config, shown = migrate(json.dumps(given), name="run.json")
@@ -659,11 +663,125 @@ def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> 
     )
 
 
-def test_a_chat_template_of_several_lines_is_a_comment_of_several_lines(migrate: Any) -> None:
-    lines = (
-        "chat_template: |\n  {% for m in messages %}\n  run.overwrite = true\n  {% endfor %}\n"
+def test_a_list_of_choices_is_the_one_that_is_not_the_default(migrate: Any) -> None:
+    text = LLAMAFACTORY_KTO.replace("template: llama3", "report_to: [tensorboard, wandb]")
+    assert migrate(text)[0].run.wandb == "ulysses"
+    text = LLAMAFACTORY_KTO.replace("template: llama3", "report_to: [tensorboard]")
+    assert migrate(text)[0].run.wandb == ""
+    weights = TRL_DPO.replace("[sigmoid]", "[ipo]\nloss_weights: [1.0]")
+    assert migrate(weights, "--stage", "dpo")[0].dpo.loss_weights == [1.0]
+
+
+def test_documents_are_named_by_the_column_of_their_text(migrate: Any, tmp_path: Path) -> None:
+    text = "model_name_or_path: m\nstage: pt\ndo_train: true\ndataset: c4_demo, books\n"
+    config, _ = migrate(text + "finetuning_type: full\noutput_dir: out\n")
+    assert config.stage == "pt" and config.data.train == [
+        str(tmp_path / "data/c4_demo.jsonl"),
+        {"path": str(tmp_path / "data/books.jsonl"), "columns": {"text": "content"}},
+    ]
+
+
+def test_the_mixture_of_alignment_handbook(migrate: Any) -> None:
+    mixture = """dataset_mixture:
+  datasets:
+    - id: own/pairs
+      config: en
+      split: train_prefs
+      columns: [chosen, rejected]
+      weight: 0.5
+    - {path: other/pairs, name: de, fraction: 0.25}
+  test_split_size: 0.1
+  seed: 0
+"""
+    text = TRL_DPO.replace("dataset_name: trl-lib/ultrafeedback_binarized\n", mixture)
+    config, _ = migrate(text, "--stage", "dpo")
+    assert config.data.train == [
+        {"path": "own/pairs", "subset": "en", "split": "train_prefs", "weight": 0.5},
+        {"path": "other/pairs", "subset": "de", "weight": 0.25},
+    ]
+    assert config.data.eval_fraction == 0.1
+
+
+def test_version_1_of_llamafactory(migrate: Any, tmp_path: Path) -> None:
+    (tmp_path / "data/demo.yaml").write_text(
+        "chats: {path: own/chats, source: hf_hub, converter: sharegpt, size: 50}\n"
     )
-    config, shown = migrate(LLAMAFACTORY_KTO + lines)
-    assert not config.run.overwrite and config.data.chat_template == "llama3"
-    comment = "\n#   chat_template = {% for m in messages %}\n#   run.overwrite = true\n#   {% endfor %}\n#   : data"
-    assert comment in shown
+    text = """model: Qwen/Qwen3-0.6B
+model_class: llm
+template: qwen3_nothink
+peft_config: {name: lora, r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all}
+quant_config: {name: bnb, quantization_bit: 4}
+dist_config: {name: fsdp2, dcp_path: null}
+cp_mode: ulysses
+cp_size: 2
+train_dataset: data/demo.yaml
+output_dir: out
+global_batch_size: 32
+max_steps: 10
+"""
+    config, _ = migrate(text, "--stage", "sft", "--gpus", "4")
+    assert (config.model.path, config.model.quantize) == ("Qwen/Qwen3-0.6B", "nf4")
+    assert (config.model.lora.rank, config.model.lora.alpha) == (16, 32)
+    assert config.data.train == {"path": "own/chats", "max_examples": 50}
+    assert config.batch.examples == 32 and config.parallel.sequence_parallel_size == 2
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 0.01)
+    assert (config.optimizer.schedule, config.optimizer.warmup) == ("constant", 0)
+
+
+def test_shares_of_all_steps_are_listed(migrate: Any) -> None:
+    config, shown = migrate(TRL_DPO + "save_steps: 0.5\n", "--stage", "dpo")
+    assert config.run.save_every == 0
+    assert "save_steps = 0.5: a share of all steps there; set run.save_every in steps" in shown
+
+
+def test_a_launcher_says_how_many_gpus_there_are(migrate: Any) -> None:
+    command = TRL_SFT.replace("--config_file zero3.yaml", "--num_processes 8")
+    assert migrate(command, name="go.sh")[0].batch.examples == 64
+    assert migrate(command, "--gpus", "2", name="go.sh")[0].batch.examples == 16
+
+
+def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate: Any) -> None:
+    text = TRL_DPO.replace("beta: 0.05", "label_smoothing: 0.1")
+    assert migrate(text, "--stage", "dpo")[0].dpo.label_smoothing == 0
+    text = text.replace("loss_type: [sigmoid]", "loss_type: [robust]")
+    assert migrate(text, "--stage", "dpo")[0].dpo.label_smoothing == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("unknown_to_all: 1", "unknown_to_all = 1 has no counterpart here; this setting is not"),
+        ("unknown_to_all: false", "unknown_to_all = False"),
+        ("dataset: pictures", "images = images has no counterpart here; only text"),
+        ("template: mistral", "take it out to use the tokenizer's own"),
+        ("chat_template: '{{ messages }}'", "or name a .jinja file"),
+        ("disable_shuffling: true", "every epoch is shuffled here"),
+        ("learning_rate: .nan", "optimizer.lr is nan, which is not a finite number"),
+        ("train_type: lora", "train_type is a setting of ms-swift, whose files are not translated"),
+        ("datasets: [{path: a/b, type: alpaca}]", "type = alpaca has no counterpart here; it writes"),
+        ("datasets: [{path: a/b, split: 'train[:9%]'}]", "write max_examples for a part of a split"),
+        ("1: 2", "1 = 2"),
+        ("- a: [", "expected"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused(
+    text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(DATASETS))
+    (tmp_path / "run.yaml").write_text(f"finetuning_type: full\nstage: sft\n{text}\n")
+    assert main([str(tmp_path / "run.yaml")]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out and sentence in shown.err and shown.err.count("\n") == 1
+
+
+def test_what_is_ours_or_nobodys_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text, sentence in (
+        ("run.toml", 'stage = "sft"', "this is TOML, which train.py --config reads as it is"),
+        ("run.yaml", "seed: 3", "whose settings these are cannot be told"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert main([str(tmp_path / name), "--stage", "sft"]) == 2
+        assert sentence in capsys.readouterr().err
