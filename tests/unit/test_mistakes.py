@@ -35,7 +35,7 @@ MISTAKES = {
     "--stage ppo --model.path m --run.steps 3 --ppo.beta 0.1": "ppo.beta: unknown; here it is ppo.kl_coefficient",
     "--stage ppo --model.path m --run.steps 3 --ppo.max_completion_length 9": "here it is ppo.max_new_tokens",
     f"{BASE} --use_dora true": "use_dora: not supported; use plain LoRA",
-    f"{BASE} --load_in_4bit": "load_in_4bit: not supported; use LoRA on bfloat16 weights",
+    f"{BASE} --load_in_4bit": "load_in_4bit: unknown; here it is model.quantize",
     f"{BASE} --overwrite_cache": "overwrite_cache: not needed here",
     f"{BASE} --overwrite_output_dir true": "overwrite_output_dir: not needed here",
     f"{BASE} --lr 1e-5": "lr: unknown; did you mean optimizer.lr?",
