@@ -3,13 +3,16 @@
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from models.arch import ModelConfig
 from tests.e2e.launch import ROOT, environment
 from tests.harness import run_distributed
+from tests.model_folder import write_model
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -73,33 +76,28 @@ def printed(program: str, *arguments: object) -> str:
     ).stdout
 
 
-def test_a_longer_context_is_compared_with_and_without_yarn(tmp_path: Path) -> None:
-    (tmp_path / "books").mkdir()
-    for name in ("one.txt", "three.txt", "two.txt"):
-        words = (f"{name} says {i * i} and goes on to {i}.\n" for i in range(400))
-        (tmp_path / "books" / name).write_text("".join(words))
-    toy = "--short 512 --long 2048 --steps 3 --more 2 --tokens 2048 --vocabulary 300 --width 64 --layers 1"
-    arguments = [*toy.split(), "--held-out", "three.txt", "--optimizer.lr", "2e-3"]
-    printed("long_context.py", tmp_path / "books", "--out", tmp_path / "out", *arguments)
-    header, _, *rows = (tmp_path / "out/table.md").read_text().splitlines()
-    runs = [
-        "as it is, before",
-        "as it is, after 2 steps",
-        "YaRN, before",
-        "YaRN, after 2 steps",
+def test_preferences_of_a_model_are_judged_before_and_after(tmp_path: Path) -> None:
+    """The study of DPO: its held-out pairs rank better after training, with all weights and with adapters."""
+    demo, model = ROOT / "configs/demo", tmp_path / "model"
+    shutil.copytree(demo / "data/tokenizer", model)
+    write_model(
+        model, ModelConfig.from_hf(json.loads((demo / "model/config.json").read_text()))
+    )
+    rows = (demo / "data/dpo_train.jsonl").read_text().splitlines()[:200]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    toy = "--batch.examples 8 --model.dtype float32 --optimizer.lr 1e-2 --optimizer.warmup 2 --run.seed 0"
+    printed(
+        "real_model.py", "dpo", model, tmp_path / "pairs.jsonl", "--out", tmp_path, *toy.split()
+    )
+    header, _, *lines = (tmp_path / "dpo/table.md").read_text().splitlines()
+    assert "pairs ranked right (%)" in header and "gain in log-odds" in header
+    assert [re.split(r" *\| *", line)[1] for line in lines] == [
+        "ours, all weights, seed 0",
+        "ours, LoRA, seed 0",
     ]
-    assert re.findall(r"\w[^|]*\w", header) == ["position", *runs]
-    assert [row.split()[1] for row in rows] == ["0-1k", "1k-2k"]
-    yarn = json.loads((tmp_path / "out/YaRN/config.json").read_text())
-    assert (
-        yarn["model"]["rope"]["factor"] == 4
-        and yarn["optimizer"]["lr"] == 2e-3
-        and "one.txt" in str(yarn["data"])
-    )
-    assert (
-        "three.txt" not in str(yarn["data"]["train"])
-        and (tmp_path / "out/long_context.png").stat().st_size > 10_000
-    )
+    gains = [re.findall(r"(-?[\d.]+) ± ([\d.]+)", line) for line in lines]
+    assert all(float(gain) > 2 * float(error) > 0 for (_, (gain, error)) in gains), gains
+    assert (tmp_path / "dpo/dpo.png").stat().st_size > 10_000
 
 
 def test_tokenising_is_compared_with_datasets_map() -> None:

@@ -1,0 +1,136 @@
+"""A quantised base: its bytes, folders of bitsandbytes, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from safetensors.torch import load_file, save_file
+
+from models.arch import ModelConfig
+from models.hf_format import WeightFiles
+from models.quantized import pack, packed_parts, unpack
+from tests.model_folder import tiny_config, write_model
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.section import ConfigError
+from ulysses.run.build import InitialWeights
+from ulysses.run.preflight import prepare
+
+MATRIX = "model.layers.1.mlp.up_proj.weight"
+
+
+def matrix(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("rows, columns", [(8, 64), (48, 32), (300, 96)])
+def test_nf4_is_what_bitsandbytes_makes(rows: int, columns: int) -> None:
+    whole = matrix(rows, columns)
+    data = pack("nf4", whole)
+    assert data.numel() == sum(packed_parts("nf4", whole.shape))
+    # as rows of one block, where bitsandbytes is right on CPUs
+    codes, state = quantize_4bit(
+        whole.view(-1, 64), blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    theirs = dequantize_4bit(codes, state).view(rows, columns)
+    torch.testing.assert_close(unpack("nf4", data, whole.shape, torch.float32), theirs)
+    error = (theirs - whole).abs().max() / whole.abs().max()
+    assert 0.01 < error < 0.2
+
+
+def test_fp8_has_a_scale_for_each_row() -> None:
+    whole = matrix(8, 64) * torch.logspace(-4, 4, 8)[:, None]
+    near = unpack("fp8", pack("fp8", whole), whole.shape, torch.float32)
+    assert ((near - whole).abs().amax(1) <= whole.abs().amax(1) / 16).all()
+
+
+@pytest.fixture
+def packed_folder(tmp_path: Path) -> Path:
+    """Return a model whose layers' matrices bitsandbytes has quantised, with the original beside it."""
+    config = ModelConfig.from_hf(tiny_config())
+    write_model(tmp_path / "original", config)
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(tmp_path / "original/model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            weight, state = quantize_4bit(
+                weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+            )
+            weights |= {
+                f"{name}.{key}": part for key, part in state.as_dict(packed=True).items()
+            }
+        weights[name] = weight
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    method = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    }
+    (folder / "config.json").write_text(json.dumps(tiny_config(quantization_config=method)))
+    return folder
+
+
+def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder: Path) -> None:
+    config = ModelConfig.from_hf(tiny_config())
+    size = sum(packed_parts("nf4", torch.Size((48, 32))))
+    ours, theirs = torch.empty(2, size, dtype=torch.uint8)
+    for folder, out in (("original", ours), ("packed", theirs)):
+        weights = InitialWeights(config, 0, packed_folder.parent / folder, "nf4")
+        weights.fill(MATRIX, torch.Size((size,)), 0, out)
+    assert torch.equal(ours, theirs)
+    whole = WeightFiles(packed_folder).read(MATRIX)
+    original = WeightFiles(packed_folder.parent / "original").read(MATRIX)
+    torch.testing.assert_close(
+        whole,
+        unpack("nf4", pack("nf4", original.view(48, 32)), (48, 32), torch.float32).view(-1),
+    )
+
+
+def plan(folder: Path, **settings: Any) -> Any:
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    given = {"stage": "pt", "model.path": str(folder), "data.train": str(rows), "run.steps": 1}
+    tokenizer = Path(__file__).parents[2] / "configs/demo/data/tokenizer"
+    config = parse_command_line([], **given, **{"model.tokenizer": str(tokenizer)}, **settings)
+    return prepare(config.config, 1)
+
+
+LORA = {"model.lora.rank": 2}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    'model.quantize is "nf4" but all weights are trained': (
+        "original",
+        {"model.quantize": "nf4"},
+    ),
+    "matrices quantised to NF4; set model.quantize": ("packed", LORA),
+    "matrices quantised to NF4": ("packed", LORA | {"model.quantize": "fp8"}),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_cannot_be_quantised_is_one_sentence(sentence: str, packed_folder: Path) -> None:
+    name, settings = REFUSED[sentence]
+    with pytest.raises(ConfigError, match=sentence):
+        plan(packed_folder.parent / name, **settings)
+
+
+def test_bitsandbytes_is_asked_for(
+    packed_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str, *rest: Any) -> Any:
+        return None if name == "bitsandbytes" else found(name, *rest)
+
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    with pytest.raises(ConfigError, match="bitsandbytes"):
+        plan(packed_folder.parent / "original", **LORA, **{"model.quantize": "nf4"})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "compressed-tensors"])
+def test_checkpoints_of_others_are_refused_by_name(method: str) -> None:
+    with pytest.raises(ValueError, match=f"quantised by {method}, but only bitsandbytes' NF4"):
+        ModelConfig.from_hf(tiny_config(quantization_config={"quant_method": method}))
