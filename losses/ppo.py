@@ -125,13 +125,14 @@ def gae(
 
 
 def group_advantages(
-    scores: Tensor, group_size: int, kind: str = "group", *, scale: bool = True
+    scores: Tensor, group_size: int, kind: str = "group", *, scale: bool | str = True
 ) -> Tensor:
     """Return one advantage for each answer from the scores of all answers to its prompt: [N], detached.
 
     scores [N]: the answers of a group lie one after the other, `group_size` in each, at least 2.
-    "group": (r - mean) / (std + 1e-4) over the group, std with n - 1 (GRPO, 2402.03300, section 4.1.2); without `scale`
-    r - mean alone (Dr. GRPO, 2503.20783). "leave_one_out": r minus the mean of the other answers (RLOO, 2402.14740).
+    "group": (r - mean) / (std + 1e-4) over the group, std with n - 1 (GRPO, 2402.03300, section 4.1.2); with `scale`
+    "batch" the std is that of all scores (2508.08221), without it r - mean alone (Dr. GRPO, 2503.20783).
+    "leave_one_out": r minus the mean of the other answers (RLOO, 2402.14740).
     Raises ValueError for another kind, or scores that do not form such groups.
     """
     if group_size < 2 or len(scores) % group_size or kind not in ("group", "leave_one_out"):
@@ -144,7 +145,8 @@ def group_advantages(
     if kind == "leave_one_out":
         centred = centred * group_size / (group_size - 1)
     elif scale:
-        centred = centred / (groups.std(1, keepdim=True) + 1e-4)
+        spread = groups.std() if scale == "batch" else groups.std(1, keepdim=True)
+        centred = centred / (spread + 1e-4)
     return centred.flatten()
 
 

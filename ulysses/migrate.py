@@ -168,7 +168,8 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
         gpus = int(max(PROCESSES.findall(text), default="1", key=int))
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
     name, reason = names["one_step"].get(method, ("", ""))
-    settings |= _batch(given, groups, given["num_generations"] if name else 0, comments)
+    answers = given["num_generations"] if "ppo.answers_per_prompt" in settings else 0
+    settings |= _batch(given, groups, answers, comments)
     if given.get(name) and settings["ppo.minibatches"] * given["num_iterations"] > 1:
         refused.append((name, given[name], reason))
     refuse([_refusal(*each, text) for each in refused])

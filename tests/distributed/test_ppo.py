@@ -210,10 +210,10 @@ def formula(
         policy.losses * (c["importance"] if config.importance_cap else 1)
         - config.entropy_coefficient * entropy
     )
-    if config.kl_in == "loss":
-        each = each + config.kl_coefficient * kl_estimate(
-            logps, c["reference_logps"], config.kl_estimator
-        )
+    if config.kl_in != "reward":
+        kl = kl_estimate(logps, c["reference_logps"], config.kl_estimator)
+        ratio = (logps - c["old_logps"]).exp() if config.kl_in == "loss_with_ratio" else 1
+        each = each + config.kl_coefficient * kl * ratio
     trained, expected = (c["weights"].roll(-1) != 0).double(), {}
     if alone:
         values = ppo_value_loss(
@@ -295,7 +295,7 @@ GROUPED = {
             2,
             64,
             1,
-            GROUPED | {"kl_in": "loss", "kl_estimator": "k2", "importance_cap": 2.0},
+            GROUPED | {"kl_in": "loss_with_ratio", "kl_estimator": "k3", "importance_cap": 2.0},
             SHAPE,
         ),
         (

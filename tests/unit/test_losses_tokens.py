@@ -1,6 +1,7 @@
 """Token losses and PPO against loops in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -259,12 +260,20 @@ def test_kl_estimates_agree_in_expectation():
 def test_group_advantages():
     """Against the papers' equations, one group at a time."""
     scores = torch.tensor([1.0, 2.0, 4.0, 0.5, 0.5, 0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
-    for kind, scale in (("group", True), ("group", False), ("leave_one_out", True)):
+    cases: Any = (
+        ("group", True),
+        ("group", "batch"),
+        ("group", False),
+        ("leave_one_out", True),
+    )
+    for kind, scale in cases:
         found = group_advantages(scores, 3, kind, scale=scale)
         for i, r in enumerate(scores.tolist()):
             group = scores[i // 3 * 3 : i // 3 * 3 + 3].tolist()
             mean = sum(group) / 3
             deviation = math.sqrt(sum((x - mean) ** 2 for x in group) / 2)
+            if scale == "batch":
+                deviation = math.sqrt(float(((scores - scores.mean()) ** 2).sum()) / 8)
             expected = (r - mean) / (deviation + 1e-4) if scale else r - mean
             if kind == "leave_one_out":
                 expected = r - (sum(group) - r) / 2

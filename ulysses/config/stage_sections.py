@@ -152,8 +152,9 @@ class PpoSection(Section):
     gae and reinforce++ are shifted and scaled to mean 0 and variance 1 over the whole rollout."""
     answers_per_prompt: PositiveInt = 1
     """Answers sampled for each prompt; group and leave_one_out need at least 2."""
-    scale_by_std: bool = True
-    """Divide group advantages by the standard deviation of the group's scores; false is Dr. GRPO (2503.20783)."""
+    scale_by_std: bool | Literal["batch"] = True
+    """Divide group advantages by the standard deviation of the group's scores, or of the whole rollout's ("batch");
+    false is Dr. GRPO (2503.20783)."""
     value_lr_factor: NonNegativeFloat = 1.0
     """Learning rate of the value's parameters as a multiple of optimizer.lr."""
     epochs: PositiveInt = 4
@@ -185,9 +186,9 @@ class PpoSection(Section):
     """Subtracted from the score of answers that did not end within max_new_tokens; 0 is off."""
     kl_coefficient: NonNegativeFloat = 0.05
     """Weight of the per-token KL penalty; 0 is off and needs no reference."""
-    kl_in: Literal["reward", "loss"] = "reward"
+    kl_in: Literal["reward", "loss", "loss_with_ratio"] = "reward"
     """Subtract the KL from the reward of each token, or add it to the loss as GRPO does (with k2 or k3: the gradient of
-    k1 in a loss is zero on average)."""
+    k1 in a loss is zero on average), also times the token's ratio, through which it is differentiated too (with k3)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimate of the KL: d, d^2 / 2 or exp(-d) - 1 + d, with d the log-ratio to the reference."""
     gamma: float = Field(1.0, ge=0, le=1)

@@ -216,8 +216,10 @@ class PpoStage(ReferencedStage):
             )
             means |= {"val/clipfrac_avg": value.clipped, "loss/value_avg": value.losses}
             trained.append((value.losses, config.value_coefficient))
-        if config.kl_in == "loss" and config.kl_coefficient:
+        if config.kl_in != "reward" and config.kl_coefficient:
             kl = kl_estimate(out.logps, columns["reference_logps"], config.kl_estimator)
+            if config.kl_in == "loss_with_ratio":
+                kl = kl * (out.logps - old).exp()
             means["loss/kl_avg"] = kl
             trained.append((kl, config.kl_coefficient))
         if config.entropy_coefficient:

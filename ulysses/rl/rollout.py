@@ -338,7 +338,7 @@ class RolloutMaker:
         )
         columns = advantage.compute(rewards, values, cu_seqlens, config)
         columns["old_logps"] = old
-        if config.kl_in == "loss":
+        if config.kl_in != "reward":
             columns["reference_logps"] = reference
         sampled = [logp for answer in rollout.answers for logp in answer.logps]
         gap = old - torch.tensor(sampled, dtype=torch.float64)
