@@ -118,6 +118,14 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(tokenizer
     assert len(open_rows([{"messages": [USER, BOT] * 3}], "sequence")[0].sequences) == 1
 
 
+@pytest.mark.parametrize("train_on", ["all", "assistant"])
+def test_turns_after_the_last_answer_are_counted_where_all_is_trained(open_rows, train_on):
+    rows = [{"messages": [USER, BOT, USER]}, {"messages": [USER, BOT]}]
+    dataset = open_rows(rows, "sequence", train_on=train_on)
+    left = {"turns after the last answer left out": 1} if train_on == "all" else {}
+    assert dataset.report.notes == left
+
+
 def test_a_turn_that_is_too_long_is_left_out_alone(tokenizer, open_rows):
     row = {"messages": [USER, thought("x" * 200, "one"), USER, thought("y", "two")]}
     dataset = open_rows([row], "sequence", 150, template="qwen3", truncation="drop")

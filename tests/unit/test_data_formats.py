@@ -383,6 +383,34 @@ def test_file_kinds_give_the_same_records(tmp_path):
         assert [r.where[-5:] for r in records] == ["row 1", "row 2", "row 3"]
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.zst", "deep/b.csv.xz", "b.txt.bz2", "b.json.zip"])
+def test_a_file_that_is_not_unpacked_is_named_and_never_passed_over(tmp_path, name):
+    write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"packed")
+    for place in (tmp_path, tmp_path / name):
+        with pytest.raises(
+            DataError, match=rf"/{name} is compressed in a way that is not read"
+        ):
+            load(place)
+    (tmp_path / name).rename(tmp_path / "notes.zip")  # no data
+    assert [record.text for record in load(tmp_path)[0]] == ["a"]
+
+
+def test_csv_fields_beyond_the_header_and_columns_of_one_name_are_told(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("text,id\na,1\nb,2,3\n")
+    with pytest.raises(
+        DataError, match="row 2 has more fields than the first line names columns"
+    ):
+        load(file)
+    records, report = load(file, bad_rows="drop")
+    assert [record.text for record in records] == ["a"] and sum(report.dropped.values()) == 1
+    file.write_text("text,id,text\na,1,b\n")
+    with pytest.raises(DataError, match="a.csv has two columns of the name 'text'; rename one"):
+        load(file)
+
+
 SHARDED = "data/{}-0000{}-of-0000{}.jsonl"
 # a folder's files by split; those of "" belong to none
 LAYOUTS = {

@@ -185,6 +185,8 @@ def _checked(found: Any) -> Row:
         raise BadRowError("is not valid UTF-8, or holds an unpaired surrogate") from None
     if not isinstance(row, Mapping):
         raise BadRowError(f"is {type_name(row)}, not an object with keys")
+    if None in row:
+        raise BadRowError("has more fields than the first line names columns")
     return row
 
 

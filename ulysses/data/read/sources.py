@@ -38,6 +38,7 @@ FORMATS = {
 }
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet")
 LINES = {".jsonl", ".ndjson", ".csv", ".tsv"}  # suffixes of files with a row on every line
+NOT_UNPACKED = (".zst", ".bz2", ".xz", ".zip", ".lz4", ".7z")
 HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
 ITEMS_AT_ONCE = 256
@@ -118,7 +119,14 @@ def source_files(source: Source, *, left_out: bool = False) -> list[Path]:
     if not path.exists():
         raise DataError(_absent(source))
     is_saved = _is_saved_dataset(path)
-    found = (p for p in (path, *path.rglob("[!.]*")) if p.is_file())
+    found = [p for p in (path, *path.rglob("[!.]*")) if p.is_file()]
+    if packed := [
+        p for p in found if p.suffix in NOT_UNPACKED and Path(p.stem).suffix in SUFFIXES
+    ]:
+        raise DataError(
+            f"{min(packed).absolute()} is compressed in a way that is not read; unpack it, compress it as .gz, or "
+            "move it away"
+        )
     files = sorted(p for p in found if is_saved or _suffix(p) in SUFFIXES)
     if not files:
         raise DataError(
@@ -272,7 +280,13 @@ def _file_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, {"text": part}
         elif delimiter:
             csv.field_size_limit(sys.maxsize)
-            yield from enumerate(csv.DictReader(text, delimiter=delimiter), 1)
+            rows = csv.DictReader(text, delimiter=delimiter)
+            names = rows.fieldnames or []
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise DataError(
+                    f"{path.absolute()} has two columns of the name {twice[0]!r}; rename one of them"
+                )
+            yield from enumerate(rows, 1)
         elif suffix == ".json" and text.read(1024).lstrip().startswith("["):
             text.seek(0)
             yield from enumerate(json.load(text), 1)
