@@ -106,6 +106,9 @@ MISTAKES = {
         "nearest: llama3-8b",
     "SFT --model.config.model_type mixtral": "model_type 'mixtral'",
     "SFT --model.config.mlp_bias true": "mlp_bias",
+    "SFT --model.lora.alpha 8 --model.lora.merge true":
+        "model.lora.alpha, model.lora.merge: model.lora.rank is 0, which trains all weights",
+    "SFT --optimizer.lr 1e5": "optimizer.lr is 100000, after which nothing of a model is left",
     "SFT --model.config.model_type mistral --model.config.sliding_window null --model.config.attention_bias true":
         "attention_bias",
     "SFT --model.config.model_type mistral --model.config.sliding_window 4096": "sliding_window = 4096",

@@ -15,6 +15,7 @@ from ulysses.run.registry import STAGES
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+MOST_LR = 10.0
 
 
 def check_settings(config: Config, world_size: int) -> None:
@@ -82,6 +83,12 @@ def contradictions(config: Config) -> Iterator[str]:
             f'model.quantize is "{model.quantize}" but all weights are trained, which needs them as they are; set '
             'model.lora.rank, or model.quantize = "none"'
         )
+    adapters = model.lora.model_dump(exclude_defaults=True)
+    if adapters and not model.lora.rank:
+        keys = ", ".join(f"model.lora.{key}" for key in sorted(adapters))
+        yield f"{keys}: model.lora.rank is 0, which trains all weights; set the rank, or remove them"
+    if config.optimizer.lr > MOST_LR:
+        yield f"optimizer.lr is {config.optimizer.lr:g}, after which nothing of a model is left; rates lie below 1e-2"
     if memory.recompute == "none" and memory.offload == "checkpoints":
         yield (
             'memory.offload is "checkpoints" but memory.recompute "none" makes no checkpoints; set '
