@@ -32,7 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"{out.absolute()} already holds a model; give a folder that does not exist yet"
             )
-        if merge and (source / ADAPTER_CONFIG).exists():
+        is_adapter = (source / ADAPTER_CONFIG).exists()
+        if merge and not is_adapter and (source / CONFIG).exists():
+            raise ValueError(
+                f"{source.absolute()} is a model without adapters; nothing is to be merged"
+            )
+        if merge and is_adapter:
             merge_adapter(source, out)
         else:
             export_checkpoint(source, out, merge=merge)

@@ -133,6 +133,11 @@ def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, monkeypatc
         WeightFiles(folder)
 
 
+def test_a_model_without_adapters_is_not_merged(base, tmp_path, capsys):
+    assert export.main(["--merge", str(base), str(tmp_path / "out")]) == 2
+    assert "is a model without adapters; nothing is to be merged" in capsys.readouterr().err
+
+
 def test_an_adapter_that_is_not_finite_is_not_merged(base, tmp_path, capsys):
     adapter_by_peft(base, folder := tmp_path / "adapter")
     capsys.readouterr()
