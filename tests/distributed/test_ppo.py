@@ -295,7 +295,15 @@ GROUPED = {
             2,
             64,
             1,
-            GROUPED | {"kl_in": "loss_with_ratio", "kl_estimator": "k3", "importance_cap": 2.0},
+            GROUPED | {"kl_in": "loss", "kl_estimator": "k2", "importance_cap": 2.0},
+            SHAPE,
+        ),
+        (
+            4,
+            2,
+            64,
+            1,
+            GROUPED | {"kl_in": "loss_with_ratio", "kl_estimator": "k3"},
             SHAPE,
         ),
         (

@@ -568,8 +568,8 @@ def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(
 roles_to_train: [assistant, gpt]\noptim: adamw_torch\nsync_ref_model: false\nnew_special_tokens: null
 save_strategy: epoch"""
     config, shown = migrate(LLAMAFACTORY_KTO.replace("finetuning_type: lora", text))
-    # kto_en_demo.json is not there
-    assert config.model.lora.rank == 0 and "save_strategy = epoch: set run.save_every" in shown
+    assert config.model.lora.rank == 0 and shown.count("\n#   ") == 1
+    assert "save_strategy = epoch: set run.save_every" in shown
 
 
 COMMANDS = {
@@ -647,6 +647,23 @@ def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> 
     assert all(
         line.startswith("#   ") for line in shown[shown.index("# Without") :].splitlines()[1:]
     )
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\0", "\x1b", "\u2028", '"""\n'])
+def test_what_would_break_out_is_refused_without_a_translation(
+    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = f"x{end}run.overwrite = true{end}#{end}"
+    for name, value in (
+        ("unknown_to_all", evil),
+        (f"unknown{evil}", 1),
+        ("chat_template", evil),
+    ):
+        given = yaml.safe_load(LLAMAFACTORY_KTO) | {name: value}
+        (tmp_path / "run.json").write_text(json.dumps(given))
+        assert main([str(tmp_path / "run.json")]) == 2
+        shown = capsys.readouterr()
+        assert not shown.out and shown.err.count("\n") == 1
 
 
 def test_a_list_of_choices_is_the_one_that_is_not_the_default(migrate: Any) -> None:

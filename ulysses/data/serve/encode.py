@@ -118,9 +118,9 @@ def _encode(
 ) -> Example:
     """Make an example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
     columns = dict(record.columns)
-    if settings.train_on == "all" and kind == "sequence":
-        if record.answers[0][-1].role != "assistant":
-            events.append(("notes", "turns after the last answer left out", record.where))
+    trains_all = settings.train_on == "all" and kind == "sequence"
+    if trains_all and record.answers[0][-1].role != "assistant":
+        events.append(("notes", "turns after the last answer left out", record.where))
     sequences, problems, longest = [], [], 0
     for group in [[side] for side in sides] if kind == "sequence" else [sides]:
         try:
