@@ -318,8 +318,8 @@ def dpo(study: Study) -> None:
         })  # fmt: skip
 
     kinds = {
-        "all weights": {"optimizer.lr": 5e-6},
-        "LoRA": {"model.lora.rank": 16, "model.lora.merge": True, "optimizer.lr": 1e-4},
+        "all weights": {"optimizer.lr": 2e-5},
+        "LoRA": {"model.lora.rank": 16, "model.lora.merge": True, "optimizer.lr": 2e-4},
     }
     for seed in study.o.seeds:
         for kind, own in kinds.items():

@@ -39,6 +39,7 @@ from common import (
 )
 
 from ulysses.config.section import ConfigError
+from ulysses.memory.plan import GIB
 from ulysses.parallel.attention import UlyssesAttention
 from ulysses.run.watch import Watch
 from ulysses.zero.construct import common_store, initialize_distributed
@@ -67,6 +68,7 @@ def main() -> None:
             0,
             "one step of this length before: compiles kernels, makes the optimizer's states",
         ),
+        gpu_memory=(0.0, "GiB of each GPU that may be used, and are planned for; 0 is all"),
         profile=("", "write a trace of one step of the last length into this folder"),
         watch=(0, "compare steps without and with the watch that a run has, so many times"),
         peer=("", "another harness and its own arguments"),
@@ -105,6 +107,9 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
     """Measure every length on this rank; a length that is refused or does not fit ends the list."""
     device = initialize_distributed()
     world = torch.distributed.get_world_size()
+    if a.gpu_memory:
+        whole = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(a.gpu_memory * GIB / whole, device)
     config = settings(
         a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest]
     )

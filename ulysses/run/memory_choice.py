@@ -266,7 +266,11 @@ def this_machine(device: torch.device, host_gib: float = 0.0) -> Machine:
     """
     own: tuple[float, float, int] = math.inf, math.inf, 1
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
+        # of what this process may take: all, unless the program set a smaller share
+        memory = int(
+            torch.cuda.get_device_properties(device).total_memory
+            * torch.cuda.get_per_process_memory_fraction(device)
+        )
         own = memory, host_gib * GIB or free_host_bytes(), local_world_size()
     gpus, hosts, nodes = zip(*gather(own))
     return Machine(len(nodes), min(gpus), min(hosts), max(nodes))

@@ -41,8 +41,9 @@ from ulysses.stages.passes import token_values
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
 COLUMN = "reference_logps"
 Pairs = list[tuple[int, int]]
-# mean |policy - reference| per token that rounding alone explains
-STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+# mean |policy - reference| per token that rounding alone explains: between two ways through 30 layers of a pretrained
+# model of 135M parameters it was 0.028 in bfloat16
+STEP0_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
 
 
 @dataclass(eq=False)
