@@ -161,13 +161,17 @@ def seen() -> Any:
     device, rank = SimpleNamespace(type="cuda"), dist.get_rank()
     os.environ["LOCAL_WORLD_SIZE"] = "21"[rank // 2]
     gpu = SimpleNamespace(total_memory=GIB * (1 + rank))
-    with mock.patch("torch.cuda.get_device_properties", lambda _: gpu):
+    share = {0: 1.0, 1: 0.25, 2: 1.0}[rank]  # of rank 1's GPU of 2 GiB, half a GiB
+    with (
+        mock.patch("torch.cuda.get_device_properties", lambda _: gpu),
+        mock.patch("torch.cuda.get_per_process_memory_fraction", lambda _: share),
+    ):
         return this_machine(device, 100.0 - rank)  # type: ignore[arg-type]
 
 
 def test_ranks_of_unequal_nodes_see_one_machine():
     """Else they would choose different memory settings, and wait for each other's collectives."""
-    machine = Machine(3, GIB, 98 * GIB, 2)
+    machine = Machine(3, GIB // 2, 98 * GIB, 2)
     assert run_distributed(seen, 3, cpu=True) == [machine] * 3
 
 

@@ -108,6 +108,7 @@ MISTAKES = {
     "SFT --model.config.mlp_bias true": "mlp_bias",
     "SFT --model.lora.alpha 8 --model.lora.merge true":
         "model.lora.alpha, model.lora.merge: model.lora.rank is 0, which trains all weights",
+    "SFT --model.lora.rank 65536": "model.lora.rank: is 65536 but the model's matrices are",
     "SFT --optimizer.lr 1e5": "optimizer.lr is 100000, after which nothing of a model is left",
     "SFT --model.config.model_type mistral --model.config.sliding_window null --model.config.attention_bias true":
         "attention_bias",

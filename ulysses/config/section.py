@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class ConfigError(ValueError):
@@ -66,6 +67,14 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, bool) and "bool" not in kinds and "Any" not in kinds:
+            raise PydanticCustomError("switch", "this is a number or a text, not true or false")
+        return value
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

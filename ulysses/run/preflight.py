@@ -228,6 +228,12 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         return plan
     with collect():
         plan.shape = _fit_window(config, plan.shape, "data.max_length" if pretrained else "")
+    with collect("model.lora.rank"):
+        if model.lora.rank > plan.shape.hidden_size:
+            raise ValueError(
+                f"is {model.lora.rank} but the model's matrices are {plan.shape.hidden_size} wide; set a smaller one "
+                "(8 to 64 are usual), or 0 to train all weights"
+            )
     # otherwise it is absent with the model
     if plan.folder or model.tokenizer or not model.path:
         with collect():
