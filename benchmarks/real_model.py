@@ -6,9 +6,9 @@
     python benchmarks/real_model.py grpo OUT/sft/1gpu-seed0/export gsm8k_train.jsonl --out OUT
 
 MODEL is a folder or hub id, such as HuggingFaceTB/SmolLM2-135M-Instruct. The last 473 rows of gsm8k, the last book and
-every tenth pair are held out. `--peer 'COMMAND'` trains on the same rows beside ours, with {model}, {rows}, {out} and
-{seed} filled in; its folder {out} is judged as ours is. Answers are decoded greedily, and right if their last number
-is. Settings of train.py may follow, for all runs of a study.
+every tenth pair are held out. `--peer 'COMMAND'` trains on the same rows beside ours, with {model}, {rows}, {out},
+{seed} and {kind} ("all weights" or "LoRA") filled in; its folder {out} is judged as ours is. Answers are decoded
+greedily, and right if their last number is. Settings of train.py may follow, for all runs of a study.
 """
 
 import json
@@ -57,7 +57,7 @@ GRPO = {
     "ppo.reward": "ulysses.rl.rewards:gsm8k_reward", "ppo.advantage": "group", "ppo.answers_per_prompt": 16,
     "ppo.kl_coefficient": 0.0, "ppo.clip_high": 0.28, "ppo.epochs": 1, "ppo.minibatches": 1, "ppo.max_new_tokens": 300,
     "batch.examples": 64, "batch.tokens_per_microbatch": 32768, "data.max_length": 1024, "optimizer.warmup": 5,
-    "optimizer.schedule": "constant", "run.steps": 100,
+    "optimizer.schedule": "constant", "run.steps": 60,
 }  # fmt: skip
 
 
@@ -91,10 +91,10 @@ class Study:
             subprocess.run(line, stdout=log, stderr=subprocess.STDOUT, check=True, cwd=ROOT)
         return self.out / name
 
-    def peer(self, rows: Path, seed: int) -> Path:
+    def peer(self, rows: Path, seed: int, kind: str = "all weights") -> Path:
         """Let the peer train on the same rows."""
-        out = self.out / f"peer-seed{seed}"
-        given = {"model": self.o.model, "rows": rows, "out": out, "seed": seed}
+        out = self.out / f"peer-{kind.replace(' ', '-')}-{seed}"
+        given = {"model": self.o.model, "rows": rows, "out": out, "seed": seed, "kind": kind}
         with open(f"{out}.log", "w") as log:
             line = shlex.split(self.o.peer.format(**given))
             subprocess.run(line, stdout=log, stderr=subprocess.STDOUT, check=True)
@@ -308,6 +308,17 @@ def dpo(study: Study) -> None:
     order = [i for step in range(loader.steps_per_epoch) for i in loader.indices(0, step)]
     rows = study.write("pairs", (texts(train[i], tokenizer) for i in order))
     before = margins(study.o.model, held_out)
+    asked = [held_out[i].sequences[0] for i in (0, 1, 2)]
+    heads = [
+        sequence.tokens[: int(sequence.loss_weights.tolist().index(1.0))] for sequence in asked
+    ]
+    said = [{"prompt": tokenizer.decode(head)} for head in heads]
+
+    def speak(name: str, folder: str | Path) -> None:
+        for line, text in zip(said, answers(folder, heads, 120)):
+            line[name] = text
+
+    speak("before", study.o.model)
 
     def judge(name: str, folder: Path, seconds: float = 0.0) -> None:
         gain = margins(folder, held_out) - before
@@ -326,14 +337,16 @@ def dpo(study: Study) -> None:
             run = study.train(f"{kind.replace(' ', '-')}-{seed}", study.o.gpus[0], stage="dpo",
                               **DPO, **own, **files, **{"run.seed": seed})  # fmt: skip
             steps = read_metrics(run)
+            speak(f"after, {kind}, seed {seed}", run / "export")
             judge(
                 f"ours, {kind}, seed {seed}", run / "export", sum(s["seconds"] for s in steps)
             )
             study.axis.plot(
                 [s["rewards/margins"] for s in steps], lw=0.8, label=study.rows[-1]["run"]
             )
-        if study.o.peer:
-            judge(f"peer, seed {seed}", study.peer(rows, seed))
+            if study.o.peer:
+                judge(f"peer, {kind}, seed {seed}", study.peer(rows, seed, kind))
+    study.write("answers", said)
     study.axis.set(xlabel="step", ylabel="margin of rewards")
     study.axis.legend()
     study.finish(["run", "pairs ranked right (%)", "gain in log-odds", "seconds of steps"])
@@ -346,12 +359,11 @@ def grpo(study: Study) -> None:
     data = study.write("train", train)
     study.rows.append({"run": "before", "right (%)": accuracy(study.o.model, held_out)})
     for lr in study.o.rates:
-        settings = {"optimizer.lr": lr} | ({"run.steps": 10} if lr == 0 else {})
         run = study.train(
             f"lr{lr:g}",
             study.o.gpus[0],
             stage="ppo",
-            **{**GRPO, "data.train": data, **settings},
+            **{**GRPO, "data.train": data, "optimizer.lr": lr},
         )
         steps = read_metrics(run)
         scores = [s["objective/scores"] for s in steps]

@@ -121,7 +121,9 @@ class ReferencedStage(Stage):
         if model is None or cls.table(config).reference != "cached":
             return run
         initial = logps_of(run.frozen(model))
-        source = f"{run.weights_digest()} {config.model.dtype} {run.kernel}"
+        # adapters, even switched off, take the base another way through the kernels
+        adapted = config.model.lora.rank > 0
+        source = f"{run.weights_digest()} {config.model.dtype} {run.kernel} {adapted}"
 
         def extended(data: Any, *, evaluation: bool = False) -> Any:
             loader = run.loader(data, evaluation=evaluation)
