@@ -126,8 +126,8 @@ def load(folder: str | Path) -> tuple[CausalLM, Any]:
     return model, AutoTokenizer.from_pretrained(place)
 
 
-def answers(folder: str | Path, prompts: list[Any], limit: int) -> list[str]:
-    """Decode greedily after conversations' first turns, or after plain texts given as tokens."""
+def answers(folder: str | Path, prompts: list[Any], limit: int, top_k: int = 1) -> list[str]:
+    """Continue conversations or plain texts given as tokens: greedily, or from the whole distribution with top_k 0."""
     model, tokenizer = load(folder)
     asked = {
         i: prompt if isinstance(prompt, torch.Tensor) else torch.tensor(
@@ -138,22 +138,25 @@ def answers(folder: str | Path, prompts: list[Any], limit: int) -> list[str]:
     longest = max(map(len, asked.values()))
     batch = max(1, min(512, 2_000_000 // (longest + limit)))
     stops = (tokenizer.eos_token_id,)
-    options = SamplingOptions(limit, top_k=1, stop_tokens=stops, batch=batch)
+    options = SamplingOptions(limit, top_k=top_k, stop_tokens=stops, batch=batch)
     weights = dict(model.named_parameters())
     found = Sampler(model.config, weights, asked, options).sample()
     return [tokenizer.decode(found[i].tokens, skip_special_tokens=True) for i in asked]
 
 
-def share(right: list[float]) -> str:
-    """Return a mean of zeros and ones in percent, with its standard error."""
-    p = sum(right) / len(right)
-    return f"{100 * p:.1f} ± {100 * (p * (1 - p) / len(right)) ** 0.5:.1f}"
+def mean(values: Any, unit: float = 1.0, digits: int = 2) -> str:
+    """Return a mean with its standard error."""
+    found = torch.as_tensor(values, dtype=torch.float64) * unit
+    return f"{found.mean():.{digits}f} ± {found.std() / len(found) ** 0.5:.{digits}f}"
 
 
-def accuracy(folder: str | Path, rows: list[Any]) -> str:
-    """Return the share of gsm8k's questions whose answer is right."""
-    texts = answers(folder, [user(row["question"]) for row in rows], 300)
-    return share([gsm8k_reward("", text, row) for text, row in zip(texts, rows)])
+def accuracy(folder: str | Path, rows: list[Any], tries: int = 1) -> str:
+    """Return the percentage of gsm8k's answers that are right: greedy ones, or several sampled ones per question."""
+    asked = [row for row in rows for _ in range(tries)]
+    questions = [user(row["question"]) for row in asked]
+    texts = answers(folder, questions, 300, top_k=int(tries == 1))
+    right = [gsm8k_reward("", text, row) for text, row in zip(texts, asked)]
+    return mean(torch.tensor(right).view(len(rows), tries).mean(1), 100, 1)
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -309,9 +312,8 @@ def dpo(study: Study) -> None:
     rows = study.write("pairs", (texts(train[i], tokenizer) for i in order))
     before = margins(study.o.model, held_out)
     asked = [held_out[i].sequences[0] for i in (0, 1, 2)]
-    heads = [
-        sequence.tokens[: int(sequence.loss_weights.tolist().index(1.0))] for sequence in asked
-    ]
+    starts = [int(sequence.loss_weights.tolist().index(1.0)) for sequence in asked]
+    heads = [torch.tensor(sequence.tokens[:start]) for sequence, start in zip(asked, starts)]
     said = [{"prompt": tokenizer.decode(head)} for head in heads]
 
     def speak(name: str, folder: str | Path) -> None:
@@ -322,10 +324,9 @@ def dpo(study: Study) -> None:
 
     def judge(name: str, folder: Path, seconds: float = 0.0) -> None:
         gain = margins(folder, held_out) - before
-        error = float(gain.std() / len(gain) ** 0.5)
         study.rows.append({
-            "run": name, "pairs ranked right (%)": share((gain > 0).float().tolist()),
-            "gain in log-odds": f"{gain.mean():.2f} ± {error:.2f}", "seconds of steps": seconds or None,
+            "run": name, "pairs ranked right (%)": mean(gain > 0, 100, 1), "gain in log-odds": mean(gain),
+            "seconds of steps": seconds or None,
         })  # fmt: skip
 
     kinds = {
@@ -353,29 +354,36 @@ def dpo(study: Study) -> None:
 
 
 def grpo(study: Study) -> None:
-    """Rewards while training on gsm8k, and accuracy after it, against a learning rate of 0."""
+    """Rewards while training on gsm8k, and accuracy after it, against the first rate (0 to learn nothing)."""
     rows = read_lines(study.o.data[0])
     train, held_out = rows[:-HELD_OUT], rows[-HELD_OUT:]
     data = study.write("train", train)
-    study.rows.append({"run": "before", "right (%)": accuracy(study.o.model, held_out)})
+
+    def judge(name: str, folder: str | Path, **more: Any) -> None:
+        study.rows.append({
+            "run": name, "greedy (%)": accuracy(folder, held_out),
+            "sampled (%)": accuracy(folder, held_out, 16), **more,
+        })  # fmt: skip
+
+    judge("before", study.o.model)
+    still: list[float] = []
     for lr in study.o.rates:
-        run = study.train(
-            f"lr{lr:g}",
-            study.o.gpus[0],
-            stage="ppo",
-            **{**GRPO, "data.train": data, "optimizer.lr": lr},
-        )
+        given = {**GRPO, "data.train": data, "optimizer.lr": lr}
+        run = study.train(f"lr{lr:g}", study.o.gpus[0], stage="ppo", **given)
         steps = read_metrics(run)
         scores = [s["objective/scores"] for s in steps]
-        study.axis.plot(scores, label=f"learning rate {lr:g}")
-        first, last = (sum(part) / len(part) for part in (scores[:5], scores[-5:]))
-        study.rows.append({
-            "run": f"learning rate {lr:g}", "right (%)": accuracy(run / "export", held_out),
-            "first 5 rollouts": first, "last 5": last, "seconds a step": steps[-1]["seconds"],
-        })  # fmt: skip
+        still = still or scores
+        gained = [here - there for here, there in zip(scores[10:], still[10:])]
+        judge(
+            f"learning rate {lr:g}", run / "export", **{"reward gained (points)": mean(gained, 100),
+            "seconds a step": sum(s["seconds"] for s in steps[1:]) / len(steps[1:])},
+        )  # fmt: skip
+        study.axis.plot(scores, label=study.rows[-1]["run"])
     study.axis.set(xlabel="rollout", ylabel="share of right answers")
     study.axis.legend()
-    study.finish(["run", "right (%)", "first 5 rollouts", "last 5", "seconds a step"])
+    study.finish(
+        ["run", "greedy (%)", "sampled (%)", "reward gained (points)", "seconds a step"]
+    )
 
 
 def main() -> None:
