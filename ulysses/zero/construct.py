@@ -30,15 +30,16 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 STREAMING = 1 << 20
 USUAL = 32 << 20  # where glibc's own rule ends up
 START_SECONDS = 1800.0  # that processes wait for each other until the first step is done
+LIMIT = timedelta(seconds=START_SECONDS)
 
 
-def meet(seconds: float = START_SECONDS) -> dist.Store | None:
+def meet() -> dist.Store | None:
     """Connect to the store of all processes of this run, and return it; None for one process.
 
     Under `torchrun --max-restarts` one store serves all attempts. The keys that are returned belong to this attempt
     alone. torchrun's counters cannot tell it: every agent counts its own workers' failures.
 
-    Raises RuntimeError naming the processes that have not come after so many seconds.
+    Raises RuntimeError naming the processes that have not come after START_SECONDS.
     """
     if dist.is_initialized():
         return common_store()
@@ -46,32 +47,32 @@ def meet(seconds: float = START_SECONDS) -> dist.Store | None:
     rank, world = environment.rank(), environment.world_size()
     if world == 1:
         return None
-    address, limit = environment.store_address(), timedelta(seconds=seconds)
+    address = environment.store_address()
     host, _, port = address.rpartition(":")
     holds = rank == 0 and not environment.agent_holds_store()
     try:
         store = dist.TCPStore(
-            host, int(port), world, holds, limit / 2, wait_for_workers=False, multi_tenant=True
+            host, int(port), world, holds, LIMIT / 2, wait_for_workers=False, multi_tenant=True
         )
-        return dist.PrefixStore(f"ulysses/{_attempt(store, rank, world, limit)}", store)
+        return dist.PrefixStore(f"ulysses/{_attempt(store, rank, world)}", store)
     except dist.DistError:
         raise RuntimeError(
-            f"rank {rank} has not met rank 0 at {address} within {seconds:.0f} s: that process has not started, is "
-            "stuck, or cannot be reached"
+            f"rank {rank} has not met rank 0 at {address} within {START_SECONDS:.0f} s: that process has not "
+            "started, is stuck, or cannot be reached"
         ) from None
 
 
-def _attempt(store: dist.Store, rank: int, world: int, limit: timedelta) -> str:
+def _attempt(store: dist.Store, rank: int, world: int) -> str:
     """Agree on a name for this attempt: rank 0 gives its own to every process that asks, until all have got it."""
     own, others = uuid4().hex, range(1, world)
     if rank:
         store.set(f"ulysses/asks/{rank}", own)
-        store.wait([f"ulysses/answer/{own}"], limit)
+        store.wait([f"ulysses/answer/{own}"], LIMIT)
         attempt = store.get(f"ulysses/answer/{own}").decode()
         store.set(f"{attempt}/{rank}", "")
-        store.wait([f"{attempt}/all"], 2 * limit)
+        store.wait([f"{attempt}/all"], 2 * LIMIT)
         return attempt
-    ends = time.monotonic() + limit.total_seconds()
+    ends = time.monotonic() + START_SECONDS
     # what an earlier attempt's process asked is answered too, but only the living say that they are here
     while missing := [other for other in others if not store.check([f"{own}/{other}"])]:
         for asks in (f"ulysses/asks/{other}" for other in missing):
@@ -79,7 +80,7 @@ def _attempt(store: dist.Store, rank: int, world: int, limit: timedelta) -> str:
                 store.set(f"ulysses/answer/{store.get(asks).decode()}", own)
         if time.monotonic() > ends:
             raise RuntimeError(
-                f"of {world} processes, these have not come within {limit.total_seconds():.0f} s: rank "
+                f"of {world} processes, these have not come within {START_SECONDS:.0f} s: rank "
                 f"{', '.join(map(str, missing))}; they have not started, are stuck before they could say where, or "
                 "cannot reach rank 0"
             )
@@ -95,23 +96,23 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
         store: from `meet`; without it the processes find each other through their environment.
     """
     environment.complete()
-    bound, backend, timeout = None, "gloo", timedelta(seconds=START_SECONDS)
+    bound, backend = None, "gloo"
     if torch.cuda.is_available():
         bound, backend = torch.device("cuda", environment.local_rank()), "nccl"
         torch.cuda.set_device(bound)
     else:
         skip_compiled_collective()
-    if store is not None and not dist.is_initialized():
+    if not dist.is_initialized():
         # as deepspeed does it, which takes no store
         dist.init_process_group(
             backend,
             store=store,
             rank=environment.rank(),
             world_size=environment.world_size(),
-            timeout=timeout,
+            timeout=LIMIT,
             device_id=bound,
         )
-    deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
+    deepspeed.init_distributed(backend, timeout=LIMIT, verbose=False)
     return bound or torch.device("cpu")
 
 
