@@ -26,7 +26,6 @@ from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights
 from ulysses.run.registry import STAGES
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
@@ -251,7 +250,7 @@ class Case:
         return StartedAdapters(self.shape, 0, quantize=self.quantize)
 
 
-class StartedAdapters(InitialWeights):
+class StartedAdapters(HostWeights):
     """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU.
 
     Where the weights are to be quantised, a matrix that is not is what its bytes stand for.
@@ -270,9 +269,7 @@ class StartedAdapters(InitialWeights):
             whole = unpack(self.quantize, data, shape, torch.float32)
             out.copy_(whole.view(-1)[start : start + len(out)])
             return
-        host = torch.empty_like(out, device="cpu")
-        super().fill(name.replace(".lora_B.", ".lora_A."), shape, start, host)
-        out.copy_(host)
+        super().fill(name.replace(".lora_B.", ".lora_A."), shape, start, out)
 
 
 class CaptureChain(GradientPolicyChain):

@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.engine_case import SHAPE, Case, build_trainer
-from tests.harness import device, run_distributed
+from tests.harness import run_distributed
+from tests.zero_case import whole
 from ulysses.config.schema import OptimizerSection
 from ulysses.gradients import GradientPolicyChain, Gradients, StepContext, build_chain
 from ulysses.gradients.chain import GRADIENT_POLICIES
 from ulysses.run.optim import adamw
+from ulysses.zero.state import slice_state
 
 ODD = replace(
     SHAPE,
@@ -45,7 +46,6 @@ TRIALS = [
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip_spike": {"warmup": 2, "window": 4, "sigma": 3.0},
     "zclip": {"warmup": 2},
-    "auto_clip": {"percentile": 50.0},
     "gradient_noise": {"ratio": 0.5},
     "scale_small_gradients": {"threshold": 0.5},
     "ulysses_pro": {"max_norm": 0.5},
@@ -76,26 +76,12 @@ def optimizer(model: Any) -> torch.optim.AdamW:
     return adamw(groups, OptimizerSection(lr=LR, eps=1e-2), on_gpu=False)
 
 
-def whole(view: Gradients) -> Gradients:
-    """Return the same gradient and weights on every rank, as one process would hold them."""
-
-    def gathered(entry: Any, piece: torch.Tensor) -> torch.Tensor:
-        flat = torch.zeros(entry.numel, device=device())
-        flat[entry.start : entry.start + piece.numel()] = piece
-        dist.all_reduce(flat)
-        return flat.to(piece.device)  # noise is the same on one type of device
-
+def as_one_process(engine: Any) -> Gradients:
+    """Return the step's gradient and weights, whole on every rank and on the same device (noise differs elsewhere)."""
+    weights = ((e, slice_state(engine, e, "master")) for e in engine.gradients())
     return Gradients(
-        [
-            replace(e, grad=gathered(e, e.grad), master=gathered(e, weights_of(e)), start=0)
-            for e in view
-        ]
+        [replace(e, grad=whole(e, e.grad), master=whole(e, w), start=0) for e, w in weights]
     )
-
-
-def weights_of(entry: Any) -> torch.Tensor:
-    """Return a slice's master weights."""
-    return entry.master.detach().narrow(0, entry.offset, len(entry.grad))
 
 
 def assert_equal(found: torch.Tensor, want: torch.Tensor, where: str, start: int = 0) -> None:
@@ -119,7 +105,7 @@ class AgainstWholeGradient(GradientPolicyChain):
         self.weights: dict[str, nn.Parameter] = {}
 
     def apply(self, gradients: Gradients, context: StepContext) -> dict[str, float]:
-        self.saved = whole(gradients)
+        self.saved = as_one_process(self.engine)
         if not self.weights:
             for name, policies in CASES.items():
                 chains = build_chain(policies), build_chain(policies)
