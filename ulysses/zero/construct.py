@@ -30,16 +30,15 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 STREAMING = 1 << 20
 USUAL = 32 << 20  # where glibc's own rule ends up
 START_SECONDS = 1800.0  # that processes wait for each other until the first step is done
-LIMIT = timedelta(seconds=START_SECONDS)
 
 
-def meet() -> dist.Store | None:
+def meet(seconds: float = START_SECONDS) -> dist.Store | None:
     """Connect to the store of all processes of this run, and return it; None for one process.
 
     Under `torchrun --max-restarts` one store serves all attempts. The keys that are returned belong to this attempt
     alone. torchrun's counters cannot tell it: every agent counts its own workers' failures.
 
-    Raises RuntimeError naming the processes that have not come after START_SECONDS.
+    Raises RuntimeError naming the processes that have not come after so many seconds.
     """
     if dist.is_initialized():
         return common_store()
@@ -47,32 +46,32 @@ def meet() -> dist.Store | None:
     rank, world = environment.rank(), environment.world_size()
     if world == 1:
         return None
-    address = environment.store_address()
+    address, limit = environment.store_address(), timedelta(seconds=seconds)
     host, _, port = address.rpartition(":")
     holds = rank == 0 and not environment.agent_holds_store()
     try:
         store = dist.TCPStore(
-            host, int(port), world, holds, LIMIT / 2, wait_for_workers=False, multi_tenant=True
+            host, int(port), world, holds, limit / 2, wait_for_workers=False, multi_tenant=True
         )
-        return dist.PrefixStore(f"ulysses/{_attempt(store, rank, world)}", store)
+        return dist.PrefixStore(f"ulysses/{_attempt(store, rank, world, limit)}", store)
     except dist.DistError:
         raise RuntimeError(
-            f"rank {rank} has not met rank 0 at {address} within {START_SECONDS:.0f} s: that process has not "
-            "started, is stuck, or cannot be reached"
+            f"rank {rank} has not met rank 0 at {address} within {seconds:.0f} s: that process has not started, is "
+            "stuck, or cannot be reached"
         ) from None
 
 
-def _attempt(store: dist.Store, rank: int, world: int) -> str:
+def _attempt(store: dist.Store, rank: int, world: int, limit: timedelta) -> str:
     """Agree on a name for this attempt: rank 0 gives its own to every process that asks, until all have got it."""
     own, others = uuid4().hex, range(1, world)
     if rank:
         store.set(f"ulysses/asks/{rank}", own)
-        store.wait([f"ulysses/answer/{own}"], LIMIT)
+        store.wait([f"ulysses/answer/{own}"], limit)
         attempt = store.get(f"ulysses/answer/{own}").decode()
         store.set(f"{attempt}/{rank}", "")
-        store.wait([f"{attempt}/all"], 2 * LIMIT)
+        store.wait([f"{attempt}/all"], 2 * limit)
         return attempt
-    ends = time.monotonic() + START_SECONDS
+    ends = time.monotonic() + limit.total_seconds()
     # what an earlier attempt's process asked is answered too, but only the living say that they are here
     while missing := [other for other in others if not store.check([f"{own}/{other}"])]:
         for asks in (f"ulysses/asks/{other}" for other in missing):
@@ -80,7 +79,7 @@ def _attempt(store: dist.Store, rank: int, world: int) -> str:
                 store.set(f"ulysses/answer/{store.get(asks).decode()}", own)
         if time.monotonic() > ends:
             raise RuntimeError(
-                f"of {world} processes, these have not come within {START_SECONDS:.0f} s: rank "
+                f"of {world} processes, these have not come within {limit.total_seconds():.0f} s: rank "
                 f"{', '.join(map(str, missing))}; they have not started, are stuck before they could say where, or "
                 "cannot reach rank 0"
             )
@@ -96,7 +95,7 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
         store: from `meet`; without it the processes find each other through their environment.
     """
     environment.complete()
-    bound, backend = None, "gloo"
+    bound, backend, timeout = None, "gloo", timedelta(seconds=START_SECONDS)
     if torch.cuda.is_available():
         bound, backend = torch.device("cuda", environment.local_rank()), "nccl"
         torch.cuda.set_device(bound)
@@ -109,10 +108,10 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
             store=store,
             rank=environment.rank(),
             world_size=environment.world_size(),
-            timeout=LIMIT,
+            timeout=timeout,
             device_id=bound,
         )
-    deepspeed.init_distributed(backend, timeout=LIMIT, verbose=False)
+    deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
     return bound or torch.device("cpu")
 
 
