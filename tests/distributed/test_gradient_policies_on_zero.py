@@ -34,14 +34,8 @@ ODD = replace(
     head_dim=6,
 )
 LR = 1e-3
-TRIALS = [
-    1.0,
-    1.2,
-    1e-5,
-    math.nan,
-    30.0,
-    1e-5,
-]  # mean |g|, the last one late in the run; nan: one bad element
+# mean |g|, the last one late in the run; nan: one bad element
+TRIALS = [1.0, 1.2, 1e-5, math.nan, 30.0, 1e-5]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip_spike": {"warmup": 2, "window": 4, "sigma": 3.0},
@@ -86,10 +80,8 @@ def as_one_process(engine: Any) -> Gradients:
 
 def assert_equal(found: torch.Tensor, want: torch.Tensor, where: str, start: int = 0) -> None:
     """Compare a slice with the whole tensor."""
-    atol, part = (
-        1e-6 * float(want[want.isfinite()].abs().max()),
-        want[start : start + found.numel()],
-    )
+    atol = 1e-6 * float(want[want.isfinite()].abs().max())
+    part = want[start : start + found.numel()]
     torch.testing.assert_close(
         found, part, rtol=1e-6, atol=atol, equal_nan=True, msg=f"{where}: ".__add__
     )
@@ -134,11 +126,8 @@ class AgainstWholeGradient(GradientPolicyChain):
 
     def compare(self, name: str, chains: Any, factor: float, context: StepContext) -> Any:
         """Apply one chain to the partitions and one to the whole gradient; return the report, and the latter."""
-        where, bad, theirs = (
-            f"{name}, step {context.step}",
-            math.isnan(factor),
-            replace(context),
-        )
+        where, bad = f"{name}, step {context.step}", math.isnan(factor)
+        theirs = replace(context)
         plain = Gradients(
             [replace(e, grad=e.grad * (1.0 if bad else factor)) for e in self.saved]
         )
@@ -151,21 +140,17 @@ class AgainstWholeGradient(GradientPolicyChain):
         decisions = [
             (c.skip is not None, c.stop is not None, c.lr_scale) for c in (context, theirs)
         ]
-        assert decisions[0] == decisions[1] and (not bad or context == theirs), (
-            where
-        )  # the same parameter is named
+        # the same parameter is named
+        assert decisions[0] == decisions[1] and (not bad or context == theirs), where
         assert set(report) == set(wanted), where
-        for (
-            key,
-            value,
-        ) in wanted.items():  # a z-score divides by a small spread, which magnifies rounding
+        for key, value in wanted.items():
+            # a z-score divides by a small spread, which magnifies rounding
             rel = 1e-3 if key.endswith("_z") else 2e-6
             assert report[key] == pytest.approx(value, rel=rel, abs=1e-9, nan_ok=True), (
                 f"{where}: {key}"
             )
-        for e, want in zip(
-            self.engine.gradients(), plain, strict=True
-        ):  # a new view: what the optimizer would see
+        # a new view: what the optimizer would see
+        for e, want in zip(self.engine.gradients(), plain, strict=True):
             assert_equal(e.grad, want.grad, f"{where}: {e.name}", e.start)
         for s in self.engine.partition.slices:
             padding = s.master.grad.narrow(0, s.offset + len(s.grad), s.size - len(s.grad))
