@@ -194,19 +194,19 @@ class GradientReduction:
 
     def _store(self, means: list[tuple[ParameterSlice, Tensor]]) -> None:
         """Write this rank's means to their slices, or add them to what earlier micro-batches wrote."""
-        for again in (False, True):
-            chosen = [(s.grad, mean) for s, mean in means if (s.name in self._written) == again]
-            if not chosen:
-                continue
-            targets, values = zip(*chosen)
-            if not again:
-                torch._foreach_copy_(targets, values, non_blocking=True)
-            elif self._on_host:  # the GPU adds
-                for target, mean in chosen:
-                    total = target.to(mean.device, non_blocking=True).add_(mean)
-                    target.copy_(total, non_blocking=True)
-            else:
-                torch._foreach_add_(targets, values)
+        if self._on_host:
+            for s, mean in means:
+                total = mean.float()
+                if s.name in self._written:  # the GPU adds
+                    total = s.grad.to(mean.device, non_blocking=True).add_(total)
+                s.grad.copy_(total, non_blocking=True)
+        else:  # in a few kernels for all of them
+            for again in (False, True):
+                chosen = [
+                    (s.grad, mean) for s, mean in means if (s.name in self._written) == again
+                ]
+                if chosen:
+                    (torch._foreach_add_ if again else torch._foreach_copy_)(*zip(*chosen))
         self._written.update(s.name for s, _ in means)
 
 
