@@ -7,9 +7,8 @@ from typing import Any
 
 if os.environ.get("ULYSSES_TEST_DEVICE") == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ.setdefault(
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-)  # asking for GPUs does not start CUDA
+# asking for GPUs does not start CUDA
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,9 +18,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as a run sets it before
 import pytest
 import torch
 
-os.environ["DS_ACCELERATOR"] = (
-    "cuda" if torch.cuda.device_count() else "cpu"
-)  # before anything imports deepspeed
+# before anything imports deepspeed
+os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.device_count() else "cpu"
 torch.set_num_threads(1)
 
 

@@ -26,7 +26,6 @@ from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.build import InitialWeights
 from ulysses.run.registry import STAGES
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
@@ -83,10 +82,8 @@ def sequences(
     for i in range(count):
         length = int(torch.randint(3, longest, (1,), generator=draw))
         tokens = torch.randint(0, SHAPE.vocab_size, (length,), generator=draw)
-        weights = (
-            torch.arange(length)
-            >= length - 1 - int(torch.randint(0, length - 1, (1,), generator=draw))
-        ).float()
+        first = length - 1 - int(torch.randint(0, length - 1, (1,), generator=draw))
+        weights = (torch.arange(length) >= first).float()
         if i % 5 == 1:
             weights[:-1] = 0
         if i % 7 == 3:
@@ -103,10 +100,7 @@ class UnpairedDataset(ListDataset):
 
     def mismatch(self, index: int, other: int) -> Sequence:
         first, second = self.examples[index][0], self.examples[other][0]
-        head, start = (
-            int(self.columns["prompt_length"][index]),
-            int(self.columns["prompt_length"][other]),
-        )
+        head, start = (int(self.columns["prompt_length"][i]) for i in (index, other))
         tokens = torch.cat([first.tokens[:head], second.tokens[start:]])[: self.max_length]
         weights = torch.cat([torch.zeros(head), second.loss_weights[start:]])[: self.max_length]
         guess = torch.full((len(tokens),), -4.7 - 0.001 * index - 0.01 * other)
@@ -124,15 +118,8 @@ def unpaired(count: int, labels: tuple[int, ...]) -> UnpairedDataset:
         if again:
             head, tokens = heads[0], torch.cat([made[0][0].tokens[: heads[0]], tokens[head:]])
         logps = -4.6 + 0.3 * torch.randn(len(tokens), generator=draw)
-        made.append(
-            (
-                Sequence(
-                    tokens,
-                    (torch.arange(len(tokens)) >= head).float(),
-                    {"reference_logps": logps},
-                ),
-            )
-        )
+        weights = (torch.arange(len(tokens)) >= head).float()
+        made.append((Sequence(tokens, weights, {"reference_logps": logps}),))
         heads.append(head)
         ids.append(0 if again else i)
     return UnpairedDataset(
@@ -185,9 +172,8 @@ def dataset(
         return unpaired(count, labels)
     if wanted in ("text", "sequence"):
         found = sequences(count, seed)
-        found[2] = Sequence(
-            found[2].tokens, torch.zeros(len(found[2].tokens))
-        )  # nothing to train on
+        # nothing to train on
+        found[2] = replace(found[2], loss_weights=torch.zeros(len(found[2].tokens)))
         if wanted == "text":
             found = [Sequence(s.tokens, torch.ones(len(s.tokens))) for s in found]
         return ListDataset("sequence", [(s,) for s in found])
@@ -219,12 +205,10 @@ class Case:
     quantize: str = "none"
     labels: tuple[int, ...] = LABELS
     seed: int = 0  # of the examples
-    ragged: bool = (
-        False  # sequences of one token, and answers so short that shards hold no trained token
-    )
-    engine: dict[str, Any] = field(
-        default_factory=dict
-    )  # further arguments of tests.zero_case.trained_engine
+    # sequences of one token, and answers so short that shards hold no trained token
+    ragged: bool = False
+    # further arguments of tests.zero_case.trained_engine
+    engine: dict[str, Any] = field(default_factory=dict)
 
     def data(self) -> ListDataset:
         made = dataset(self.stage, seed=self.seed, labels=self.labels)
@@ -251,7 +235,7 @@ class Case:
         return StartedAdapters(self.shape, 0, quantize=self.quantize)
 
 
-class StartedAdapters(InitialWeights):
+class StartedAdapters(HostWeights):
     """B is random too, as after some training: otherwise A would have no gradient. All is drawn on the CPU.
 
     Where the weights are to be quantised, a matrix that is not is what its bytes stand for.
@@ -259,20 +243,13 @@ class StartedAdapters(InitialWeights):
 
     def fill(self, name: str, shape: torch.Size, start: int, out: torch.Tensor) -> None:
         matrix = name.endswith("_proj.weight") or ".base_layer.weight" in name
-        if (
-            matrix
-            and self.quantize != "none"
-            and out.shape == (shape.numel(),)
-            and out.is_floating_point()
-        ):
+        whole = out.is_floating_point() and out.shape == (shape.numel(),)
+        if matrix and whole and self.quantize != "none":
             data = torch.empty(sum(packed_parts(self.quantize, shape)), dtype=torch.uint8)
             super().fill(name, data.shape, 0, data)
-            whole = unpack(self.quantize, data, shape, torch.float32)
-            out.copy_(whole.view(-1)[start : start + len(out)])
+            out.copy_(unpack(self.quantize, data, shape, torch.float32).view(-1))
             return
-        host = torch.empty_like(out, device="cpu")
-        super().fill(name.replace(".lora_B.", ".lora_A."), shape, start, host)
-        out.copy_(host)
+        super().fill(name.replace(".lora_B.", ".lora_A."), shape, start, out)
 
 
 class CaptureChain(GradientPolicyChain):

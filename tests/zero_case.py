@@ -11,7 +11,7 @@ from torch import nn
 from models.layers import DecoderLayer
 from tests.harness import AS_LARGE, device
 from ulysses.config.schema import OptimizerSection
-from ulysses.gradients.gradients import Gradients
+from ulysses.gradients.gradients import Gradients, GradientSlice
 from ulysses.run.build import InitialWeights
 from ulysses.run.optim import adamw, parameter_groups
 from ulysses.zero.construct import build_partitioned
@@ -81,12 +81,14 @@ def frozen_engine(create: Callable[[], nn.Module], source: Any) -> ZeroEngine:
     return ZeroEngine(model.eval(), config, None, (DecoderLayer,))
 
 
+def whole(entry: GradientSlice, piece: torch.Tensor) -> torch.Tensor:
+    """Put all ranks' pieces of one flattened parameter together, on every rank; all ranks call it together."""
+    flat = torch.zeros(entry.numel, device=device())
+    flat[entry.start : entry.start + len(piece)] = piece
+    dist.all_reduce(flat)
+    return flat.to(piece.device)
+
+
 def whole_gradients(gradients: Gradients) -> dict[str, torch.Tensor]:
-    """Put every parameter's gradient together from all ranks' slices; all ranks call it together."""
-    whole = {}
-    for entry in gradients:
-        flat = torch.zeros(entry.numel, device=device())
-        flat[entry.start : entry.start + entry.grad.numel()] = entry.grad
-        dist.all_reduce(flat)
-        whole[entry.name] = flat.view(entry.shape).cpu()
-    return whole
+    """Return every parameter's gradient in host memory; all ranks call it together."""
+    return {e.name: whole(e, e.grad).view(e.shape).cpu() for e in gradients}

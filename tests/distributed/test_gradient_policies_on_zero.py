@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.engine_case import SHAPE, Case, build_trainer
-from tests.harness import device, run_distributed
+from tests.harness import run_distributed
+from tests.zero_case import whole
 from ulysses.config.schema import OptimizerSection
 from ulysses.gradients import GradientPolicyChain, Gradients, StepContext, build_chain
 from ulysses.gradients.chain import GRADIENT_POLICIES
 from ulysses.run.optim import adamw
+from ulysses.zero.state import slice_state
 
 ODD = replace(
     SHAPE,
@@ -33,19 +34,12 @@ ODD = replace(
     head_dim=6,
 )
 LR = 1e-3
-TRIALS = [
-    1.0,
-    1.2,
-    1e-5,
-    math.nan,
-    30.0,
-    1e-5,
-]  # mean |g|, the last one late in the run; nan: one bad element
+# mean |g|, the last one late in the run; nan: one bad element
+TRIALS = [1.0, 1.2, 1e-5, math.nan, 30.0, 1e-5]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip_spike": {"warmup": 2, "window": 4, "sigma": 3.0},
     "zclip": {"warmup": 2},
-    "auto_clip": {"percentile": 50.0},
     "gradient_noise": {"ratio": 0.5},
     "scale_small_gradients": {"threshold": 0.5},
     "ulysses_pro": {"max_norm": 0.5},
@@ -76,34 +70,18 @@ def optimizer(model: Any) -> torch.optim.AdamW:
     return adamw(groups, OptimizerSection(lr=LR, eps=1e-2), on_gpu=False)
 
 
-def whole(view: Gradients) -> Gradients:
-    """Return the same gradient and weights on every rank, as one process would hold them."""
-
-    def gathered(entry: Any, piece: torch.Tensor) -> torch.Tensor:
-        flat = torch.zeros(entry.numel, device=device())
-        flat[entry.start : entry.start + piece.numel()] = piece
-        dist.all_reduce(flat)
-        return flat.to(piece.device)  # noise is the same on one type of device
-
+def as_one_process(engine: Any) -> Gradients:
+    """Return the step's gradient and weights, whole on every rank and on the same device (noise differs elsewhere)."""
+    weights = ((e, slice_state(engine, e, "master")) for e in engine.gradients())
     return Gradients(
-        [
-            replace(e, grad=gathered(e, e.grad), master=gathered(e, weights_of(e)), start=0)
-            for e in view
-        ]
+        [replace(e, grad=whole(e, e.grad), master=whole(e, w), start=0) for e, w in weights]
     )
-
-
-def weights_of(entry: Any) -> torch.Tensor:
-    """Return a slice's master weights."""
-    return entry.master.detach().narrow(0, entry.offset, len(entry.grad))
 
 
 def assert_equal(found: torch.Tensor, want: torch.Tensor, where: str, start: int = 0) -> None:
     """Compare a slice with the whole tensor."""
-    atol, part = (
-        1e-6 * float(want[want.isfinite()].abs().max()),
-        want[start : start + found.numel()],
-    )
+    atol = 1e-6 * float(want[want.isfinite()].abs().max())
+    part = want[start : start + found.numel()]
     torch.testing.assert_close(
         found, part, rtol=1e-6, atol=atol, equal_nan=True, msg=f"{where}: ".__add__
     )
@@ -119,7 +97,7 @@ class AgainstWholeGradient(GradientPolicyChain):
         self.weights: dict[str, nn.Parameter] = {}
 
     def apply(self, gradients: Gradients, context: StepContext) -> dict[str, float]:
-        self.saved = whole(gradients)
+        self.saved = as_one_process(self.engine)
         if not self.weights:
             for name, policies in CASES.items():
                 chains = build_chain(policies), build_chain(policies)
@@ -148,11 +126,8 @@ class AgainstWholeGradient(GradientPolicyChain):
 
     def compare(self, name: str, chains: Any, factor: float, context: StepContext) -> Any:
         """Apply one chain to the partitions and one to the whole gradient; return the report, and the latter."""
-        where, bad, theirs = (
-            f"{name}, step {context.step}",
-            math.isnan(factor),
-            replace(context),
-        )
+        where, bad = f"{name}, step {context.step}", math.isnan(factor)
+        theirs = replace(context)
         plain = Gradients(
             [replace(e, grad=e.grad * (1.0 if bad else factor)) for e in self.saved]
         )
@@ -165,21 +140,17 @@ class AgainstWholeGradient(GradientPolicyChain):
         decisions = [
             (c.skip is not None, c.stop is not None, c.lr_scale) for c in (context, theirs)
         ]
-        assert decisions[0] == decisions[1] and (not bad or context == theirs), (
-            where
-        )  # the same parameter is named
+        # the same parameter is named
+        assert decisions[0] == decisions[1] and (not bad or context == theirs), where
         assert set(report) == set(wanted), where
-        for (
-            key,
-            value,
-        ) in wanted.items():  # a z-score divides by a small spread, which magnifies rounding
+        for key, value in wanted.items():
+            # a z-score divides by a small spread, which magnifies rounding
             rel = 1e-3 if key.endswith("_z") else 2e-6
             assert report[key] == pytest.approx(value, rel=rel, abs=1e-9, nan_ok=True), (
                 f"{where}: {key}"
             )
-        for e, want in zip(
-            self.engine.gradients(), plain, strict=True
-        ):  # a new view: what the optimizer would see
+        # a new view: what the optimizer would see
+        for e, want in zip(self.engine.gradients(), plain, strict=True):
             assert_equal(e.grad, want.grad, f"{where}: {e.name}", e.start)
         for s in self.engine.partition.slices:
             padding = s.master.grad.narrow(0, s.offset + len(s.grad), s.size - len(s.grad))

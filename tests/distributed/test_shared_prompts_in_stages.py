@@ -26,14 +26,10 @@ class TreeCase(Case):
         for i, prompt in enumerate((0, 1, 20, 33, 7, 2, 40, 12, 25)):
             head, made = torch.randint(0, SHAPE.vocab_size, (prompt,), generator=draw), []
             for place in range(2 + i % 4 if self.stage in ("rm", "sft") else 2):
-                length = (
-                    1
-                    if i in (3, 4) and place
-                    else int(torch.randint(2, 15, (1,), generator=draw))
-                )
-                tokens = torch.cat(
-                    [head, torch.randint(0, SHAPE.vocab_size, (length,), generator=draw)]
-                )
+                short = i in (3, 4) and place
+                length = 1 if short else int(torch.randint(2, 15, (1,), generator=draw))
+                answer = torch.randint(0, SHAPE.vocab_size, (length,), generator=draw)
+                tokens = torch.cat([head, answer])
                 if i % 3 == 2:  # the answers begin alike, and all of them are trained
                     tokens[prompt : prompt + 1] = 5
                 columns = {"reference_logps": -3 * torch.rand(len(tokens), generator=draw)}
@@ -71,10 +67,8 @@ def test_loss_metrics_and_gradients(stage, world, sp, recompute, more) -> None:
     )
     metrics = compared(case, world, shared=True)
     shared = metrics.get("tokens_shared", 0)
-    assert shared > 0 or (stage, sp) == (
-        "kto",
-        2,
-    )  # rows of one prompt may be dealt to different groups
+    # rows of one prompt may be dealt to different groups
+    assert shared > 0 or (stage, sp) == ("kto", 2)
     if stage != "kto":
         everything = sum(len(s.tokens) for example in case.data().examples for s in example)
         assert metrics["tokens"] + shared == everything

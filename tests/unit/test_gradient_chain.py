@@ -43,7 +43,7 @@ def test_scopes_are_clipped_separately():
 
 def test_state_survives_json_and_continues_exactly():
     tables = [{"policy": "skip_non_finite"}, {"policy": "skip_spike", "warmup": 4, "window": 8},
-              {"policy": "zclip", "warmup": 4}, {"policy": "auto_clip", "percentile": 80.0}]  # fmt: skip
+              {"policy": "zclip", "warmup": 4}]  # fmt: skip
     norms = [math.nan if i in (8, 20) else 1 + 0.3 * math.sin(2 * i) for i in range(30)]
 
     def steps(chain, first, last):
@@ -61,6 +61,14 @@ def test_state_survives_json_and_continues_exactly():
     assert steps(second, 13, 30) == want[13:] and second.skipped_total >= 2
     with pytest.raises(ValueError, match="the checkpoint's gradient policies are"):
         build_chain("default").load_state_dict(saved)
+
+
+def test_a_policy_that_has_gone_is_refused_with_its_replacement():
+    with pytest.raises(
+        ValueError,
+        match=r"policies\[0\]: policy is 'auto_clip' .*; auto_clip has gone, use zclip$",
+    ):
+        build_chain([{"policy": "auto_clip"}])
 
 
 def test_chain_without_a_guard_gets_one_and_presets_have_theirs():

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from ulysses.gradients.clip import AutoClip, ClipGlobalNorm, ZClip
+from ulysses.gradients.clip import ClipGlobalNorm, ZClip
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 from ulysses.gradients.shape import (
@@ -27,7 +27,6 @@ GRADIENT_POLICIES: tuple[type[GradientPolicy], ...] = (
     SkipSpike,
     ClipGlobalNorm,
     ZClip,
-    AutoClip,
     GradientCentralization,
     GradientNoise,
     ScaleSmallGradients,
@@ -120,7 +119,8 @@ def _build_policy(index: int, table: Mapping[str, Any]) -> GradientPolicy:
     name = settings.pop("policy", None)
     try:
         if name not in kinds:
-            raise ValueError(f"policy is {name!r} but must be one of {', '.join(kinds)}")
+            hint = "; auto_clip has gone, use zclip" if name == "auto_clip" else ""
+            raise ValueError(f"policy is {name!r} but must be one of {', '.join(kinds)}{hint}")
         known = [f.name for f in fields(kinds[name]) if f.init]
         for key in settings.keys() - known:
             raise ValueError(

@@ -1,10 +1,8 @@
-"""Gradient policies that bound the gradient: by its norm or by its own history."""
+"""Gradient policies that bound the gradient: by its norm, or by the norms of recent steps."""
 
 import math
 import statistics
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from ulysses.gradients.gradients import Gradients
 from ulysses.gradients.policy import GradientPolicy, Report, StepContext
@@ -37,34 +35,6 @@ class ClipGlobalNorm(GradientPolicy):
                 report[f"{label}/norm"] = norm
             report |= {f"{label}/clip_factor": factor, f"{label}/clipped": float(factor < 1)}
         return report
-
-
-@dataclass
-class AutoClip(GradientPolicy):
-    """Clip to the `percentile`-th percentile of all norms so far, this one included (2007.14469; 10 in the paper).
-
-    Only the last `history` norms are kept (the paper keeps all).
-    """
-
-    percentile: float = 10.0
-    history: int = 10_000
-    norms: list[float] = field(default_factory=list, init=False)
-    name = "auto_clip"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.percentile > 100:
-            raise ValueError(f"percentile is {self.percentile} but must be at most 100")
-
-    def apply(self, gradients: Gradients, context: StepContext) -> Report:
-        norm = gradients.norm()
-        if not math.isfinite(norm):
-            return {}
-        self.norms = [*self.norms, norm][-self.history :]
-        limit = float(np.percentile(self.norms, self.percentile))
-        factor = limit / (norm + 1e-6) if norm > limit else 1.0
-        gradients.scale(factor)
-        return {"grad/auto_clip_limit": limit, "grad/auto_clip_factor": factor}
 
 
 @dataclass

@@ -125,14 +125,12 @@ class PpoStage(ReferencedStage):
     def arguments(cls, run: BuildContext) -> dict[str, Any]:
         found = super().arguments(run)
         config, ppo, budget = run.config, run.config.ppo, run.tokens_per_microbatch
-        reward = scorer = None
+        reward, scorer = None, found.pop("reward", None)
         if functions := list(filter(is_function, ppo.reward)):
             reward = Rewards(
                 functions, run.tokenizer, ppo.reward_workers, ppo.reward_timeout, run.renew
             )
             run.resources.callback(reward.close)
-        if model := cls.requirements(config).model("reward"):
-            scorer = run.frozen(model)
         found["maker"] = RolloutMaker(
             engine=run.engine,
             mesh=run.mesh,
@@ -140,7 +138,7 @@ class PpoStage(ReferencedStage):
             sampler=cls._sampler(run),
             budget=budget,
             shared_budget=budget if config.batch.share_prompts else 0,
-            reference=found["reference"],
+            reference=found.get("reference"),
             reward=reward,
             scorer=scorer,
             phase=run.phase,

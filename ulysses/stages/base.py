@@ -231,8 +231,9 @@ class Stage:
 
     @classmethod
     def arguments(cls, run: BuildContext) -> dict[str, Any]:
-        """Return the further arguments of the stage's constructor."""
-        return {"seed": run.config.run.seed}
+        """Return the further arguments of the stage's constructor, its frozen models under their roles among them."""
+        frozen = {m.role: run.frozen(m) for m in cls.requirements(run.config).models}
+        return {"seed": run.config.run.seed, **frozen}
 
     # ---------------------------------------------------------------- every step
 

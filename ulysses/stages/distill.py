@@ -21,7 +21,6 @@ from ulysses.data.read.chat import load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.stages.base import (
     AuxiliaryModel,
-    BuildContext,
     CheckContext,
     Requirements,
     Stage,
@@ -70,11 +69,6 @@ class DistillStage(Stage):
             "teacher", "distill.teacher", config.distill.teacher, gives_logits=True
         )
         return super().requirements(config)._replace(models=(teacher,), logits_once=True)
-
-    @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
-        (teacher,) = cls.requirements(run.config).models
-        return {**super().arguments(run), "teacher": run.frozen(teacher)}
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
         config = self.config

@@ -24,9 +24,9 @@ from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
 from ulysses.config.schema import Config
 from ulysses.config.stage_sections import DpoSection
+from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.parallel.sums import segment_sums
 from ulysses.stages.base import Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import ReferencedStage
@@ -94,37 +94,32 @@ class DpoStage(ReferencedStage):
         if "aot" not in self.config.loss_types:
             return super().before_step(step, batches, kl_batches)
         with self.model.inference():
-            own = [self._sums(b, self.model(b).logps, self.reference(b)).cpu() for b in batches]
+            passes = [
+                (batch, self.model(batch).logps, self.reference(batch)) for batch in batches
+            ]
+            own = [torch.stack(self.answer_sums(*each)[:2]).cpu() for each in passes]
         # all groups have as many micro-batches
         sums: list[Tensor] = sum(gather(own)[:: self.mesh.sequence_parallel_size], [])
-        whole = torch.cat(sums)
-        policy, reference, _ = (whole[0::2] - whole[1::2]).unbind(-1)
-        parts = aot_margins(policy, reference).split([len(each) // 2 for each in sums])
+        whole = torch.cat(sums, dim=1)
+        margins = aot_margins(*(whole[:, 0::2] - whole[:, 1::2]))
+        parts = margins.split([each.shape[1] // 2 for each in sums])
         mine = parts[self.mesh.dp_rank * len(own) :][: len(own)]
         return [{"reference_margins": part.to(self.model.device)} for part in mine]
-
-    def _sums(self, batch: ShardedBatch, logps: Tensor, reference: Tensor) -> Tensor:
-        """Return each answer's log-probability by policy and reference, and its length, [N, 3]."""
-        weights = batch.loss_weights
-        decayed = weights * batch.token_columns.get("ld_weights", 1.0)
-        columns = [logps * decayed, reference * decayed, weights]
-        return segment_sums(torch.stack(columns, dim=-1), batch)
 
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, reference_margins: Tensor | None = None
     ) -> list[Term]:
         config, weights = self.config, batch.loss_weights
         logps, reference = self.both_logps(batch, metrics)
-        sums = self._sums(batch, logps, reference)
-        chosen, chosen_base, chosen_lengths = sums[0::2].unbind(-1)
-        rejected, rejected_base, rejected_lengths = sums[1::2].unbind(-1)
+        policy, base, lengths = self.answer_sums(batch, logps, reference)
+        chosen, rejected = policy[0::2], policy[1::2]
         losses, chosen_rewards, rejected_rewards = dpo_loss(
             chosen,
             rejected,
-            chosen_base.detach(),
-            rejected_base.detach(),
-            chosen_lengths=chosen_lengths.detach(),
-            rejected_lengths=rejected_lengths.detach(),
+            base[0::2],
+            base[1::2],
+            chosen_lengths=lengths[0::2],
+            rejected_lengths=lengths[1::2],
             bco_delta=self.rewards[0],
             aot_reference_margins=reference_margins,
             **loss_options(config),
@@ -139,7 +134,7 @@ class DpoStage(ReferencedStage):
             "logps/rejected": rejected,
         }
         if "bco_pair" in config.loss_types:
-            ratios = (chosen - chosen_base + rejected - rejected_base) / 2
+            ratios = (chosen - base[0::2] + rejected - base[1::2]) / 2
             means["rewards/mean"] = config.beta * ratios
         terms = [Term(losses.sum(), "pairs", per_sequence=True)]
         if config.sft_weight:
@@ -158,7 +153,7 @@ class DpoStage(ReferencedStage):
             self.rewards = mean + (metrics["rewards/mean"] - mean) / (steps + 1), steps + 1
 
     def save(self, folder: Path) -> None:
-        (folder / STATE).write_text(json.dumps(self.rewards))
+        write_json(folder / STATE, self.rewards)
 
     def load(self, folder: Path) -> None:
         # a run may continue another stage's checkpoint (run.resume_anyway)

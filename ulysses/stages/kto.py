@@ -23,7 +23,6 @@ from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
-from ulysses.parallel.sums import segment_sums
 from ulysses.stages.base import BuildContext, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import packed_batches
@@ -137,10 +136,8 @@ class KtoStage(ReferencedStage):
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, baseline: Tensor | None = None
     ) -> list[Term]:
-        config, weights = self.config, batch.loss_weights
-        logps, reference = self.both_logps(batch, metrics)
-        sums = segment_sums(torch.stack([logps * weights, reference * weights], dim=-1), batch)
-        policy, base = sums[:, 0], sums[:, 1].detach()
+        config = self.config
+        policy, base, _ = self.answer_sums(batch, *self.both_logps(batch, metrics))
         desirable = batch.sequence_columns.get("label", base) > 0.5
         # Both losses of every example, of which its label takes one: no index that the host would have to wait for.
         both, rewards, _, _ = kto_loss(

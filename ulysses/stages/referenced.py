@@ -13,13 +13,11 @@ it is complete; one process of each node writes it, so that it need not lie on a
 """
 
 import hashlib
-import json
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,10 +28,11 @@ from torch import Tensor
 from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data.cache import check_once
-from ulysses.disk import write_digested, writing
+from ulysses.disk import write_digested, write_json, writing
 from ulysses.environment import local_rank
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
+from ulysses.parallel.sums import segment_sums
 from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Stage
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import token_values
@@ -157,12 +156,11 @@ class ReferencedStage(Stage):
 
     @classmethod
     def arguments(cls, run: BuildContext) -> dict[str, Any]:
-        reference, model = None, cls.requirements(run.config).model("reference")
-        if model is not None:
+        found = super().arguments(run)
+        if engine := found.get("reference"):
             cached = cls.table(run.config).reference == "cached"
-            reference = cached_logps if cached else logps_of(run.frozen(model))
-        tolerance = STEP0_TOLERANCE[run.config.model.dtype]
-        return {**super().arguments(run), "reference": reference, "tolerance": tolerance}
+            found["reference"] = cached_logps if cached else logps_of(engine)
+        return {**found, "tolerance": STEP0_TOLERANCE[run.config.model.dtype]}
 
     # ---------------------------------------------------------------- every step
 
@@ -179,6 +177,19 @@ class ReferencedStage(Stage):
         gap = (logps.detach() - reference).abs() * trained
         metrics.add("reference_gap", gap.sum(), trained.sum())
         return logps, reference
+
+    def answer_sums(
+        self, batch: ShardedBatch, logps: Tensor, reference: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each answer's log-probability by the policy and by the reference, and its length, [N] each.
+
+        Only the first carries a gradient. A column `ld_weights` weighs the tokens' log-probabilities (LD-DPO).
+        """
+        weights = batch.loss_weights
+        decayed = weights * batch.token_columns.get("ld_weights", 1.0)
+        columns = torch.stack([logps * decayed, reference * decayed, weights], dim=-1)
+        policy, base, lengths = segment_sums(columns, batch).unbind(-1)
+        return policy, base.detach(), lengths.detach()
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         gap = metrics.get("reference_gap", 0.0)
@@ -244,26 +255,29 @@ def read_reference(
     sizes = [dataset.lengths.sum(), *mismatched_lengths(dataset, pairs)]
     seal = path.with_suffix(".json")
     if not all(gather(seal.exists())):
-        count = len(dataset) + len(pairs)
-        say(f"computing reference log-probabilities of {count} items -> {path}")
-        items = chain(
-            (example.sequences for example in dataset),
-            ([dataset.mismatch(*pair)] for pair in pairs),
-        )
-        writer = local_rank() == 0
+        numbers = range(len(dataset) + len(pairs))
+        say(f"computing reference log-probabilities of {len(numbers)} items -> {path}")
+
+        def sequences(number: int) -> Sequence[Any]:
+            if number < len(dataset):
+                return dataset[number].sequences
+            return [dataset.mismatch(*pairs[number - len(dataset)])]
+
         temporary = path.with_suffix(f".{mesh.rank}.tmp")
-        step = CHUNK * mesh.data_parallel_size
+        size = CHUNK * mesh.data_parallel_size
         chunks = (
-            token_values(logprobs, some, mesh, device, budget).numpy()
-            for some in iter(lambda: [*islice(items, step)], [])
+            token_values(
+                logprobs, [*map(sequences, numbers[at : at + size])], mesh, device, budget
+            ).numpy()
+            for at in numbers[::size]
         )
         with writing(temporary, advice="set data.cache to another folder"):
-            if writer:
+            if local_rank() == 0:
                 digest = write_digested(temporary, chunks, 4 * sum(sizes))
                 os.replace(temporary, path)
-                seal.write_text(json.dumps({path.name: digest}))
-            else:
-                deque(chunks, maxlen=0)  # all ranks compute them together
+                write_json(seal, {path.name: digest})
+            for _ in chunks:  # all ranks compute them together, and one writes them
+                pass
         gather(None)  # no node reads what is still written
     with error_context("data.cache"):
         check_once(seal, path.parent)

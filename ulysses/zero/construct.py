@@ -101,7 +101,7 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
         torch.cuda.set_device(bound)
     else:
         skip_compiled_collective()
-    if store is not None and not dist.is_initialized():
+    if not dist.is_initialized():
         # as deepspeed does it, which takes no store
         dist.init_process_group(
             backend,

@@ -105,7 +105,7 @@ class Partition:
     """
 
     def __init__(self, engine: Any, resident: Any = None) -> None:
-        self._engine, self._zero, self._resident = engine, engine.optimizer, resident
+        self._zero, self._resident = engine.optimizer, resident
         self.masters: list[Tensor] = self._zero.fp32_partitioned_groups_flat
         # Master weights on the host have gradients from the start. On the GPU DeepSpeed would assign
         # them anew in each step, and take them away again.
@@ -114,7 +114,8 @@ class Partition:
             flat = self._zero.grad_partitions_flat_buffer.split(sizes)
             for master, gradient in zip(self.masters, flat):
                 master.grad = gradient  # a view: no copy is needed
-        self.slices = list(self._slices())
+        names = {p: name for name, p in engine.module.named_parameters()}
+        self.slices = list(self._slices(names))
         if resident is not None:
             self._zero.lp_param_buffer = self._zero.fp16_partitioned_groups_flat = None
             return
@@ -124,9 +125,8 @@ class Partition:
         self._forward_only = copy.copy(self._zero.parameter_offload.param_coordinator)
         self._forward_only._clear_trace_structures()
 
-    def _slices(self) -> Iterator[ParameterSlice]:
+    def _slices(self, names: dict[nn.Parameter, str]) -> Iterator[ParameterSlice]:
         zero = self._zero
-        names = {p: name for name, p in self._engine.module.named_parameters()}
         for index, parameters in enumerate(zero.fp16_groups):
             group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
             master, offset = self.masters[index], 0
@@ -157,20 +157,13 @@ class Partition:
             offload.param_coordinator = training
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Let the optimizer step and give the new weights to the model.
+    def publish(self, *, update: bool = False) -> None:
+        """Give the master weights to the model, after the optimizer's `update` or a change from outside.
 
         These are the parts of DeepSpeed's own step without its norm and its search for overflows, which would
         read every gradient twice more: the gradient policies have looked at the gradient, checked it and
         clipped it already.
         """
-        self.begin_step()
-        self.publish(update=True)
-        self._engine.global_steps += 1
-
-    @torch.no_grad()
-    def publish(self, *, update: bool = False) -> None:
-        """Give the master weights to the model, after the optimizer's update or a change from outside."""
         zero, resident = self._zero, self._resident
         if resident is None:
             zero._partition_all_parameters()
@@ -191,7 +184,6 @@ class Partition:
 
     def begin_step(self) -> None:
         """Let DeepSpeed forget the backward passes so far; the master weights keep their gradients."""
-        self._zero._pre_step()
         self._zero.zero_grad()
 
     def tensors(self) -> list[Any]:
@@ -209,9 +201,7 @@ def empty(engine: Any, module: nn.Module, partition: Partition | None) -> None:
     """
     if engine is not None:
         engine.destroy()
-    tensors = [
-        t for p in module.parameters() for t in (p.data, p.grad, getattr(p, "ds_tensor", None))
-    ]
+    tensors = [t for p in module.parameters() for t in (p.data, p.grad, p.ds_tensor)]
     if partition is not None:
         tensors += partition.tensors()
     for tensor in tensors:

@@ -89,8 +89,6 @@ class ZeroEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; all ranks must call it together, the same number of times."""
-        if self.weights is not None:
-            self.weights.wait_for_others()
         if self.partition is None or self.weights is not None:
             return self.module(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -127,8 +125,8 @@ class ZeroEngine:
         """Update the weights with one learning rate per parameter group."""
         for group, lr in zip(self.optimizer.param_groups, learning_rates, strict=True):
             group["lr"] = lr
-        self.partition.update()
-        self.reduction.forget()
+        self.partition.publish(update=True)
+        self.skip_step()
 
     def skip_step(self) -> None:
         """Drop the accumulated gradient without touching the weights."""

@@ -57,6 +57,7 @@ class GradientReduction:
         self._slices = list(slices)
         self._between, self._bucket = between, bucket
         self._world = dist.get_world_size()
+        self._on_host = self._slices[0].grad.device.type != device.type
         self._make_groups(ranks_of_a_node())
         # At high priority a reduction starts at the next kernel boundary instead of behind all queued matrix
         # products.
@@ -89,10 +90,7 @@ class GradientReduction:
 
     def finish(self) -> None:
         """Take what no hook has taken, and send what is still collected; call it after each backward pass."""
-        self._take(self._slices)
-        if self._waiting:
-            with self._on_stream():
-                self._send_waiting()
+        self._take(self._slices, last=True)
         if self._lent:
             self._backend.current_stream().wait_stream(self._stream)
 
@@ -110,7 +108,7 @@ class GradientReduction:
                 f"first is {missing[0]}; freeze what the loss does not use, and install deepspeed {TESTED}"
             )
         self._backend.current_stream().wait_stream(self._stream)
-        if self._events and not self._slices[0].grad.is_cuda:
+        if self._on_host:
             self._events[-1].synchronize()
 
     def forget(self) -> None:
@@ -127,26 +125,30 @@ class GradientReduction:
             for group in {self._all, self._inside, self._across}:
                 dist.destroy_process_group(group)
 
-    def _take(self, slices: Iterable[ParameterSlice], *_: Any) -> None:
+    @torch.no_grad()
+    def _take(self, slices: Iterable[ParameterSlice], *_: Any, last: bool = False) -> None:
         """Take the gradients that parameters have now: reduce large ones at once, small ones when there are enough."""
         found = []
         for s in slices:
             grad, s.parameter.grad = s.parameter.grad, None
             if grad is not None:
-                found.append((s, grad))
-        if self._world == 1 and all(s.grad.device == grad.device for s, grad in found):
-            self._store_all(found)
+                found.append((s, grad.reshape(-1)))
+        if self._world == 1 and not self._on_host:
+            self._store(found)
             return
         with self._on_stream():
             for s, grad in found:
                 if grad.is_cuda:
                     grad.record_stream(self._stream)
-                if grad.numel() < self._bucket:
+                if self._world == 1:
+                    self._store([(s, grad)])
+                elif len(grad) < self._bucket:
                     self._waiting.append((s, grad))
                 else:
-                    self._reduce(s, grad.reshape(-1))
-            if sum(grad.numel() for _, grad in self._waiting) >= self._bucket:
-                self._send_waiting()
+                    self._reduce(s, grad)
+            collected = sum(len(grad) for _, grad in self._waiting)
+            if self._waiting and (last or collected >= self._bucket):
+                self._reduce_waiting()
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -159,78 +161,53 @@ class GradientReduction:
             self._events.append(self._backend.Event())
             self._events[-1].record()
 
-    @torch.no_grad()
     def _reduce(self, s: ParameterSlice, flat: Tensor) -> None:
         """Average a whole gradient over all ranks in float32, and store this rank's slice."""
         W, size, length = self._world, s.size, len(s.grad)
-        if W == 1:
-            self._store(s, flat)
+        if self._nodes > 1:
+            padded = F.pad(flat, (0, W * size - s.numel))
+            by_place = padded.view(self._nodes, -1, size).transpose(0, 1).contiguous()
+            copies = torch.empty_like(by_place)
+            dist.all_to_all_single(copies, by_place, group=self._inside)
+            sums = copies.sum(0, dtype=torch.float32).to(self._between)
+            total = sums.new_empty(size)
+            dist.reduce_scatter_tensor(total, sums.view(-1), group=self._across)
+            self._store([(s, total[:length].float() * (1 / W))])
             return
-        if self._nodes == 1:
-            sizes = [max(0, min(size, s.numel - r * size)) for r in range(W)]
-            copies = flat.new_empty(W, length)
-            dist.all_to_all_single(
-                copies.view(-1), flat, [length] * W, sizes, group=self._inside
-            )
-            if s.grad.device != flat.device:
-                self._store(s, copies.mean(0, dtype=torch.float32))
-                return
+        sizes = [max(0, min(size, s.numel - r * size)) for r in range(W)]
+        copies = flat.new_empty(W, length)
+        dist.all_to_all_single(copies.view(-1), flat, [length] * W, sizes, group=self._inside)
+        if self._on_host:
+            self._store([(s, copies.mean(0, dtype=torch.float32))])
+        else:
             average(copies, s.grad, add=s.name in self._written)
             self._written.add(s.name)
-            return
-        padded = F.pad(flat, (0, W * size - s.numel))
-        by_place = padded.view(self._nodes, -1, size).transpose(0, 1).contiguous()
-        copies = torch.empty_like(by_place)
-        dist.all_to_all_single(copies, by_place, group=self._inside)
-        sums = copies.sum(0, dtype=torch.float32).to(self._between)
-        total = sums.new_empty(size)
-        dist.reduce_scatter_tensor(total, sums.view(-1), group=self._across)
-        self._store(s, total[:length], 1 / W)
 
-    @torch.no_grad()
-    def _send_waiting(self) -> None:
-        """Sum the collected small gradients, whole, in one float32 all-reduce."""
+    def _reduce_waiting(self) -> None:
+        """Average the collected small gradients, whole, in one float32 all-reduce."""
         slices, grads = zip(*self._waiting)
         self._waiting = []
-        sizes = [grad.numel() for grad in grads]
-        flat = torch.empty(sum(sizes), dtype=torch.float32, device=grads[0].device)
-        torch._foreach_copy_(flat.split(sizes), [grad.reshape(-1) for grad in grads])
-        if self._world > 1:
-            dist.all_reduce(flat.mul_(1 / self._world), group=self._all)
-        wholes = zip(slices, flat.split(sizes))
-        means = [(s, whole.narrow(0, s.start, len(s.grad))) for s, whole in wholes]
-        if slices[0].grad.device == flat.device:
-            self._store_all(means)
-            return
-        for s, mean in means:
-            self._store(s, mean)
+        flat = torch.cat(grads).float().mul_(1 / self._world)
+        dist.all_reduce(flat, group=self._all)
+        wholes = zip(slices, flat.split([len(grad) for grad in grads]))
+        self._store([(s, whole.narrow(0, s.start, len(s.grad))) for s, whole in wholes])
 
-    @torch.no_grad()
-    def _store_all(self, means: list[tuple[ParameterSlice, Tensor]]) -> None:
-        """Write or add means to their slices, in a few kernels for all of them."""
-        for again in (False, True):
-            chosen = [(s, mean) for s, mean in means if (s.name in self._written) == again]
-            if chosen:
-                targets = [s.grad for s, _ in chosen]
-                flat = [mean.reshape(-1) for _, mean in chosen]
-                (torch._foreach_add_ if again else torch._foreach_copy_)(targets, flat)
+    def _store(self, means: list[tuple[ParameterSlice, Tensor]]) -> None:
+        """Write this rank's means to their slices, or add them to what earlier micro-batches wrote."""
+        if self._on_host:
+            for s, mean in means:
+                total = mean.float()
+                if s.name in self._written:  # the GPU adds
+                    total = s.grad.to(mean.device, non_blocking=True).add_(total)
+                s.grad.copy_(total, non_blocking=True)
+        else:  # in a few kernels for all of them
+            for again in (False, True):
+                chosen = [
+                    (s.grad, mean) for s, mean in means if (s.name in self._written) == again
+                ]
+                if chosen:
+                    (torch._foreach_add_ if again else torch._foreach_copy_)(*zip(*chosen))
         self._written.update(s.name for s, _ in means)
-
-    @torch.no_grad()
-    def _store(self, s: ParameterSlice, total: Tensor, share: float = 1.0) -> None:
-        """Write or add this rank's part of a sum or mean, times `share`, to its slice."""
-        target, first = s.grad, s.name not in self._written
-        self._written.add(s.name)
-        if target.device == total.device:
-            if first:
-                torch.mul(total, share, out=target)
-            else:
-                target.add_(total, alpha=share)
-            return
-        mean = total.float() * share
-        if not first:
-            mean.add_(target.to(mean.device, non_blocking=True))
-        target.copy_(mean, non_blocking=True)
 
 
 def ranks_of_a_node() -> int:

@@ -39,11 +39,13 @@ class ResidentWeights:
             self._move(parameters)
         self.device = parameters[0].device
         self._coming: dict[nn.Parameter, Any] = {}  # gathers on their way
-        of_units = {p for unit in units for p in unit.parameters()}
-        self._others = [p for p in self._wholes if p not in of_units]
+        waiting = {unit: list(unit.parameters()) for unit in units}
+        of_units = {p for of_unit in waiting.values() for p in of_unit}
+        # what belongs to no unit is waited for before a pass begins
+        waiting[module] = [p for p in self._wholes if p not in of_units]
         self._hooks = [
-            unit.register_forward_pre_hook(lambda unit, _: self.wait(unit.parameters()))
-            for unit in units
+            waits.register_forward_pre_hook(lambda *_, own=own: self.wait(own))
+            for waits, own in waiting.items()
             if self.world > 1
         ]
         self.gather(self._wholes)
@@ -77,10 +79,6 @@ class ResidentWeights:
         chosen = list(self._coming) if parameters is None else parameters
         for coming in {self._coming.pop(p, None) for p in chosen} - {None}:
             coming.wait()
-
-    def wait_for_others(self) -> None:
-        """Wait for what belongs to no unit, before a pass begins."""
-        self.wait(self._others)
 
     def close(self) -> None:
         """Let gathers end, and remove the hooks."""

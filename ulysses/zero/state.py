@@ -82,11 +82,12 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
     data = {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}
     header = json.dumps({"data": data}).encode()
     header += b" " * (-len(header) % 8)
+    start = [len(header).to_bytes(8, "little"), header]
     for kind in KINDS:  # slice by slice: never more than one of them is copied to host memory
         states = (slice_state(engine, s, kind).detach() for s in slices)
         # a copy in any case: torch would never give back memory that numpy has shared
         parts = (state.to("cpu", copy=True).numpy() for state in states)
-        start, name = [len(header).to_bytes(8, "little"), header], f"{stem}.{kind}.safetensors"
+        name = f"{stem}.{kind}.safetensors"
         digests[name] = write_digested(folder / name, chain(start, parts))
     record |= {
         "updates": int(_optimizer_state(engine, engine.partition.masters[0])["step"]),
