@@ -111,6 +111,10 @@ def fixed_rollout(config: PpoSection, budget: int = 0) -> Rollout:
             )
     by_length = config.loss_aggregation == "sequence"
     rollout = Rollout.of(0, prompts, answers, budget=budget, by_length=by_length)
+    if config.mask_truncated:  # every third answer
+        ends = rollout.ends.tolist()
+        for n in range(0, 12, 3):
+            rollout.columns["weights"][ends[n] - len(answers[n].tokens) : ends[n]] = 0
     for name in parts[0]:
         held = [part[name][left:] for part, left in zip(parts, rollout.prefixes.tolist())]
         rollout.columns[name] = torch.cat(held)
@@ -205,16 +209,32 @@ def formula(
     ]
     logps, entropy = (torch.cat([out[i] for out in found]) for i in (0, 1))
     c = {name: column.double() for name, column in data.columns.items()}
-    policy = ppo_policy_loss(logps, c["old_logps"], c["advantages"], config.clip)
+    trained, expected = (c["weights"].roll(-1) != 0).double(), {}
+    lengths = data.lengths.tolist()
+    ratioed = logps
+    if config.ratio != "token":
+        gaps = ((logps - c["old_logps"]) * trained).split(lengths)
+        counts = [mask.sum().clamp(min=1) for mask in trained.split(lengths)]
+        whole = [
+            gap.sum() / (n if config.ratio == "mean" else 1) for gap, n in zip(gaps, counts)
+        ]
+        ratioed = c["old_logps"] + torch.stack(whole).repeat_interleave(data.lengths)
+    policy = ppo_policy_loss(
+        ratioed,
+        c["old_logps"],
+        c["advantages"],
+        config.clip,
+        dual_clip=config.dual_clip or None,
+        kind=config.policy_loss,
+    )
     each = (
         policy.losses * (c["importance"] if config.importance_cap else 1)
         - config.entropy_coefficient * entropy
     )
     if config.kl_in != "reward":
         kl = kl_estimate(logps, c["reference_logps"], config.kl_estimator)
-        ratio = (logps - c["old_logps"]).exp() if config.kl_in == "loss_with_ratio" else 1
+        ratio = (ratioed - c["old_logps"]).exp() if config.kl_in == "loss_with_ratio" else 1
         each = each + config.kl_coefficient * kl * ratio
-    trained, expected = (c["weights"].roll(-1) != 0).double(), {}
     if alone:
         values = ppo_value_loss(
             torch.cat([out[2] for out in found]),
@@ -235,12 +255,11 @@ def formula(
             }.items()
         }
     sums, counts = (
-        torch.stack([x.sum() for x in y.split(data.lengths.tolist())])
-        for y in (each * trained, trained)
+        torch.stack([x.sum() for x in y.split(lengths)]) for y in (each * trained, trained)
     )
     loss = {
         "token": sums.sum() / counts.sum(),
-        "sequence": (sums / counts).mean(),
+        "sequence": (sums / counts.clamp(min=1)).mean(),
         "constant": sums.mean() / config.max_new_tokens,
     }[config.loss_aggregation]
     loss.backward()
@@ -274,9 +293,25 @@ GROUPED = {
 }
 
 
+GSPO = GROUPED | {"ratio": "mean", "loss_aggregation": "sequence"}
+RLOO = GROUPED | {
+    "advantage": "leave_one_out",
+    "ratio": "product",
+    "loss_aggregation": "sequence",
+}
+IN_LOSS = {"kl_in": "loss_with_ratio", "kl_estimator": "k3"}
+
+
 @pytest.mark.parametrize(
     ("world", "sp", "budget", "seed", "options", "shape"),
     [
+        (1, 1, 128, None, GSPO | IN_LOSS | {"mask_truncated": True}, SHAPE),
+        (4, 4, 64, 1, GSPO | IN_LOSS | {"importance_cap": 2.0}, ODD),
+        (4, 2, 128, 2, GSPO | {"loss_aggregation": "token", "mask_truncated": True}, SHAPE),
+        (4, 2, 64, 1, RLOO, SHAPE),
+        (2, 2, 128, 1, GROUPED | {"policy_loss": "cispo", "mask_truncated": True}, SHAPE),
+        (4, 2, 64, 1, GSPO | {"policy_loss": "cispo"}, SHAPE),
+        (2, 1, 128, 1, GROUPED | {"dual_clip": 1.4, "ratio": "product"}, SHAPE),
         (1, 1, 128, None, FIXED, SHAPE),
         (4, 2, 64, 1, FIXED, SHAPE),
         (2, 1, 512, 1, FIXED, SHAPE),

@@ -35,7 +35,7 @@ from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.rl.advantages import ADVANTAGES, group_metrics, value_metrics
+from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import Completion
@@ -320,9 +320,10 @@ class RolloutMaker:
             old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
                 reference's log-probabilities at all tokens, [T].
         """
-        config, advantage = self.config, ADVANTAGES[self.config.advantage]
+        config, weights = self.config, rollout.columns["weights"]
+        in_answer = weights.bool()
         # a prompt comes first, so the weight of what follows a sequence's last token is 0
-        predicts = rollout.columns["weights"].roll(-1).bool()
+        predicts = in_answer.roll(-1)
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
         lengths, scores, ended = answer_table(rollout.answers)
         cu_seqlens = F.pad(lengths.long().cumsum(0), (1, 0))
@@ -336,7 +337,8 @@ class RolloutMaker:
             missing_eos_penalty=config.missing_eos_penalty,
             has_eos=ended,
         )
-        columns = advantage.compute(rewards, values, cu_seqlens, config)
+        compute = ADVANTAGES[config.advantage].compute
+        columns, of_advantages = compute(rewards, values, cu_seqlens, config)
         columns["old_logps"] = old
         if config.kl_in != "reward":
             columns["reference_logps"] = reference
@@ -353,17 +355,18 @@ class RolloutMaker:
             "reference_gap": (old - reference).abs().mean(),
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
+            **of_advantages,
         }
-        if advantage.needs_value:
-            metrics |= value_metrics(values, columns["returns"])
-        if advantage.needs_group:
-            metrics |= group_metrics(rewards, cu_seqlens, rollout.answers_per_prompt)
         if config.importance_cap:
             ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
             columns["importance"] = ratio.clamp(max=config.importance_cap)
             capped = ratio > config.importance_cap
             metrics["sampler/importance_capped"] = capped.double().mean()
         rollout.metrics = {name: float(value) for name, value in metrics.items()}
+        if config.mask_truncated:
+            kept = ended.repeat_interleave(lengths.long())
+            columns = {name: column * kept for name, column in columns.items()}
+            weights[in_answer] *= kept.float()
         for name, column in columns.items():
             empty = torch.zeros(len(predicts))
             rollout.columns[name] = empty.masked_scatter_(predicts, column.float())
