@@ -323,9 +323,12 @@ def one_hot_difference(
     The row's upstream gradient is applied to the small operands instead. The target's entry is computed as
     expm1(log p), because rounding p first would lose 1 - p where p is close to 1.
     """
+    if logprobs_triton.usable(
+        logits
+    ):  # one pass over the tile, which finds the log-sum-exp again
+        known = torch.empty_like(lse), torch.empty_like(lse)
+        return logprobs_triton.log_softmax_at(logits, targets, *known, dtype)
     at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
-    if logprobs_triton.usable(logits):
-        return logprobs_triton.one_hot_difference(logits, targets, lse, at_target, dtype)
     tile = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     torch.exp(logits.sub_(lse[:, None]), out=tile)
     return tile.scatter_(1, targets[:, None], at_target.to(dtype))

@@ -134,6 +134,44 @@ def test_advantages_without_a_value(advantage, kl_in):
     torch.testing.assert_close(importance, ratio.clamp(max=1.1))
 
 
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_answers_that_were_cut_are_left_out(kl_in: str) -> None:
+    """They keep their place in the comparison but neither weight nor columns, and their KL lowers no reward."""
+    rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
+    options = {
+        "advantage": "group",
+        "answers_per_prompt": 3,
+        "kl_in": kl_in,
+        "kl_coefficient": 0.3,
+    }
+    found = []
+    for masked in (False, True):
+        rollout = answered(rows, answers_per_prompt=3)
+        in_answer = rollout.columns["weights"] != 0
+        old, reference = torch.randn(2, 12, generator=torch.Generator().manual_seed(2))
+        if masked:  # the second answer's tokens
+            reference[6:8] = old[6:8]
+        made = maker(mask_truncated=not masked, **options)
+        made.finish(rollout, old, torch.zeros_like(old), reference)
+        found.append(rollout.columns)
+    left_out, plain = found
+    assert left_out["weights"][in_answer].tolist() == [1, 1, 1, 0, 0, 1]
+    assert plain["weights"][in_answer].tolist() == [1] * 6
+    kept = left_out["weights"].roll(-1) != 0
+    for name in ("advantages", "old_logps"):
+        torch.testing.assert_close(left_out[name], plain[name] * kept)
+        assert plain[name][6:8].all()
+
+
+def test_bounds_of_the_ratio_are_checked_before_the_run(tmp_path: Path) -> None:
+    for options, complaint in (
+        ({"ppo__dual_clip": 1.2}, "ppo: dual_clip is 1.2 but must be above 1 + clip_high, 1.2"),
+        ({"ppo__policy_loss": "cispo", "ppo__dual_clip": 3.0}, "only the kind clip has it"),
+    ):
+        config = parse_command_line(tiny("ppo", tmp_path, **options)).config
+        assert any(complaint in error for error in PpoStage.check(config))
+
+
 @pytest.mark.parametrize(
     "aggregation, loss, gradient_norm",
     [  # by GRPOTrainer of TRL 1.16.0
@@ -328,7 +366,8 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
     asked: Any = SimpleNamespace(
-        synchronise=lambda: None, answer=lambda number, *_: rounds[number % 2]
+        sampler=SimpleNamespace(synchronise=lambda: None),
+        answer=lambda number, *_: rounds[number % 2],
     )
     loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
     metrics = PpoStage(None, None, section, maker=asked).evaluate(loader)

@@ -196,9 +196,8 @@ class PpoStage(ReferencedStage):
         if ppo.sampler:
             folder = Path(ppo.sampler_folder or config.output / "sampler")
             return OutsideSampler(ppo, run.export, folder, run.mesh.is_main, options, renew)
-        automatic, lora = ppo.generation_batch == "auto", config.model.lora
-        adapters = lora if lora.rank else None
-        return EngineSampler(run.engine, run.mesh, options, automatic, adapters, renew)
+        automatic = ppo.generation_batch == "auto"
+        return EngineSampler(run.engine, run.mesh, options, automatic, config.model.lora, renew)
 
     # ---------------------------------------------------------------- what the loop reads
 
@@ -276,7 +275,7 @@ class PpoStage(ReferencedStage):
 
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Answer the held-out prompts and return their mean score; eval/loss is its negative."""
-        self.maker.synchronise()
+        self.maker.sampler.synchronise()
         answers: list[Completion] = []
         for k in range(loader.steps_per_epoch):
             asked = loader.dataset, loader.indices(0, k)

@@ -118,10 +118,14 @@ class Rollout:
 
     def save(self, path: Path) -> None:
         """Write a finished rollout as safetensors."""
-        kept = ("number", "answers_per_prompt", "metrics")
-        numbers = {name: getattr(self, name) for name in kept}
-        tensors = {"layout": self.layout, **self.columns}
-        write_tensors(path, tensors, rollout=json.dumps(numbers))
+        numbers = {
+            "number": self.number,
+            "answers_per_prompt": self.answers_per_prompt,
+            "metrics": self.metrics,
+        }
+        write_tensors(
+            path, {"layout": self.layout, **self.columns}, rollout=json.dumps(numbers)
+        )
 
     @classmethod
     def load(cls, path: Path) -> "Rollout":
@@ -178,7 +182,6 @@ class RolloutMaker:
     Attributes:
         prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
         rollout: the one of the last step that was asked for.
-        synchronised: sampling servers have had weights of this run.
     """
 
     engine: Any
@@ -193,7 +196,6 @@ class RolloutMaker:
     phase: Callable[..., None] = lambda *_, **__: None
     prompts: StepLoader | None = None
     rollout: Rollout | None = None
-    synchronised: bool = False
     holds = "the rollout"
 
     # ---------------------------------------------------------------- steps
@@ -229,19 +231,13 @@ class RolloutMaker:
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages."""
         began = time.perf_counter()
-        if number % self.config.sampler_sync_every == 0 or not self.synchronised:
-            self.synchronise()
+        self.sampler.synchronise(number)
         rollout = self.answer(number, dataset, indices, self.config.answers_per_prompt)
         sampled = time.perf_counter()
         self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
         return rollout
-
-    def synchronise(self) -> None:
-        """Have the sampling servers, if there are any, read the current weights."""
-        self.sampler.synchronise()
-        self.synchronised = True
 
     def answer(
         self, number: int, dataset: Any, indices: list[int], answers_per_prompt: int = 1
@@ -327,7 +323,8 @@ class RolloutMaker:
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
         lengths, scores, ended = answer_table(rollout.answers)
         cu_seqlens = F.pad(lengths.long().cumsum(0), (1, 0))
-        kl = kl_estimate(old, reference, config.kl_estimator)
+        kept = (ended.bool() | (not config.mask_truncated)).repeat_interleave(lengths.long())
+        kl = kl_estimate(old, reference, config.kl_estimator) * kept
         kl_coefficient = config.kl_coefficient if config.kl_in == "reward" else 0.0
         rewards = token_rewards(
             kl,
@@ -363,10 +360,7 @@ class RolloutMaker:
             capped = ratio > config.importance_cap
             metrics["sampler/importance_capped"] = capped.double().mean()
         rollout.metrics = {name: float(value) for name, value in metrics.items()}
-        if config.mask_truncated:
-            kept = ended.repeat_interleave(lengths.long())
-            columns = {name: column * kept for name, column in columns.items()}
-            weights[in_answer] *= kept.float()
+        weights[in_answer] *= kept
         for name, column in columns.items():
             empty = torch.zeros(len(predicts))
-            rollout.columns[name] = empty.masked_scatter_(predicts, column.float())
+            rollout.columns[name] = empty.masked_scatter_(predicts, (column * kept).float())
