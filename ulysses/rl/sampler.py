@@ -75,6 +75,14 @@ class Completion:
     scores: dict[str, float] = field(default_factory=dict)
 
 
+class Task(NamedTuple):
+    """An answer that is asked for: its number in the rollout, its prompt, and what has been drawn of it."""
+
+    key: int
+    prompt: Prompt
+    answer: Completion
+
+
 class State(NamedTuple):
     """What a step knows of the answers at work, each [B] int64.
 
@@ -111,7 +119,7 @@ class Sampler:
         prefill: tokens of prompts that are computed together; it bounds the memory.
 
     Attributes:
-        answers: the completions by key, as far as they are known.
+        waiting: what has not begun, the next one last.
         held: a prompt that is in the cache, and its slot.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
 
@@ -139,12 +147,12 @@ class Sampler:
         on_gpu = self.device.type == "cuda"
         self.graphs = self.graphs and on_gpu
         self.look = self.look or (LOOK if on_gpu else 1)
-        self.asked = {
-            key: tuple(torch.as_tensor(p).tolist()) for key, p in self.prompts.items()
-        }
-        self.answers = {key: Completion() for key in self.asked}
-        count = min(options.batch, len(self.asked))
-        longest = max(map(len, self.asked.values()), default=0) + options.max_new_tokens
+        prompts = {k: tuple(torch.as_tensor(p).tolist()) for k, p in self.prompts.items()}
+        # equal prompts one after the other, and those of like length: they share the work, or its padding
+        order = sorted((len(prompt), prompt, key) for key, prompt in prompts.items())
+        self.waiting = [Task(key, prompt, Completion()) for _, prompt, key in order[::-1]]
+        count = min(options.batch, len(order))
+        longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
         columns = longest + -longest % 8  # aligned for half-precision kernels
         shape = (c.num_hidden_layers, 2, count, c.num_key_value_heads, columns, c.head_dim)
         zeros = partial(torch.zeros, device=self.device)  # nothing that is masked may be NaN
@@ -159,11 +167,9 @@ class Sampler:
     @sdpa_kernel(KERNELS)
     def sample(self) -> dict[int, Completion]:
         """Return the completion of every prompt under the prompt's key."""
-        asked, rows = self.asked, self.new.shape[1]
-        # equal prompts one after the other, and those of like length: they share the work, or its padding
-        order = sorted(asked, key=lambda key: (len(asked[key]), asked[key], key))
-        waiting = order[::-1]
-        busy: dict[int, int] = {}  # the key of the answer at work in each slot
+        rows, waiting = self.new.shape[1], self.waiting
+        answers = {task.key: task.answer for task in waiting}
+        busy: dict[int, Task] = {}  # what is at work in each slot
         while busy or waiting:
             free = [slot for slot in range(rows) if slot not in busy]
             taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
@@ -173,12 +179,12 @@ class Sampler:
             elif not self.graphs or 4 * len(busy) <= rows:  # a graph is worth a few steps
                 busy = self._close_up(busy)
                 rows = len(busy)
-            steps, seen = self._plan(busy)
+            steps, seen = self._plan(list(busy.values()))
             new = torch.stack([self._advance(rows, seen) for _ in range(steps)])
             self._take(busy, new.tolist())
-        return self.answers
+        return answers
 
-    def _close_up(self, busy: dict[int, int]) -> dict[int, int]:
+    def _close_up(self, busy: dict[int, Task]) -> dict[int, Task]:
         """Move the answers at work into the first slots, if there is a gap."""
         slots, count = sorted(busy), len(busy)
         if slots[-1] >= count:
@@ -186,19 +192,18 @@ class Sampler:
                 part[:count] = part[slots]
         return {place: busy[slot] for place, slot in enumerate(slots)}
 
-    def _plan(self, busy: dict[int, int]) -> tuple[int, int]:
+    def _plan(self, tasks: list[Task]) -> tuple[int, int]:
         """Return the steps until the next look, and the columns of the cache that they see."""
-        drawn = {key: len(self.answers[key].tokens) for key in busy.values()}
-        steps = min(self.look, self.options.max_new_tokens - min(drawn.values()))
-        seen = steps + max(len(self.asked[key]) + count for key, count in drawn.items())
+        drawn = [len(task.answer.tokens) for task in tasks]
+        steps = min(self.look, self.options.max_new_tokens - min(drawn))
+        seen = steps + max(len(task.prompt) + count for task, count in zip(tasks, drawn))
         seen += -seen % (GRAPH_COLUMNS if self.graphs else 8)
         return steps, min(seen, self.cache.shape[4])
 
-    def _take(self, busy: dict[int, int], steps: list[list[list[float]]]) -> None:
+    def _take(self, busy: dict[int, Task], steps: list[list[list[float]]]) -> None:
         """Give the answers at work the tokens and log-probabilities of some steps; those that end leave their slots."""
         count = 0
-        for slot, key in list(busy.items()):
-            answer = self.answers[key]
+        for slot, (_, _, answer) in list(busy.items()):
             for tokens, logps in steps:
                 answer.tokens.append(int(tokens[slot]))
                 answer.logps.append(logps[slot])
@@ -211,9 +216,9 @@ class Sampler:
 
     # ---------------------------------------------------------------- new answers
 
-    def _fill(self, taken: dict[int, int]) -> None:
+    def _fill(self, taken: dict[int, Task]) -> None:
         """Begin the answers `taken` in their slots."""
-        prompts = {slot: self.asked[key] for slot, key in taken.items()}
+        prompts = {slot: task.prompt for slot, task in taken.items()}
         fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
         def share(known: dict[Prompt, int]) -> None:
@@ -227,7 +232,7 @@ class Sampler:
         share(fresh)
         slots = list(prompts)
         self.held = {prompts[slots[-1]]: slots[-1]}
-        key = torch.tensor(list(taken.values()))
+        key = torch.tensor([task.key for task in taken.values()])
         for part in (self.options.seed, self.rollout):
             key = _mixed(key, torch.tensor(wrapped(part)))
         begun = State(
