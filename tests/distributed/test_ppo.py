@@ -520,6 +520,21 @@ def test_a_step_without_prompts_leaves_the_weights_alone() -> None:
         )
 
 
+def cut_answers() -> tuple[list[torch.Tensor], float]:
+    """The weights before and after a step whose answers were all cut, and its loss."""
+    config = PpoSection(reward="a:b", temperature=0.9, mask_truncated=True)
+    trainer, _ = trainer_of(2, config, lr=3e-3)
+    trainer.loader.sampler.options = replace(OPTIONS, stop_tokens=())
+    weights = trainer.engine.partition.masters[0]
+    before = weights.detach().clone()
+    return [before, weights.detach()], trainer.train_step()["loss"]
+
+
+def test_a_step_whose_answers_were_all_cut_leaves_the_weights_alone() -> None:
+    for (before, after), loss in run_distributed(cut_answers, 2, with_zero=True):
+        assert torch.equal(before, after) and loss == 0
+
+
 def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
     """The scores of three answers by the frozen engine, and by the plain model one answer at a time."""
     initialize_distributed()

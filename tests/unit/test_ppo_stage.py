@@ -281,6 +281,7 @@ def test_first_step_identities():
     made = PpoStage(None, None, PpoSection(), tolerance=1e-5)
     same = {"policy/logp_change": 1e-7, "reference_gap": 1e-7}
     made.check_first_step(same)
+    made.check_first_step({})  # of a step that trains nothing
     for name, whose in (("policy/logp_change", "its"), ("reference_gap", "their")):
         sentence = f"but {whose} log-probabilities differ by 0.01 per token"
         with pytest.raises(RuntimeError, match=sentence):

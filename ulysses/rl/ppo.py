@@ -263,7 +263,8 @@ class PpoStage(ReferencedStage):
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         super().check_first_step(metrics)
-        change, allowed = metrics["policy/logp_change"], self.tolerance
+        # a step may train nothing: all of its answers were cut
+        change, allowed = metrics.get("policy/logp_change", 0.0), self.tolerance
         if not change <= allowed:
             raise RuntimeError(
                 f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
