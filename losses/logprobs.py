@@ -186,10 +186,11 @@ class _LinearLogProbs(torch.autograd.Function):
         logps, lse = hidden.new_empty(2, len(hidden), dtype=tiles.dtype)
         entropy = torch.empty_like(lse) if want_entropy else None
         mean = torch.empty_like(lse) if want_mean else None
-        values = None if tile_loss is None else torch.empty_like(lse)
+        values = torch.empty_like(lse)
         ignored = targets < 0
         safe = targets.masked_fill(ignored, 0)
-        scale = tile_dtype = None
+        scale: Any = None
+        tile_dtype = None
         if loss_weights is not None:
             loss_weights = loss_weights.to(lse.dtype).masked_fill(ignored, 0.0)
             scale = loss_weights / temperature
@@ -214,12 +215,12 @@ class _LinearLogProbs(torch.autograd.Function):
                 del logp
                 if tile_dtype is not None:
                     gradient = one_hot_difference(logits, lse[part], safe[part], tile_dtype)
-            if values is not None and tile_loss is not None:
-                read = Tile(part, logits, safe[part], logps[part], lse[part])
-                values[part], gradient = tile_loss(read)
-                del read
+            if tile_loss is not None:
+                values[part], gradient = tile_loss(
+                    Tile(part, logits, safe[part], logps[part], lse[part])
+                )
             del logits
-            if scale is not None and gradient is not None:
+            if gradient is not None:
                 tiles.add(part, gradient, scale)
             del gradient
         logps.masked_fill_(ignored, 0.0)
@@ -228,7 +229,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ctx.mark_non_differentiable(logps)
             ctx.save_for_backward(tiles.hidden_gradient, tiles.weight_gradient)
             ctx.dtypes = hidden.dtype, weight.dtype
-            nll, _ = weighted_sum(-logps if values is None else values, loss_weights)
+            nll, _ = weighted_sum(-logps if tile_loss is None else values, loss_weights)
             return logps, None, None, None, nll
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.temperature, ctx.rows = temperature, rows

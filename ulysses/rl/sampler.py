@@ -180,8 +180,8 @@ class Sampler:
                 busy = self._close_up(busy)
                 rows = len(busy)
             steps, seen = self._plan(list(busy.values()))
-            new = torch.stack([self._advance(rows, seen) for _ in range(steps)])
-            self._take(busy, new.tolist())
+            new = [self._advance(rows, seen) for _ in range(steps)]
+            self._take(busy, torch.stack(new, dim=-1))
         return answers
 
     def _close_up(self, busy: dict[int, Task]) -> dict[int, Task]:
@@ -200,18 +200,20 @@ class Sampler:
         seen += -seen % (GRAPH_COLUMNS if self.graphs else 8)
         return steps, min(seen, self.cache.shape[4])
 
-    def _take(self, busy: dict[int, Task], steps: list[list[list[float]]]) -> None:
-        """Give the answers at work the tokens and log-probabilities of some steps; those that end leave their slots."""
-        count = 0
+    def _take(self, busy: dict[int, Task], new: Tensor) -> None:
+        """Give the answers at work what some steps drew, [2, n, steps]; those that end leave their slots."""
+        options, (tokens, logps), count = self.options, new.tolist(), 0
         for slot, (_, _, answer) in list(busy.items()):
-            for tokens, logps in steps:
-                answer.tokens.append(int(tokens[slot]))
-                answer.logps.append(logps[slot])
-                answer.ended = answer.tokens[-1] in self.options.stop_tokens
-                count += 1
-                if answer.ended or len(answer.tokens) == self.options.max_new_tokens:
-                    del busy[slot]
-                    break
+            room = options.max_new_tokens - len(answer.tokens)
+            drawn = [int(token) for token in tokens[slot][:room]]
+            stops = (i for i, token in enumerate(drawn, 1) if token in options.stop_tokens)
+            end = next(stops, None)
+            answer.ended = end is not None
+            answer.tokens += drawn[:end]
+            answer.logps += logps[slot][:room][:end]
+            count += len(drawn[:end])
+            if answer.ended or len(answer.tokens) == options.max_new_tokens:
+                del busy[slot]
         self.progress(count)
 
     # ---------------------------------------------------------------- new answers
