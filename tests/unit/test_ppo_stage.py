@@ -172,33 +172,38 @@ def test_bounds_of_the_ratio_are_checked_before_the_run(tmp_path: Path) -> None:
         assert any(complaint in error for error in PpoStage.check(config))
 
 
+SEQUENCE = {"loss_aggregation": "sequence"}  # loss_type "grpo"
+GSPO = SEQUENCE | {"ratio": "mean", "kl_in": "loss_with_ratio"}
+
+
 @pytest.mark.parametrize(
-    "aggregation, loss, gradient_norm",
+    "options, loss, gradient_norm",
     [  # by GRPOTrainer of TRL 1.16.0
-        ("sequence", -0.015381882889378501, 0.1549521976040401),  # loss_type "grpo"
-        ("token", 0.04083397427547562, 0.14012963455909375),  # "bnpo" and "dapo"
+        (SEQUENCE, -0.015381882889378501, 0.1549521976040401),
+        # "bnpo" and "dapo"
+        ({"loss_aggregation": "token"}, 0.04083397427547562, 0.14012963455909375),
         # "dr_grpo" with completions of at most 6 tokens
-        ("constant", 0.01701415594811484, 0.05838734773295572),
+        ({"loss_aggregation": "constant"}, 0.01701415594811484, 0.05838734773295572),
+        (GSPO, -0.045211785617463196, 0.1247966922118026),
+        # two answers were cut
+        (SEQUENCE | {"mask_truncated": True}, -0.1206025505654621, 0.15052069683241784),
+        ({"mask_truncated": True}, -0.21253182334376353, 0.2119409893048637),
+        ({"policy_loss": "cispo"}, 0.07288214707986748, 0.15437024753458775),
+        (SEQUENCE | {"dual_clip": 1.4}, -0.023195110626355153, 0.1522880172104637),
     ],
 )
-def test_losses_equal_trls(aggregation: str, loss: float, gradient_norm: float) -> None:
+def test_losses_equal_trls(options: dict[str, Any], loss: float, gradient_norm: float) -> None:
     """Eight answers to two prompts, with k3 of 0.04 in the loss and DAPO's clip range."""
     lengths = (3, 1, 4, 2, 4, 2, 1, 3)
     scores = torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1]).double()
-    config = PpoSection(
-        advantage="group",
-        answers_per_prompt=4,
-        kl_in="loss",
-        kl_estimator="k3",
-        kl_coefficient=0.04,
-        clip_high=0.28,
-        loss_aggregation=aggregation,
-        max_new_tokens=6,
-    )
+    given = {"advantage": "group", "answers_per_prompt": 4, "clip_high": 0.28, "kl_in": "loss"}
+    given |= {"kl_estimator": "k3", "kl_coefficient": 0.04, "max_new_tokens": 6, **options}
+    config = PpoSection(**given)
     advantages, found, made, rows = group_advantages(scores, 4), [], [], []
     for n, length in enumerate(lengths):
         t = torch.arange(length).double()
-        weight = 1 / length if aggregation == "sequence" else 1.0
+        weight = 1 / length if config.loss_aggregation == "sequence" else 1.0
+        weight *= not (config.mask_truncated and n in (2, 4))
         columns = {
             "old_logps": -1.5 + 0.4 * torch.sin(2 * n + 5 * t),
             "advantages": advantages[n].expand(length),

@@ -227,9 +227,8 @@ class PpoStage(ReferencedStage):
         if config.ratio != "token":
             logps = old + OverAnswers.apply(logps - old, batch, config.ratio == "mean")
         policy = ppo_policy_loss(logps, old, advantages, **policy_options(config))
-        policy_losses = policy.losses
-        if config.importance_cap:
-            policy_losses = policy_losses * columns["importance"]
+        importance = columns["importance"] if config.importance_cap else 1.0
+        policy_losses = policy.losses * importance
         means = {
             "policy/approxkl_avg": 0.5 * gap.square(),
             "policy/clipfrac_avg": policy.clipped,

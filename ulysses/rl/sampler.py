@@ -168,7 +168,7 @@ class Sampler:
     def sample(self) -> dict[int, Completion]:
         """Return the completion of every prompt under the prompt's key."""
         rows, waiting = self.new.shape[1], self.waiting
-        answers = {task.key: task.answer for task in waiting}
+        answers = {task.key: task.answer for task in sorted(waiting)}
         busy: dict[int, Task] = {}  # what is at work in each slot
         while busy or waiting:
             free = [slot for slot in range(rows) if slot not in busy]
@@ -204,16 +204,14 @@ class Sampler:
         """Give the answers at work what some steps drew, [2, n, steps]; those that end leave their slots."""
         options, (tokens, logps), count = self.options, new.tolist(), 0
         for slot, (_, _, answer) in list(busy.items()):
-            room = options.max_new_tokens - len(answer.tokens)
-            drawn = [int(token) for token in tokens[slot][:room]]
-            stops = (i for i, token in enumerate(drawn, 1) if token in options.stop_tokens)
-            end = next(stops, None)
-            answer.ended = end is not None
-            answer.tokens += drawn[:end]
-            answer.logps += logps[slot][:room][:end]
-            count += len(drawn[:end])
-            if answer.ended or len(answer.tokens) == options.max_new_tokens:
-                del busy[slot]
+            for token, logp in zip(tokens[slot], logps[slot]):
+                answer.tokens.append(int(token))
+                answer.logps.append(logp)
+                count += 1
+                answer.ended = token in options.stop_tokens
+                if answer.ended or len(answer.tokens) == options.max_new_tokens:
+                    del busy[slot]
+                    break
         self.progress(count)
 
     # ---------------------------------------------------------------- new answers
