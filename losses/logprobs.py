@@ -183,10 +183,10 @@ class _LinearLogProbs(torch.autograd.Function):
         want_mean: bool,
     ) -> tuple[Tensor | None, ...]:
         tiles = _Tiles(ctx, hidden, weight, temperature, rows)
-        logps, lse = hidden.new_empty(2, len(hidden), dtype=tiles.dtype)
+        lse = hidden.new_empty(len(hidden), dtype=tiles.dtype)
+        logps, values = torch.empty_like(lse), torch.empty_like(lse)
         entropy = torch.empty_like(lse) if want_entropy else None
         mean = torch.empty_like(lse) if want_mean else None
-        values = torch.empty_like(lse)
         ignored = targets < 0
         safe = targets.masked_fill(ignored, 0)
         scale: Any = None
@@ -219,6 +219,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 values[part], gradient = tile_loss(
                     Tile(part, logits, safe[part], logps[part], lse[part])
                 )
+                gradient = gradient.to(tiles.weight.dtype)
             del logits
             if gradient is not None:
                 tiles.add(part, gradient, scale)
@@ -266,7 +267,7 @@ class _LinearLogProbs(torch.autograd.Function):
                     safe[part, None],
                     g_logp[part, None],
                     *(None if x is None else x[part, None] for x in (*others, entropy)),
-                )
+                ).to(tiles.weight.dtype)
             del logits
             tiles.add(part, gradient, scale)
             del gradient
@@ -304,8 +305,8 @@ class _Tiles:
             )
 
     def add(self, part: slice, gradient: Tensor, scale: Tensor) -> None:
-        """Add a gradient by the logits [R, V], whose rows still lack their factors in `scale` [M]."""
-        gradient, factors = gradient.to(self.weight.dtype), scale[part, None]
+        """Add a gradient by the logits [R, V], in the weight's dtype; its rows lack their factors in `scale` [M]."""
+        factors = scale[part, None]
         if self.hidden_gradient is not None:
             product = wide_product(gradient, self.weight, self.dtype)
             self.hidden_gradient[part] = product.mul_(factors)
