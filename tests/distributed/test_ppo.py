@@ -495,7 +495,7 @@ def weights_of_steps(
 @pytest.mark.parametrize(
     "options, first, steps, trained, sampling",
     [
-        ({"epochs": 1, "minibatches": 4}, 8, 4, 1, {}),  # the last rollout has two prompts
+        ({"epochs": 1, "minibatches": 4}, 8, 4, 2, {}),  # the last rollout has two prompts
         ({"mask_truncated": True}, 0, 1, 0, {"stop_tokens": ()}),
     ],
     ids=["no prompts", "all answers cut"],
