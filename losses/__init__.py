@@ -7,13 +7,11 @@ Every function returns values per token, pair or sequence; divide their sums by 
 """
 
 from .dpo import DPO_LOSS_TYPES, LENGTH_NORMALISED, REFERENCE_FREE, dpo_loss, ld_dpo_weights
-from .kto import KTO_LOSS_TYPES, kto_baseline, kto_loss
+from .kto import KTO_LOSS_TYPES, kto_loss
 from .logprobs import LogProbs, linear_logprobs
 from .ppo import (
-    AdaptiveKLController,
     PolicyLoss,
     ValueLoss,
-    gae,
     group_advantages,
     kl_estimate,
     packed_gae,
@@ -31,17 +29,14 @@ __all__ = [
     "KTO_LOSS_TYPES",
     "LENGTH_NORMALISED",
     "REFERENCE_FREE",
-    "AdaptiveKLController",
     "LogProbs",
     "PolicyLoss",
     "ValueLoss",
     "aot_margins",
     "dft_nll",
     "dpo_loss",
-    "gae",
     "group_advantages",
     "kl_estimate",
-    "kto_baseline",
     "kto_loss",
     "label_smoothed_nll",
     "ld_dpo_weights",

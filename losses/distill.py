@@ -56,7 +56,7 @@ def distillation(
         size = tile.logits.shape[-1]
         words = min(size, len(matrix))
         wanted = tile_logits(
-            rows[tile.rows], matrix[:words], None, temperature, tile.logits.dtype
+            rows[tile.rows], matrix[:words], temperature, tile.logits.dtype
         ).log_softmax(-1)
         student = (tile.logits[:, :words] / temperature).log_softmax(-1)
         values, gradient = divergence(student, wanted, beta)

@@ -51,16 +51,22 @@ def kto_loss(
     rejected = at_least_float32(policy_rejected_logps) - at_least_float32(
         reference_rejected_logps
     )
+    policy_kl, reference_kl = policy_KL_logps, reference_KL_logps
     if loss_type == "apo_zero_unpaired":
-        if kl is not None or policy_KL_logps is not None or reference_KL_logps is not None:
+        if kl is not None or policy_kl is not None or reference_kl is not None:
             raise ValueError(
                 "apo_zero_unpaired has no KL baseline but one was given; pass None for the KL arguments"
             )
-        baseline = chosen.new_zeros(())
+        kl = chosen.new_zeros(())
     elif kl is None:
-        baseline = kto_baseline(policy_KL_logps, reference_KL_logps)
-    else:
-        baseline = kl.detach().to(chosen.dtype)
+        if policy_kl is None or reference_kl is None or not policy_kl.numel():
+            raise ValueError(
+                "the KTO baseline needs at least one mismatched example; "
+                "pass policy_KL_logps and reference_KL_logps, or kl="
+            )
+        ratios = at_least_float32(policy_kl.detach()) - at_least_float32(reference_kl.detach())
+        kl = ratios.mean().clamp(min=0)
+    baseline = kl.detach().to(chosen.dtype)
     # 1 - sigmoid(x) = sigmoid(-x), without the cancellation
     losses = torch.cat(
         [
@@ -69,14 +75,3 @@ def kto_loss(
         ]
     )
     return losses, beta * chosen.detach(), beta * rejected.detach(), baseline
-
-
-def kto_baseline(policy_logps: Tensor | None, reference_logps: Tensor | None) -> Tensor:
-    """Return z0 = max(0, mean(policy - reference)) over mismatched examples, detached; it needs at least one."""
-    if policy_logps is None or reference_logps is None or not policy_logps.numel():
-        raise ValueError(
-            "the KTO baseline needs at least one mismatched example; "
-            "pass policy_KL_logps and reference_KL_logps, or kl="
-        )
-    policy, reference = map(at_least_float32, (policy_logps.detach(), reference_logps.detach()))
-    return (policy - reference).mean().clamp(min=0)

@@ -16,7 +16,7 @@ So the logits are computed once (Liger Kernel, 2410.10989). A loss that reads al
 function of one tile instead, which returns its values and their gradient by the logits (losses/distill.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -79,15 +79,14 @@ def linear_logprobs(
     mean_logit: bool = False,
     temperature: float = 1.0,
     tile_rows: int | Literal["auto"] = "auto",
-    bias: Tensor | None = None,
     loss_weights: Tensor | None = None,
     tile_loss: TileLoss | None = None,
 ) -> LogProbs:
-    """Compute log softmax((hidden @ weight.T + bias) / temperature)[targets] in tiles of rows.
+    """Compute log softmax(hidden @ weight.T / temperature)[targets] in tiles of rows.
 
-    hidden [M, D] and weight [V, D] have one floating dtype, targets [M] int64 (-100: log-probability 0, no gradient),
-    bias [V] or None. M may be 0; the result still connects hidden and weight to the graph, with zero gradients.
-    Gradients of hidden, weight and bias are exact under any upstream gradient on any output. The weight gradient is
+    hidden [M, D] and weight [V, D] have one floating dtype, targets [M] int64 (-100: log-probability 0, no gradient).
+    M may be 0; the result still connects hidden and weight to the graph, with zero gradients.
+    Gradients of hidden and weight are exact under any upstream gradient on any output. The weight gradient is
     accumulated in float32 and returned in the weight's dtype. `tile_rows` is the most rows that one tile of logits may
     have; "auto" limits its bytes instead (1 GiB on CUDA, 64 MiB on CPU). On CUDA the host never waits for the device.
     `loss_weights` [M], which get no gradient, ask for `nll`. Its gradient is computed at once if gradients are enabled,
@@ -109,10 +108,6 @@ def linear_logprobs(
         raise ValueError(
             f"hidden is {hidden.dtype} and weight {weight.dtype} but both must have one floating dtype; cast one"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias is {list(bias.shape)} but must be [{weight.shape[0]}], one value per word"
-        )
     if not temperature > 0:
         raise ValueError(
             f"temperature is {temperature} but must be above 0; greedy decoding needs no log-probabilities"
@@ -126,9 +121,9 @@ def linear_logprobs(
             raise ValueError(
                 f"loss_weights are {list(loss_weights.shape)} but must be {list(targets.shape)}, one per target"
             )
-        if entropy or lse or mean_logit or bias is not None:
+        if entropy or lse or mean_logit:
             raise ValueError(
-                "loss_weights give the gradient of nll alone; leave them out, or entropy, lse, mean_logit and bias"
+                "loss_weights give the gradient of nll alone; leave them out, or entropy, lse and mean_logit"
             )
         if not torch.is_grad_enabled():  # inside the Function it never is
             hidden, weight = hidden.detach(), weight.detach()
@@ -151,7 +146,6 @@ def linear_logprobs(
         *_LinearLogProbs.apply(
             hidden,
             weight,
-            bias,
             targets,
             loss_weights,
             tile_loss,
@@ -179,7 +173,6 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         targets: Tensor,
         loss_weights: Tensor | None,
         tile_loss: TileLoss | None,
@@ -189,26 +182,24 @@ class _LinearLogProbs(torch.autograd.Function):
         want_lse: bool,
         want_mean: bool,
     ) -> tuple[Tensor | None, ...]:
-        M, work = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
-        logps, lse = (torch.empty(M, dtype=work, device=hidden.device) for _ in range(2))
+        tiles = _Tiles(ctx, hidden, weight, temperature, rows)
+        lse = hidden.new_empty(len(hidden), dtype=tiles.dtype)
+        logps, values = torch.empty_like(lse), torch.empty_like(lse)
         entropy = torch.empty_like(lse) if want_entropy else None
         mean = torch.empty_like(lse) if want_mean else None
         ignored = targets < 0
         safe = targets.masked_fill(ignored, 0)
-        projection = operand(weight)
-        gradients = tile_dtype = values = None
+        scale: Any = None
+        tile_dtype = None
         if loss_weights is not None:
-            loss_weights = loss_weights.to(work).masked_fill(ignored, 0.0)
-            gradients = _Gradients(ctx, hidden, weight, projection, loss_weights / temperature)
-            if tile_loss is not None:
-                values = torch.empty_like(lse)
-            elif any(ctx.needs_input_grad):
-                tile_dtype = projection.dtype
-        for start in range(0, M, rows):
-            part, tile = slice(start, start + rows), None
-            logits = tile_logits(hidden[part], projection, bias, temperature, work)
+            loss_weights = loss_weights.to(lse.dtype).masked_fill(ignored, 0.0)
+            scale = loss_weights / temperature
+            if tile_loss is None and any(ctx.needs_input_grad):
+                tile_dtype = tiles.weight.dtype
+        for part, logits in tiles:
+            gradient = None
             if entropy is None and mean is None and logprobs_triton.usable(logits):
-                tile = logprobs_triton.log_softmax_at(
+                gradient = logprobs_triton.log_softmax_at(
                     logits, safe[part], lse[part], logps[part], tile_dtype
                 )
             else:
@@ -223,25 +214,25 @@ class _LinearLogProbs(torch.autograd.Function):
                     entropy[part] = -torch.exp(logp, out=logits).mul_(logp).sum(-1)
                 del logp
                 if tile_dtype is not None:
-                    tile = one_hot_difference(logits, lse[part], safe[part], tile_dtype)
-            if tile_loss is not None and values is not None:
-                read = Tile(part, logits, safe[part], logps[part], lse[part])
-                values[part], tile = tile_loss(read)
-                tile = tile.to(projection.dtype)
-                del read
+                    gradient = one_hot_difference(logits, lse[part], safe[part], tile_dtype)
+            if tile_loss is not None:
+                values[part], gradient = tile_loss(
+                    Tile(part, logits, safe[part], logps[part], lse[part])
+                )
+                gradient = gradient.to(tiles.weight.dtype)
             del logits
-            if gradients is not None and tile is not None:
-                gradients.add(part, tile)
-            del tile
+            if gradient is not None:
+                tiles.add(part, gradient, scale)
+            del gradient
         logps.masked_fill_(ignored, 0.0)
         ctx.dtypes = None
-        if loss_weights is not None and gradients is not None:
+        if loss_weights is not None:
             ctx.mark_non_differentiable(logps)
-            ctx.save_for_backward(gradients.hidden, gradients.weight)
+            ctx.save_for_backward(tiles.hidden_gradient, tiles.weight_gradient)
             ctx.dtypes = hidden.dtype, weight.dtype
-            nll, _ = weighted_sum(-logps if values is None else values, loss_weights)
+            nll, _ = weighted_sum(-logps if tile_loss is None else values, loss_weights)
             return logps, None, None, None, nll
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
         # the caller may change the returned log-sum-exp in place, so the saved one is another tensor
@@ -257,72 +248,73 @@ class _LinearLogProbs(torch.autograd.Function):
                 g if g is None else torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype))
                 for g, dtype in zip(ctx.saved_tensors, ctx.dtypes)
             ]
-            return *grads, *[None] * 9
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        need_bias = ctx.needs_input_grad[2]
-        g_logp, g_entropy, g_lse, g_mean, _ = upstream
+            return *grads, *[None] * 8
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
+        g_logp, *others, _ = upstream
         ignored = targets < 0
         g_logp = torch.zeros_like(lse) if g_logp is None else g_logp.masked_fill(ignored, 0.0)
         safe = targets.masked_fill(ignored, 0)
         # in the common case the row's gradient scales the small operands, which saves a pass over the tile
-        only_logps = g_entropy is None and g_lse is None and g_mean is None and not need_bias
-        scale = g_logp / -ctx.temperature if only_logps else torch.ones_like(lse)
-        others = (g_lse, g_entropy, g_mean, entropy)
-        projection = operand(weight)
-        gradients = _Gradients(ctx, hidden, weight, projection, scale)
-        grad_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
-        for start in range(0, hidden.shape[0], ctx.rows):
-            part = slice(start, start + ctx.rows)
-            logits = tile_logits(hidden[part], projection, bias, ctx.temperature, lse.dtype)
+        only_logps = all(x is None for x in others)
+        scale = (g_logp if only_logps else torch.full_like(lse, -1.0)) / -ctx.temperature
+        tiles = _Tiles(ctx, hidden, weight, ctx.temperature, ctx.rows)
+        for part, logits in tiles:
             if only_logps:
-                tile = one_hot_difference(logits, lse[part], safe[part], projection.dtype)
+                gradient = one_hot_difference(logits, lse[part], safe[part], tiles.weight.dtype)
             else:
-                tile = _logit_gradient(
+                gradient = _logit_gradient(
                     logits.sub_(lse[part, None]),
                     safe[part, None],
                     g_logp[part, None],
-                    *(None if x is None else x[part, None] for x in others),
-                )
-                tile.div_(ctx.temperature)
-                if grad_bias is not None:
-                    grad_bias += tile.sum(0)
-                tile = tile.to(projection.dtype)
+                    *(None if x is None else x[part, None] for x in (*others, entropy)),
+                ).to(tiles.weight.dtype)
             del logits
-            gradients.add(part, tile)
-            del tile
-        grad_weight = gradients.weight
+            tiles.add(part, gradient, scale)
+            del gradient
+        grad_weight = tiles.weight_gradient
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return gradients.hidden, grad_weight, grad_bias, *[None] * 8
+        return tiles.hidden_gradient, grad_weight, *[None] * 8
 
 
-class _Gradients:
-    """Add up the gradients of hidden [M, D] and weight [V, D], None for one that is not needed, over tiles [R, V].
+class _Tiles:
+    """The logits in tiles [R, V] of rows, float32 (float64), and the gradients that are added up over them.
 
-    Every row of a tile still lacks its factor in `scale` [M]. The weight's gradient stays float32 (float64).
+    hidden_gradient [M, D], weight_gradient [V, D]: None for one that is not needed; the latter stays float32 (float64).
     """
 
     def __init__(
-        self, ctx: Any, hidden: Tensor, weight: Tensor, projection: Tensor, scale: Tensor
+        self, ctx: Any, hidden: Tensor, weight: Tensor, temperature: float, rows: int
     ) -> None:
-        self.rows, self.projection, self.scale = hidden, projection, scale[:, None]
+        self.hidden, self.weight = hidden, operand(weight)
+        self.temperature, self.rows = temperature, rows
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         need_hidden, self.need_weight, *_ = ctx.needs_input_grad
-        self.hidden = torch.empty_like(hidden) if need_hidden else None
+        self.hidden_gradient = torch.empty_like(hidden) if need_hidden else None
         # the first tile's product, if there is a tile
         no_rows = self.need_weight and not len(hidden)
-        self.weight = torch.zeros_like(weight) if no_rows else None
+        self.weight_gradient = torch.zeros_like(weight) if no_rows else None
 
-    def add(self, part: slice, tile: Tensor) -> None:
-        scale = self.scale[part]
-        if self.hidden is not None:
-            product = wide_product(tile, self.projection, scale.dtype)
-            self.hidden[part] = product.mul_(scale)
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        for start in range(0, len(self.hidden), self.rows):
+            part = slice(start, start + self.rows)
+            # nothing here keeps the tile alive
+            yield (
+                part,
+                tile_logits(self.hidden[part], self.weight, self.temperature, self.dtype),
+            )
+
+    def add(self, part: slice, gradient: Tensor, scale: Tensor) -> None:
+        """Add a gradient by the logits [R, V], in the weight's dtype; its rows lack their factors in `scale` [M]."""
+        factors = scale[part, None]
+        if self.hidden_gradient is not None:
+            product = wide_product(gradient, self.weight, self.dtype)
+            self.hidden_gradient[part] = product.mul_(factors)
             del product
         if self.need_weight:
-            rows = (self.rows[part] * scale).to(tile.dtype)
-            self.weight = wide_product(tile.t(), rows, scale.dtype, self.weight)
+            rows = (self.hidden[part] * factors).to(gradient.dtype)
+            total = self.weight_gradient
+            self.weight_gradient = wide_product(gradient.t(), rows, self.dtype, total)
 
 
 def one_hot_difference(
@@ -333,9 +325,12 @@ def one_hot_difference(
     The row's upstream gradient is applied to the small operands instead. The target's entry is computed as
     expm1(log p), because rounding p first would lose 1 - p where p is close to 1.
     """
+    if logprobs_triton.usable(
+        logits
+    ):  # one pass over the tile, which finds the log-sum-exp again
+        known = torch.empty_like(lse), torch.empty_like(lse)
+        return logprobs_triton.log_softmax_at(logits, targets, *known, dtype)
     at_target = logits.gather(1, targets[:, None]).sub_(lse[:, None]).expm1_()
-    if logprobs_triton.usable(logits):
-        return logprobs_triton.one_hot_difference(logits, targets, lse, at_target, dtype)
     tile = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     torch.exp(logits.sub_(lse[:, None]), out=tile)
     return tile.scatter_(1, targets[:, None], at_target.to(dtype))
@@ -345,8 +340,8 @@ def _logit_gradient(
     logp: Tensor,
     targets: Tensor,
     g_logp: Tensor,
-    g_lse: Tensor | None,
     g_entropy: Tensor | None,
+    g_lse: Tensor | None,
     g_mean: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
@@ -375,9 +370,7 @@ def operand(weight: Tensor) -> Tensor:
 
 
 def tile_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, dtype: torch.dtype
+    hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype
 ) -> Tensor:
     logits = wide_product(hidden.to(weight.dtype), weight.t(), dtype)
-    if bias is not None:
-        logits.add_(bias)
     return logits if temperature == 1.0 else logits.div_(temperature)

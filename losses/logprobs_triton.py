@@ -1,8 +1,10 @@
 # ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
-"""Triton kernels of logprobs.py, each of which reads a tile of float32 logits from memory once.
+"""The Triton kernel of logprobs.py, which reads a tile of float32 logits from memory once.
 
 Shapes: R rows of the tile, V vocabulary. Row offsets are 64-bit. Without atomics every run gives the same bits.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,27 +53,15 @@ if triton is not None:
                 p = tl.where(column == target, -others / total, p)
                 tl.store(out + offset + column, p.to(out.dtype.element_ty), mask=mask)
 
-    @triton.jit
-    def _one_hot_difference_kernel(
-        logits, targets, lse, at_target, out, width, BLOCK: tl.constexpr
-    ):
-        row = tl.program_id(0)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        mask = column < width
-        at = row.to(tl.int64) * width + column
-        p = tl.exp(tl.load(logits + at, mask=mask, other=0.0) - tl.load(lse + row))
-        p = tl.where(column == tl.load(targets + row), tl.load(at_target + row), p)
-        tl.store(out + at, p.to(out.dtype.element_ty), mask=mask)
-
 
 def usable(logits: Tensor) -> bool:
-    """Tell whether the kernels can be used for these logits: float32 on a GPU."""
+    """Tell whether the kernel can be used for these logits: float32 on a GPU."""
     return triton is not None and logits.is_cuda and logits.dtype == torch.float32
 
 
 def log_softmax_at(
     logits: Tensor, targets: Tensor, lse: Tensor, logps: Tensor, dtype: torch.dtype | None
-) -> Tensor | None:
+) -> Any:
     """Write each row's log-sum-exp into lse [R] and its target's log-probability into logps [R]; logits are [R, V].
 
     With a `dtype`, return p - onehot(target) [R, V] in it; float32 overwrites the logits.
@@ -89,19 +79,5 @@ def log_softmax_at(
     with torch.cuda.device(logits.device):
         _log_softmax_at_kernel[(rows,)](
             logits, targets, at_target, lse, logps, out, width, **size
-        )
-    return out
-
-
-def one_hot_difference(
-    logits: Tensor, targets: Tensor, lse: Tensor, at_target: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return exp(logits - lse) [R, V] in `dtype`, with at_target [R] at the targets; float32 overwrites the logits."""
-    rows, width = logits.shape
-    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    with torch.cuda.device(logits.device):
-        grid = (rows, triton.cdiv(width, _BLOCK))
-        _one_hot_difference_kernel[grid](
-            logits, targets, lse, at_target, out, width, BLOCK=_BLOCK, num_warps=_WARPS
         )
     return out

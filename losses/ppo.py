@@ -1,10 +1,9 @@
 """Proximal policy optimisation (PPO): rewards, advantages and the clipped losses, as pure functions.
 
-Shapes: N sequences, T tokens: padded [N, T], or packed [T] with cu_seqlens [N + 1] (sequence i is tokens
-cu_seqlens[i] .. cu_seqlens[i + 1] - 1). Token losses return one value per token; the caller divides by a global count.
+Shapes: N sequences, T tokens, packed [T] with cu_seqlens [N + 1] (sequence i is tokens cu_seqlens[i] ..
+cu_seqlens[i + 1] - 1). Token losses return one value per token; the caller divides by a global count.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,15 +36,14 @@ def token_rewards(
     last_index: Tensor,
     kl_coefficient: float,
     *,
-    score_clip: float | None = None,
     missing_eos_penalty: float | None = None,
     has_eos: Tensor | None = None,
 ) -> Tensor:
     """Return R_t = -kl_coefficient * kl_t, plus the sequence's score at its last token: [T] (1909.08593, eq. 2).
 
     kl [T] per token, scores [N], last_index [N] int64: the last token of each answer, which is its EOS token if it has
-    one, never the token after it. `score_clip` limits |score|; after that `missing_eos_penalty` is subtracted from the
-    score of answers whose `has_eos` [N] is false. Raises ValueError if the penalty is set without has_eos.
+    one, never the token after it. `missing_eos_penalty` is subtracted from the score of answers whose `has_eos` [N] is
+    false. Raises ValueError if it is set without has_eos.
     """
     if scores.shape != last_index.shape:
         raise ValueError(
@@ -53,8 +51,6 @@ def token_rewards(
         )
     rewards = -kl_coefficient * at_least_float32(kl)
     scores = at_least_float32(scores).to(rewards.dtype)
-    if score_clip is not None:
-        scores = scores.clamp(-score_clip, score_clip)
     if missing_eos_penalty is not None:
         if has_eos is None:
             raise ValueError(
@@ -101,29 +97,6 @@ def packed_gae(
     return advantages, advantages + values
 
 
-def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float = 1.0, lam: float = 0.95
-) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), padded [N, T] and 0 where the mask is 0: `packed_gae` over the other tokens.
-
-    Tokens whose mask is 0 are skipped wherever they are, so a tool's output inside an answer neither earns nor decays
-    credit. For a contiguous mask this is the textbook recurrence, with padding on either side.
-    """
-    if not rewards.shape == values.shape == mask.shape or rewards.dim() != 2:
-        raise ValueError(
-            f"rewards are {list(rewards.shape)}, values {list(values.shape)} and mask {list(mask.shape)} "
-            "but all must be padded [N, T]"
-        )
-    kept = mask.bool()
-    counts = kept.sum(1).cpu()
-    cu_seqlens = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    packed = packed_gae(rewards[kept], values[kept], cu_seqlens, gamma, lam)
-    advantages, returns = (
-        part.new_zeros(mask.shape).masked_scatter(kept, part) for part in packed
-    )
-    return advantages, returns
-
-
 def group_advantages(
     scores: Tensor, group_size: int, kind: str = "group", *, scale: bool | str = True
 ) -> Tensor:
@@ -158,30 +131,41 @@ def ppo_policy_loss(
     *,
     clip_high: float | None = None,
     dual_clip: float | None = None,
+    kind: str = "clip",
 ) -> PolicyLoss:
-    """Return max(-A rho, -A clip(rho, 1 - clip, 1 + clip_high)) per token, rho = exp(logp - old_logp).
+    """Return the loss of each token by its probability ratio rho = exp(logp - old_logp).
 
-    Source: 1707.06347, eq. 7. `clip_high` (default: clip) widens the upper side (DAPO, 2503.14476: 0.28). `dual_clip`
-    c > 1 limits the loss of tokens with A < 0 to -c A (1912.09729; commonly 3). The log-ratio is cut at +-20, beyond
-    which its gradient is 0 already, or useless.
+    "clip": max(-A rho, -A clip(rho, 1 - clip, 1 + clip_high)) (1707.06347, eq. 7). `clip_high` (default: clip) widens
+    the upper side (DAPO, 2503.14476: 0.28). `dual_clip` c, above 1 + clip_high, limits the loss of tokens with A < 0
+    to -c A (1912.09729; commonly 3; two-sided clipping, 2505.07291).
+    "cispo": -A min(rho, 1 + clip_high) logp, where the ratio is a weight without gradient (2506.13585): a token beyond
+    the bound still learns. It has no lower bound.
+    The log-ratio is cut at +-20, beyond which its gradient is 0 already, or useless.
+    Raises ValueError for another kind, or bounds out of range.
     """
     high = clip if clip_high is None else clip_high
     if not 0 <= clip < 1 or high < 0:
         raise ValueError(
             f"clip is {clip} and clip_high {high}; clip must be in [0, 1) and clip_high at least 0"
         )
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip is {dual_clip} but must be above 1 (commonly 3), or None")
-    advantages = at_least_float32(advantages.detach())
-    log_ratio = at_least_float32(logps) - at_least_float32(old_logps.detach())
+    if dual_clip is not None and (kind != "clip" or not dual_clip > 1 + high):
+        raise ValueError(
+            f"dual_clip is {dual_clip} but must be above 1 + clip_high, {1 + high:g} (commonly 3), and only the kind "
+            "clip has it"
+        )
+    advantages, logps = at_least_float32(advantages.detach()), at_least_float32(logps)
+    log_ratio = logps - at_least_float32(old_logps.detach())
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    plain, cut = -advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + high)
-    losses = torch.maximum(plain, cut)
-    clipped = cut > plain
-    if dual_clip is not None:
-        bound = (-dual_clip * advantages).masked_fill(advantages >= 0, torch.inf)
-        clipped = clipped | (bound < losses)
-        losses = torch.minimum(losses, bound)
+    if kind == "cispo":
+        losses = -advantages * ratio.detach().clamp(max=1 + high) * logps
+        clipped = ratio > 1 + high
+    elif kind == "clip":
+        plain, cut = -advantages * ratio, -advantages * ratio.clamp(1 - clip, 1 + high)
+        bounded = -advantages * ratio.clamp(max=dual_clip or torch.inf)
+        losses = torch.maximum(bounded, cut)
+        clipped = losses != plain
+    else:
+        raise ValueError(f"kind is {kind!r} but must be clip or cispo")
     return PolicyLoss(losses, ratio.detach(), clipped.to(losses.dtype))
 
 
@@ -219,60 +203,13 @@ def kl_estimate(logps: Tensor, reference_logps: Tensor, kind: str = "k1") -> Ten
     raise ValueError(f"kind is {kind!r} but must be k1, k2 or k3")
 
 
-def whiten(
-    values: Tensor,
-    mask: Tensor,
-    *,
-    shift_mean: bool = True,
-    mean: Tensor | float | None = None,
-    variance: Tensor | float | None = None,
-) -> Tensor:
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Return (values - mean) / sqrt(variance + 1e-8) where mask is set, 0 elsewhere.
 
-    `shift_mean=False` adds the mean back. `mean` and `variance` are given together or not at all: pass those of a whole
-    rollout over all ranks, or leave them out for the population moments of these values. A single value, or none,
-    gives zeros and never nan.
+    The moments are those of the population where mask is set. A single value, or none, gives zeros and never nan.
     """
-    if (mean is None) != (variance is None):
-        raise ValueError("whiten was given only one of mean and variance; pass both or neither")
-    values, kept = at_least_float32(values), mask.bool()
-    if mean is None or variance is None:
-        count = kept.sum().clamp(min=1)
-        mean = values.masked_fill(~kept, 0.0).sum() / count
-        variance = (values - mean).masked_fill(~kept, 0.0).square().sum() / count
-    whitened = (values - mean) * (variance + 1e-8) ** -0.5
-    return (whitened if shift_mean else whitened + mean).masked_fill(~kept, 0.0)
-
-
-@dataclass
-class AdaptiveKLController:
-    """Steer the KL coefficient towards a target (1909.08593, section 2.2).
-
-    coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon, where kl is the KL of a sequence, averaged over n
-    sequences. Its only state is `coefficient`. With target None the coefficient never changes.
-    """
-
-    coefficient: float = 0.2
-    target: float | None = 6.0
-    horizon: int = 10_000
-
-    def __post_init__(self) -> None:
-        coefficient, target, horizon = self.coefficient, self.target, self.horizon
-        if coefficient < 0 or horizon <= 0 or (target is not None and target <= 0):
-            raise ValueError(
-                f"coefficient is {coefficient}, target {target} and horizon {horizon} "
-                "but the coefficient must be at least 0 and the others above 0 (target None keeps it fixed)"
-            )
-
-    def update(self, kl: float, sequences: int) -> float:
-        """Return the next coefficient after `sequences` sequences of mean KL `kl`; both are global, so ranks agree."""
-        if self.target is not None:
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.coefficient *= 1 + error * sequences / self.horizon
-        return self.coefficient
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coefficient": self.coefficient}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.coefficient = float(state["coefficient"])
+    values, left_out = at_least_float32(values), ~mask.bool()
+    count = mask.bool().sum().clamp(min=1)
+    centred = values - values.masked_fill(left_out, 0.0).sum() / count
+    variance = centred.masked_fill(left_out, 0.0).square().sum() / count
+    return (centred * (variance + 1e-8) ** -0.5).masked_fill(left_out, 0.0)

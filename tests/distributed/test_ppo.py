@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,22 +37,7 @@ from ulysses.zero.gather import gathered_weights
 ODD = replace(
     SHAPE, num_attention_heads=3, num_key_value_heads=1
 )  # query rows are split at every degree but 3
-EOS = (
-    3,
-    7,
-    11,
-    19,
-    23,
-    31,
-    40,
-    41,
-    52,
-    63,
-    70,
-    77,
-    85,
-    90,
-)  # many, so that random answers have ragged lengths
+EOS = (3, 7, 11, 19, 23, 31, 40, 41, 52, 63, 70, 77, 85, 90)  # many: answers are ragged
 OPTIONS = SamplingOptions(12, temperature=0.9, stop_tokens=EOS, seed=9)
 FIXED = {"value_coefficient": 0.5, "entropy_coefficient": 0.01, "temperature": 0.8}
 REAL = PpoSection(
@@ -98,19 +84,15 @@ def fixed_rollout(config: PpoSection, budget: int = 0) -> Rollout:
         for length in torch.randint(1, 25, (4,), generator=draw).tolist():
             answers.append(Completion(torch.randint(0, 97, (length,), generator=draw).tolist()))
             a, b, c, d = torch.randn(4, prompt + length, generator=draw)
-            parts.append(
-                {"old_logps": 0.4 * a - 4.6, "advantages": b}
-                | (
-                    {"old_values": 0.3 * c, "returns": d}
-                    if alone
-                    else {
-                        "reference_logps": 0.4 * c - 4.6,
-                        "importance": d.exp().clamp(max=2.0),
-                    }
-                )
-            )
+            columns = {"old_logps": 0.4 * a - 4.6, "advantages": b, "old_values": 0.3 * c}
+            columns |= {"returns": d, "reference_logps": 0.4 * c - 4.6}
+            parts.append({**columns, "importance": d.exp().clamp(max=2.0)})
     by_length = config.loss_aggregation == "sequence"
     rollout = Rollout.of(0, prompts, answers, budget=budget, by_length=by_length)
+    if config.mask_truncated:  # every third answer
+        ends = rollout.ends.tolist()
+        for n in range(0, 12, 3):
+            rollout.columns["weights"][ends[n] - len(answers[n].tokens) : ends[n]] = 0
     for name in parts[0]:
         held = [part[name][left:] for part, left in zip(parts, rollout.prefixes.tolist())]
         rollout.columns[name] = torch.cat(held)
@@ -127,6 +109,14 @@ def engine_of(
     value = config.advantage == "gae"
     kind = PolicyValue if value else CausalLM
     return trained_engine(lambda: kind(shape, mesh), HostWeights(shape, 0), lr, groups=groups)
+
+
+def maker_of(
+    engine: ZeroEngine, mesh: ParallelMesh, config: PpoSection, budget: int, **models: Any
+) -> RolloutMaker:
+    sampler = EngineSampler(engine, mesh, OPTIONS)
+    rest: Any = {"engine": engine, "mesh": mesh, "config": config, "budget": budget}
+    return RolloutMaker(sampler=sampler, shared_budget=budget, **rest, **models)
 
 
 def trainer_of(
@@ -148,17 +138,7 @@ def trainer_of(
         reference = logps_of(
             frozen_engine(lambda: CausalLM(shape, mesh), HostWeights(shape, reference_seed))
         )
-    sampler = EngineSampler(engine, mesh, OPTIONS)
-    maker = RolloutMaker(
-        engine=engine,
-        mesh=mesh,
-        config=config,
-        sampler=sampler,
-        budget=budget,
-        shared_budget=budget,
-        reference=reference,
-        reward=reward,
-    )
+    maker = maker_of(engine, mesh, config, budget, reference=reference, reward=reward)
     if reference_seed is None:
         maker.make = lambda *_: fixed_rollout(config, budget)  # type: ignore[method-assign]
     stage = PpoStage(
@@ -205,16 +185,32 @@ def formula(
     ]
     logps, entropy = (torch.cat([out[i] for out in found]) for i in (0, 1))
     c = {name: column.double() for name, column in data.columns.items()}
-    policy = ppo_policy_loss(logps, c["old_logps"], c["advantages"], config.clip)
+    trained, expected = (c["weights"].roll(-1) != 0).double(), {}
+    lengths = data.lengths.tolist()
+    ratioed = logps
+    if config.ratio != "token":
+        gaps = ((logps - c["old_logps"]) * trained).split(lengths)
+        counts = [mask.sum().clamp(min=1) for mask in trained.split(lengths)]
+        whole = [
+            gap.sum() / (n if config.ratio == "mean" else 1) for gap, n in zip(gaps, counts)
+        ]
+        ratioed = c["old_logps"] + torch.stack(whole).repeat_interleave(data.lengths)
+    policy = ppo_policy_loss(
+        ratioed,
+        c["old_logps"],
+        c["advantages"],
+        config.clip,
+        dual_clip=config.dual_clip or None,
+        kind=config.policy_loss,
+    )
     each = (
         policy.losses * (c["importance"] if config.importance_cap else 1)
         - config.entropy_coefficient * entropy
     )
     if config.kl_in != "reward":
         kl = kl_estimate(logps, c["reference_logps"], config.kl_estimator)
-        ratio = (logps - c["old_logps"]).exp() if config.kl_in == "loss_with_ratio" else 1
+        ratio = (ratioed - c["old_logps"]).exp() if config.kl_in == "loss_with_ratio" else 1
         each = each + config.kl_coefficient * kl * ratio
-    trained, expected = (c["weights"].roll(-1) != 0).double(), {}
     if alone:
         values = ppo_value_loss(
             torch.cat([out[2] for out in found]),
@@ -235,12 +231,11 @@ def formula(
             }.items()
         }
     sums, counts = (
-        torch.stack([x.sum() for x in y.split(data.lengths.tolist())])
-        for y in (each * trained, trained)
+        torch.stack([x.sum() for x in y.split(lengths)]) for y in (each * trained, trained)
     )
     loss = {
         "token": sums.sum() / counts.sum(),
-        "sequence": (sums / counts).mean(),
+        "sequence": (sums / counts.clamp(min=1)).mean(),
         "constant": sums.mean() / config.max_new_tokens,
     }[config.loss_aggregation]
     loss.backward()
@@ -274,9 +269,25 @@ GROUPED = {
 }
 
 
+GSPO = GROUPED | {"ratio": "mean", "loss_aggregation": "sequence"}
+RLOO = GROUPED | {
+    "advantage": "leave_one_out",
+    "ratio": "product",
+    "loss_aggregation": "sequence",
+}
+IN_LOSS = {"kl_in": "loss_with_ratio", "kl_estimator": "k3"}
+
+
 @pytest.mark.parametrize(
     ("world", "sp", "budget", "seed", "options", "shape"),
     [
+        (1, 1, 128, None, GSPO | IN_LOSS | {"mask_truncated": True}, SHAPE),
+        (4, 4, 64, 1, GSPO | IN_LOSS | {"importance_cap": 2.0}, ODD),
+        (4, 2, 128, 2, GSPO | {"loss_aggregation": "token", "mask_truncated": True}, SHAPE),
+        (4, 2, 64, 1, RLOO, SHAPE),
+        (2, 2, 128, 1, GROUPED | {"policy_loss": "cispo", "mask_truncated": True}, SHAPE),
+        (4, 2, 64, 1, GSPO | {"policy_loss": "cispo"}, SHAPE),
+        (2, 1, 128, 1, GROUPED | {"dual_clip": 1.4, "ratio": "product"}, SHAPE),
         (1, 1, 128, None, FIXED, SHAPE),
         (4, 2, 64, 1, FIXED, SHAPE),
         (2, 1, 512, 1, FIXED, SHAPE),
@@ -467,22 +478,36 @@ def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
     assert all(torch.equal(plain[name], gathered[name]) for name in plain)
 
 
-def short_rollout(config: PpoSection) -> list[torch.Tensor]:
-    """The weights after each step of the epoch's last rollout, which has two prompts for four minibatches."""
+def weights_of_steps(
+    config: PpoSection, first: int, steps: int, **sampling: Any
+) -> list[torch.Tensor]:
+    """The weights before some steps and after each of them."""
     trainer, _ = trainer_of(2, config, lr=3e-3)
-    trainer.step, weights = 8, []
-    for _ in range(4):
+    trainer.step, trainer.loader.sampler.options = first, replace(OPTIONS, **sampling)
+    weights = trainer.engine.partition.masters[0]
+    found = [weights.detach().clone()]
+    for _ in range(steps):
         trainer.train_step()
-        weights.append(trainer.engine.partition.masters[0].detach().clone())
-    return weights
+        found.append(weights.detach().clone())
+    return found
 
 
-def test_a_step_without_prompts_leaves_the_weights_alone() -> None:
-    config = PpoSection(reward="a:b", epochs=1, minibatches=4, temperature=0.9)
-    for first, *rest in run_distributed(short_rollout, 2, config, with_zero=True):
-        assert not torch.equal(first, rest[0]) and all(
-            torch.equal(rest[0], w) for w in rest[1:]
-        )
+@pytest.mark.parametrize(
+    "options, first, steps, trained, sampling",
+    [
+        ({"epochs": 1, "minibatches": 4}, 8, 4, 2, {}),  # the last rollout has two prompts
+        ({"mask_truncated": True}, 0, 1, 0, {"stop_tokens": ()}),
+    ],
+    ids=["no prompts", "all answers cut"],
+)
+def test_a_step_without_anything_to_train_leaves_the_weights_alone(
+    options: dict[str, Any], first: int, steps: int, trained: int, sampling: dict[str, Any]
+) -> None:
+    config = PpoSection(reward="a:b", temperature=0.9, **options)
+    given = weights_of_steps, 2, config, first, steps
+    for weights in run_distributed(*given, with_zero=True, **sampling):
+        changed = [not torch.equal(x, y) for x, y in pairwise(weights)]
+        assert changed == [step < trained for step in range(steps)]
 
 
 def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
@@ -492,15 +517,7 @@ def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
     config, source = PpoSection(reward="models/rm"), HostWeights(SHAPE, 4)
     scorer = frozen_engine(lambda: RewardModel(SHAPE, mesh), source)
     engine = engine_of(mesh, config)
-    maker = RolloutMaker(
-        engine=engine,
-        mesh=mesh,
-        config=config,
-        sampler=EngineSampler(engine, mesh, OPTIONS),
-        budget=128,
-        shared_budget=128,
-        scorer=scorer,
-    )
+    maker = maker_of(engine, mesh, config, 128, scorer=scorer)
     rollout = maker.answer(0, prompts(), [3, 1, 5])
     plain = filled(RewardModel(SHAPE, None, attention="reference"), source)
     with torch.no_grad():

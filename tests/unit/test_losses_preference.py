@@ -14,7 +14,6 @@ from losses import (
     REFERENCE_FREE,
     aot_margins,
     dpo_loss,
-    kto_baseline,
     kto_loss,
     ld_dpo_weights,
     reward_loss,
@@ -403,7 +402,8 @@ def test_kto_limits():
     got, *_, kl = kto_loss(pc, torch.zeros(0), k - 1, ONE, torch.zeros(0), torch.zeros(2))
     got.sum().backward()
     assert kl.item() == 0 and k.grad is None and pc.grad is not None
-    assert kto_baseline(k + 2, torch.zeros(2)).item() == 2
+    *_, kl = kto_loss(pc, torch.zeros(0), k + 2, ONE, torch.zeros(0), torch.zeros(2))
+    assert kl.item() == 2 and not kl.requires_grad
     # one side empty, huge ratios
     for extreme in (1e4, -1e4, 30.0, 0.0):
         pr = torch.tensor([extreme], requires_grad=True)
@@ -437,25 +437,22 @@ SIGNATURES = {
     "kto_loss": "policy_chosen_logps policy_rejected_logps policy_KL_logps reference_chosen_logps "
     "reference_rejected_logps reference_KL_logps beta=0.1 desirable_weight=1.0 undesirable_weight=1.0 * kl=None "
     "loss_type='kto'",
-    "kto_baseline": "policy_logps reference_logps",
     "reward_loss": "chosen_rewards rejected_rewards margin=None center_coefficient=0.0",
     "ld_dpo_weights": "token_index public_lengths alpha",
     "linear_logprobs": "hidden weight targets * entropy=False lse=False mean_logit=False temperature=1.0 "
-    "tile_rows='auto' bias=None loss_weights=None tile_loss=None",
+    "tile_rows='auto' loss_weights=None tile_loss=None",
     "token_nll": "logps weights",
     "weighted_sum": "values weights",
     "label_smoothed_nll": "logps lse mean_logit label_smoothing",
     "dft_nll": "logps",
     "z_loss": "lse coefficient",
-    "gae": "rewards values mask gamma=1.0 lam=0.95",
     "group_advantages": "scores group_size kind='group' * scale=True",
     "packed_gae": "rewards values cu_seqlens gamma=1.0 lam=0.95",
-    "ppo_policy_loss": "logps old_logps advantages clip=0.2 * clip_high=None dual_clip=None",
+    "ppo_policy_loss": "logps old_logps advantages clip=0.2 * clip_high=None dual_clip=None kind='clip'",
     "ppo_value_loss": "values old_values returns clip=0.2",
     "kl_estimate": "logps reference_logps kind='k1'",
-    "whiten": "values mask * shift_mean=True mean=None variance=None",
-    "token_rewards": "kl scores last_index kl_coefficient * score_clip=None missing_eos_penalty=None has_eos=None",
-    "AdaptiveKLController": "coefficient=0.2 target=6.0 horizon=10000",
+    "whiten": "values mask",
+    "token_rewards": "kl scores last_index kl_coefficient * missing_eos_penalty=None has_eos=None",
     "LogProbs": "logps entropy=None lse=None mean_logit=None nll=None",
     "PolicyLoss": "losses ratios clipped",
     "ValueLoss": "losses clipped",

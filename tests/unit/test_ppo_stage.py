@@ -134,33 +134,76 @@ def test_advantages_without_a_value(advantage, kl_in):
     torch.testing.assert_close(importance, ratio.clamp(max=1.1))
 
 
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_answers_that_were_cut_are_left_out(kl_in: str) -> None:
+    """They keep their place in the comparison but neither weight nor columns, and their KL lowers no reward."""
+    rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
+    options = {
+        "advantage": "group",
+        "answers_per_prompt": 3,
+        "kl_in": kl_in,
+        "kl_coefficient": 0.3,
+    }
+    found = []
+    for masked in (False, True):
+        rollout = answered(rows, answers_per_prompt=3)
+        in_answer = rollout.columns["weights"] != 0
+        old, reference = torch.randn(2, 12, generator=torch.Generator().manual_seed(2))
+        if masked:  # the second answer's tokens
+            reference[6:8] = old[6:8]
+        made = maker(mask_truncated=not masked, **options)
+        made.finish(rollout, old, torch.zeros_like(old), reference)
+        found.append(rollout.columns)
+    left_out, plain = found
+    assert left_out["weights"][in_answer].tolist() == [1, 1, 1, 0, 0, 1]
+    assert plain["weights"][in_answer].tolist() == [1] * 6
+    kept = left_out["weights"].roll(-1) != 0
+    for name in ("advantages", "old_logps"):
+        torch.testing.assert_close(left_out[name], plain[name] * kept)
+        assert plain[name][6:8].all()
+
+
+def test_bounds_of_the_ratio_are_checked_before_the_run(tmp_path: Path) -> None:
+    for options, complaint in (
+        ({"ppo__dual_clip": 1.2}, "ppo: dual_clip is 1.2 but must be above 1 + clip_high, 1.2"),
+        ({"ppo__policy_loss": "cispo", "ppo__dual_clip": 3.0}, "only the kind clip has it"),
+    ):
+        config = parse_command_line(tiny("ppo", tmp_path, **options)).config
+        assert any(complaint in error for error in PpoStage.check(config))
+
+
+SEQUENCE = {"loss_aggregation": "sequence"}  # loss_type "grpo"
+GSPO = SEQUENCE | {"ratio": "mean", "kl_in": "loss_with_ratio"}
+
+
 @pytest.mark.parametrize(
-    "aggregation, loss, gradient_norm",
+    "options, loss, gradient_norm",
     [  # by GRPOTrainer of TRL 1.16.0
-        ("sequence", -0.015381882889378501, 0.1549521976040401),  # loss_type "grpo"
-        ("token", 0.04083397427547562, 0.14012963455909375),  # "bnpo" and "dapo"
+        (SEQUENCE, -0.015381882889378501, 0.1549521976040401),
+        # "bnpo" and "dapo"
+        ({"loss_aggregation": "token"}, 0.04083397427547562, 0.14012963455909375),
         # "dr_grpo" with completions of at most 6 tokens
-        ("constant", 0.01701415594811484, 0.05838734773295572),
+        ({"loss_aggregation": "constant"}, 0.01701415594811484, 0.05838734773295572),
+        (GSPO, -0.045211785617463196, 0.1247966922118026),
+        # two answers were cut
+        (SEQUENCE | {"mask_truncated": True}, -0.1206025505654621, 0.15052069683241784),
+        ({"mask_truncated": True}, -0.21253182334376353, 0.2119409893048637),
+        ({"policy_loss": "cispo"}, 0.07288214707986748, 0.15437024753458775),
+        (SEQUENCE | {"dual_clip": 1.4}, -0.023195110626355153, 0.1522880172104637),
     ],
 )
-def test_losses_equal_trls(aggregation: str, loss: float, gradient_norm: float) -> None:
+def test_losses_equal_trls(options: dict[str, Any], loss: float, gradient_norm: float) -> None:
     """Eight answers to two prompts, with k3 of 0.04 in the loss and DAPO's clip range."""
     lengths = (3, 1, 4, 2, 4, 2, 1, 3)
     scores = torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1]).double()
-    config = PpoSection(
-        advantage="group",
-        answers_per_prompt=4,
-        kl_in="loss",
-        kl_estimator="k3",
-        kl_coefficient=0.04,
-        clip_high=0.28,
-        loss_aggregation=aggregation,
-        max_new_tokens=6,
-    )
+    given = {"advantage": "group", "answers_per_prompt": 4, "clip_high": 0.28, "kl_in": "loss"}
+    given |= {"kl_estimator": "k3", "kl_coefficient": 0.04, "max_new_tokens": 6, **options}
+    config = PpoSection(**given)
     advantages, found, made, rows = group_advantages(scores, 4), [], [], []
     for n, length in enumerate(lengths):
         t = torch.arange(length).double()
-        weight = 1 / length if aggregation == "sequence" else 1.0
+        weight = 1 / length if config.loss_aggregation == "sequence" else 1.0
+        weight *= not (config.mask_truncated and n in (2, 4))
         columns = {
             "old_logps": -1.5 + 0.4 * torch.sin(2 * n + 5 * t),
             "advantages": advantages[n].expand(length),
@@ -243,6 +286,7 @@ def test_first_step_identities():
     made = PpoStage(None, None, PpoSection(), tolerance=1e-5)
     same = {"policy/logp_change": 1e-7, "reference_gap": 1e-7}
     made.check_first_step(same)
+    made.check_first_step({})  # of a step that trains nothing
     for name, whose in (("policy/logp_change", "its"), ("reference_gap", "their")):
         sentence = f"but {whose} log-probabilities differ by 0.01 per token"
         with pytest.raises(RuntimeError, match=sentence):
@@ -314,7 +358,8 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "hang", "timed out"),
     ):
         with pytest.raises(ValueError, match=f"the reward {url} .*{complaint}"):
-            Rewards([url], Letters(), timeout=0.2)(*answers(1, 2))
+            timeout = 0.2 if server.fault == "hang" else 20
+            Rewards([url], Letters(), timeout=timeout)(*answers(1, 2))
     server.close()
     with pytest.raises(ValueError, match="the reward .* failed: OSError: ConnectError"):
         Rewards([url], Letters())(*answers(1))
@@ -328,7 +373,8 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
     asked: Any = SimpleNamespace(
-        synchronise=lambda: None, answer=lambda number, *_: rounds[number % 2]
+        sampler=SimpleNamespace(synchronise=lambda: None),
+        answer=lambda number, *_: rounds[number % 2],
     )
     loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
     metrics = PpoStage(None, None, section, maker=asked).evaluate(loader)

@@ -43,16 +43,14 @@ def sampled(
     weights: Any = None,
     graphs: bool = True,
     look: int = 0,
-    prefill: int = 0,
+    prefill: int = 8192,
     progress: Any = lambda tokens: None,
     **options: Any,
 ) -> list[Completion]:
     """One completion per prompt, whose key is its place."""
+    given = model.config, weights or weights_of(model), dict(enumerate(asked))
     chosen = SamplingOptions(new_tokens, **options)
-    tensors, keyed = weights or weights_of(model), dict(enumerate(asked))
-    sampler = Sampler(model.config, tensors, keyed, chosen, 0, progress, graphs)
-    sampler.look, sampler.prefill = look or sampler.look, prefill or sampler.prefill
-    found = sampler.sample()
+    found = Sampler(*given, chosen, 0, progress, graphs, look, prefill).sample()
     return [found[i] for i in range(len(asked))]
 
 

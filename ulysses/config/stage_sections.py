@@ -201,10 +201,21 @@ class PpoSection(Section):
     importance_cap: NonNegativeFloat = 0.0
     """Weigh each token's loss by the ratio of its probabilities in trainer and sampler, at most this (commonly 2); 0
     does not weigh."""
+    policy_loss: Literal["clip", "cispo"] = "clip"
+    """How a token's probability ratio is bounded: PPO's clipped loss, or as a weight without gradient (CISPO,
+    2506.13585), at most 1 + clip_high, with which all tokens learn."""
+    ratio: Literal["token", "mean", "product"] = "token"
+    """Which ratio that is: each token's own, or one for all of an answer, the geometric mean of its tokens' ratios
+    (GSPO, 2507.18071) or their product (RLOO)."""
     clip: float = Field(0.2, ge=0, lt=1)
     """Clip range of the probability ratio."""
     clip_high: NonNegativeFloat = 0.0
     """Upper side of the clip range if it differs (0.28 in DAPO, arXiv 2503.14476); 0 means clip."""
+    dual_clip: NonNegativeFloat = 0.0
+    """Largest ratio that a negative advantage is multiplied by (commonly 3, arXiv 1912.09729); 0 is no bound."""
+    mask_truncated: bool = False
+    """Leave answers that did not end within max_new_tokens out of the loss (DAPO); others are still compared with
+    them."""
     value_clip: NonNegativeFloat = 0.2
     """Clip range of the value around the rollout's; 0 is off."""
     value_coefficient: NonNegativeFloat = 0.1

@@ -6,8 +6,9 @@
     reinforce++     what the answer earns from a token on, whitened over the rollout (2501.03262)
 
 Each function takes rewards [T] and values [T] of the answers' tokens, packed by cu_seqlens [N + 1], and the [ppo]
-table. It returns the columns [T] that the loss reads: `advantages`, and with a value `old_values` and `returns`.
-Answers to the same prompt lie one after the other. Everything is float64 and the same on every rank.
+table. It returns the columns [T] that the loss reads (`advantages`, and with a value `old_values` and `returns`) and
+metrics of its own. Answers to the same prompt lie one after the other. Everything is float64 and the same on every
+rank.
 """
 
 from collections.abc import Callable
@@ -18,40 +19,38 @@ from torch import Tensor
 
 from losses.ppo import group_advantages, packed_gae, whiten
 
-Columns = dict[str, Tensor]
+Found = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
-def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
+def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Found:
     advantages, returns = packed_gae(rewards, values, cu_seqlens, config.gamma, config.lam)
-    return {
-        "advantages": whiten(advantages, torch.ones_like(values)),
-        "old_values": values,
-        "returns": returns,
-    }
+    whitened = whiten(advantages, torch.ones_like(values))
+    columns = {"advantages": whitened, "old_values": values, "returns": returns}
+    variance, left = (x.var(correction=0) for x in (returns, returns - values))
+    # how much of the returns the value model foresees; nothing where all returns are equal
+    return columns, {"val/explained_variance": 1 - left / variance} if variance else {}
 
 
-def compared(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
-    scores, size = answer_rewards(rewards, cu_seqlens), config.answers_per_prompt
+def compared(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Found:
+    lengths, size = cu_seqlens.diff(), config.answers_per_prompt
+    scores = torch.stack([answer.sum() for answer in rewards.split(lengths.tolist())])
     advantages = group_advantages(scores, size, config.advantage, scale=config.scale_by_std)
-    return {"advantages": advantages.repeat_interleave(cu_seqlens.diff())}
+    groups = scores.view(-1, size)
+    same = (groups == groups[:, :1]).all(1)  # from which nothing is learned
+    metrics = {"advantages/zero_groups": same.double().mean()}
+    return {"advantages": advantages.repeat_interleave(lengths)}, metrics
 
 
-def reinforce(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Columns:
+def reinforce(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, config: Any) -> Found:
     nothing = torch.zeros_like(rewards)
     _, to_come = packed_gae(rewards, nothing, cu_seqlens, config.gamma, lam=1.0)
-    return {"advantages": whiten(to_come, torch.ones_like(to_come))}
-
-
-def answer_rewards(rewards: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the sum of each answer's rewards, [N]."""
-    answers = rewards.split(cu_seqlens.diff().tolist())
-    return torch.stack([answer.sum() for answer in answers])
+    return {"advantages": whiten(to_come, torch.ones_like(to_come))}, {}
 
 
 class Advantage(NamedTuple):
     """An algorithm: its function, and whether it trains a value and compares several answers to a prompt."""
 
-    compute: Callable[[Tensor, Tensor, Tensor, Any], Columns]
+    compute: Callable[[Tensor, Tensor, Tensor, Any], Found]
     needs_value: bool = False
     needs_group: bool = False
 
@@ -62,16 +61,3 @@ ADVANTAGES = {
     "leave_one_out": Advantage(compared, needs_group=True),
     "reinforce++": Advantage(reinforce),
 }
-
-
-def value_metrics(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-    """Return how much of the returns the value model foresees; nothing where all returns are equal."""
-    variance, left = (x.var(correction=0) for x in (returns, returns - values))
-    return {"val/explained_variance": 1 - left / variance} if variance else {}
-
-
-def group_metrics(rewards: Tensor, cu_seqlens: Tensor, group_size: int) -> dict[str, Tensor]:
-    """Return the share of groups whose answers all earn the same, from which nothing is learned."""
-    groups = answer_rewards(rewards, cu_seqlens).view(-1, group_size)
-    same = (groups == groups[:, :1]).all(1)
-    return {"advantages/zero_groups": same.double().mean()}

@@ -23,7 +23,7 @@ class EngineSampler:
         engine: trains the policy.
         options: of sampling.
         automatic_batch: decode as many answers at a time as a GPU's free memory holds, and not `options.batch`.
-        lora: the table of the policy's adapters, which are added to a copy of the matrices they adapt, or None.
+        lora: the table of the policy's adapters, which are added to a copy of the matrices they adapt.
         renew: is told of progress.
     """
 
@@ -33,11 +33,9 @@ class EngineSampler:
     automatic_batch: bool = True
     lora: Any = None
     renew: Callable[[], None] = lambda: None
+    warned: bool = False  # that there are no CUDA graphs
 
-    def __post_init__(self) -> None:
-        self.warned = False  # that there are no CUDA graphs
-
-    def synchronise(self) -> None:
+    def synchronise(self, rollout: int = 0) -> None:
         """Do nothing: every call of `sample` reads the current weights."""
 
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
@@ -46,19 +44,17 @@ class EngineSampler:
         from ulysses.zero.gather import free_bytes, gathered_weights
 
         model, device, options = self.engine.module, self.engine.device, self.options
-        on_gpu, fitting, why = device.type == "cuda", 0, "there is no GPU"
-        main = self.mesh.is_main
+        main, fitting, why = self.mesh.is_main, 0, "there is no GPU"
         bar = tqdm(desc="sampling", unit=" tokens", leave=False, disable=not main)
         with gathered_weights(self.engine) as weights, bar:
-            if self.lora:
+            if self.lora and self.lora.rank:
                 from models.lora import merged  # peft is an optional dependency
 
                 bases = dense(model, weights.items())
                 weights = dict(merged(bases, weights, self.lora))
-            if on_gpu:
+            if device.type == "cuda":
                 free, dtype = free_bytes(device), next(model.parameters()).dtype
-                longest = max(map(len, prompts.values()), default=0)
-                longest += options.max_new_tokens
+                longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
                 fitting = fitting_slots(model.config, longest, dtype, free)
                 why = (
                     f"{free / 2**30:.1f} GiB of memory hold {fitting} answers with their graphs"
@@ -74,8 +70,8 @@ class EngineSampler:
                 self.renew()
                 bar.update(tokens)
 
-            given = model.config, weights, prompts, options, rollout, progress, graphs
-            found = Sampler(*given).sample()
-        if on_gpu:  # graphs and cache make room for training
-            torch.cuda.empty_cache()
+            found = Sampler(
+                model.config, weights, prompts, options, rollout, progress, graphs
+            ).sample()
+        torch.cuda.empty_cache()  # graphs and cache make room for training
         return found

@@ -44,6 +44,9 @@ class OutsideSampler:
         main: this process writes to the servers.
         options: of sampling.
         renew: is told of progress.
+
+    Attributes:
+        synchronised: whether the servers have had weights of this run.
     """
 
     config: Any
@@ -52,12 +55,16 @@ class OutsideSampler:
     main: bool
     options: SamplingOptions
     renew: Callable[[], None] = lambda: None
+    synchronised: bool = False
 
-    def synchronise(self) -> None:
-        """Export the weights and have every server read them; all ranks call it together.
+    def synchronise(self, rollout: int = 0) -> None:
+        """Export the weights and have every server read them, if the rollout asks for it; all ranks call it together.
 
         Raises ValueError if a server does not.
         """
+        if self.synchronised and rollout % self.config.sampler_sync_every:
+            return
+        self.synchronised = True
         self.export(self.folder)
         for address in self.config.sampler if self.main else ():
             calls = self.config.sampler_reload or RELOAD[address.partition("+")[0]]

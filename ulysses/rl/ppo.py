@@ -4,9 +4,9 @@
                                              +  kl_coefficient * mean_t KL (if it is not part of the reward)
                                              -  entropy_coefficient * mean_t H
 
-ppo.advantage chooses how A is computed (ulysses.rl.advantages). The means run over the answers' tokens of one optimizer
-step, with the weights that loss_aggregation gives them. Rollouts (ulysses.rl.rollout) come through the loader; the
-stage sees their columns.
+ppo.advantage chooses how A is computed (ulysses.rl.advantages), ppo.ratio whether rho is that of a token or of its
+answer. The means run over the answers' tokens of one optimizer step, with the weights that loss_aggregation gives them.
+Rollouts (ulysses.rl.rollout) come through the loader; the stage sees their columns.
 """
 
 from collections import defaultdict
@@ -24,6 +24,7 @@ from ulysses.config.schema import Config
 from ulysses.config.stage_sections import is_function
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
+from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
@@ -36,6 +37,35 @@ from ulysses.stages.referenced import ReferencedStage
 
 ROLLOUT = "rollout.safetensors"
 HELD_OUT = 1 << 40  # evaluations draw with rollout numbers from here on: always the same noise
+
+
+def policy_options(config: Any) -> dict[str, Any]:
+    """Return the arguments that the [ppo] table fixes in `losses.ppo_policy_loss`."""
+    bounds = {name: getattr(config, name) or None for name in ("clip_high", "dual_clip")}
+    return {"clip": config.clip, "kind": config.policy_loss, **bounds}
+
+
+class OverAnswers(torch.autograd.Function):
+    """Give every trained token of values [S] the sum over its answer, or the mean; zeros elsewhere.
+
+    An answer's tokens lie on several ranks, each of which evaluates its own tokens' losses: the adjoint is this same
+    operation. All ranks of the group call it together, forward and backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, batch: ShardedBatch, mean: bool) -> Tensor:
+        ctx.rest, trained = (batch, mean), batch.loss_weights != 0
+        sums, counts = segment_sums(
+            torch.stack([values, trained], 1) * trained[:, None], batch
+        ).T
+        if mean:
+            sums = sums / counts.clamp(min=1)
+        own = torch.cat([sums, sums.new_zeros(1)])  # the last one is the tail's
+        return own[batch.sequence_ids] * trained
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return OverAnswers.apply(gradient, *ctx.rest), None, None
 
 
 @dataclass(eq=False)
@@ -84,6 +114,10 @@ class PpoStage(ReferencedStage):
                 f"batch.tokens_per_microbatch is {budget} but data.max_length (prompts) + ppo.max_new_tokens is "
                 f"{longest}; raise it to at least {longest}, or lower one of them"
             )
+        try:
+            ppo_policy_loss(*torch.zeros(3, 1), **policy_options(ppo))
+        except ValueError as error:
+            yield f"ppo: {error}"
         if ppo.kl_coefficient:
             yield from super().check(config)
 
@@ -160,9 +194,8 @@ class PpoStage(ReferencedStage):
         if ppo.sampler:
             folder = Path(ppo.sampler_folder or config.output / "sampler")
             return OutsideSampler(ppo, run.export, folder, run.mesh.is_main, options, renew)
-        automatic, lora = ppo.generation_batch == "auto", config.model.lora
-        adapters = lora if lora.rank else None
-        return EngineSampler(run.engine, run.mesh, options, automatic, adapters, renew)
+        automatic = ppo.generation_batch == "auto"
+        return EngineSampler(run.engine, run.mesh, options, automatic, config.model.lora, renew)
 
     # ---------------------------------------------------------------- what the loop reads
 
@@ -177,10 +210,9 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- the loss
 
     def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
-        if self.config.loss_aggregation == "constant":
-            return {
-                "tokens": self.on_first_rank(batch.num_sequences * self.config.max_new_tokens)
-            }
+        per_answer = {"sequence": 1, "constant": self.config.max_new_tokens}
+        if count := per_answer.get(self.config.loss_aggregation):
+            return {"tokens": self.on_first_rank(batch.num_sequences * count)}
         return super().normalisers(batch)
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
@@ -189,16 +221,12 @@ class PpoStage(ReferencedStage):
         columns = defaultdict(partial(torch.zeros_like, weights), batch.token_columns)
         old, advantages = columns["old_logps"], columns["advantages"]
         out = self.model(batch, entropy=True, temperature=config.temperature)
-        policy = ppo_policy_loss(
-            out.logps,
-            old,
-            advantages,
-            config.clip,
-            clip_high=config.clip_high or None,
-        )
-        policy_losses, gap = policy.losses, out.logps.detach() - old
-        if config.importance_cap:
-            policy_losses = policy_losses * columns["importance"]
+        logps, gap = out.logps, out.logps.detach() - old
+        if config.ratio != "token":
+            logps = old + OverAnswers.apply(logps - old, batch, config.ratio == "mean")
+        policy = ppo_policy_loss(logps, old, advantages, **policy_options(config))
+        importance = columns["importance"] if config.importance_cap else 1.0
+        policy_losses = policy.losses * importance
         means = {
             "policy/approxkl_avg": 0.5 * gap.square(),
             "policy/clipfrac_avg": policy.clipped,
@@ -217,7 +245,7 @@ class PpoStage(ReferencedStage):
         if config.kl_in != "reward" and config.kl_coefficient:
             kl = kl_estimate(out.logps, columns["reference_logps"], config.kl_estimator)
             if config.kl_in == "loss_with_ratio":
-                kl = kl * (out.logps - old).exp()
+                kl = kl * (logps - old).exp()
             means["loss/kl_avg"] = kl
             trained.append((kl, config.kl_coefficient))
         if config.entropy_coefficient:
@@ -232,7 +260,8 @@ class PpoStage(ReferencedStage):
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         super().check_first_step(metrics)
-        change, allowed = metrics["policy/logp_change"], self.tolerance
+        # a step may train nothing: all of its answers were cut
+        change, allowed = metrics.get("policy/logp_change", 0.0), self.tolerance
         if not change <= allowed:
             raise RuntimeError(
                 f"at step 0 the policy is the one that made the rollout, but its log-probabilities differ by "
@@ -244,7 +273,7 @@ class PpoStage(ReferencedStage):
 
     def evaluate(self, loader: Any) -> dict[str, float]:
         """Answer the held-out prompts and return their mean score; eval/loss is its negative."""
-        self.maker.synchronise()
+        self.maker.sampler.synchronise()
         answers: list[Completion] = []
         for k in range(loader.steps_per_epoch):
             asked = loader.dataset, loader.indices(0, k)

@@ -49,8 +49,10 @@ def load_function(reward: str, timeout: float = 60.0) -> Callable[..., Any]:
 def _ask_server(
     prompts: list[str], completions: list[str], rows: list[Any], *, url: str, timeout: float
 ) -> Any:
-    names = "prompt", "completion", "row"
-    asked = [dict(zip(names, answer)) for answer in zip(prompts, completions, rows)]
+    asked = [
+        {"prompt": prompt, "completion": completion, "row": row}
+        for prompt, completion, row in zip(prompts, completions, rows)
+    ]
     return post(url, {"rows": asked}, timeout * len(asked))["scores"]
 
 

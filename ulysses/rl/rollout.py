@@ -35,7 +35,7 @@ from ulysses.data.serve.steps import StepLoader, shuffled
 from ulysses.disk import write_tensors
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh, gather
-from ulysses.rl.advantages import ADVANTAGES, group_metrics, value_metrics
+from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.sampler import Completion
@@ -118,10 +118,14 @@ class Rollout:
 
     def save(self, path: Path) -> None:
         """Write a finished rollout as safetensors."""
-        kept = ("number", "answers_per_prompt", "metrics")
-        numbers = {name: getattr(self, name) for name in kept}
-        tensors = {"layout": self.layout, **self.columns}
-        write_tensors(path, tensors, rollout=json.dumps(numbers))
+        numbers = {
+            "number": self.number,
+            "answers_per_prompt": self.answers_per_prompt,
+            "metrics": self.metrics,
+        }
+        write_tensors(
+            path, {"layout": self.layout, **self.columns}, rollout=json.dumps(numbers)
+        )
 
     @classmethod
     def load(cls, path: Path) -> "Rollout":
@@ -178,7 +182,6 @@ class RolloutMaker:
     Attributes:
         prompts: gives each rollout's prompts; its step k is rollout k of the epoch.
         rollout: the one of the last step that was asked for.
-        synchronised: sampling servers have had weights of this run.
     """
 
     engine: Any
@@ -193,7 +196,6 @@ class RolloutMaker:
     phase: Callable[..., None] = lambda *_, **__: None
     prompts: StepLoader | None = None
     rollout: Rollout | None = None
-    synchronised: bool = False
     holds = "the rollout"
 
     # ---------------------------------------------------------------- steps
@@ -229,19 +231,13 @@ class RolloutMaker:
     def make(self, number: int, dataset: Any, indices: list[int]) -> Rollout:
         """Answer the prompts `indices` and turn scores into advantages."""
         began = time.perf_counter()
-        if number % self.config.sampler_sync_every == 0 or not self.synchronised:
-            self.synchronise()
+        self.sampler.synchronise(number)
         rollout = self.answer(number, dataset, indices, self.config.answers_per_prompt)
         sampled = time.perf_counter()
         self.finish(rollout, *self._values(rollout, self._policy_and_reference, 3).unbind(-1))
         rollout.metrics["time/sampling"] = sampled - began
         rollout.metrics["time/rollout"] = time.perf_counter() - began
         return rollout
-
-    def synchronise(self) -> None:
-        """Have the sampling servers, if there are any, read the current weights."""
-        self.sampler.synchronise()
-        self.synchronised = True
 
     def answer(
         self, number: int, dataset: Any, indices: list[int], answers_per_prompt: int = 1
@@ -320,13 +316,15 @@ class RolloutMaker:
             old, values, reference: the policy's log-probabilities and values (zeros without a value model) and the
                 reference's log-probabilities at all tokens, [T].
         """
-        config, advantage = self.config, ADVANTAGES[self.config.advantage]
+        config, weights = self.config, rollout.columns["weights"]
+        in_answer = weights.bool()
         # a prompt comes first, so the weight of what follows a sequence's last token is 0
-        predicts = rollout.columns["weights"].roll(-1).bool()
+        predicts = in_answer.roll(-1)
         old, values, reference = (x[predicts].double() for x in (old, values, reference))
         lengths, scores, ended = answer_table(rollout.answers)
         cu_seqlens = F.pad(lengths.long().cumsum(0), (1, 0))
-        kl = kl_estimate(old, reference, config.kl_estimator)
+        kept = (ended.bool() | (not config.mask_truncated)).repeat_interleave(lengths.long())
+        kl = kl_estimate(old, reference, config.kl_estimator) * kept
         kl_coefficient = config.kl_coefficient if config.kl_in == "reward" else 0.0
         rewards = token_rewards(
             kl,
@@ -336,7 +334,8 @@ class RolloutMaker:
             missing_eos_penalty=config.missing_eos_penalty,
             has_eos=ended,
         )
-        columns = advantage.compute(rewards, values, cu_seqlens, config)
+        compute = ADVANTAGES[config.advantage].compute
+        columns, of_advantages = compute(rewards, values, cu_seqlens, config)
         columns["old_logps"] = old
         if config.kl_in != "reward":
             columns["reference_logps"] = reference
@@ -353,17 +352,15 @@ class RolloutMaker:
             "reference_gap": (old - reference).abs().mean(),
             "sampler/logp_gap": gap.abs().mean(),
             "sampler/logp_gap_max": gap.abs().max(),
+            **of_advantages,
         }
-        if advantage.needs_value:
-            metrics |= value_metrics(values, columns["returns"])
-        if advantage.needs_group:
-            metrics |= group_metrics(rewards, cu_seqlens, rollout.answers_per_prompt)
         if config.importance_cap:
             ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
             columns["importance"] = ratio.clamp(max=config.importance_cap)
             capped = ratio > config.importance_cap
             metrics["sampler/importance_capped"] = capped.double().mean()
         rollout.metrics = {name: float(value) for name, value in metrics.items()}
+        weights[in_answer] *= kept
         for name, column in columns.items():
             empty = torch.zeros(len(predicts))
-            rollout.columns[name] = empty.masked_scatter_(predicts, column.float())
+            rollout.columns[name] = empty.masked_scatter_(predicts, (column * kept).float())

@@ -3,12 +3,12 @@
     waiting answers      slots [B]                        one step, captured as a CUDA graph
     key 7: p p p    -->  [ p p p a a . . . ]   tokens -> decoder, keys and values written into the cache -> logits
     key 8: p p p    -->  [ p p p a . . . . ]          -> tokens drawn by u(seed, rollout, key, number of the token)
-    key 9: p p      -->  [ p p a a a a . . ]          -> answers that end stand still until the host looks
+    key 9: p p      -->  [ p p a a a a . . ]          -> all slots go on until the host looks which answers have ended
 
 A slot's cache holds its prompt except for the last token, which the first step takes: every step then does the same.
-Answers to one prompt prefill it once and copy it. The host looks every LOOK steps which answers have ended, and gives
-their slots to waiting ones. What an answer gets depends on its key alone, not on the other slots; processes decode
-their own answers without waiting for each other.
+Answers to one prompt prefill it once and copy it. Every LOOK steps the host takes the tokens that were drawn, cuts
+answers at their end, and gives their slots to waiting ones. What an answer gets depends on its key alone, not on the
+other slots; processes decode their own answers without waiting for each other.
 
 Shapes: B slots, n rows of them at work, L tokens of each, M longest sequence, D width, H query heads, K kv heads,
 E head dim, V vocabulary.
@@ -33,6 +33,7 @@ from models.rope import rotary_table
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
 LOOK = 16  # steps
+GRAPH_COLUMNS = 256  # a graph serves all lengths of so many columns of the cache
 PREFILL_TOKENS = 8192  # of prompts that are computed together
 # Most bytes that drawing takes per slot and vocabulary entry, in the memory of the graphs and once more outside.
 DRAWING_BYTES = 128
@@ -74,19 +75,25 @@ class Completion:
     scores: dict[str, float] = field(default_factory=dict)
 
 
-class State(NamedTuple):
-    """What the step knows of the answers at work, each [B] int64.
+class Task(NamedTuple):
+    """An answer that is asked for: its number in the rollout, its prompt, and what has been drawn of it."""
 
-    token: the newest. start: the position of the first step. drawn: tokens before the newest one. key: the hash of the
-    answer's number. ended: whether the newest token ended the answer, which then repeats its last step, with the same
-    result.
+    key: int
+    prompt: Prompt
+    answer: Completion
+
+
+class State(NamedTuple):
+    """What a step knows of the answers at work, each [B] int64.
+
+    token: the newest. place: its position, and its column of the cache. drawn: how many were drawn before the next one.
+    key: the hash of the answer's number.
     """
 
     token: Tensor
-    start: Tensor
+    place: Tensor
     drawn: Tensor
     key: Tensor
-    ended: Tensor
 
 
 def fitting_slots(config: ModelConfig, longest: int, dtype: torch.dtype, free: float) -> int:
@@ -107,19 +114,19 @@ class Sampler:
             rollout and token number what is drawn.
         progress: is called with the number of new tokens at every look.
         graphs: capture the steps as CUDA graphs, on a GPU.
-
-    Attributes:
-        look: steps between two looks at which answers have ended. A look waits for a GPU but not for a CPU; it
-            changes the speed only.
+        look: steps between two looks at what was drawn, for which the host waits for a GPU; 0 is LOOK there and 1 on a
+            CPU. It changes the speed only.
         prefill: tokens of prompts that are computed together; it bounds the memory.
 
-    What the answers at work hold, in tensors whose addresses stay, as CUDA graphs need:
-        cache: keys and values, [layers, 2, B, K, M, E].
-        state: [5, B], the fields of a State one after the other.
-        answers: tokens and log-probabilities that were drawn, [2, B, max_new_tokens] float64.
-        drawn: tokens of each answer so far, by key.
+    Attributes:
+        waiting: what has not begun, the next one last.
         held: a prompt that is in the cache, and its slot.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
+
+    What steps read and write, in tensors whose addresses stay, as CUDA graphs need:
+        cache: keys and values, [layers, 2, B, K, M, E].
+        state: a State.
+        new: the tokens of the last step and their log-probabilities, [2, B] float64.
     """
 
     config: ModelConfig
@@ -129,6 +136,8 @@ class Sampler:
     rollout: int = 0
     progress: Callable[[int], object] = lambda tokens: None
     graphs: bool = True
+    look: int = 0
+    prefill: int = PREFILL_TOKENS
 
     def __post_init__(self) -> None:
         c, options = self.config, self.options
@@ -137,21 +146,19 @@ class Sampler:
         self.device = embedding.device
         on_gpu = self.device.type == "cuda"
         self.graphs = self.graphs and on_gpu
-        self.look = LOOK if on_gpu else 1
-        self.prefill = PREFILL_TOKENS
-        self.asked = {
-            key: tuple(torch.as_tensor(p).tolist()) for key, p in self.prompts.items()
-        }
-        self.drawn: dict[int, int] = {}
-        count = min(options.batch, len(self.asked))
-        longest = max(map(len, self.asked.values()), default=0) + options.max_new_tokens
+        self.look = self.look or (LOOK if on_gpu else 1)
+        prompts = {k: tuple(torch.as_tensor(p).tolist()) for k, p in self.prompts.items()}
+        # equal prompts one after the other, and those of like length: they share the work, or its padding
+        order = sorted((len(prompt), prompt, key) for key, prompt in prompts.items())
+        self.waiting = [Task(key, prompt, Completion()) for _, prompt, key in order[::-1]]
+        count = min(options.batch, len(order))
+        longest = max(map(len, prompts.values()), default=0) + options.max_new_tokens
         columns = longest + -longest % 8  # aligned for half-precision kernels
         shape = (c.num_hidden_layers, 2, count, c.num_key_value_heads, columns, c.head_dim)
         zeros = partial(torch.zeros, device=self.device)  # nothing that is masked may be NaN
         self.cache = zeros(shape, dtype=self.head.dtype)
-        self.state = zeros(5, count, dtype=torch.int64)
-        self.answers = zeros(2, count, options.max_new_tokens, dtype=torch.float64)
-        self.stops = torch.tensor(options.stop_tokens, dtype=torch.int64, device=self.device)
+        self.state = State(*zeros(4, count, dtype=torch.int64))
+        self.new = zeros(2, count, dtype=torch.float64)
         self.held: dict[Prompt, int] = {}
         self.captured: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
@@ -160,13 +167,9 @@ class Sampler:
     @sdpa_kernel(KERNELS)
     def sample(self) -> dict[int, Completion]:
         """Return the completion of every prompt under the prompt's key."""
-        asked, rows = self.asked, self.state.shape[1]
-        # equal prompts one after the other, and those of like length: they share the work, or its padding
-        order = sorted(asked, key=lambda key: (len(asked[key]), asked[key], key))
-        waiting = order[::-1]
-        self.drawn = dict.fromkeys(asked, 0)
-        found: dict[int, Completion] = {}
-        busy: dict[int, int] = {}  # the key of the answer at work in each slot
+        rows, waiting = self.new.shape[1], self.waiting
+        answers = {task.key: task.answer for task in sorted(waiting)}
+        busy: dict[int, Task] = {}  # what is at work in each slot
         while busy or waiting:
             free = [slot for slot in range(rows) if slot not in busy]
             taken = {slot: waiting.pop() for slot in free[: len(waiting)]}
@@ -174,53 +177,48 @@ class Sampler:
                 self._fill(taken)
                 busy |= taken
             elif not self.graphs or 4 * len(busy) <= rows:  # a graph is worth a few steps
+                busy = self._close_up(busy)
                 rows = len(busy)
-                self._move_to_front(busy)
-            steps, seen = self._plan(busy)
-            for _ in range(steps):
-                self._advance(rows, seen)
-            found |= self._take_ended(busy)
-        return found
+            steps, seen = self._plan(list(busy.values()))
+            new = [self._advance(rows, seen) for _ in range(steps)]
+            self._take(busy, torch.stack(new, dim=-1))
+        return answers
 
-    def _move_to_front(self, busy: dict[int, int]) -> None:
-        """Move the answers at work into the first slots."""
-        rows = len(busy)
-        holes = [slot for slot in range(rows) if slot not in busy]
-        for slot, hole in zip([slot for slot in busy if slot >= rows], holes):
-            for part in (self.cache.flatten(0, 1), self.state, self.answers):
-                part[:, hole] = part[:, slot]
-            busy[hole] = busy.pop(slot)
+    def _close_up(self, busy: dict[int, Task]) -> dict[int, Task]:
+        """Move the answers at work into the first slots, if there is a gap."""
+        slots, count = sorted(busy), len(busy)
+        if slots[-1] >= count:
+            for part in (*self.cache.flatten(0, 1), *self.state):
+                part[:count] = part[slots]
+        return {place: busy[slot] for place, slot in enumerate(slots)}
 
-    def _plan(self, busy: dict[int, int]) -> tuple[int, int]:
-        """Return the steps until the next look, and the columns of the cache that they look at."""
-        drawn = {key: self.drawn[key] for key in busy.values()}
-        steps = min(self.look, self.options.max_new_tokens - min(drawn.values()))
-        seen = steps + max(len(self.asked[key]) + count for key, count in drawn.items())
-        # a graph serves all lengths of its bucket
-        bucket = max(256, (1 << seen.bit_length()) // 8) if self.graphs else 8
-        return steps, min(seen + -seen % bucket, self.cache.shape[4])
+    def _plan(self, tasks: list[Task]) -> tuple[int, int]:
+        """Return the steps until the next look, and the columns of the cache that they see."""
+        drawn = [len(task.answer.tokens) for task in tasks]
+        steps = min(self.look, self.options.max_new_tokens - min(drawn))
+        seen = steps + max(len(task.prompt) + count for task, count in zip(tasks, drawn))
+        seen += -seen % (GRAPH_COLUMNS if self.graphs else 8)
+        return steps, min(seen, self.cache.shape[4])
 
-    def _take_ended(self, busy: dict[int, int]) -> dict[int, Completion]:
-        """Look which answers have ended, free their slots and return their completions by key."""
-        state = State(*self.state.tolist())
-        lengths = {key: state.drawn[slot] + state.ended[slot] for slot, key in busy.items()}
-        self.progress(sum(lengths[key] - self.drawn[key] for key in lengths))
-        self.drawn |= lengths
-        slots = [slot for slot in busy if state.ended[slot]]
-        found = {}
-        if slots:  # a copy makes the host wait
-            for slot, tokens, logps in zip(slots, *self.answers[:, slots].tolist()):
-                key = busy.pop(slot)
-                tokens = [int(token) for token in tokens[: lengths[key]]]
-                ended = tokens[-1] in self.options.stop_tokens
-                found[key] = Completion(tokens, logps[: lengths[key]], ended)
-        return found
+    def _take(self, busy: dict[int, Task], new: Tensor) -> None:
+        """Give the answers at work what some steps drew, [2, n, steps]; those that end leave their slots."""
+        options, (tokens, logps), count = self.options, new.tolist(), 0
+        for slot, (_, _, answer) in list(busy.items()):
+            for token, logp in zip(tokens[slot], logps[slot]):
+                answer.tokens.append(int(token))
+                answer.logps.append(logp)
+                count += 1
+                answer.ended = token in options.stop_tokens
+                if answer.ended or len(answer.tokens) == options.max_new_tokens:
+                    del busy[slot]
+                    break
+        self.progress(count)
 
     # ---------------------------------------------------------------- new answers
 
-    def _fill(self, taken: dict[int, int]) -> None:
+    def _fill(self, taken: dict[int, Task]) -> None:
         """Begin the answers `taken` in their slots."""
-        prompts = {slot: self.asked[key] for slot, key in taken.items()}
+        prompts = {slot: task.prompt for slot, task in taken.items()}
         fresh = {p: slot for slot, p in prompts.items() if p not in self.held}
 
         def share(known: dict[Prompt, int]) -> None:
@@ -234,27 +232,28 @@ class Sampler:
         share(fresh)
         slots = list(prompts)
         self.held = {prompts[slots[-1]]: slots[-1]}
-        key = torch.tensor(list(taken.values()))
+        key = torch.tensor([task.key for task in taken.values()])
         for part in (self.options.seed, self.rollout):
             key = _mixed(key, torch.tensor(wrapped(part)))
-        state = State(
+        begun = State(
             token=torch.tensor([prompt[-1] for prompt in prompts.values()]),
-            start=torch.tensor([len(prompt) - 1 for prompt in prompts.values()]),
+            place=torch.tensor([len(prompt) - 1 for prompt in prompts.values()]),
             drawn=torch.zeros_like(key),
             key=key,
-            ended=torch.zeros_like(key),
         )
-        self.state[:, slots] = torch.stack(state).to(self.device)
+        for part, values in zip(self.state, begun):
+            part[slots] = values.to(self.device)
 
     def _prefill(self, prompts: dict[Prompt, int]) -> None:
         """Write the keys and values of prompts, except for their last tokens, into the cache of their slots."""
-        left = sorted((p for p in prompts if len(p) > 1), key=len)
+        left = sorted(prompts, key=len)
         while left:
             count = max(1, self.prefill // len(left[-1]))
             group, left = left[-count:], left[:-count]
             slots = torch.tensor([prompts[p] for p in group], device=self.device)
-            padded = pad_sequence([torch.tensor(p[:-1]) for p in group], batch_first=True)
-            tokens = padded.to(self.device)
+            # the last token of a shorter prompt is computed too, and again by the first step
+            padded = pad_sequence([torch.tensor(p) for p in group], batch_first=True)
+            tokens = padded[:, :-1].to(self.device)
             for first in range(0, tokens.shape[1], self.prefill):
                 self._chunk(slots, tokens[:, first : first + self.prefill], first)
 
@@ -273,27 +272,31 @@ class Sampler:
 
     # ---------------------------------------------------------------- a step
 
-    def _advance(self, rows: int, seen: int) -> None:
-        """Take a step; the first one of every size warms up what its graph, which takes the others, must find ready."""
+    def _advance(self, rows: int, seen: int) -> Tensor:
+        """Take a step and return its tokens and log-probabilities, [2, rows].
+
+        The first step of every size warms up what its graph, which takes the others, must find ready.
+        """
         if graph := self.captured.get((rows, seen)):
             graph.replay()
-            return
-        self._step(rows, seen)
-        if self.graphs:
-            graph = torch.cuda.CUDAGraph()
-            self.pool = self.pool or torch.cuda.graph_pool_handle()
-            # other threads, such as NCCL's, may go on using the GPU
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                self._step(rows, seen)
-            self.captured[rows, seen] = graph
+        else:
+            self._step(rows, seen)
+            if self.graphs:
+                graph = torch.cuda.CUDAGraph()
+                self.pool = self.pool or torch.cuda.graph_pool_handle()
+                # other threads, such as NCCL's, may go on using the GPU
+                with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                    self._step(rows, seen)
+                self.captured[rows, seen] = graph
+        return self.new[:, :rows].clone()
 
     def _step(self, rows: int, seen: int) -> None:
         """Draw a token in each of the first `rows` slots, which look at `seen` columns of their cache.
 
         The host neither waits for the device here nor copies anything to it.
         """
-        token, start, drawn, key, ended = State(*self.state[:, :rows])
-        place, each = start + drawn, torch.arange(rows, device=self.device)
+        token, place, drawn, key = (part[:rows] for part in self.state)
+        each = torch.arange(rows, device=self.device)
         future = torch.arange(seen, device=self.device) > place[:, None]
         mask = self.head.new_zeros(rows, 1, 1, seen).masked_fill(
             future[:, None, None], -math.inf
@@ -310,12 +313,12 @@ class Sampler:
 
         hidden = self._forward(token[:, None], place[:, None], self.cache[:, :, :rows], attend)
         u = uniform_bits(scatter_bits(_mixed(key, drawn) + STEP)).double() * 2.0**-53
-        new, logps = self._draw(hidden, u)
-        self.answers[:, each, drawn] = torch.stack([new.double(), logps])
-        stop = (new[:, None] == self.stops).any(1) | (drawn + 1 == self.options.max_new_tokens)
-        ended.copy_(stop)
-        token.copy_(torch.where(stop, token, new))
-        drawn += ~stop
+        tokens, logps = self._draw(hidden, u)
+        self.new[:, :rows] = torch.stack([tokens.double(), logps])
+        token.copy_(tokens)
+        drawn += 1
+        # an answer that has ended goes on at the last column until the host takes its slot
+        place.add_(1).clamp_(max=self.cache.shape[4] - 1)
 
     def _draw(self, hidden: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Draw one token per row of hidden [n, D] by u [n]; returns tokens [n] and their log-probabilities [n].
