@@ -35,7 +35,6 @@ from .layout import (
     rows_of,
     sequence_parts,
     shard_ranges,
-    sum_levels,
     to_device,
 )
 from .mesh import ParallelMesh
@@ -118,7 +117,8 @@ class ShardedBatch:
     num_sequences is N; num_tokens counts the whole pack without its tail, num_tokens_shared what was left out of it,
     and num_squares twice the pairs of a query and a key that it sees; num_valid counts this rank's targets of
     nonzero weight, which are at valid_index [num_valid].
-    attention_plan and sum_levels are the index plans of attention and of sums over sequences (layout.py).
+    attention_plan says how attention is computed (layout.py). Row i of this rank is of the sequence whose
+    sequence_starts [N + 1] are at most i and then above it, or of the tail.
     """
 
     tokens: Tensor
@@ -138,7 +138,7 @@ class ShardedBatch:
     valid_index: Tensor
     mesh: ParallelMesh
     attention_plan: AttentionPlan
-    sum_levels: tuple[Tensor, ...]
+    sequence_starts: Tensor
 
 
 def pack_shard(
@@ -203,7 +203,7 @@ def pack_shard(
         attention_plan=packed_plan(
             cu, sets, mesh, device, _prefixes(sequences, cu.tolist()), tail=len(tail) > 0
         ),
-        sum_levels=sum_levels(ids, num_sequences, device),
+        sequence_starts=move(torch.searchsorted(ids, torch.arange(num_sequences + 1))),
     )
 
 

@@ -43,7 +43,6 @@ from torch import Tensor
 from .mesh import ParallelMesh
 
 Range = tuple[int, int]
-FAN_IN = 64  # values that one step of a segment sum adds up
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -250,32 +249,16 @@ class AttentionPlan:
     @cached_property
     def full_calls(self) -> list[VarlenCall]:
         """Calls without a mask, one for each arc: every row attends to its whole sequence."""
+        if self.prefixes:
+            raise ValueError(
+                "sequences that share a prompt need a causal mask; pack them whole"
+            )
+        arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
+        device = self.calls[0].segments.cu_q.device
         return [
-            varlen_call([Document([part.rows], [part.whole]) for part in parts], self._device)
-            for parts in self._arcs
+            varlen_call([Document([part.rows], [part.whole]) for part in parts], device)
+            for parts in arcs
         ]
-
-    @cached_property
-    def unshared_calls(self) -> list[VarlenCall]:
-        """Causal calls that attend to copies of the prefixes, for a kernel whose results cannot be joined.
-
-        There is one for each part of a sequence, because no key may come twice in a call.
-        """
-        calls = []
-        for part in chain(*self._arcs):
-            prefix = self.prefixes.get(part.sequence)
-            keys = [prefix] if prefix else []
-            document = Document([part.rows], [*keys, (part.whole[0], part.end)])
-            calls.append(varlen_call([document], self._device))
-        return calls
-
-    @property
-    def _arcs(self) -> list[list[Part]]:
-        return sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
-
-    @property
-    def _device(self) -> torch.device:
-        return self.calls[0].segments.cu_q.device
 
 
 def packed_plan(
@@ -354,33 +337,3 @@ def _index(ranges: list[Range], device: torch.device | str) -> slice | Tensor:
     if all(first[1] == second[0] for first, second in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
     return to_device(rows_of(ranges), device)
-
-
-# --- the plan of sums over sequences -----------------------------------------------------------------------------
-
-
-def sum_levels(
-    sequence_ids: Tensor, num_sequences: int, device: torch.device | str
-) -> tuple[Tensor, ...]:
-    """Plan sums over the sequences of a rank's tokens (host ids [S], sorted; ids from N on are left out).
-
-    Returns gather indices [sums, <= FAN_IN] for one level after the other; an index one past the end reads zero. The
-    first level adds tokens to partial sums, the last one ends in N sums. Such a tree is accurate in float32 and gives
-    the same bits in every run.
-    """
-    # values that each sequence has at this level; they lie one sequence after the other
-    count = torch.bincount(sequence_ids, minlength=num_sequences + 1)[:num_sequences]
-    longest = max(count.tolist(), default=1)
-    size = len(sequence_ids)
-    levels: list[Tensor] = []
-    while not levels or longest > 1:
-        width = max(1, min(FAN_IN, longest))
-        sums = (-(-count // width)).clamp(min=1)
-        sequence = torch.arange(num_sequences).repeat_interleave(sums)
-        number = torch.arange(len(sequence)) - (sums.cumsum(0) - sums)[sequence]
-        place = number[:, None] * width + torch.arange(width)  # of a value in its sequence
-        first = (count.cumsum(0) - count)[sequence, None]
-        index = torch.where(place < count[sequence, None], first + place, size)
-        levels.append(to_device(index, device))
-        count, size, longest = sums, len(index), -(-longest // width)
-    return tuple(levels)
