@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.arch import ModelConfig
-from models.quantized import BLOCK, OUTER, join_parts, unpack
+from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
 from ulysses.disk import write_json, write_tensors
 
 CONFIG = "config.json"
@@ -224,6 +224,11 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> dict[str, Stored
     return {name: t for name, t in found.items() if not (parts and name.startswith(parts))}
 
 
+def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
+    """Return the factor of B A in an adapted matrix."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
 def add_low_rank(flat: Tensor, a: Tensor, b: Tensor, scale: float, start: int = 0) -> Tensor:
     """Return elements of a flattened matrix with those of scale * B A added, which begin at `start`; in float32."""
     update = (scale * (b.float() @ a.float())).view(-1)
@@ -238,6 +243,7 @@ class WeightFiles:
 
     tensors: all that is stored, by name; an adapted matrix has its base's dtype, although it is read in float32.
     adapter: adapter_config.json of an adapter's folder.
+    quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
     paths: the files that hold the tensors.
     """
 
@@ -245,6 +251,7 @@ class WeightFiles:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self.adapter: dict[str, Any] | None = None
+        self.quantize = "none"
         # what adapters add to a matrix: scale * B A
         self._updates: dict[str, list[tuple[StoredTensor, StoredTensor, float]]] = {}
         if (self.folder / ADAPTER_CONFIG).is_file():
@@ -266,12 +273,15 @@ class WeightFiles:
             )
         self.adapter = read_adapter_config(self.folder)
         rank = self.adapter["r"]
-        divisor = math.sqrt(rank) if self.adapter.get("use_rslora") else rank
-        scale = self.adapter.get("lora_alpha", 8) / divisor
+        scale = lora_scale(
+            rank, self.adapter.get("lora_alpha", 8), bool(self.adapter.get("use_rslora"))
+        )
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._updates = base.tensors, base._updates
         self.paths = [*base.paths, path]
         pairs: dict[str, dict[str, StoredTensor]] = {}
+        with safe_open(path, "pt") as file:
+            self.quantize = (file.metadata() or {}).get("quantize", "none")
         for key, tensor in _stored_tensors(path).items():
             name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
             if name == "score.weight":
@@ -296,12 +306,20 @@ class WeightFiles:
                 )
             self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default."""
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, quantize: str = "none"
+    ) -> Tensor:
+        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
+
+        `quantize` reads a layer's whole matrix as it is after it was quantised so, without adapters.
+        """
         stored = self.tensors[name]
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop)
+        if quantize != "none" and name.endswith("_proj.weight") and not stored.packed:
+            data = pack(quantize, flat.view(stored.shape))
+            flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
         for a, b, scale in self._updates.get(name, ()):
             rank, width = a.shape
             # the rows of B that these elements lie in
