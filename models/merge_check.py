@@ -66,7 +66,7 @@ def merge_note(
     exact = sample_logits(config, (tensor for _, tensor in trained))
     merged = sample_logits(config, (files.read(name) for name, _ in names))
     return (
-        f"the adapters were trained on weights quantised to {kind} and are merged onto the original ones: the logits "
-        f"of {TOKENS} random tokens differ by at most {(merged - exact).abs().max():.3g}, where their standard "
-        f"deviation is {exact.std():.3g}"
+        f"the adapters were trained on a base quantised to {kind}; after merging, the logits of {TOKENS} random tokens "
+        f"differ by at most {(merged - exact).abs().max():.3g} from those of that base with the adapters, whose "
+        f"standard deviation is {exact.std():.3g}"
     )

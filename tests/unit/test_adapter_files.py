@@ -194,6 +194,6 @@ def test_merging_onto_the_original_weights_says_what_it_did_to_the_logits(
 
     exact = logits(base, trained)
     largest = float((logits(tmp_path / "out", {}) - exact).abs().max())
-    told = float(re.search(r"differ by at most (\S+),", said)[1])
+    told = float(re.search(r"differ by at most (\S+) from", said)[1])
     assert told == pytest.approx(largest, rel=1e-2) and largest > 1e-3 * exact.std()
-    assert f"at most {told:g}, " in (tmp_path / "out/README.md").read_text()
+    assert f"at most {told:g} from" in (tmp_path / "out/README.md").read_text()
