@@ -226,7 +226,7 @@ class ModelConfig:
         head = "ForSequenceClassification" if reward else "ForCausalLM"
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
         written = {
-            "architectures": [self.model_type.capitalize() + head],
+            "architectures": [self.model_type.title().replace("_", "") + head],
             **vars(self),
             "rope_scaling": scaling or None,
             "rope_parameters": {

@@ -136,9 +136,8 @@ def other_layouts(num_heads, num_kv_heads):
     q, k, v, upstream = inputs(num_heads, num_kv_heads, 48)
     batch, indices = packed((30, 1, 17), mesh)
     whole = alone(q, k, v, torch.tensor([0, 30, 31, 48], device=device()))
-    for given in ({"max_seqlen": 30}, {}):
-        out = attention(q[indices], k[indices], v[indices], batch.cu_seqlens, **given)
-        torch.testing.assert_close(out, whole[indices], rtol=1e-5, atol=1e-5)
+    out = attention(q[indices], k[indices], v[indices], batch.cu_seqlens)
+    torch.testing.assert_close(out, whole[indices], rtol=1e-5, atol=1e-5)
     for sequences, causal in product((1, 3), (True, False)):
         full = [x.unflatten(0, (sequences, -1)).detach().requires_grad_() for x in (q, k, v)]
         mine = [x.chunk(4, 1)[mesh.sp_rank].detach().requires_grad_() for x in full]
@@ -204,7 +203,6 @@ def test_wrong_inputs_are_refused():
             (q, k, k, cu - torch.tensor([0, 1], dtype=torch.int32)),
             "cu_seqlens ends at 5 but the 1 ranks hold 6 tokens",
         ),
-        ((q, k, k, cu, 5), "max_seqlen is 5 but cu_seqlens holds a sequence of 6 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(*given)

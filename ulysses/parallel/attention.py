@@ -70,7 +70,6 @@ class UlyssesAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
         *,
         causal: bool = True,
         softmax_scale: float | None = None,
@@ -80,7 +79,7 @@ class UlyssesAttention(nn.Module):
 
         Packed: query [S, H, E], key and value [S, K, E], with `plan` (`ShardedBatch.attention_plan`) or with the global
         `cu_seqlens` [N + 1] over all T tokens. A plan never makes the host wait for the device; cu_seqlens on a
-        GPU does. `max_seqlen` may be given as to flash-attn, and must not be below the longest sequence.
+        GPU does.
         Dense: [B, S/P, heads, E] in contiguous shards, without plan and cu_seqlens. The sequences of the batch are
         computed one by one.
         """
@@ -92,7 +91,7 @@ class UlyssesAttention(nn.Module):
                 f"the query has shape {tuple(query.shape)}"
             )
         if plan is None:
-            plan = self._make_plan(cu_seqlens, max_seqlen, query.shape[-3], query.device)
+            plan = self._make_plan(cu_seqlens, query.shape[-3], query.device)
         elif query.shape[0] != plan.local_tokens:
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
@@ -103,11 +102,7 @@ class UlyssesAttention(nn.Module):
         return torch.stack([_Attend.apply(*one, *arguments) for one in zip(query, key, value)])
 
     def _make_plan(
-        self,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        local_tokens: int,
-        device: torch.device,
+        self, cu_seqlens: Tensor | None, local_tokens: int, device: torch.device
     ) -> AttentionPlan:
         """Plan a pack, or one sequence of a dense batch, whose shards are contiguous and so have unequal work."""
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
@@ -120,11 +115,6 @@ class UlyssesAttention(nn.Module):
             raise ValueError(
                 f"cu_seqlens ends at {int(bounds[-1])} but the {ranks} ranks hold {total} tokens; "
                 "it must describe the whole pack, with an entry for padding"
-            )
-        longest = int(bounds.diff().max())
-        if max_seqlen is not None and max_seqlen < longest:
-            raise ValueError(
-                f"max_seqlen is {max_seqlen} but cu_seqlens holds a sequence of {longest} tokens"
             )
         return packed_plan(bounds, row_sets(bounds, mesh.row_parallel_size), mesh, device)
 

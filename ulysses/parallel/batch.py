@@ -30,6 +30,7 @@ from torch import Tensor
 from .layout import (
     AttentionPlan,
     Range,
+    count_rows,
     packed_plan,
     row_sets,
     rows_of,
@@ -243,7 +244,7 @@ def _read_rows(
     def join(parts: list[Tensor], shift: int = 0) -> Tensor:
         """Join the pieces from `shift` rows on; where they end too early, and in the tail, there are zeros."""
         fitted = [_fit(x[shift:], high - low) for x, (_, low, high) in zip(parts, pieces)]
-        return _fit(torch.cat(fitted), sum(b - a for a, b in ranges))
+        return _fit(torch.cat(fitted), count_rows(ranges))
 
     tokens = [part.long() for part in read([s.tokens for s in sequences])]
     weights = [part.float() for part in read([s.loss_weights for s in sequences])]

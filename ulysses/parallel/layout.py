@@ -140,6 +140,11 @@ def contiguous_sets(total: int, row_parallel_size: int) -> list[list[Range]]:
     return [[(start, start + size)] for start in range(0, total, size)]
 
 
+def count_rows(ranges: Sequence[Range]) -> int:
+    """Count the rows of packed ranges."""
+    return sum(end - start for start, end in ranges)
+
+
 def rows_of(ranges: Sequence[Range]) -> Tensor:
     """List the rows of packed ranges, in order: int64 on the host."""
     return torch.cat([torch.arange(a, b) for a, b in ranges])
@@ -320,20 +325,21 @@ def _prefix_calls(
 
 def varlen_call(documents: list[Document], device: torch.device | str) -> VarlenCall:
     """Write documents as one kernel call, whose tensors are on the device."""
-    rows, keys = ([x for part in side for x in part] for side in zip(*documents))
-    sizes_q, sizes_k = (
-        [sum(b - a for a, b in ranges) for ranges in side] for side in zip(*documents)
-    )
-    bounds = [[0, *accumulate(sizes)] for sizes in (sizes_q, sizes_k)]
-    cu_q = cu_k = to_device(torch.tensor(bounds[0], dtype=torch.int32), device)
-    if sizes_q != sizes_k:
-        cu_k = to_device(torch.tensor(bounds[1], dtype=torch.int32), device)
-    segments = Segments(cu_q, cu_k, max(sizes_q), max(sizes_k), bounds)
-    return VarlenCall(_index(rows, device), _index(keys, device), segments)
+    rows, bounds_q = _join([document.rows for document in documents], device)
+    keys, bounds_k = _join([document.keys for document in documents], device)
+    cu_q = cu_k = to_device(torch.tensor(bounds_q, dtype=torch.int32), device)
+    if bounds_q != bounds_k:
+        cu_k = to_device(torch.tensor(bounds_k, dtype=torch.int32), device)
+    max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in (bounds_q, bounds_k))
+    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, [bounds_q, bounds_k]))
 
 
-def _index(ranges: list[Range], device: torch.device | str) -> slice | Tensor:
-    """Return a slice of the ranges' rows if they lie end to end, otherwise the row numbers."""
+def _join(
+    parts: list[list[Range]], device: torch.device | str
+) -> tuple[slice | Tensor, list[int]]:
+    """Lay the ranges of all parts end to end: a slice of their rows, or an index, and where each part begins."""
+    bounds = [0, *accumulate(count_rows(ranges) for ranges in parts)]
+    ranges = list(chain(*parts))
     if all(first[1] == second[0] for first, second in pairwise(ranges)):
-        return slice(ranges[0][0], ranges[-1][1])
-    return to_device(rows_of(ranges), device)
+        return slice(ranges[0][0], ranges[-1][1]), bounds
+    return to_device(rows_of(ranges), device), bounds
