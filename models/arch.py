@@ -5,8 +5,10 @@ A family of models is one entry of FAMILIES; the decoder reads the flags of Mode
 
 import difflib
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 
@@ -224,7 +226,7 @@ class ModelConfig:
         head = "ForSequenceClassification" if reward else "ForCausalLM"
         scaling = self.rope_scaling.to_hf() if self.rope_scaling else {}
         written = {
-            "architectures": [self.model_type.capitalize() + head],
+            "architectures": [self.model_type.title().replace("_", "") + head],
             **vars(self),
             "rope_scaling": scaling or None,
             "rope_parameters": {
@@ -312,44 +314,7 @@ def _read_scaling(known: dict[str, Any], changes: Mapping[str, Any]) -> RopeScal
     return scaling
 
 
-_LLAMA3 = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 8192,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-_LLAMA31 = {
-    **_LLAMA3,
-    "max_position_embeddings": 131072,
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "original_max_position_embeddings": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-_LLAMA32 = {**_LLAMA31, "factor": 32.0, "tie_word_embeddings": True}
-_QWEN25 = {
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 131072,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-}
-_QWEN25_TIED = {**_QWEN25, "vocab_size": 151936, "tie_word_embeddings": True}
-_QWEN25_SHORT = {**_QWEN25_TIED, "max_position_embeddings": 32768}
-_QWEN25_LARGE = {**_QWEN25, "rms_norm_eps": 1e-5}
-_QWEN3_TIED = {
-    **_QWEN25_TIED,
-    "model_type": "qwen3",
-    "max_position_embeddings": 40960,
-    "eos_token_id": 151645,
-}
-_QWEN3 = {**_QWEN3_TIED, "tie_word_embeddings": False}
-
+# the order of a model's numbers in published.toml
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -357,31 +322,11 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-# name: other fields of config.json, then the sizes
-_PUBLISHED: Mapping[str, tuple[Any, ...]] = {
-    "llama3-8b": (_LLAMA3, 4096, 14336, 32, 32, 8),
-    "llama3-70b": (_LLAMA3, 8192, 28672, 80, 64, 8),
-    "llama3.1-8b": (_LLAMA31, 4096, 14336, 32, 32, 8),
-    "llama3.1-70b": (_LLAMA31, 8192, 28672, 80, 64, 8),
-    "llama3.2-1b": (_LLAMA32, 2048, 8192, 16, 32, 8),
-    "llama3.2-3b": (_LLAMA32, 3072, 8192, 28, 24, 8),
-    "qwen2.5-0.5b": (_QWEN25_SHORT, 896, 4864, 24, 14, 2),
-    "qwen2.5-1.5b": (_QWEN25_TIED, 1536, 8960, 28, 12, 2),
-    "qwen2.5-3b": (_QWEN25_SHORT, 2048, 11008, 36, 16, 2),
-    "qwen2.5-7b": (_QWEN25, 3584, 18944, 28, 28, 4),
-    "qwen2.5-14b": (_QWEN25_LARGE, 5120, 13824, 48, 40, 8),
-    "qwen2.5-32b": (_QWEN25_LARGE, 5120, 27648, 64, 40, 8),
-    "qwen2.5-72b": (_QWEN25_LARGE, 8192, 29568, 80, 64, 8),
-    "qwen3-0.6b": (_QWEN3_TIED, 1024, 3072, 28, 16, 8),
-    "qwen3-1.7b": (_QWEN3_TIED, 2048, 6144, 28, 16, 8),
-    "qwen3-4b": (_QWEN3_TIED, 2560, 9728, 36, 32, 8),
-    "qwen3-8b": (_QWEN3, 4096, 12288, 36, 32, 8),
-    "qwen3-14b": (_QWEN3, 5120, 17408, 40, 40, 8),
-    "qwen3-32b": (_QWEN3, 5120, 25600, 64, 64, 8),
-}
+_PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text())
 ARCHITECTURES: Mapping[str, ModelConfig] = {
-    name: ModelConfig.from_hf(fields | dict(zip(_SIZES, sizes)))
-    for name, (fields, *sizes) in _PUBLISHED.items()
+    name: ModelConfig.from_hf(shared | dict(zip(_SIZES, sizes)))
+    for shared in _PUBLISHED["series"]
+    for name, sizes in shared["sizes"].items()
 }
 
 

@@ -33,7 +33,6 @@ from ulysses.parallel.random_keys import (
     wrapped,
 )
 
-Kernel = str | Callable[..., Any]
 NOISE_ROWS = 4096  # hashed at once: their 8 bytes per element live for a moment
 
 
@@ -44,7 +43,7 @@ class Decoder(nn.Module):
         self,
         config: ModelConfig,
         mesh: ParallelMesh | None,
-        attention: Kernel,
+        attention: str,
         memory: LayerMemory,
         linear: Callable[..., Linear] = Linear,
     ) -> None:
@@ -128,8 +127,8 @@ def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) ->
 class HeadedDecoder(nn.Module):
     """A decoder of a family of models/arch.py and a head; the weights are uninitialised memory until filled.
 
-    config: the shape. mesh: None is one process. attention: the kernel's name or a callable on head shards. memory:
-    what is kept for backward. linear: makes the layers' projections.
+    config: the shape. mesh: None is one process. attention: the kernel's name. memory: what is kept
+    for backward. linear: makes the layers' projections.
 
     `init_weights` or a loader fills the weights; names are those of transformers.
     """
@@ -139,7 +138,7 @@ class HeadedDecoder(nn.Module):
         config: ModelConfig,
         mesh: ParallelMesh | None = None,
         *,
-        attention: Kernel = "auto",
+        attention: str = "auto",
         memory: LayerMemory = LayerMemory(),  # noqa: B008 - immutable
         linear: Callable[..., Linear] = Linear,
     ) -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.arch import ModelConfig
-from models.quantized import BLOCK, OUTER, join_parts, unpack
+from models.quantized import BLOCK, OUTER, join_parts, pack, unpack
 from ulysses.disk import write_json, write_tensors
 
 CONFIG = "config.json"
@@ -147,25 +147,28 @@ def folder_with(folder: Path, pattern: str) -> Path:
 class StoredTensor(NamedTuple):
     """One tensor of a safetensors file.
 
-    packed: whether bitsandbytes quantised it to NF4; the file then holds its codes under its name.
+    state: of a matrix that bitsandbytes quantised to NF4, its description; the file then holds its codes under its
+    name.
     """
 
     file: Path
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    packed: bool = False
+    state: dict[str, Any] | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the file holds the matrix quantised."""
+        return self.state is not None
 
     def read_packed(self) -> Tensor:
         """Return a quantised matrix as models/quantized.py holds it."""
+        parts = "", ".absmax", ".nested_quant_map", ".nested_absmax"
         with safe_open(self.file, "pt") as file:
-            codes, *rest = (
-                file.get_tensor(self.name + part)
-                for part in ("", ".absmax", ".nested_absmax", ".nested_quant_map", NF4_STATE)
-            )
-        sizes, outer, table, state = rest
-        offset = json.loads(bytes(state.tolist()))["nested_offset"]
-        return join_parts(codes, sizes, torch.cat([torch.tensor([offset]), table, outer]))
+            codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in parts)
+        mean = torch.tensor([self.state["nested_offset"]])  # type: ignore[index]
+        return join_parts(codes, sizes, torch.cat([mean, *numbers]))
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return the flat elements [start, stop), row-major, as a view of the file's pages unless quantised."""
@@ -195,10 +198,8 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{path.absolute()} is not a whole safetensors file ({error}); download it again"
         ) from None
-    found = _join_packed(path, found)
+    _join_packed(path, found)
     for name, tensor in found.items():
-        if tensor.packed:
-            continue
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize == 1:
             raise ValueError(
                 f"{path.absolute()} holds {name} as {tensor.dtype}, but quantised weights cannot be trained; use the "
@@ -207,8 +208,8 @@ def _stored_tensors(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _join_packed(path: Path, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors with those that make up a quantised matrix as one, under its name."""
+def _join_packed(path: Path, found: dict[str, StoredTensor]) -> None:
+    """Make one tensor of those that a quantised matrix consists of, under its name and with its former dtype."""
     names = [name.removesuffix(NF4_STATE) for name in found if name.endswith(NF4_STATE)]
     for name in names:
         raw = found[name + NF4_STATE].read(0, 1 << 16)
@@ -219,9 +220,15 @@ def _join_packed(path: Path, found: dict[str, StoredTensor]) -> dict[str, Stored
                 f"{path.absolute()} holds {name} otherwise than in NF4 doubly quantised, in blocks of 64 and "
                 "256; quantise the original model anew with model.quantize"
             )
-        found[name] = found[name]._replace(shape=torch.Size(state["shape"]), packed=True)
-    parts = tuple(f"{name}." for name in names)
-    return {name: t for name, t in found.items() if not (parts and name.startswith(parts))}
+        for part in [part for part in found if part.startswith(f"{name}.")]:
+            del found[part]
+        shape, dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
+        found[name] = StoredTensor(path, name, shape, dtype, state)
+
+
+def lora_scale(rank: int, alpha: float, rslora: bool) -> float:
+    """Return the factor of B A in an adapted matrix."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def add_low_rank(flat: Tensor, a: Tensor, b: Tensor, scale: float, start: int = 0) -> Tensor:
@@ -238,6 +245,7 @@ class WeightFiles:
 
     tensors: all that is stored, by name; an adapted matrix has its base's dtype, although it is read in float32.
     adapter: adapter_config.json of an adapter's folder.
+    quantize: to what the base's matrices were quantised when the adapter was trained, or "none".
     paths: the files that hold the tensors.
     """
 
@@ -245,6 +253,7 @@ class WeightFiles:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self.adapter: dict[str, Any] | None = None
+        self.quantize = "none"
         # what adapters add to a matrix: scale * B A
         self._updates: dict[str, list[tuple[StoredTensor, StoredTensor, float]]] = {}
         if (self.folder / ADAPTER_CONFIG).is_file():
@@ -266,12 +275,15 @@ class WeightFiles:
             )
         self.adapter = read_adapter_config(self.folder)
         rank = self.adapter["r"]
-        divisor = math.sqrt(rank) if self.adapter.get("use_rslora") else rank
-        scale = self.adapter.get("lora_alpha", 8) / divisor
+        scale = lora_scale(
+            rank, self.adapter.get("lora_alpha", 8), bool(self.adapter.get("use_rslora"))
+        )
         base = WeightFiles(base_folder(self.folder))
         self.tensors, self._updates = base.tensors, base._updates
         self.paths = [*base.paths, path]
         pairs: dict[str, dict[str, StoredTensor]] = {}
+        with safe_open(path, "pt") as file:
+            self.quantize = (file.metadata() or {}).get("quantize", "none")
         for key, tensor in _stored_tensors(path).items():
             name, _, kind = key.removeprefix("base_model.model.").partition(".lora_")
             if name == "score.weight":
@@ -296,12 +308,20 @@ class WeightFiles:
                 )
             self._updates.setdefault(name, []).append((pair["A"], pair["B"], scale))
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default."""
+    def read(
+        self, name: str, start: int = 0, stop: int | None = None, *, quantize: str = "none"
+    ) -> Tensor:
+        """Return the flat elements [start, stop), row-major, of a tensor; all of them by default.
+
+        `quantize` reads a layer's whole matrix as it is after it was quantised so, without adapters.
+        """
         stored = self.tensors[name]
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop)
+        if quantize != "none" and name.endswith("_proj.weight") and not stored.packed:
+            data = pack(quantize, flat.view(stored.shape))
+            flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
         for a, b, scale in self._updates.get(name, ()):
             rank, width = a.shape
             # the rows of B that these elements lie in

@@ -6,7 +6,6 @@ The base with its adapters switched off is the reference of DPO and KTO, so that
 Source: Hu et al. 2021 (2106.09685). The exported files have PEFT's format.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from models.hf_format import ADAPTER_WEIGHTS, add_low_rank
+from models.hf_format import ADAPTER_WEIGHTS, add_low_rank, lora_scale
 from models.layers import Linear
 from ulysses.disk import write_tensors
 
@@ -78,7 +77,7 @@ def merged(
 
     The adapters among `weights` are left out; the adapted matrices are copies.
     """
-    scale = config.alpha / (math.sqrt(config.rank) if config.rslora else config.rank)
+    scale = lora_scale(config.rank, config.alpha, config.rslora)
     for name, weight in weights:
         if ".lora_" in name:
             continue
@@ -129,7 +128,7 @@ def save_adapters(
         f"base_model.model.{name.replace(f'.{ADAPTER}', '')}": t.contiguous()
         for name, t in tensors.items()
     }
-    write_tensors(folder / ADAPTER_WEIGHTS, named, format="pt")
+    write_tensors(folder / ADAPTER_WEIGHTS, named, format="pt", quantize=config.quantize)
     saved = _peft_config(
         config.lora,
         task_type="SEQ_CLS" if reward else "CAUSAL_LM",

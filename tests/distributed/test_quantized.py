@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from models.lora import is_adapter
 from tests.e2e.launch import metrics, ranks, tiny
-from tests.engine_case import Case
-from tests.stage_case import STAGE_CASES, compared
+from tests.engine_case import Case, run_case
+from tests.harness import run_distributed
+from tests.memory_case import assert_same_gradients
+from tests.stage_case import STAGE_CASES, Formula, compared
+from ulysses.config.schema import OptimizerSection
 
 
 @pytest.mark.parametrize(("stage", "quantize", "world", "sp", "recompute"), [
@@ -56,3 +61,35 @@ def test_ppo_on_a_quantised_base(tmp_path: Path) -> None:
         assert first_of_rollout["sampler/logp_gap_max"] < 1e-3
     names = load_file(tmp_path / "run/export/adapter_model.safetensors")
     assert names and all(".lora_" in name for name in names)
+
+
+def by_hand(case: Case) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Losses and gradients of a plain loop in float64 over the dequantised matrices, whose adapters AdamW trains."""
+    model = Formula(case, 0).model
+    adapters = {name: p for name, p in model.named_parameters() if is_adapter(name)}
+    settings = OptimizerSection()
+    optimizer = torch.optim.AdamW(
+        adapters.values(), lr=case.lr, betas=settings.betas, eps=settings.eps, weight_decay=0.0
+    )
+    found = []
+    for step in range(case.steps):
+        at_step = Formula(case, step)
+        at_step.model = model
+        loss, _ = STAGE_CASES[case.stage].formula(at_step)
+        optimizer.zero_grad()
+        loss.backward()
+        found.append((float(loss), {name: p.grad.clone() for name, p in adapters.items()}))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "fp8"])
+def test_three_steps_are_those_of_a_plain_loop(quantize: str) -> None:
+    case = Case("dpo", sp=2, examples=4, steps=3, lr=1e-3, lora_rank=3, quantize=quantize)
+    metrics, gradients = run_distributed(run_case, 2, case, with_zero=True)[0]
+    expected = by_hand(case)
+    assert len(expected) == len(gradients) == 3
+    assert abs(expected[2][0] - expected[0][0]) > 1e-3  # it learns
+    for step, (loss, exact) in enumerate(expected):
+        assert metrics[step]["loss"] == pytest.approx(loss, rel=1e-5)
+        assert_same_gradients(gradients[step], exact)

@@ -4,14 +4,12 @@ Every tree is compared in float64 with its sequences one by one, whole: the outp
 of tables that give every token its query, key and value, so that shared rows collect those of all their branches.
 """
 
-import warnings
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_attention import compare, own_kernel
+from tests.distributed.test_attention import compare
 from tests.harness import device, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels
 from tests.unit.test_layout import simulated_mesh
@@ -116,21 +114,6 @@ def test_results_are_joined_in_parts(monkeypatch):
     _, pair, *_ = trees()
     monkeypatch.setattr(f"{__name__}.trees", lambda scale: [pair])
     compare(on_ranks(1, (4, 2))[0], formula((4, 2)), 1e-12)
-
-
-def with_callable(sp, heads):
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        return on_ranks(sp, heads, kernel=own_kernel)[0], [
-            str(warning.message) for warning in said
-        ]
-
-
-@pytest.mark.parametrize("sp", [1, 2])
-def test_a_callable_kernel_attends_as_if_nothing_were_shared(sp):
-    got, said = run_distributed(with_callable, sp, sp, (3, 1))[0]
-    compare(got, formula((3, 1)), 1e-12)
-    assert any("as if every sequence had its own" in text for text in said)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -29,32 +29,6 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-RAW = {
-    "llama": {
-        **SIZE,
-        "model_type": "llama",
-        "rope_theta": 5e5,
-        "rope_scaling": SCALING,
-        "rms_norm_eps": 1e-5,
-    },
-    "qwen2": {**SIZE, "model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True},
-    "llama with biases": {**SIZE, "model_type": "llama", "attention_bias": True},
-    "qwen3": {**SIZE, "model_type": "qwen3", "rope_theta": 1e6, "head_dim": 12},
-    "qwen3 tied": {
-        **SIZE,
-        "model_type": "qwen3",
-        "rope_theta": 1e6,
-        "head_dim": 8,
-        "tie_word_embeddings": True,
-    },
-    "mistral": {
-        **SIZE,
-        "model_type": "mistral",
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "head_dim": 12,
-    },
-}
 LENGTHS = (5, 33, 1, 18)
 # an original window of 8 tokens, so that the sequences are four times as long
 YARN = {
@@ -64,13 +38,28 @@ YARN = {
     "beta_fast": 2.0,
     "beta_slow": 0.25,
 }
-RAW |= {
-    "yarn": RAW["llama"] | {"rope_scaling": YARN},
-    "yarn with attention_factor": RAW["qwen2"]
-    | {"rope_scaling": YARN | {"attention_factor": 1.4}},
-    "qwen3 with yarn": RAW["qwen3"] | {"rope_scaling": YARN},
-    "linear": RAW["qwen2"]
-    | {"max_position_embeddings": 8, "rope_scaling": {"type": "linear", "factor": 4.0}},
+
+
+def raw(model_type: str, **changes: Any) -> dict[str, Any]:
+    """Return a config.json of the family."""
+    return {**SIZE, "model_type": model_type, **changes}
+
+
+LLAMA = raw("llama", rope_theta=5e5, rope_scaling=SCALING, rms_norm_eps=1e-5)
+QWEN2 = raw("qwen2", rope_theta=1e6, tie_word_embeddings=True)
+QWEN3 = raw("qwen3", rope_theta=1e6, head_dim=12)
+LINEAR = {"type": "linear", "factor": 4.0}
+RAW = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "llama with biases": raw("llama", attention_bias=True),
+    "qwen3": QWEN3,
+    "qwen3 tied": QWEN3 | {"head_dim": 8, "tie_word_embeddings": True},
+    "mistral": raw("mistral", rope_theta=1e6, sliding_window=None, head_dim=12),
+    "yarn": LLAMA | {"rope_scaling": YARN},
+    "yarn with attention_factor": QWEN2 | {"rope_scaling": YARN | {"attention_factor": 1.4}},
+    "qwen3 with yarn": QWEN3 | {"rope_scaling": YARN},
+    "linear": QWEN2 | {"max_position_embeddings": 8, "rope_scaling": LINEAR},
 }
 
 

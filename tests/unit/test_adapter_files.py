@@ -1,6 +1,7 @@
 """A LoRA adapter's folder is read together with its base: slice by slice, as PEFT computes it."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from models import CausalLM, ModelConfig
 from models.hf_format import WeightFiles, read_config
 from models.lora import add_adapters, merged, save_adapters
+from models.merge_check import TOKENS
+from models.quantized import pack, unpack
 from tests.model_folder import tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
@@ -154,3 +157,43 @@ def test_an_adapter_that_is_not_finite_is_not_merged(base, tmp_path, capsys):
         and "lora_A.weight in " in said
         and "holds infinite weights, or some" in said
     )
+
+
+def test_merging_onto_the_original_weights_says_what_it_did_to_the_logits(
+    base, tmp_path, capsys
+):
+    """Adapters of a run on NF4 know it; transformers computes the same difference from whole matrices."""
+    from transformers import AutoModelForCausalLM
+
+    section = LoraSection(rank=4, alpha=8.0, targets=["q_proj", "down_proj"])
+    model = add_adapters(CausalLM(SHAPE), section)
+    adapters = {name: p.detach() for name, p in model.named_parameters() if ".lora_" in name}
+    for tensor in adapters.values():
+        tensor.normal_(0, 0.3)
+    (folder := tmp_path / "adapter").mkdir()
+    settings = ModelSection(path=str(base), lora=section, quantize="nf4")
+    save_adapters(folder, adapters, settings, reward=False)
+    assert export.main(["--merge", str(folder), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    originals, files = WeightFiles(base), WeightFiles(folder)
+    trained = {}
+    for name, stored in originals.tensors.items():
+        whole = originals.read(name).view(stored.shape)
+        if name.endswith("_proj.weight"):
+            update = files.read(name).view(stored.shape) - whole.float()
+            data = pack("nf4", whole)
+            whole = unpack("nf4", data, stored.shape, torch.float32) + update
+        trained[name] = whole
+    tokens = torch.randint(64, (TOKENS,), generator=torch.Generator().manual_seed(0))
+
+    def logits(path, weights):
+        found = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        found.load_state_dict(weights, strict=False)
+        with torch.no_grad():
+            return found(tokens[None]).logits[0]
+
+    exact = logits(base, trained)
+    largest = float((logits(tmp_path / "out", {}) - exact).abs().max())
+    told = float(re.search(r"differ by at most (\S+) from", said)[1])
+    assert told == pytest.approx(largest, rel=1e-2) and largest > 1e-3 * exact.std()
+    assert f"at most {told:g} from" in (tmp_path / "out/README.md").read_text()

@@ -154,7 +154,9 @@ def test_segment_sums_are_accurate_where_prefix_sums_cancel(shape):
     wanted = torch.stack([x.sum(0) for x in values.double().split(lengths)])
     torch.testing.assert_close(segment_sums(values, batch).double(), wanted, rtol=1e-6, atol=0)
     naive = values.cumsum(0)[batch.cu_seqlens[1:] - 1].diff(dim=0)
-    assert not torch.allclose(naive.double(), wanted[1:], rtol=1e-2)  # what the tree avoids
+    assert not torch.allclose(
+        naive.double(), wanted[1:], rtol=1e-2
+    )  # what a difference of prefix sums would be
 
 
 @pytest.mark.parametrize(

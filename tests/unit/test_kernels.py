@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from ulysses.parallel import attention, kernels, kernels_document
+from ulysses.parallel import kernels, kernels_document
 from ulysses.parallel.attention import prove_kernel
-from ulysses.parallel.kernels import (
-    KERNELS,
-    resolve_kernel,
-    varlen_backward,
-    varlen_forward,
-)
+from ulysses.parallel.kernels import KERNELS, resolve_kernel
 from ulysses.parallel.kernels_document import Inputs
 from ulysses.parallel.layout import Segments
 
@@ -75,9 +70,9 @@ def check(kernel, device, dtype, lengths, heads, head_dim, causal=True):
     if lengths[0] == lengths[1]:  # strided views of one buffer, as the exchange hands them over
         given = torch.cat(given, 1).split([heads[0], heads[1], heads[1]], 1)
     inputs = Inputs(*given, *options)
-    out, lse = varlen_forward(kernel, inputs, packed)
+    out, lse = KERNELS[kernel].forward(inputs, packed)
     assert lse.shape == (heads[0], sum(lengths[0]))
-    grads = varlen_backward(kernel, upstream.to(device), inputs, out, lse, packed)
+    grads = KERNELS[kernel].backward(upstream.to(device), inputs, out, lse, packed)
     for name, got, want in zip(
         ("out", "dq", "dk", "dv"), (out, *grads), (wanted, *(x.grad for x in exact))
     ):
@@ -136,15 +131,12 @@ def test_what_auto_takes_for_any_head_dim_is_right(head_dim):
     [("query", (1.03, 1, 1)), ("key", (1, torch.nan, 1)), ("value", (1, 1, 1.03))],
 )
 def test_a_wrong_gradient_is_refused_by_name(monkeypatch, name, factors):
-    def wrong(kernel, *arguments):
-        grads = varlen_backward(kernel, *arguments)
-        return (
-            [grad * factor for grad, factor in zip(grads, factors)]
-            if kernel == "torch"
-            else grads
-        )
+    right = KERNELS["torch"]
 
-    monkeypatch.setattr(attention, "varlen_backward", wrong)
+    def wrong(*arguments):
+        return [g * factor for g, factor in zip(right.backward(*arguments), factors)]
+
+    monkeypatch.setitem(KERNELS, "torch", right._replace(backward=wrong))
     message = (
         f"kernel torch gives a wrong {name} gradient on cpu: .*; set model.attention to another"
     )
@@ -164,8 +156,8 @@ def test_deterministic_kernels_repeat_bit_for_bit(kernel):
         torch.randn(1024, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 8, 2, 2)
     )
     inputs = Inputs(q, k, v, *options)
-    out, lse = varlen_forward(kernel, inputs, packed)
-    first, *again = (varlen_backward(kernel, dout, inputs, out, lse, packed) for _ in range(6))
+    out, lse = KERNELS[kernel].forward(inputs, packed)
+    first, *again = (KERNELS[kernel].backward(dout, inputs, out, lse, packed) for _ in range(6))
     assert all(torch.equal(a, b) for grads in again for a, b in zip(first, grads))
 
 
@@ -187,8 +179,8 @@ def test_more_than_two_to_the_31_elements(kernel):
     def run(count, q, k, v, dout):
         packed = segments(([length] * count,) * 2, "cuda")
         inputs = Inputs(q, k, v, *options)
-        out, lse = varlen_forward(kernel, inputs, packed)
-        return lse, out, *varlen_backward(kernel, dout, inputs, out, lse, packed)
+        out, lse = KERNELS[kernel].forward(inputs, packed)
+        return lse, out, *KERNELS[kernel].backward(dout, inputs, out, lse, packed)
 
     shapes = [(count * length, h, head_dim) for h in (heads, 8, 8, heads)]
     given = [

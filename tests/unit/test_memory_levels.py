@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import ulysses.parallel.attention as attention_module
 from models.arch import ModelConfig
 from models.lora import add_adapters
 from models.rope import rotary_table
@@ -26,6 +25,7 @@ from ulysses.memory.levels import LEVELS
 from ulysses.memory.offload import CHUNK_BYTES, Offloader
 from ulysses.memory.plan import GIB, Machine, Model, Workload, kept_bytes, pinned_bytes
 from ulysses.memory.tiling import TILE_ROWS, add_by_tiles, tile_gradients, tile_rows
+from ulysses.parallel.attention import UlyssesAttention
 
 # memory_case's shape, as the planner sees it
 PLANNED = Model(24, 40, 4, 2, 6, 67, CONFIG.num_hidden_layers, 10_000, 10_000)
@@ -82,8 +82,8 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    count(attention_module, "varlen_forward", lambda *_: "forward")
-    count(attention_module, "varlen_backward", lambda *_: "backward")
+    count(UlyssesAttention, "attend_forward", lambda *_: "forward")
+    count(UlyssesAttention, "attend_backward", lambda *_: "backward")
     count(nn.functional, "linear", lambda x, weight, *_: tuple(weight.shape))
     return calls
 

@@ -35,12 +35,6 @@ class Waits(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: Any
-) -> torch.Tensor:
-    return query + key.sum() + value.sum()
-
-
 class FrozenModel:
     """A model with the face of a frozen engine whose weights stay."""
 
@@ -57,8 +51,8 @@ def test_no_stage_waits_for_the_device(name):
     mesh, metrics = ParallelMesh(), MetricSums(META)
     with META:
         kind = {"rm": RewardModel, "ppo": PolicyValue}.get(name, CausalLM)
-        model = kind(SHAPE, mesh, attention=kernel)
-        teacher = FrozenModel(CausalLM(SHAPE, mesh, attention=kernel))
+        model = kind(SHAPE, mesh, attention="reference")
+        teacher = FrozenModel(CausalLM(SHAPE, mesh, attention="reference"))
     case = Case(name, options=STAGE_CASES[name].every_term)
     stage = make_stage(case, model, mesh, teacher=lambda *_: teacher)
     if name == "ppo":

@@ -10,11 +10,15 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 
 from models.arch import ModelConfig
+from models.decoder import CausalLM
 from models.hf_format import WeightFiles
+from models.lora import add_adapters, save_adapters
 from models.quantized import pack, packed_parts, unpack
 from tests.model_folder import tiny_config, write_model
 from ulysses.config.command_line import parse_command_line
+from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.config.section import ConfigError
+from ulysses.export import main
 from ulysses.run.build import InitialWeights
 from ulysses.run.preflight import prepare
 
@@ -87,6 +91,23 @@ def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder: Pa
         whole,
         unpack("nf4", pack("nf4", original.view(48, 32)), (48, 32), torch.float32).view(-1),
     )
+
+
+def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
+    packed_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = LoraSection(rank=2, targets=["q_proj"])
+    model = add_adapters(CausalLM(ModelConfig.from_hf(tiny_config())), lora)
+    adapters = {n: torch.ones(p.shape) for n, p in model.named_parameters() if ".lora_" in n}
+    (folder := tmp_path / "adapter").mkdir()
+    base = ModelSection(path=str(packed_folder), lora=lora, quantize="nf4")
+    save_adapters(folder, adapters, base, reward=False)
+    assert main(["--merge", str(folder), str(tmp_path / "out")]) == 0
+    found, whole = WeightFiles(tmp_path / "out"), WeightFiles(packed_folder)
+    assert torch.equal(found.read(MATRIX), whole.read(MATRIX))
+    query = MATRIX.replace("mlp.up", "self_attn.q")
+    torch.testing.assert_close(found.read(query), whole.read(query) + lora.alpha)
+    assert "differ by at most 0 " in capsys.readouterr().out
 
 
 def plan(folder: Path, **settings: Any) -> Any:

@@ -11,8 +11,6 @@ K kv heads, E head dim, U head-parallel and R row-parallel size.
 """
 
 import math
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from .exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from .kernels import ONE_DOCUMENT, resolve_kernel, varlen_backward, varlen_forward
+from .kernels import KERNELS, ONE_DOCUMENT, Kernel, resolve_kernel
 from .kernels_document import Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
@@ -45,10 +43,7 @@ PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels reach 2e-3 to 4
 class UlyssesAttention(nn.Module):
     """Attend to whole documents while every rank holds only its tokens. The module has no parameters.
 
-    `kernel` is "auto", a name from kernels.py, or a callable on head shards that autograd can differentiate (sparse or
-    windowed attention, for example): `kernel(q, k, v, cu_seqlens_q=, cu_seqlens_k=, max_seqlen_q=, max_seqlen_k=,
-    causal=, softmax_scale=) -> out`. It runs once more in the backward pass, so it must compute the same again.
-    `mesh=None` is plain attention in this process.
+    `kernel` is "auto" or a name from kernels.py. `mesh=None` is plain attention in this process.
     Raises ValueError if the heads do not fit the mesh.
     """
 
@@ -58,7 +53,7 @@ class UlyssesAttention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        kernel: str | Callable[..., Tensor] = "auto",
+        kernel: str = "auto",
     ):
         super().__init__()
         self.mesh = mesh or ParallelMesh()
@@ -75,7 +70,6 @@ class UlyssesAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
         *,
         causal: bool = True,
         softmax_scale: float | None = None,
@@ -85,7 +79,7 @@ class UlyssesAttention(nn.Module):
 
         Packed: query [S, H, E], key and value [S, K, E], with `plan` (`ShardedBatch.attention_plan`) or with the global
         `cu_seqlens` [N + 1] over all T tokens. A plan never makes the host wait for the device; cu_seqlens on a
-        GPU does. `max_seqlen` may be given as to flash-attn, and must not be below the longest sequence.
+        GPU does.
         Dense: [B, S/P, heads, E] in contiguous shards, without plan and cu_seqlens. The sequences of the batch are
         computed one by one.
         """
@@ -97,7 +91,7 @@ class UlyssesAttention(nn.Module):
                 f"the query has shape {tuple(query.shape)}"
             )
         if plan is None:
-            plan = self._make_plan(cu_seqlens, max_seqlen, query.shape[-3], query.device)
+            plan = self._make_plan(cu_seqlens, query.shape[-3], query.device)
         elif query.shape[0] != plan.local_tokens:
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
@@ -108,11 +102,7 @@ class UlyssesAttention(nn.Module):
         return torch.stack([_Attend.apply(*one, *arguments) for one in zip(query, key, value)])
 
     def _make_plan(
-        self,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        local_tokens: int,
-        device: torch.device,
+        self, cu_seqlens: Tensor | None, local_tokens: int, device: torch.device
     ) -> AttentionPlan:
         """Plan a pack, or one sequence of a dense batch, whose shards are contiguous and so have unequal work."""
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
@@ -125,11 +115,6 @@ class UlyssesAttention(nn.Module):
             raise ValueError(
                 f"cu_seqlens ends at {int(bounds[-1])} but the {ranks} ranks hold {total} tokens; "
                 "it must describe the whole pack, with an entry for padding"
-            )
-        longest = int(bounds.diff().max())
-        if max_seqlen is not None and max_seqlen < longest:
-            raise ValueError(
-                f"max_seqlen is {max_seqlen} but cu_seqlens holds a sequence of {longest} tokens"
             )
         return packed_plan(bounds, row_sets(bounds, mesh.row_parallel_size), mesh, device)
 
@@ -144,22 +129,20 @@ class UlyssesAttention(nn.Module):
     ) -> Results:
         """Run the kernel on every arc of this rank's rows, without communicating and without recording a graph.
 
-        query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R] (empty for a callable kernel).
+        query [T/R, H/U, E], key and value [T, kv, E] -> out like query, lse [H/U, T/R].
         """
         kernel, scale = self._resolve(query, plan, softmax_scale)
-        calls, prefix_calls = self._calls(plan, causal)
 
         def run(call: VarlenCall, causal: bool) -> Results:
-            rows, keys, segments = call
-            inputs = Inputs(query[rows], key[keys], value[keys], causal, scale)
-            return varlen_forward(kernel, inputs, segments)
+            inputs = Inputs(query[call.rows], key[call.keys], value[call.keys], causal, scale)
+            return kernel.forward(inputs, call.segments)
 
-        results = [run(call, causal) for call in calls]
+        results = [run(call, causal) for call in (plan.calls if causal else plan.full_calls)]
         out, lse = results[0]
         if len(results) > 1:
             outs, lses = zip(*results)
             out, lse = torch.cat(outs), torch.cat(lses, 1)
-        for call in prefix_calls:
+        for call in plan.prefix_calls:
             join(out, lse, call.rows, *run(call, False))
         return out, lse
 
@@ -175,16 +158,16 @@ class UlyssesAttention(nn.Module):
         causal: bool = True,
         softmax_scale: float | None = None,
     ) -> Gradients:
-        """Compute dq, dk, dv from what `attend_forward` returned; only a callable kernel's forward runs again."""
+        """Compute dq, dk, dv from what `attend_forward` returned."""
         kernel, scale = self._resolve(query, plan, softmax_scale)
-        calls, prefix_calls = self._calls(plan, causal)
+        calls = plan.calls if causal else plan.full_calls
 
         def gradients(call: VarlenCall, causal: bool) -> Gradients:
             """Return one call's share of the gradients, which the joint out and lse make exact."""
             rows, keys, segments = call
             inputs = Inputs(query[rows], key[keys], value[keys], causal, scale)
             row_lse = lse[:, rows].contiguous()
-            return varlen_backward(kernel, dout[rows], inputs, out[rows], row_lse, segments)
+            return kernel.backward(dout[rows], inputs, out[rows], row_lse, segments)
 
         if len(calls) == 1 and calls[0].keys == slice(0, key.shape[0]):
             dquery, dkey, dvalue = gradients(calls[0], causal)
@@ -198,41 +181,20 @@ class UlyssesAttention(nn.Module):
                 dkey[call.keys] += dk
                 dvalue[call.keys] += dv
         # No call has a row or a key twice, and no two prefix calls have the same key.
-        for call in prefix_calls:
+        for call in plan.prefix_calls:
             dq, dk, dv = gradients(call, False)
             dquery[call.rows] += dq
             dkey[call.keys] += dk
             dvalue[call.keys] += dv
         return dquery, dkey.to(key.dtype), dvalue.to(key.dtype)
 
-    def _calls(
-        self, plan: AttentionPlan, causal: bool
-    ) -> tuple[list[VarlenCall], list[VarlenCall]]:
-        """Return the calls of the plan, and those without a mask to prefixes that sequences share."""
-        if not causal:
-            if plan.prefixes:
-                raise ValueError(
-                    "sequences that share a prompt need a causal mask; pack them whole"
-                )
-            return plan.full_calls, []
-        if plan.prefixes and callable(self.kernel):
-            warnings.warn(
-                "a callable attention kernel returns no log-sum-exp, so shared prompts are attended to as if every "
-                "sequence had its own",
-                stacklevel=3,
-            )
-            return plan.unshared_calls, []
-        return plan.calls, plan.prefix_calls
-
     def _resolve(
         self, query: Tensor, plan: AttentionPlan, softmax_scale: float | None
-    ) -> tuple[str | Callable[..., Tensor], float]:
+    ) -> tuple[Kernel, float]:
         """Choose the kernel and the scale of this call."""
         scale = 1 / math.sqrt(self.head_dim) if softmax_scale is None else softmax_scale
-        if callable(self.kernel):
-            return self.kernel, scale
         case = query.device, query.dtype, self.head_dim
-        return resolve_kernel(self.kernel, *case, documents=plan.documents).name, scale
+        return KERNELS[resolve_kernel(self.kernel, *case, documents=plan.documents).name], scale
 
     def _check_shapes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         given = query, key, value

@@ -30,12 +30,12 @@ from torch import Tensor
 from .layout import (
     AttentionPlan,
     Range,
+    count_rows,
     packed_plan,
     row_sets,
     rows_of,
     sequence_parts,
     shard_ranges,
-    sum_levels,
     to_device,
 )
 from .mesh import ParallelMesh
@@ -118,7 +118,8 @@ class ShardedBatch:
     num_sequences is N; num_tokens counts the whole pack without its tail, num_tokens_shared what was left out of it,
     and num_squares twice the pairs of a query and a key that it sees; num_valid counts this rank's targets of
     nonzero weight, which are at valid_index [num_valid].
-    attention_plan and sum_levels are the index plans of attention and of sums over sequences (layout.py).
+    attention_plan says how attention is computed (layout.py). Row i of this rank is of the sequence whose
+    sequence_starts [N + 1] are at most i and then above it, or of the tail.
     """
 
     tokens: Tensor
@@ -138,7 +139,7 @@ class ShardedBatch:
     valid_index: Tensor
     mesh: ParallelMesh
     attention_plan: AttentionPlan
-    sum_levels: tuple[Tensor, ...]
+    sequence_starts: Tensor
 
 
 def pack_shard(
@@ -203,7 +204,7 @@ def pack_shard(
         attention_plan=packed_plan(
             cu, sets, mesh, device, _prefixes(sequences, cu.tolist()), tail=len(tail) > 0
         ),
-        sum_levels=sum_levels(ids, num_sequences, device),
+        sequence_starts=move(torch.searchsorted(ids, torch.arange(num_sequences + 1))),
     )
 
 
@@ -243,7 +244,7 @@ def _read_rows(
     def join(parts: list[Tensor], shift: int = 0) -> Tensor:
         """Join the pieces from `shift` rows on; where they end too early, and in the tail, there are zeros."""
         fitted = [_fit(x[shift:], high - low) for x, (_, low, high) in zip(parts, pieces)]
-        return _fit(torch.cat(fitted), sum(b - a for a, b in ranges))
+        return _fit(torch.cat(fitted), count_rows(ranges))
 
     tokens = [part.long() for part in read([s.tokens for s in sequences])]
     weights = [part.float() for part in read([s.loss_weights for s in sequences])]

@@ -1,7 +1,7 @@
-"""The varlen attention kernels behind one pair of functions, and the choice among them.
+"""The varlen attention kernels, and the choice among them.
 
-    varlen_forward(kernel, q, k, v, segments, causal, scale)                   -->  out [T, H, E], lse [H, T]
-    varlen_backward(kernel, dout, q, k, v, out, lse, segments, causal, scale)  -->  dq, dk, dv
+    forward(inputs, segments)                    -->  out [T, H, E], lse [H, T]
+    backward(dout, inputs, out, lse, segments)   -->  dq, dk, dv
 
     reference   plain matrix products, any device, dtype and head dim, float64 too; the others are measured against it
     torch       torch's own FlashAttention-2: varlen on GPUs (Ampere and newer), document by document on CPUs
@@ -68,7 +68,7 @@ def resolve_kernel(
     case = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}"
     if name not in ("auto", *KERNELS):
         raise ValueError(
-            f"attention kernel {name!r} is unknown; set auto, {', '.join(KERNELS)} or give a callable"
+            f"attention kernel {name!r} is unknown; set auto, {', '.join(KERNELS)}"
         )
     why = "fastest" if name == "auto" else "as requested,"
     reasons = [f"{why} for {case}"]
@@ -139,38 +139,6 @@ def flash4() -> Any:
 
 
 # --- forward and backward ----------------------------------------------------------------------------------------
-
-
-def varlen_forward(
-    kernel: str | Callable[..., Tensor], inputs: Inputs, segments: Segments
-) -> Results:
-    """Run a kernel's forward: out [Tq, H, E], lse [H, Tq] float32 or float64, which is empty for a callable kernel."""
-    if isinstance(kernel, str):
-        return KERNELS[kernel].forward(inputs, segments)
-    q, k, v, causal, scale = inputs
-    out = kernel(q, k, v, **_varlen(segments), causal=causal, softmax_scale=scale)
-    return out, q.new_empty(0, 0)
-
-
-def varlen_backward(
-    kernel: str | Callable[..., Tensor],
-    dout: Tensor,
-    inputs: Inputs,
-    out: Tensor,
-    lse: Tensor,
-    segments: Segments,
-) -> Gradients:
-    """Run a kernel's backward from its saved out and lse: dq [Tq, H, E], dk and dv [Tk, K, E].
-
-    A callable kernel has no backward of its own: it runs again and is differentiated.
-    """
-    if isinstance(kernel, str):
-        return KERNELS[kernel].backward(dout, inputs, out, lse, segments)
-    q, k, v, causal, scale = inputs
-    leaves = q, k, v = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        out, _ = varlen_forward(kernel, Inputs(q, k, v, causal, scale), segments)
-    return torch.autograd.grad(out, leaves, dout, allow_unused=True, materialize_grads=True)
 
 
 def _varlen(segments: Segments) -> dict[str, Any]:

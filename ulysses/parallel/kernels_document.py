@@ -56,35 +56,19 @@ class DocumentKernel(NamedTuple):
     shortest: int = 0
 
 
-class DocumentCall(NamedTuple):
-    """One call of a kernel for one document, or for a part of its keys."""
-
-    kernel: DocumentKernel
-    rows: slice
-    keys: slice
-    causal: bool
-    is_first: bool
-
-    def select(self, packed: Inputs) -> Inputs:
-        """Return the inputs of this call."""
-        q = _heads_first(packed.q[self.rows])
-        k, v = (_heads_first(x[self.keys]) for x in (packed.k, packed.v))
-        return Inputs(q, k, v, self.causal, packed.scale)
-
-
 def run_forward(kernel: DocumentKernel, inputs: Inputs, segments: Segments) -> Results:
     """Run a kernel on every document of q [Tq, H, E], k and v [Tk, K, E]; returns out [Tq, H, E], lse [H, Tq]."""
     q = inputs.q
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
-    for call in _document_calls(kernel, segments, inputs.causal):
-        found, found_lse = call.kernel.forward(call.select(inputs))
-        found = found[0].transpose(0, 1)
-        if call.is_first:
-            out[call.rows], lse[:, call.rows] = found, found_lse[0]
+    for chosen, part, rows, _, is_first in _document_calls(kernel, inputs, segments):
+        found, found_lse = (x[0] for x in chosen.forward(part))
+        found = found.transpose(0, 1)
+        if is_first:
+            out[rows], lse[:, rows] = found, found_lse
         else:
-            join(out, lse, call.rows, found, found_lse[0])
+            join(out, lse, rows, found, found_lse)
     return out, lse
 
 
@@ -92,19 +76,15 @@ def join(
     out: Tensor, lse: Tensor, rows: slice | Tensor, more: Tensor, more_lse: Tensor
 ) -> None:
     """Let these rows of out [T, H, E] and lse [H, T] attend to further keys, whose results are `more`, `more_lse`."""
-    before = lse[:, rows]
+    before, joined = lse[:, rows], out[rows]
     total = torch.logaddexp(before, more_lse)
     share, more_share = ((x - total).exp().T[..., None] for x in (before, more_lse))
     for start in range(0, len(more), JOINED_ROWS):
-        part = slice(start, min(start + JOINED_ROWS, len(more)))
-        joined = rows[part] if isinstance(rows, Tensor) else _shift(part, rows.start)
-        sums = out[joined] * share[part] + more[part] * more_share[part]
-        out[joined] = sums.to(out.dtype)
+        part = slice(start, start + JOINED_ROWS)
+        joined[part] = joined[part] * share[part] + more[part] * more_share[part]
+    if isinstance(rows, Tensor):  # otherwise `joined` is a view of `out`
+        out[rows] = joined
     lse[:, rows] = total
-
-
-def _shift(rows: slice, start: int) -> slice:
-    return slice(start + rows.start, start + rows.stop)
 
 
 def run_backward(
@@ -117,19 +97,14 @@ def run_backward(
 ) -> Gradients:
     """Run a kernel's backward on every document; returns dq [Tq, H, E], dk and dv [Tk, K, E]."""
     dq, dk, dv = empty_gradients(inputs)
-    for call in _document_calls(kernel, segments, inputs.causal):
-        rows, keys = call.rows, call.keys
-        found = call.kernel.backward(
-            _heads_first(dout[rows]),
-            call.select(inputs),
-            _heads_first(out[rows]),
-            lse[None, :, rows].contiguous(),
-        )
-        part, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in found)
-        if call.is_first:
-            dq[rows] = part
+    for chosen, part, rows, keys, is_first in _document_calls(kernel, inputs, segments):
+        upstream, result = (_heads_first(x[rows]) for x in (dout, out))
+        found = chosen.backward(upstream, part, result, lse[None, :, rows].contiguous())
+        of_rows, dk[keys], dv[keys] = (x[0].transpose(0, 1) for x in found)
+        if is_first:
+            dq[rows] = of_rows
         else:
-            dq[rows] += part
+            dq[rows] += of_rows
     return dq, dk, dv
 
 
@@ -138,23 +113,28 @@ def empty_gradients(inputs: Inputs) -> list[Tensor]:
 
 
 def _document_calls(
-    kernel: DocumentKernel, segments: Segments, causal: bool
-) -> Iterator[DocumentCall]:
-    """Yield the calls for every document; it waits for the device if the bounds are not on the host."""
-    q, k = segments.bounds or (segments.cu_q.tolist(), segments.cu_k.tolist())
-    for (row, row_end), (first, end) in zip(pairwise(q), pairwise(k)):
-        if row == row_end:
+    kernel: DocumentKernel, packed: Inputs, segments: Segments
+) -> Iterator[tuple[DocumentKernel, Inputs, slice, slice, bool]]:
+    """Yield each call: its kernel and inputs, its rows and keys in the pack, and whether it is the rows' first.
+
+    It waits for the device if the bounds are not on the host.
+    """
+    bounds = segments.bounds or (segments.cu_q.tolist(), segments.cu_k.tolist())
+    for (row, row_end), (first, end) in zip(*map(pairwise, bounds)):
+        count, rows = row_end - row, slice(row, row_end)
+        if not count:
             continue
-        own = end - (row_end - row)  # the first row's own key, if the mask is causal
-        parts = [(first, end, causal)]
-        if causal and own > first and not kernel.bottom_right:
+        own = end - count  # the first row's own key, if the mask is causal
+        parts = [(first, end, packed.causal)]
+        if packed.causal and own > first and not kernel.bottom_right:
             parts = [(first, own, False), (own, end, True)]
-        for low, high, masked in parts:
-            is_short = min(row_end - row, high - low) < kernel.shortest
-            chosen = REFERENCE if is_short else kernel
-            yield DocumentCall(
-                chosen, slice(row, row_end), slice(low, high), masked, low == first
-            )
+        for low, high, causal in parts:
+            keys = slice(low, high)
+            is_short = min(count, high - low) < kernel.shortest
+            q = _heads_first(packed.q[rows])
+            k, v = (_heads_first(x[keys]) for x in (packed.k, packed.v))
+            inputs = Inputs(q, k, v, causal, packed.scale)
+            yield REFERENCE if is_short else kernel, inputs, rows, keys, low == first
 
 
 def _heads_first(rows: Tensor) -> Tensor:

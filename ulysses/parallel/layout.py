@@ -43,7 +43,6 @@ from torch import Tensor
 from .mesh import ParallelMesh
 
 Range = tuple[int, int]
-FAN_IN = 64  # values that one step of a segment sum adds up
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -139,6 +138,11 @@ def contiguous_sets(total: int, row_parallel_size: int) -> list[list[Range]]:
     """Deal the rows of one sequence to R row sets as they lie, so that the ranks' causal work is unequal."""
     size = total // row_parallel_size
     return [[(start, start + size)] for start in range(0, total, size)]
+
+
+def count_rows(ranges: Sequence[Range]) -> int:
+    """Count the rows of packed ranges."""
+    return sum(end - start for start, end in ranges)
 
 
 def rows_of(ranges: Sequence[Range]) -> Tensor:
@@ -250,32 +254,16 @@ class AttentionPlan:
     @cached_property
     def full_calls(self) -> list[VarlenCall]:
         """Calls without a mask, one for each arc: every row attends to its whole sequence."""
+        if self.prefixes:
+            raise ValueError(
+                "sequences that share a prompt need a causal mask; pack them whole"
+            )
+        arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
+        device = self.calls[0].segments.cu_q.device
         return [
-            varlen_call([Document([part.rows], [part.whole]) for part in parts], self._device)
-            for parts in self._arcs
+            varlen_call([Document([part.rows], [part.whole]) for part in parts], device)
+            for parts in arcs
         ]
-
-    @cached_property
-    def unshared_calls(self) -> list[VarlenCall]:
-        """Causal calls that attend to copies of the prefixes, for a kernel whose results cannot be joined.
-
-        There is one for each part of a sequence, because no key may come twice in a call.
-        """
-        calls = []
-        for part in chain(*self._arcs):
-            prefix = self.prefixes.get(part.sequence)
-            keys = [prefix] if prefix else []
-            document = Document([part.rows], [*keys, (part.whole[0], part.end)])
-            calls.append(varlen_call([document], self._device))
-        return calls
-
-    @property
-    def _arcs(self) -> list[list[Part]]:
-        return sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
-
-    @property
-    def _device(self) -> torch.device:
-        return self.calls[0].segments.cu_q.device
 
 
 def packed_plan(
@@ -337,50 +325,21 @@ def _prefix_calls(
 
 def varlen_call(documents: list[Document], device: torch.device | str) -> VarlenCall:
     """Write documents as one kernel call, whose tensors are on the device."""
-    rows, keys = ([x for part in side for x in part] for side in zip(*documents))
-    sizes_q, sizes_k = (
-        [sum(b - a for a, b in ranges) for ranges in side] for side in zip(*documents)
-    )
-    bounds = [[0, *accumulate(sizes)] for sizes in (sizes_q, sizes_k)]
-    cu_q = cu_k = to_device(torch.tensor(bounds[0], dtype=torch.int32), device)
-    if sizes_q != sizes_k:
-        cu_k = to_device(torch.tensor(bounds[1], dtype=torch.int32), device)
-    segments = Segments(cu_q, cu_k, max(sizes_q), max(sizes_k), bounds)
-    return VarlenCall(_index(rows, device), _index(keys, device), segments)
+    rows, bounds_q = _join([document.rows for document in documents], device)
+    keys, bounds_k = _join([document.keys for document in documents], device)
+    cu_q = cu_k = to_device(torch.tensor(bounds_q, dtype=torch.int32), device)
+    if bounds_q != bounds_k:
+        cu_k = to_device(torch.tensor(bounds_k, dtype=torch.int32), device)
+    max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in (bounds_q, bounds_k))
+    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, [bounds_q, bounds_k]))
 
 
-def _index(ranges: list[Range], device: torch.device | str) -> slice | Tensor:
-    """Return a slice of the ranges' rows if they lie end to end, otherwise the row numbers."""
+def _join(
+    parts: list[list[Range]], device: torch.device | str
+) -> tuple[slice | Tensor, list[int]]:
+    """Lay the ranges of all parts end to end: a slice of their rows, or an index, and where each part begins."""
+    bounds = [0, *accumulate(count_rows(ranges) for ranges in parts)]
+    ranges = list(chain(*parts))
     if all(first[1] == second[0] for first, second in pairwise(ranges)):
-        return slice(ranges[0][0], ranges[-1][1])
-    return to_device(rows_of(ranges), device)
-
-
-# --- the plan of sums over sequences -----------------------------------------------------------------------------
-
-
-def sum_levels(
-    sequence_ids: Tensor, num_sequences: int, device: torch.device | str
-) -> tuple[Tensor, ...]:
-    """Plan sums over the sequences of a rank's tokens (host ids [S], sorted; ids from N on are left out).
-
-    Returns gather indices [sums, <= FAN_IN] for one level after the other; an index one past the end reads zero. The
-    first level adds tokens to partial sums, the last one ends in N sums. Such a tree is accurate in float32 and gives
-    the same bits in every run.
-    """
-    # values that each sequence has at this level; they lie one sequence after the other
-    count = torch.bincount(sequence_ids, minlength=num_sequences + 1)[:num_sequences]
-    longest = max(count.tolist(), default=1)
-    size = len(sequence_ids)
-    levels: list[Tensor] = []
-    while not levels or longest > 1:
-        width = max(1, min(FAN_IN, longest))
-        sums = (-(-count // width)).clamp(min=1)
-        sequence = torch.arange(num_sequences).repeat_interleave(sums)
-        number = torch.arange(len(sequence)) - (sums.cumsum(0) - sums)[sequence]
-        place = number[:, None] * width + torch.arange(width)  # of a value in its sequence
-        first = (count.cumsum(0) - count)[sequence, None]
-        index = torch.where(place < count[sequence, None], first + place, size)
-        levels.append(to_device(index, device))
-        count, size, longest = sums, len(index), -(-longest // width)
-    return tuple(levels)
+        return slice(ranges[0][0], ranges[-1][1]), bounds
+    return to_device(rows_of(ranges), device), bounds

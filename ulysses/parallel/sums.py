@@ -23,8 +23,9 @@ from .batch import ShardedBatch
 def segment_sums(values: Tensor, batch: ShardedBatch) -> Tensor:
     """Sum per-token values [S, ...] over each sequence of the batch [N, ...]; the tail is left out.
 
-    The sums are float32 or better and use no float atomics. All ranks of the sequence-parallel group call it together
-    and get the same result; each back-propagates to its own tokens (identity backward).
+    The sums are taken in float64, without float atomics, and returned in float32 or better. All ranks of the
+    sequence-parallel group call it together and get the same result; each back-propagates to its own tokens (identity
+    backward).
     """
     return _SegmentSums.apply(values, batch)
 
@@ -54,12 +55,16 @@ class _SegmentSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, batch: ShardedBatch) -> Tensor:
         ctx.sequence_ids, ctx.dtype = batch.sequence_ids, values.dtype
-        sums = values if values.dtype == torch.float64 else values.float()
-        for level in batch.sum_levels:
-            sums = torch.cat([sums, sums.new_zeros((1, *sums.shape[1:]))])[level].sum(1)
+        # column by column: a GPU adds the rows of a vector in parallel, those of a matrix one after the other
+        columns = values.double().reshape(len(values), -1).t().contiguous()
+        starts = batch.sequence_starts
+        sums = torch.stack(
+            [torch.segment_reduce(c, "sum", offsets=starts, unsafe=True) for c in columns], 1
+        )
         if batch.mesh.sp_group is not None:
             dist.all_reduce(sums, group=batch.mesh.sp_group)
-        return sums
+        wide = torch.promote_types(values.dtype, torch.float32)
+        return sums.view(-1, *values.shape[1:]).to(wide)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

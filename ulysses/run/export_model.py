@@ -34,6 +34,7 @@ from models.hf_format import (
     write_json,
     write_weights,
 )
+from models.merge_check import merge_note
 from ulysses.config.command_line import check
 from ulysses.config.schema import Config
 from ulysses.data.read.chat import SPECIAL_NAMES
@@ -185,7 +186,8 @@ def export_model(
 def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> None:
     """Write the policy saved in `checkpoint` to `out`, the same files that the run itself would export.
 
-    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights.
+    Needs no GPU and no process group and holds one shard at a time. `merge` adds adapters to their base's weights, and
+    says what that did if they were trained on a quantised base.
     Raises DiskError if a file does not hold what the run wrote. Raises ValueError if the folder is not a complete
     checkpoint, or the base of merged adapters is in no file.
     """
@@ -208,7 +210,9 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
                 )
             base = WeightFiles(resolve_model(source.path, source.revision))
 
-    def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        wanted: Callable[[str], bool], dtype: str = config.model.dtype, quantize: str = "none"
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
             if not wanted(name):
                 continue
@@ -216,10 +220,26 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
                 tensor = torch.empty(parameter.numel())
                 saved.read_into(tensor, name, "master")
             else:  # adapters left it as the run read it
-                tensor = base.read(base_name(name))
-            yield name, tensor.to(getattr(torch, config.model.dtype)).view(parameter.shape)
+                tensor = base.read(base_name(name), quantize=quantize)
+            yield name, tensor.to(getattr(torch, dtype)).view(parameter.shape)
 
     export_model(read, out, shape, config, state["step"])
+    if merge and source.quantize != "none":
+        from models.lora import is_adapter, merged
+
+        exact = read(lambda name: ".lora_" not in name, "float32", source.quantize)
+        trained = merged(exact, dict(read(is_adapter)), source.lora)
+        note_merge(out, shape, trained, source.quantize)
+
+
+def note_merge(
+    out: Path, shape: ModelConfig, trained: Iterable[tuple[str, Tensor]], quantize: str
+) -> None:
+    """Say on the terminal and in the model card what merging did to the logits of the `trained` model."""
+    note = merge_note(shape, out, trained, quantize)
+    print(note)
+    with (out / CARD).open("a", encoding="utf-8") as card:
+        card.write(f"\nMerged: {note}.\n")
 
 
 def merge_adapter(folder: Path, out: Path) -> None:
@@ -244,6 +264,8 @@ def merge_adapter(folder: Path, out: Path) -> None:
         for pattern in (GENERATION, "tokenizer*"):
             copy_side_files(folder_with(folder, pattern), new)
         copy_side_files(folder, new, (CARD,))
+        if (kind := files.quantize) != "none":
+            note_merge(new, shape, ((n, files.read(n, quantize=kind)) for n in sizes), kind)
 
 
 # ---------------------------------------------------------------- model card
