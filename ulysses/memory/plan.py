@@ -41,6 +41,8 @@ COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
 # Rates measured on H200, as shares of the peaks.
 MATRICES = 0.6  # matrix products
+# the time of a step's products where the layers' are of e4m3 numbers, rounding included, as a share of bfloat16's
+FP8_PRODUCTS = 0.8
 ATTENTION = 0.63  # attention kernels
 EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
 GATHER = 0.37  # all-gathers and reduce-scatters
@@ -455,6 +457,7 @@ def step_seconds(case: Workload) -> float:
     """Estimate the seconds of one optimizer step, sampling aside: FLOPs and bytes over the rates measured on H200."""
     model, machine, W = case.model, case.machine, case.machine.gpus
     matrices, attention = step_flops(case)
+    matrices *= FP8_PRODUCTS if model.quantize == "fp8" and machine.is_gpu else 1
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
     layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
     seconds += case.local * ELEMENTWISE * (model.width + model.intermediate) * layers
