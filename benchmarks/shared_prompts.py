@@ -40,25 +40,26 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=3, help="timed after a first one")
     a, rest = p.parse_known_args()
     device = initialize_distributed()
-    degree = str(torch.distributed.get_world_size())
-    config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", degree, *rest])
-    cases = [tuple(map(int, case.split(","))) for case in a.cases]
-    longest = max((prompt + answer) * branches for prompt, answer, branches in cases)
-    bench, rows = build(config, device, longest), []
-    for case, (prompt, answer, branches) in zip(a.cases, cases):
-        row: dict[str, Any] = {"case": case, "sp": int(degree)}
+    degree = torch.distributed.get_world_size()
+    given = [f"--parallel.sequence_parallel_size={degree}", *rest]
+    cases = {text: [int(part) for part in text.split(",")] for text in a.cases}
+    longest = max((prompt + answer) * branches for prompt, answer, branches in cases.values())
+    bench, rows = build(settings(a.arch, a.layers, given), device, longest), []
+    for text, case in cases.items():
+        row: dict[str, Any] = {"case": text, "sp": degree}
         for form in a.forms:
-            pack = random_tree(bench, form, prompt, answer, branches)
-            row |= {
-                f"{form}_{key}": value for key, value in steps(bench, pack, a.steps).items()
-            }
-        for name, above, below in (("gain", "whole", "shared"), ("to_sft", "shared", "sft")):
-            if f"{above}_s" in row and f"{below}_s" in row:
-                row[name] = round(row[f"{above}_s"] / row[f"{below}_s"], 3)
+            found = steps(bench, random_tree(bench, form, *case), a.steps)
+            row |= {f"{form}_{key}": value for key, value in found.items()}
+        for name, above, below in (
+            ("gain", "whole_s", "shared_s"),
+            ("to_sft", "shared_s", "sft_s"),
+        ):
+            if above in row and below in row:
+                row[name] = round(row[above] / row[below], 3)
         rows.append(row)
         say(row, a.out)
-    if torch.distributed.get_rank() == 0:
-        print(table(rows, list(dict.fromkeys(key for row in rows for key in row))), flush=True)
+    if bench.mesh.is_main:
+        print(table(rows, list(rows[0])), flush=True)
     leave()
 
 

@@ -41,67 +41,67 @@ WORDS = (*COLOURS, *MATERIALS, *ROOMS, *THINGS)
 
 def main() -> None:
     p = parser(__doc__)
+    p.add_argument("--stages", nargs="+", default=list(STAGES), choices=(*STAGES, "ppo"))
     add_options(
         p,
         tokens=(32768, "tokens of a document, or of each side of a pair"),
         prompt=(0, "tokens of the prompt, out of --tokens"),
         answers=(2, "answers of every example of rm"),
         examples=(512, "prompts of a step of ppo"),
-    )
-    p.add_argument("--stages", nargs="+", default=list(STAGES), choices=(*STAGES, "ppo"))
-    add_options(
-        p,
         sp=(0, "Ulysses degree; 0 is all processes"),
         steps=(4, "optimizer steps"),
     )
     a, rest = p.parse_known_args()
+    a.sp = a.sp or a.gpus
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_demo(folder / "demo")
+        write_demo(Path(name) / "demo")
         for stage in a.stages:
-            rows.append(run(a, rest, stage, folder))
+            rows.append(run(a, rest, stage, Path(name)))
             say(rows[-1], a.out)
     speeds = {row["stage"]: row["tokens_per_second"] for row in rows if "error" not in row}
-    if "sft" in speeds:
-        for row in rows:
-            if row["stage"] in speeds:
-                row["to_sft"] = f"{row['tokens_per_second'] / speeds['sft']:.1%}"
+    for row in rows:
+        if {"sft", row["stage"]} <= {*speeds}:
+            row["to_sft"] = f"{speeds[row['stage']] / speeds['sft']:.1%}"
     print(table(rows, COLUMNS))
 
 
 def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
-    """Train some steps in processes of their own; return what the last step logged, or the error."""
-    data, output = folder / f"{stage}.jsonl", folder / stage
-    count = 2 * (a.examples if stage == "ppo" else a.steps)
-    with data.open("w") as file:
-        for row in examples(stage, count, a, folder / "demo/tokenizer/tokenizer.json"):
-            file.write(json.dumps(row) + "\n")
+    """Train some steps in processes of their own; return what the middle step logged, or the error."""
+    data, output, tokenizer = (
+        folder / f"{stage}.jsonl",
+        folder / stage,
+        folder / "demo/tokenizer",
+    )
+    is_ppo = stage == "ppo"
+    count = 2 * (a.examples if is_ppo else a.steps)
+    lines = map(json.dumps, examples(stage, count, a, tokenizer / "tokenizer.json"))
+    data.write_text("\n".join(lines))
     given = {
-        "stage": stage, "model.arch": a.arch, "model.init": "random", "model.tokenizer": folder / "demo/tokenizer",
+        "stage": stage, "model.arch": a.arch, "model.init": "random", "model.tokenizer": tokenizer,
         "data.train": data, "data.max_length": a.tokens, "data.truncation": "keep_start",
         "data.cache": folder / "cache",
         "batch.examples": 1 if stage in ("dpo", "rm") else 2,
         "batch.tokens_per_microbatch": max(2, a.answers) * a.tokens,
-        "parallel.sequence_parallel_size": a.sp or a.gpus, "optimizer.lr": 1e-6,
+        "parallel.sequence_parallel_size": a.sp, "optimizer.lr": 1e-6,
         "run.steps": a.steps, "run.output": output,
         "run.export": "false", "run.save_last": "false", "run.save_minutes": 0,
     }  # fmt: skip
-    if stage == "ppo":
+    if is_ppo:
         given |= {
             "ppo.reward": "ulysses.rl.rewards:gsm8k_reward", "ppo.epochs": 1, "run.steps": 2,
             "batch.examples": a.examples, "data.max_length": a.prompt + 64,
         }  # fmt: skip
     if a.layers:
         given["model.config.num_hidden_layers"] = a.layers
-    arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    arguments = [f"--{name}={value}" for name, value in given.items()]
     began = time.perf_counter()
     done = subprocess.run(
         [*torchrun(a.gpus), str(ROOT / "train.py"), *arguments, *rest],
         capture_output=True,
         text=True,
     )
-    row = {"stage": stage, "gpus": a.gpus, "sp": a.sp or a.gpus}
+    row = {"stage": stage, "gpus": a.gpus, "sp": a.sp}
     row["whole_run"] = round(time.perf_counter() - began, 1)
     if done.returncode:
         print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
