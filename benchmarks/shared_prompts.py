@@ -27,6 +27,7 @@ from common import (
     timed_steps,
 )
 
+from ulysses.memory.plan import GIB
 from ulysses.parallel.batch import ShardedBatch, share_prefix
 from ulysses.zero.construct import initialize_distributed
 
@@ -42,20 +43,22 @@ def main() -> None:
     device = initialize_distributed()
     degree = torch.distributed.get_world_size()
     given = [f"--parallel.sequence_parallel_size={degree}", *rest]
-    cases = {text: [int(part) for part in text.split(",")] for text in a.cases}
-    longest = max((prompt + answer) * branches for prompt, answer, branches in cases.values())
+    cases = [[int(part) for part in case.split(",")] for case in a.cases]
+    longest = max((prompt + answer) * branches for prompt, answer, branches in cases)
     bench, rows = build(settings(a.arch, a.layers, given), device, longest), []
-    for text, case in cases.items():
-        row: dict[str, Any] = {"case": text, "sp": degree}
+    for name, case in zip(a.cases, cases):
+        row: dict[str, Any] = {"case": name, "sp": degree}
         for form in a.forms:
-            found = steps(bench, random_tree(bench, form, *case), a.steps)
-            row |= {f"{form}_{key}": value for key, value in found.items()}
-        for name, above, below in (
-            ("gain", "whole_s", "shared_s"),
-            ("to_sft", "shared_s", "sft_s"),
-        ):
-            if above in row and below in row:
-                row[name] = round(row[above] / row[below], 3)
+            pack = random_tree(bench, form, *case)
+            choice = remember(bench, pack.num_tokens)
+            (_, *seconds), _ = timed_steps(bench, pack, pack.num_tokens, a.steps)
+            row |= {f"{form}_tokens": pack.num_tokens, f"{form}_level": choice.name}
+            row[f"{form}_s"] = round(median(seconds), 4)
+            if device.type == "cuda":
+                row[f"{form}_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
+        for ratio, above, below in (("gain", "whole", "shared"), ("to_sft", "shared", "sft")):
+            if {above, below} <= {*a.forms}:
+                row[ratio] = round(row[f"{above}_s"] / row[f"{below}_s"], 3)
         rows.append(row)
         say(row, a.out)
     if bench.mesh.is_main:
@@ -83,19 +86,6 @@ def random_tree(
     if form == "shared":
         sequences = share_prefix(sequences)
     return pack_shard(sequences, bench.mesh, bench.engine.device)
-
-
-def steps(bench: Bench, pack: ShardedBatch, timed: int) -> dict[str, Any]:
-    """Return the median seconds of some steps with their peak memory, and what the layers keep."""
-    choice = remember(bench, pack.num_tokens)
-    (_, *seconds), _ = timed_steps(bench, pack, pack.num_tokens, timed)
-    on_gpu = bench.engine.device.type == "cuda"
-    return {
-        "tokens": pack.num_tokens,
-        "s": round(median(seconds), 4),
-        "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if on_gpu else None,
-        "level": "+".join(sorted(set(choice.levels))),
-    }
 
 
 if __name__ == "__main__":

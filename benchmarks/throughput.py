@@ -68,7 +68,6 @@ def main() -> None:
             "one step of this length before: compiles kernels, makes the optimizer's states",
         ),
         gpu_memory=(0.0, "GiB of each GPU that may be used, and are planned for; 0 is all"),
-        profile=("", "write a trace of one step of the last length into this folder"),
         watch=(0, "compare steps without and with the watch that a run has, so many times"),
         peer=("", "another harness and its own arguments"),
     )
@@ -142,8 +141,6 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
             }
         rows.append(row)
         say(row, a.out)
-    if a.profile:
-        profile(a, bench)
     return rows
 
 
@@ -185,19 +182,6 @@ def skip_attention(bench: Bench) -> None:
     # the last layer's backward comes first, when most is kept
     for layer in decoder.layers[:-1]:
         layer.self_attn.attention = skipped
-
-
-def profile(a: Any, bench: Bench) -> None:
-    """Trace one step; rank 0 prints the kernels that take longest and writes the trace."""
-    batch = random_pack(bench, a.seq[-1], a.documents)
-    with torch.profiler.profile() as trace:  # of all that this machine has
-        take_step(bench, batch, a.seq[-1] * a.documents)
-        wait(bench.engine.device)
-    if bench.mesh.is_main:
-        os.makedirs(a.profile, exist_ok=True)
-        trace.export_chrome_trace(os.path.join(a.profile, "step.json.gz"))
-        order = f"self_{bench.engine.device.type}_time_total"
-        print(trace.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=70))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def measured() -> list[dict[str, Any]]:
 
     options = argparse.Namespace(
         arch="qwen2.5-0.5b", layers=2, sp=0, seq=[48, 48, 48], documents=2, recompute=["none", "block", "block"],
-        offload=["none", "none", "checkpoints"], steps=1, warm=0, skip_attention=False, profile="", out="", watch=0,
+        offload=["none", "none", "checkpoints"], steps=1, warm=0, skip_attention=False, out="", watch=0,
         micro_batches=2, gpu_memory=0.0,
     )  # fmt: skip
     rest = [f"--model.config.{name}={value}" for name, value in SHAPE.items()]
