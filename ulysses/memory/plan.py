@@ -389,18 +389,22 @@ def _layer_moment(case: Workload, level: str) -> float:
     model, size, S = case.model, case.element_size, case.local
     D, F, q, held = model.width, model.intermediate, model.query_width, _held(case)
     rows = S if level == "none" else tile_rows(S)
-    fixed = _base(case)
+    fixed, travels = _base(case), case.machine.gpus > 1 or case.offload_optimizer
     if model.is_full:
-        # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's
-        fixed += size * (model.layer_parameters + model.vocabulary_parameters)
+        # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's on its way elsewhere
+        fixed += size * (model.layer_parameters + model.vocabulary_parameters * travels)
         fixed += 4 * 3 * D * F * (rows < S)
     # projections called as modules keep every intermediate of a tile
     wrapped = 1 if model.is_full else 2
-    # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and measured steps
-    # take one more; before and after them: what the exchanges pack
-    attention = max(6 * q + 8 * held, _packed(case))
-    attention += -(q + 2 * held) if level == "none" else model.normalised_width
-    attention += 2 * D + q * (level in ("block", "pair"))  # two gradients of the residual, out
+    # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and as measured one
+    # more where gradients travel; before and after them: what the exchanges pack
+    attention = max((5 + travels) * q + 8 * held, _packed(case))
+    # two gradients of the residual, out
+    attention += 2 * D + q * (level in ("block", "pair"))
+    if level == "none":
+        attention -= q + 2 * held
+    else:  # adapters keep the projections' input
+        attention += model.normalised_width + D * (not (model.is_full or travels))
     return fixed + size * max(4 * S * D + 4 * wrapped * rows * F, S * attention)
 
 
