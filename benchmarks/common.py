@@ -42,7 +42,7 @@ from ulysses.run.memory_choice import (
     planner_case,
     this_machine,
 )
-from ulysses.run.metrics import PEAK_FLOPS, device_peak_flops, model_flops
+from ulysses.run.metrics import device_peak_flops, model_flops
 from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import read_shape
 from ulysses.zero.engine import ZeroEngine
@@ -231,7 +231,7 @@ def measure(
         documents=batch.attention_plan.documents,
     ).name
     return {
-        "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
+        "engine": "ours", "gpu": name, "stage": "sft",
         "arch": config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size,
         "adapters": adapters, "quantize": config.model.quantize, "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
