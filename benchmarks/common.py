@@ -3,20 +3,18 @@
     settings -> build -> Bench -> remember (levels and offload for a length) -> measure -> one JSON line
     per case
 
-A driver (max_length.py) starts throughput.py under torchrun once per case and collects its lines.
+Drivers (max_length.py, small_models.py) start throughput.py under torchrun for each case and collect its lines.
 """
 
 import argparse
 import json
 import os
+import re
 import resource
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence as Several
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,23 +30,21 @@ from models.decoder import count_parameters
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
 from ulysses.gradients.policy import StepContext
-from ulysses.memory.plan import GIB, Machine, Workload, step_flops
+from ulysses.memory.plan import GIB, Workload, step_flops
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.kernels import resolve_kernel
-from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.mesh import ParallelMesh, gather
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (
     adapter_parameters,
     choose_memory,
     layer_memory,
-    plain_model,
     planner_case,
     this_machine,
 )
-from ulysses.run.metrics import PEAK_FLOPS, device_peak_flops, model_flops
+from ulysses.run.metrics import device_peak_flops, model_flops
 from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import read_shape
-from ulysses.run.registry import requirements
 from ulysses.zero.engine import ZeroEngine
 
 FIT = "fit mode: not a training step"  # all attention but the last layer's is skipped
@@ -117,17 +113,14 @@ def build(config: Config, device: torch.device, tokens: int, documents: int = 1)
     Raises ConfigError where a run would refuse.
     """
     shape, _ = read_shape(config)
-    mesh = ParallelMesh(
-        config.parallel.sequence_parallel_size, num_heads=shape.num_attention_heads
-    )
-    # Refuse a kernel that cannot run before anything is allocated.
-    resolve_kernel(
-        config.model.attention, device, getattr(torch, config.model.dtype), shape.head_dim
-    )
+    degree = config.parallel.sequence_parallel_size
+    mesh = ParallelMesh(degree, num_heads=shape.num_attention_heads)
     choice = planned(config, shape, device, tokens, documents)
-    engine = build_engine(config, InitialWeights(shape, 0), mesh, choice)
+    engine = build_engine(
+        config, InitialWeights(shape, 0, quantize=config.model.quantize), mesh, choice
+    )
     # where the weights are is decided once
-    weights = "resident" if engine.weights is not None else "sharded"
+    weights = "resident" if choice.resident else "sharded"
     return Bench(changed(config, "memory", weights=weights), shape, mesh, engine)
 
 
@@ -193,19 +186,6 @@ def timed_steps(
     return times, loss
 
 
-def added(without: Several[float], with_it: Several[float]) -> str:
-    """Return what something adds to measurements taken in turns: the median of the paired differences, as a share.
-
-    The interval holds the median in 95% of 10,000 draws of as many pairs (bootstrap).
-    """
-    shares = torch.tensor(with_it) / torch.tensor(without) - 1
-    draws = torch.randint(len(shares), (10_000, len(shares)), generator=torch.manual_seed(0))
-    low, high = shares[draws].median(-1).values.quantile(torch.tensor([0.025, 0.975])).tolist()
-    return (
-        f"{shares.median():+.2%} (95% between {low:+.2%} and {high:+.2%}, {len(shares)} pairs)"
-    )
-
-
 def measure(
     bench: Bench,
     length: int,
@@ -220,69 +200,49 @@ def measure(
     A step of several micro-batches takes the same one again and again; its seconds are those of all.
 
     mfu counts model FLOPs, 6 N T + 6 L (H E) sum(length^2), executed what is computed, as shares of the peak.
-    peak_gib is what tensors took at most, reserved_gib what the allocator did (it gives the rest back when memory
-    is short), device_gib all that is taken in the end, each of the fullest GPU; host_gib the resident memory of all
-    processes.
+    peak_gib is what tensors took at most and reserved_gib what the allocator did (it gives the rest back when memory
+    is short), of the fullest GPU; host_gib the resident memory of all processes.
     """
-    shape, mesh, device = bench.shape, bench.mesh, bench.engine.device
+    config, shape, mesh, device = bench.config, bench.shape, bench.mesh, bench.engine.device
+    tokens, groups = length * documents, mesh.data_parallel_size
     batch = random_pack(bench, length, documents)
-    count = (length - 1) * documents * mesh.data_parallel_size
+    count = (length - 1) * documents * groups
     times, loss = timed_steps(bench, batch, count, steps, micro_batches)
     seconds = median(times[1:] or times)
-    most, name = [0, 0, 0], "CPU"
+    peaks, name = (0, 0), "CPU"
     if device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info()
-        most = [
-            torch.cuda.max_memory_allocated(),
-            torch.cuda.max_memory_reserved(),
-            whole - free,
-        ]
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         name = torch.cuda.get_device_name()
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    totals = torch.tensor([float(loss), resident], dtype=torch.float64, device=device)
-    largest = torch.tensor(most, dtype=torch.float64, device=device) / GIB
-    dist.all_reduce(totals)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    tokens, groups = length * documents, mesh.data_parallel_size
-    squares = float(length) ** 2 * documents
-    adapters = adapter_parameters(bench.config, shape)
-    flops = groups * model_flops(
-        shape, count_parameters(shape), adapters, tokens, squares, tokens
-    )
-    flops *= micro_batches
-    rate, limit = flops / seconds / mesh.world_size, device_peak_flops()
-    case = Workload(
-        plain_model(shape),
-        Machine(1, 0),
-        tokens,
-        mesh.sequence_parallel_size,
-        documents=documents,
-        logits_once=requirements(bench.config).logits_once,
-        levels=choice.levels,
-    )
+    own = float(loss), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, *peaks
+    losses, hosts, allocated, reserved = zip(*gather(own))
+    adapters, squares = adapter_parameters(config, shape), float(length) ** 2 * documents
+    parameters = count_parameters(shape)
+    flops = model_flops(shape, parameters, adapters, tokens, squares, tokens)
+    # of each GPU: packs per second
+    rate = groups * micro_batches / seconds / mesh.world_size
     # what a rank's step really computes, as the planner counts it
-    executed = sum(step_flops(case)) * mesh.sequence_parallel_size / seconds
-    executed *= groups * micro_batches / mesh.world_size
-    attention, dtype = bench.config.model.attention, getattr(torch, bench.config.model.dtype)
+    executed = sum(step_flops(choice)) * mesh.sequence_parallel_size
+    limit, dtype = device_peak_flops(), getattr(torch, config.model.dtype)
     kernel = resolve_kernel(
-        attention, device, dtype, shape.head_dim, documents=batch.attention_plan.documents
+        config.model.attention,
+        device,
+        dtype,
+        shape.head_dim,
+        documents=batch.attention_plan.documents,
     ).name
-    runs = [(level, len(list(same))) for level, same in groupby(choice.levels)]
     return {
-        "engine": "ours", "gpu": next((part for part in PEAK_FLOPS if part in name), name), "stage": "sft",
-        "arch": bench.config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size,
-        "adapters": adapters, "gpus": mesh.world_size,
+        "engine": "ours", "gpu": name, "stage": "sft",
+        "arch": config.model.arch, "layers": shape.num_hidden_layers, "vocab_size": shape.vocab_size,
+        "adapters": adapters, "quantize": config.model.quantize, "gpus": mesh.world_size,
         "sp": mesh.sequence_parallel_size, "dp": groups, "seq": length, "documents": documents, "tokens": tokens,
-        "kernel": kernel, "recompute": "+".join(f"{level}*{count}" for level, count in runs),
-        "weights": bench.config.memory.weights, "graphs": choice.graphs, "micro_batches": micro_batches,
-        "offload": choice.offloaded_layers, "optimizer": "host" if bench.config.memory.offload_optimizer else "gpu",
-        "seconds": round(seconds, 4), "first_s": round(times[0], 2),
-        "tok_s_gpu": round(tokens * micro_batches * groups / seconds / mesh.world_size),
-        "model_tflops_gpu": round(rate / 1e12, 1), "mfu": round(rate / limit, 3) if limit else None,
-        "executed": round(executed / limit, 3) if limit and not adapters else None,
-        "peak_gib": round(float(largest[0]), 1), "reserved_gib": round(float(largest[1]), 1),
-        "device_gib": round(float(largest[2]), 1), "host_gib": round(float(totals[1]), 1),
-        "loss": round(float(totals[0]) / count, 4),
+        "kernel": kernel, "recompute": choice.name, "weights": config.memory.weights, "graphs": choice.graphs,
+        "micro_batches": micro_batches, "offload": choice.offloaded_layers,
+        "optimizer": "host" if config.memory.offload_optimizer else "gpu",
+        "seconds": round(seconds, 4), "tok_s_gpu": round(tokens * rate),
+        "mfu": limit and round(flops * rate / limit, 3),
+        "executed": limit and round(executed * rate / limit, 3), "peak_gib": round(max(allocated) / GIB, 1),
+        "reserved_gib": round(max(reserved) / GIB, 1), "host_gib": round(sum(hosts), 1),
+        "loss": round(sum(losses) / count, 4),
     }  # fmt: skip
 
 
@@ -319,40 +279,30 @@ def launch(
     gpus: int, arguments: Several[str], timeout: float = 590.0
 ) -> tuple[list[dict[str, Any]], bool]:
     """Run a program under torchrun, its text passed on; return its JSON lines and whether it ended well and in time."""
+    limited = ["timeout", "--kill-after=10", str(timeout)]  # it ends the workers too
     process = subprocess.Popen(
-        [*torchrun(gpus), *arguments],
+        [*limited, *torchrun(gpus), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={"OMP_NUM_THREADS": "1", **os.environ},
-        start_new_session=True,
     )
-    late = threading.Timer(timeout, os.killpg, (process.pid, signal.SIGKILL))
-    late.start()
     rows = []
-    assert process.stdout is not None
-    for line in process.stdout:
+    for line in process.stdout or ():
         print(line, end="", flush=True)
         if line.startswith("{"):
             row = json.loads(line)
             # Other harnesses call it step_s.
             rows.append({**row, "seconds": row["step_s"]} if "step_s" in row else row)
-    ok = process.wait() == 0
-    late.cancel()
-    return rows, ok
+    return rows, process.wait() == 0
 
 
 def table(rows: list[dict[str, Any]], columns: Several[str]) -> str:
     """Lay rows out as Markdown; what a row lacks is left blank, and what all lack is left out."""
     columns = [name for name in columns if any(name in row for row in rows)]
-    cells = [columns, *([_cell(row.get(c)) for c in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = [
-        "| " + " | ".join(text.rjust(width) for text, width in zip(line, widths)) + " |"
-        for line in cells
-    ]
-    return "\n".join(
-        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
-    )
+    cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    header, *lines = ("| " + " | ".join(map(str.rjust, line, widths)) + " |" for line in cells)
+    return "\n".join([header, re.sub(r"[^|]", "-", header), *lines])
 
 
 def _cell(value: Any) -> str:

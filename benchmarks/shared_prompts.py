@@ -27,6 +27,7 @@ from common import (
     timed_steps,
 )
 
+from ulysses.memory.plan import GIB
 from ulysses.parallel.batch import ShardedBatch, share_prefix
 from ulysses.zero.construct import initialize_distributed
 
@@ -40,25 +41,28 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=3, help="timed after a first one")
     a, rest = p.parse_known_args()
     device = initialize_distributed()
-    degree = str(torch.distributed.get_world_size())
-    config = settings(a.arch, a.layers, ["--parallel.sequence_parallel_size", degree, *rest])
-    cases = [tuple(map(int, case.split(","))) for case in a.cases]
+    degree = torch.distributed.get_world_size()
+    given = [f"--parallel.sequence_parallel_size={degree}", *rest]
+    cases = [[int(part) for part in case.split(",")] for case in a.cases]
     longest = max((prompt + answer) * branches for prompt, answer, branches in cases)
-    bench, rows = build(config, device, longest), []
-    for case, (prompt, answer, branches) in zip(a.cases, cases):
-        row: dict[str, Any] = {"case": case, "sp": int(degree)}
+    bench, rows = build(settings(a.arch, a.layers, given), device, longest), []
+    for name, case in zip(a.cases, cases):
+        row: dict[str, Any] = {"case": name, "sp": degree}
         for form in a.forms:
-            pack = random_tree(bench, form, prompt, answer, branches)
-            row |= {
-                f"{form}_{key}": value for key, value in steps(bench, pack, a.steps).items()
-            }
-        for name, above, below in (("gain", "whole", "shared"), ("to_sft", "shared", "sft")):
-            if f"{above}_s" in row and f"{below}_s" in row:
-                row[name] = round(row[f"{above}_s"] / row[f"{below}_s"], 3)
+            pack = random_tree(bench, form, *case)
+            choice = remember(bench, pack.num_tokens)
+            (_, *seconds), _ = timed_steps(bench, pack, pack.num_tokens, a.steps)
+            row |= {f"{form}_tokens": pack.num_tokens, f"{form}_level": choice.name}
+            row[f"{form}_s"] = round(median(seconds), 4)
+            if device.type == "cuda":
+                row[f"{form}_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
+        for ratio, above, below in (("gain", "whole", "shared"), ("to_sft", "shared", "sft")):
+            if {above, below} <= {*a.forms}:
+                row[ratio] = round(row[f"{above}_s"] / row[f"{below}_s"], 3)
         rows.append(row)
         say(row, a.out)
-    if torch.distributed.get_rank() == 0:
-        print(table(rows, list(dict.fromkeys(key for row in rows for key in row))), flush=True)
+    if bench.mesh.is_main:
+        print(table(rows, list(rows[0])), flush=True)
     leave()
 
 
@@ -82,19 +86,6 @@ def random_tree(
     if form == "shared":
         sequences = share_prefix(sequences)
     return pack_shard(sequences, bench.mesh, bench.engine.device)
-
-
-def steps(bench: Bench, pack: ShardedBatch, timed: int) -> dict[str, Any]:
-    """Return the median seconds of some steps with their peak memory, and what the layers keep."""
-    choice = remember(bench, pack.num_tokens)
-    (_, *seconds), _ = timed_steps(bench, pack, pack.num_tokens, timed)
-    on_gpu = bench.engine.device.type == "cuda"
-    return {
-        "tokens": pack.num_tokens,
-        "s": round(median(seconds), 4),
-        "gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if on_gpu else None,
-        "level": "+".join(sorted(set(choice.levels))),
-    }
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from models.arch import ARCHITECTURES
 # SmolLM2-135M's shape; of Qwen2.5's the published ones
 SMOLLM2 = {
     "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
-    "num_hidden_layers": 30, "vocab_size": 49152, "tie_word_embeddings": "true",
+    "num_hidden_layers": 30, "vocab_size": 49152, "tie_word_embeddings": True,
 }  # fmt: skip
 PEER = {
     "hidden": "hidden_size", "intermediate": "intermediate_size", "heads": "num_attention_heads",
@@ -28,25 +28,14 @@ CASES: list[tuple[str, str, dict[str, Any], list[int], int]] = [
     ("Qwen2.5-0.5B", "qwen2.5-0.5b", {}, [16], 512),
     ("Qwen2.5-1.5B", "qwen2.5-1.5b", {}, [16], 512),
 ]
-COLUMNS = (
-    "model",
-    "documents",
-    "seq",
-    "graphs",
-    "seconds",
-    "peer_s",
-    "ratio",
-    "tok_s_gpu",
-    "mfu",
-    "peak_gib",
-)
+COLUMNS = "model documents seq graphs seconds peer_s ratio tok_s_gpu mfu peak_gib".split()
 
 
 def main() -> None:
     p = plain_parser(__doc__)
-    p.add_argument("--models", nargs="+", default=[name for name, *_ in CASES])
     add_options(
         p,
+        models=([name for name, *_ in CASES], "some of them"),
         steps=(9, "optimizer steps"),
         peer=("", "the plain loop's file"),
     )
@@ -55,28 +44,30 @@ def main() -> None:
     for name, arch, changes, counts, length in CASES:
         if name not in a.models:
             continue
-        shape = vars(ARCHITECTURES[arch]) | changes
-        given = [f"--model.config.{key}={value}" for key, value in changes.items()]
-        peers = {}
+        shape, peers = vars(ARCHITECTURES[arch]) | changes, {}
         if a.peer:
             asked = [f"--{key}={shape[field]}" for key, field in PEER.items()]
-            asked += ["--tie"] * (str(shape["tie_word_embeddings"]).lower() == "true")
+            asked += ["--tie"] * shape["tie_word_embeddings"]
             asked += [
                 f"--length={length}",
                 f"--steps={a.steps + 3}",
                 "--documents",
                 *map(str, counts),
             ]
-            found, _ = launch(1, [a.peer, *asked])
-            peers = {row["tokens"]: row["seconds"] for row in found}
+            peers = {row["tokens"]: row["seconds"] for row in launch(1, [a.peer, *asked])[0]}
+        given = [f"--model.config.{key}={value}".lower() for key, value in changes.items()]
         for count in counts:
-            program = ["benchmarks/throughput.py", "--arch", arch, f"--seq={length}"]
-            options = [f"--documents={count}", f"--steps={a.steps}", *given, *rest]
-            found, _ = launch(1, [*program, *options])
+            options = [
+                f"--arch={arch}",
+                f"--seq={length}",
+                f"--documents={count}",
+                f"--steps={a.steps}",
+            ]
+            found, _ = launch(1, ["benchmarks/throughput.py", *options, *given, *rest])
             for row in found:
-                row |= {"model": name, "peer_s": peers.get(row["tokens"])}
-                if row["peer_s"]:
-                    row["ratio"] = f"{row['peer_s'] / row['seconds']:.2f}x"
+                peer = peers.get(row["tokens"])
+                row |= {"model": name, "peer_s": peer}
+                row["ratio"] = peer and f"{peer / row['seconds']:.2f}x"
                 rows.append(row)
     print(table(rows, COLUMNS))
 

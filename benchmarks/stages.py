@@ -17,9 +17,7 @@ train.py's settings may follow. Prints JSON lines and a table of the median step
 import json
 import random
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from examples.demo_data import COLOURS, MATERIALS, ROOMS, THINGS, write_demo
 
 COLUMNS = (
     "stage", "gpus", "sp", "tokens", "tokens_shared", "seconds", "tokens_per_second", "to_sft", "mfu",
-    "peak_memory_gib", "loss", "whole_run", "error",
+    "peak_memory_gib", "loss", "error",
 )  # fmt: skip
 STAGES = ("sft", "dpo", "rm", "kto")
 PARTS = ("time/sampling", "time/rollout")  # of the step in which ppo samples
@@ -41,72 +39,64 @@ WORDS = (*COLOURS, *MATERIALS, *ROOMS, *THINGS)
 
 def main() -> None:
     p = parser(__doc__)
+    p.add_argument("--stages", nargs="+", default=list(STAGES), choices=(*STAGES, "ppo"))
     add_options(
         p,
         tokens=(32768, "tokens of a document, or of each side of a pair"),
         prompt=(0, "tokens of the prompt, out of --tokens"),
         answers=(2, "answers of every example of rm"),
         examples=(512, "prompts of a step of ppo"),
-    )
-    p.add_argument("--stages", nargs="+", default=list(STAGES), choices=(*STAGES, "ppo"))
-    add_options(
-        p,
         sp=(0, "Ulysses degree; 0 is all processes"),
         steps=(4, "optimizer steps"),
     )
     a, rest = p.parse_known_args()
+    a.sp = a.sp or a.gpus
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_demo(folder / "demo")
+        write_demo(Path(name) / "demo")
         for stage in a.stages:
-            rows.append(run(a, rest, stage, folder))
+            rows.append(run(a, rest, stage, Path(name)))
             say(rows[-1], a.out)
     speeds = {row["stage"]: row["tokens_per_second"] for row in rows if "error" not in row}
-    if "sft" in speeds:
-        for row in rows:
-            if row["stage"] in speeds:
-                row["to_sft"] = f"{row['tokens_per_second'] / speeds['sft']:.1%}"
+    for row in rows:
+        if {"sft", row["stage"]} <= {*speeds}:
+            row["to_sft"] = f"{speeds[row['stage']] / speeds['sft']:.1%}"
     print(table(rows, COLUMNS))
 
 
 def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
-    """Train some steps in processes of their own; return what the last step logged, or the error."""
-    data, output = folder / f"{stage}.jsonl", folder / stage
-    count = 2 * (a.examples if stage == "ppo" else a.steps)
-    with data.open("w") as file:
-        for row in examples(stage, count, a, folder / "demo/tokenizer/tokenizer.json"):
-            file.write(json.dumps(row) + "\n")
+    """Train some steps in processes of their own; return what the middle step logged, or the error."""
+    data, output, tokenizer = (
+        folder / f"{stage}.jsonl",
+        folder / stage,
+        folder / "demo/tokenizer",
+    )
+    is_ppo = stage == "ppo"
+    count = 2 * (a.examples if is_ppo else a.steps)
+    lines = map(json.dumps, examples(stage, count, a, tokenizer / "tokenizer.json"))
+    data.write_text("\n".join(lines))
     given = {
-        "stage": stage, "model.arch": a.arch, "model.init": "random", "model.tokenizer": folder / "demo/tokenizer",
+        "stage": stage, "model.arch": a.arch, "model.init": "random", "model.tokenizer": tokenizer,
         "data.train": data, "data.max_length": a.tokens, "data.truncation": "keep_start",
         "data.cache": folder / "cache",
         "batch.examples": 1 if stage in ("dpo", "rm") else 2,
         "batch.tokens_per_microbatch": max(2, a.answers) * a.tokens,
-        "parallel.sequence_parallel_size": a.sp or a.gpus, "optimizer.lr": 1e-6,
+        "parallel.sequence_parallel_size": a.sp, "optimizer.lr": 1e-6,
         "run.steps": a.steps, "run.output": output,
         "run.export": "false", "run.save_last": "false", "run.save_minutes": 0,
     }  # fmt: skip
-    if stage == "ppo":
+    if is_ppo:
         given |= {
             "ppo.reward": "ulysses.rl.rewards:gsm8k_reward", "ppo.epochs": 1, "run.steps": 2,
             "batch.examples": a.examples, "data.max_length": a.prompt + 64,
         }  # fmt: skip
     if a.layers:
         given["model.config.num_hidden_layers"] = a.layers
-    arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    began = time.perf_counter()
-    done = subprocess.run(
-        [*torchrun(a.gpus), str(ROOT / "train.py"), *arguments, *rest],
-        capture_output=True,
-        text=True,
-    )
-    row = {"stage": stage, "gpus": a.gpus, "sp": a.sp or a.gpus}
-    row["whole_run"] = round(time.perf_counter() - began, 1)
-    if done.returncode:
-        print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr)
-        errors = [line for line in done.stderr.splitlines() if "rror: " in line]
-        return {**row, "error": [*errors, "see above"][0]}
+    arguments = [f"--{name}={value}" for name, value in given.items()]
+    command = [*torchrun(a.gpus), str(ROOT / "train.py"), *arguments, *rest]
+    row = {"stage": stage, "gpus": a.gpus, "sp": a.sp}
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        return {**row, "error": "see above"}
     steps = read_metrics(output)
     counted = sorted(steps[2:] or steps[-1:], key=lambda step: step["seconds"])
     middle = counted[len(counted) // 2]
@@ -116,27 +106,26 @@ def run(a: Any, rest: list[str], stage: str, folder: Path) -> dict[str, Any]:
 
 def examples(stage: str, count: int, a: Any, tokenizer: Path) -> Iterator[dict[str, Any]]:
     """Yield rows whose answers are random words, more than `--tokens` tokens of them."""
-    draw = random.Random(1)
-    tokens = Tokenizer.from_file(str(tokenizer))
+    draw, tokens = random.Random(1), Tokenizer.from_file(str(tokenizer))
 
-    def answer() -> dict[str, str]:
-        return {"role": "assistant", "content": " ".join(draw.choices(WORDS, k=a.tokens))}
-
-    def question() -> str:
-        words = " ".join(draw.choices(WORDS, k=a.prompt))
-        return tokens.decode(tokens.encode(words, add_special_tokens=False).ids[: a.prompt])
+    def words(count: int) -> str:
+        return " ".join(draw.choices(WORDS, k=count))
 
     for number in range(count):
-        prompt = [{"role": "user", "content": f"Where is number {number}? {question()}"}]
-        if stage == "rm":
-            yield {"prompt": prompt, "completions": [[answer()] for _ in range(a.answers)]}
-        elif stage == "ppo":
-            yield {"prompt": prompt, "answer": "1"}
-        elif stage == "dpo":
-            yield {"prompt": prompt, "chosen": [answer()], "rejected": [answer()]}
-        else:
-            labels = {"label": number % 2 == 0} if stage == "kto" else {}
-            yield {"messages": [*prompt, answer()], **labels}
+        ids = tokens.encode(words(a.prompt), add_special_tokens=False).ids[: a.prompt]
+        text = f"Where is number {number}? {tokens.decode(ids)}"
+        prompt = [{"role": "user", "content": text}]
+        answers = [
+            [{"role": "assistant", "content": words(a.tokens)}] for _ in range(a.answers)
+        ]
+        conversation = {"messages": [*prompt, *answers[0]]}
+        yield {
+            "sft": conversation,
+            "kto": {**conversation, "label": number % 2 == 0},
+            "rm": {"prompt": prompt, "completions": answers},
+            "dpo": {"prompt": prompt, "chosen": answers[0], "rejected": answers[-1]},
+            "ppo": {"prompt": prompt, "answer": "1"},
+        }[stage]
 
 
 if __name__ == "__main__":

@@ -83,18 +83,19 @@ def train(stage: str, folder: Path, *settings: str) -> None:
 
 def draw(axis: Any, name: str, folder: Path) -> dict[str, str]:
     """Draw a run's scores over its rollouts, and return the first, the last and the held-out one in words."""
-    config = json.loads((folder / "config.json").read_text())
+    config, steps = json.loads((folder / "config.json").read_text()), read_metrics(folder)
     answers = config["batch"]["examples"] * config["ppo"]["answers_per_prompt"]
-    steps = read_metrics(folder)
     scores = {m["rollout"]: (m[SCORE], m[f"{SCORE}_std"] / answers**0.5) for m in steps}
     means, errors = np.array([*scores.values()]).T
     axis.plot(means, label=name)
     axis.fill_between(range(len(means)), means - errors, means + errors, alpha=0.3)
-    files = map(Path, np.atleast_1d(config["data"]["eval"]))
-    questions = sum(len(file.read_text().splitlines()) for file in files)
+    questions = len(Path(*np.atleast_1d(config["data"]["eval"])).read_text().splitlines())
     held_out = steps[-1][f"eval/{SCORE}"], steps[-1][f"eval/{SCORE}_std"] / questions**0.5
-    last = means[-1], errors[-1]
-    places = {"first rollout": scores[0], "last rollout": last, "held out": held_out}
+    places = {
+        "first rollout": scores[0],
+        "last rollout": (means[-1], errors[-1]),
+        "held out": held_out,
+    }
     return {place: f"{mean:.3f} ± {error:.3f}" for place, (mean, error) in places.items()}
 
 

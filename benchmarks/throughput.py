@@ -1,7 +1,7 @@
 """Time and memory of full training steps: forward, backward, gradient clipping and AdamW, on random weights and tokens.
 
-    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 32768 131072 --recompute none auto torchrun
-    --nproc_per_node 8 benchmarks/throughput.py --seq 65536 65536 --recompute block --offload none checkpoints
+    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 32768 131072 --recompute none auto
+    torchrun --nproc_per_node 8 benchmarks/throughput.py --seq 65536 65536 --recompute block --offload none checkpoints
     python benchmarks/throughput.py --gpus 8 --seq 32768 --peer "alst.py --cudnn"       both stacks in one call
 
 One JSON line per case, then a table. Any of train.py's settings may follow (`--optimizer.reduce_dtype bfloat16`).
@@ -15,6 +15,7 @@ import os
 import shlex
 import sys
 import time
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from common import (
     FIT,
     Bench,
     add_options,
-    added,
     build,
     changed,
     launch,
@@ -47,11 +47,10 @@ from ulysses.zero.construct import common_store, initialize_distributed
 
 COLUMNS = (
     "engine", "peer", "sp", "seq", "documents", "micro_batches", "recompute", "weights", "graphs",
-    "offload", "seconds", "tok_s_gpu", "model_tflops_gpu",
-    "mfu", "executed", "peak_gib", "host_gib", "ratio", "fit_seconds", "watch", "note",
+    "offload", "seconds", "tok_s_gpu", "mfu", "executed", "peak_gib", "host_gib", "ratio", "watch", "note",
 )  # fmt: skip
 # What only a training step tells.
-SPEEDS = {"seconds", "first_s", "tok_s_gpu", "model_tflops_gpu", "mfu", "executed", "loss"}
+SPEEDS = "seconds", "tok_s_gpu", "mfu", "executed", "loss"
 
 
 def main() -> None:
@@ -70,7 +69,6 @@ def main() -> None:
             "one step of this length before: compiles kernels, makes the optimizer's states",
         ),
         gpu_memory=(0.0, "GiB of each GPU that may be used, and are planned for; 0 is all"),
-        profile=("", "write a trace of one step of the last length into this folder"),
         watch=(0, "compare steps without and with the watch that a run has, so many times"),
         peer=("", "another harness and its own arguments"),
     )
@@ -78,7 +76,7 @@ def main() -> None:
     a, rest = p.parse_known_args()
     if not (a.steps or a.warm):
         p.error(
-            "--steps 0 needs --warm: kernels are compiled and the optimizer's states are made by a first step"
+            "--steps 0 needs --warm: a first step compiles and makes the optimizer's states"
         )
     if "RANK" in os.environ:
         rows = work(a, rest)
@@ -87,21 +85,14 @@ def main() -> None:
         leave()
     rows, _ = launch(a.gpus, [__file__, *sys.argv[1:]])
     if a.peer:
-        script, *given = shlex.split(a.peer)
         lengths = " ".join(map(str, a.seq))
         same = f"--seq {lengths} --steps {a.steps} --layers {rows[0]['layers']}"
-        rows += launch(a.gpus, [script, *given, *same.split()])[0]
-        print(table(with_ratios(rows), COLUMNS))
-
-
-def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to our rows the tokens per second of the peer's row of the same length as a ratio."""
-    timed = [row for row in rows if "tok_s_gpu" in row]
-    peers = {row["seq"]: row["tok_s_gpu"] for row in timed if "peer" in row}
-    for row in timed:
-        if "engine" in row and row["seq"] in peers:
-            row["ratio"] = f"{row['tok_s_gpu'] / peers[row['seq']]:.2f}x"
-    return rows
+        theirs, _ = launch(a.gpus, [*shlex.split(a.peer), *same.split()])
+        speeds = {row["seq"]: row["tok_s_gpu"] for row in theirs if "tok_s_gpu" in row}
+        for row in rows:
+            if "tok_s_gpu" in row and row["seq"] in speeds:
+                row["ratio"] = f"{row['tok_s_gpu'] / speeds[row['seq']]:.2f}x"
+        print(table(rows + theirs, COLUMNS))
 
 
 def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
@@ -115,89 +106,70 @@ def work(a: Any, rest: list[str]) -> list[dict[str, Any]]:
         a.arch, a.layers, ["--parallel.sequence_parallel_size", str(a.sp or world), *rest]
     )
     levels, offloads = (x * len(a.seq) if len(x) == 1 else x for x in (a.recompute, a.offload))
-    cases = list(zip(a.seq, levels, offloads, strict=True))
     rows: list[dict[str, Any]] = []
-    try:
-        bench = build(config, device, max(a.seq) * a.documents, a.documents)
-    except ConfigError as error:
-        rows = [{"seq": max(a.seq), "engine": "ours", "refused": str(error)}]
-        say(rows[0], a.out)
-        return rows
-    if a.skip_attention:
-        skip_attention(bench)
-    if a.warm:
-        measure(bench, a.warm, remember(bench, a.warm), steps=0)
-    for seq, level, offload in cases:
-        here = bench._replace(
-            config=changed(bench.config, "memory", recompute=level, offload=offload)
-        )
-        row: dict[str, Any] = {"sp": bench.mesh.sequence_parallel_size, "seq": seq}
-        row |= {"engine": "ours", "recompute": level}
+    bench = None
+    for seq, level, offload in zip(a.seq, levels, offloads, strict=True):
         try:
+            if bench is None:
+                # with the host memory that the first case may use
+                first = changed(config, "memory", offload=offload)
+                bench = build(first, device, max(a.seq) * a.documents, a.documents)
+                if a.skip_attention:
+                    skip_attention(bench)
+                if a.warm:
+                    measure(bench, a.warm, remember(bench, a.warm), steps=0)
+            memory = changed(bench.config, "memory", recompute=level, offload=offload)
+            here = bench._replace(config=memory)
             choice = remember(here, seq * a.documents, a.documents)
-            row = measure(
-                here,
-                seq,
-                choice,
-                documents=a.documents,
-                micro_batches=a.micro_batches,
-                steps=a.steps,
-            )
+            several = {"documents": a.documents, "micro_batches": a.micro_batches}
+            row = measure(here, seq, choice, **several, steps=a.steps)
         except ConfigError as error:
-            row["refused"] = str(error)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+            rows.append(
+                {"engine": "ours", "seq": seq, "recompute": level, "refused": str(error)}
+            )
+            say(rows[-1], a.out)
+            return rows
+        except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and "pin" not in str(error):
                 raise
-            told = {
-                "rank": bench.mesh.rank,
-                "seq": seq,
-                "oom": str(error).splitlines()[0][:120],
-            }
-            print(json.dumps(told), flush=True)
+            print(json.dumps({"seq": seq, "oom": str(error).splitlines()[0][:120]}), flush=True)
             os._exit(3)  # the others wait in a collective: torchrun ends them
-        if a.watch and "refused" not in row:
+        if a.watch:
             row["watch"] = cost_of_watch(here, seq, a)
         if a.skip_attention:
-            row |= {"note": FIT, "fit_seconds": row.get("seconds")}
-            row = {key: value for key, value in row.items() if key not in SPEEDS}
+            row = {key: value for key, value in row.items() if key not in SPEEDS} | {
+                "note": FIT
+            }
         rows.append(row)
         say(row, a.out)
-        if "refused" in row:
-            break
-    if a.profile and "refused" not in rows[-1]:
-        profile(a, bench)
     return rows
 
 
 def cost_of_watch(bench: Bench, seq: int, a: Any) -> str:
-    """Return what the watch adds to the time of the steps, and to the CPU time of all processes.
+    """Return what the watch adds to the time of the steps: the median and quartiles of pairs that are taken in turns.
 
     Choose the steps so that they take seconds: every process writes and reads once a second.
     """
     batch, device = random_pack(bench, seq, a.documents), bench.engine.device
     count = (seq - 1) * a.documents * bench.mesh.data_parallel_size
-    times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    times: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * a.watch):
         watched = turn % 4 in (1, 2)  # without, with, with, without
         watch = Watch(store=common_store()) if watched else Watch()
         if watched:
             watch.start()
-        torch.distributed.barrier()
-        began, worked = time.perf_counter(), time.process_time()
+        wait(device)
+        began = time.perf_counter()
         for step in range(a.steps):
             watch.phase("forward", step)
             take_step(bench, batch, count)
             watch.step_done()
         wait(device)
-        torch.distributed.barrier()
-        spent = torch.tensor(time.process_time() - worked, device=device)
-        elapsed = time.perf_counter() - began
-        torch.distributed.all_reduce(spent)
-        times[watched].append((elapsed, float(spent)))
+        times[watched].append(time.perf_counter() - began)
         watch.stop()
-    without, watching = (zip(*times[watched]) for watched in (False, True))
-    time_of, cpu_of = (added(*pair) for pair in zip(without, watching, strict=True))
-    return f"time {time_of}; CPU time {cpu_of}"
+    shares = [with_it / without - 1 for without, with_it in zip(*times.values())]
+    low, middle, high = quantiles(shares, n=4)
+    return f"{middle:+.2%} (quartiles {low:+.2%} and {high:+.2%}, {len(shares)} pairs)"
 
 
 class SkippedKernel(UlyssesAttention):
@@ -219,20 +191,6 @@ def skip_attention(bench: Bench) -> None:
     # the last layer's backward comes first, when most is kept
     for layer in decoder.layers[:-1]:
         layer.self_attn.attention = skipped
-
-
-def profile(a: Any, bench: Bench) -> None:
-    """Trace one step; rank 0 prints the kernels that take longest and writes the trace."""
-    batch = random_pack(bench, a.seq[-1], a.documents)
-    with torch.profiler.profile() as trace:  # of all that this machine has
-        take_step(bench, batch, a.seq[-1] * a.documents)
-        wait(bench.engine.device)
-    if bench.mesh.is_main:
-        os.makedirs(a.profile, exist_ok=True)
-        trace.export_chrome_trace(os.path.join(a.profile, "step.json.gz"))
-        order = f"self_{bench.engine.device.type}_time_total"
-        averages = trace.key_averages()
-        print(averages.table(sort_by=order, row_limit=40, max_name_column_width=70))
 
 
 if __name__ == "__main__":

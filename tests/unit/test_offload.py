@@ -1,5 +1,6 @@
 """Offload to host memory: every byte comes back, and layers leave one behind and return one ahead."""
 
+import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -45,11 +46,15 @@ def test_memory_that_cannot_be_pinned_says_what_to_change(monkeypatch):
 
 def test_groups_leave_one_behind_and_come_back_one_ahead():
     offloader = Offloader("cpu", chunk_bytes=64)
-    groups, tensors, kept = [Group(offloader) for _ in range(4)], torch.randn(4, 30), []
-    for group, tensor in zip(groups, tensors):
-        kept.append(group.keep(tensor.clone()))
+    groups, tensors, copies = [Group(offloader) for _ in range(4)], torch.randn(4, 30), []
+    for group, tensor in zip(groups, tensors.unbind()):
+        copy = tensor.clone()
+        copies.append(weakref.ref(copy))
+        group.keep(copy)
+        del copy
         group.close()
-    assert [k.tensor is None for k in kept] == [True, True, True, False]
-    for i in (3, 1, 2, 0):  # any order works
-        assert torch.equal(groups[i].get(kept[i]), tensors[i])
-        assert [k.tensor is None for k in kept] == [i == 3, i == 3, False, False]
+    assert [copy() is None for copy in copies] == [True, True, True, False]
+    # any order works; two chunks of every tensor are free once it is on its way back
+    for i, chunks in ((3, 2), (1, 6), (2, 6), (0, 6)):
+        assert torch.equal(*groups[i].tensors(), tensors[i])
+        assert len(offloader.free) == chunks

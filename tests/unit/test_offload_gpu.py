@@ -1,5 +1,7 @@
 """Offload on a GPU: real copies on a side stream give back every bit, in less memory, step after step."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -86,24 +88,23 @@ def test_copies_wait_for_the_computation_and_it_for_them():
     """Long kernels before the tensor is made, and others that take its memory at once when it has left."""
     offloader = Offloader("cuda", chunk_bytes=1 << 20)
     slow, size = torch.randn(4096, 4096, device="cuda"), 32 << 20
-    groups, kept = [], []
+    groups, values = [], []
     for i in range(6):
         product = slow
         for _ in range(20):
             product = product @ slow * 1e-4
         group = Group(offloader)
-        value = torch.full((size // 4,), float(i), device="cuda") + product[
-            0, 0
-        ].nan_to_num().clamp(0, 0)
+        nothing = product[0, 0].nan_to_num().clamp(0, 0)
+        value = torch.full((size // 4,), float(i), device="cuda") + nothing
         groups.append(group)
-        kept.append(group.keep(value))
+        values.append(weakref.ref(value))
+        group.keep(value)
         del value, product
         group.close()
         torch.full((size // 4,), -1.0, device="cuda")  # takes freed memory
-    assert [k.tensor is None for k in kept] == [True] * 5 + [False]
+    assert [value() is None for value in values] == [True] * 5 + [False]
     for i in reversed(range(6)):
-        back = groups[i].get(kept[i])
+        (back,) = groups.pop().tensors()
         assert bool((back == i).all())
         del back
-        kept.pop(), groups.pop()
         torch.full((size // 4,), -1.0, device="cuda")

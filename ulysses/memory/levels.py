@@ -69,15 +69,15 @@ class Pair:
 
     def __init__(self, first: nn.Module) -> None:
         self.first = first
-        # the first layer's group, its input and the state of the generators
+        # the first layer's group, and the state of the generators
         self.kept: Any = None
 
     def second_input(self, rope: Rope, plan: Any) -> Tensor:
         """Return the first layer's output, computed again."""
-        group, hidden, random = self.kept
+        group, random = self.kept
         # ZeRO-3 counts inputs that need a gradient, and there is no graph here
         with torch.no_grad(), replay(random):
-            return self.first(group.get(hidden).detach(), rope, plan)
+            return self.first(group.tensors()[0].detach(), rope, plan)
 
 
 class LayerNode(torch.autograd.Function):
@@ -100,7 +100,8 @@ class LayerNode(torch.autograd.Function):
     ) -> Tensor:
         is_second = pair is not None and pair.kept is not None
         group = Group(None if is_second else layer.offloader)
-        kept = [] if is_second else [group.keep(hidden)]
+        if not is_second:
+            group.keep(hidden)
         attention = layer.self_attn.attention
         random = [random_state()]
         query, key, value, _ = layer.project(hidden, rope)
@@ -109,7 +110,8 @@ class LayerNode(torch.autograd.Function):
         out, lse = attention.attend_forward(*shards, plan)
         del shards
         if layer.recompute == "keep_attention":
-            kept += [group.keep(out), group.keep(lse)]
+            group.keep(out)
+            group.keep(lse)
         attended = exchange_out_forward(out, plan)
         del out, lse
         random.append(random_state())
@@ -119,18 +121,18 @@ class LayerNode(torch.autograd.Function):
         result = layer.feed_forward_tiles(middle)
         group.close()
         if pair is not None and not is_second:
-            pair.kept = group, kept[0], random[0]
+            pair.kept = group, random[0]
         ctx.call = layer, rope, plan, pair
-        ctx.kept = group, kept, random
+        ctx.kept = group, random
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, rope, plan, pair = ctx.call
-        group, kept, random = ctx.kept
+        group, random = ctx.kept
         ctx.kept = None
-        hidden, *kept = map(group.get, kept) if kept else [pair.second_input(rope, plan)]
+        hidden, *kept = group.tensors() or [pair.second_input(rope, plan)]
         if pair is not None:
             pair.kept = None
         del group

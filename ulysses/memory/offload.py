@@ -12,7 +12,7 @@ On CPU the same code copies from memory to memory, which is of use to tests alon
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -63,50 +63,34 @@ class Offloader:
         self._backend.current_stream().wait_event(event)
 
 
-class Activation:
-    """Hold one tensor: on its device, on the host, or both while a copy runs."""
-
-    def __init__(self, tensor: Tensor, offloader: Offloader | None) -> None:
-        self.tensor: Any = tensor  # None while only the host has it
-        self._offloader: Any = offloader  # None leaves everything on the device
-        self.chunks: list[Tensor] = []
-        if offloader is not None:
-            self.chunks = offloader.take(tensor.nbytes)
-            with offloader.copying():
-                self.copy(tensor.contiguous(), to_host=True)
-        self.room = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-    def copy(self, tensor: Tensor, *, to_host: bool) -> None:
-        """Queue a copy between the device's tensor and the chunks on the current stream."""
-        parts = tensor.view(-1).view(torch.uint8).split(self._offloader.chunk_bytes)
-        for part, chunk in zip(parts, self.chunks):
-            pair = part, chunk[: part.numel()]
-            source, target = pair if to_host else pair[::-1]
-            target.copy_(source, non_blocking=True)
-
-    def release(self) -> None:
-        """Give the host memory back."""
-        if self.chunks:
-            self._offloader.free += self.chunks
-            self.chunks = []
-
-    __del__ = release  # a graph may be dropped without a backward pass
-
-
 class Group:
     """Hold one layer's activations until its backward. Without an offloader they stay where they are."""
 
     def __init__(self, offloader: Offloader | None = None) -> None:
         self._offloader: Any = offloader
-        self._activations: list[Activation] = []
-        self._previous: Any = None  # a weak reference, from `close` until the first `get`
+        self._tensors: list[Tensor] = []  # empty while only the host has them
+        # of each tensor: what allocates another like it, and its host memory
+        self._copies: list[tuple[Callable[[], Tensor], list[Tensor]]] = []
+        self._previous: Any = None  # a weak reference, from `close` until the first `tensors`
         self._event: Any = None
 
-    def keep(self, tensor: Tensor) -> Activation:
+    def keep(self, tensor: Tensor) -> None:
         """Add a tensor, and begin to copy it to the host if there is an offloader."""
-        activation = Activation(tensor, self._offloader)
-        self._activations.append(activation)
-        return activation
+        self._tensors.append(tensor)
+        if self._offloader is None:
+            return
+        chunks = self._offloader.take(tensor.nbytes)
+        room = partial(torch.empty, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self._copies.append((room, chunks))
+        with self._offloader.copying():
+            for part, chunk in self._parts(tensor.contiguous(), chunks):
+                chunk.copy_(part, non_blocking=True)
+
+    def _parts(self, tensor: Tensor, chunks: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the bytes of a tensor in parts, each with its place on the host."""
+        parts = tensor.view(-1).view(torch.uint8).split(self._offloader.chunk_bytes)
+        for part, chunk in zip(parts, chunks):
+            yield part, chunk[: part.numel()]
 
     def close(self) -> None:
         """End the layer's forward: its tensors leave the device when the next layer has closed its own group."""
@@ -118,24 +102,31 @@ class Group:
         if leaving is not None:
             # later work of the computing stream comes after the copies
             leaving._offloader.wait(leaving._event)
-            for activation in leaving._activations:
-                activation.tensor = None
+            leaving._tensors = []
 
     def fetch(self) -> None:
-        """Begin to copy back the tensors that only the host has."""
-        away = [activation for activation in self._activations if activation.tensor is None]
-        if not away:
+        """Begin to copy the tensors back if only the host has them."""
+        if self._tensors:
             return
-        for activation in away:
-            activation.tensor = activation.room()  # allocated on the stream that will use it
+        # allocated on the stream that will use them
+        self._tensors = [room() for room, _ in self._copies]
         with self._offloader.copying():
-            for activation in away:
-                activation.copy(activation.tensor, to_host=False)
-                activation.release()
+            for tensor, (_, chunks) in zip(self._tensors, self._copies):
+                for part, chunk in self._parts(tensor, chunks):
+                    part.copy_(chunk, non_blocking=True)
+        self.release()
         self._event = self._offloader.stream.record_event()
 
-    def get(self, activation: Activation) -> Tensor:
-        """Return a tensor of this group; the first call also begins to fetch the group that backward needs next."""
+    def release(self) -> None:
+        """Give the host memory back."""
+        for _, chunks in self._copies:
+            self._offloader.free += chunks
+        self._copies = []
+
+    __del__ = release  # a graph may be dropped without a backward pass
+
+    def tensors(self) -> list[Tensor]:
+        """Return what was kept; the first call also begins to fetch the group that backward needs next."""
         if self._previous is not None:
             # backward has begun: what is on the device stays there
             self._offloader.last = lambda: None
@@ -144,4 +135,4 @@ class Group:
             previous, self._previous = self._previous(), None
             if previous is not None:
                 previous.fetch()
-        return activation.tensor
+        return self._tensors

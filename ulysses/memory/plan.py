@@ -41,6 +41,8 @@ COMMUNICATOR_BYTES = 2.1e9  # NCCL's buffers, with more than one process
 
 # Rates measured on H200, as shares of the peaks.
 MATRICES = 0.6  # matrix products
+# the time of a step's products where the layers' are of e4m3 numbers, rounding included, as a share of bfloat16's
+FP8_PRODUCTS = 0.8
 ATTENTION = 0.63  # attention kernels
 EXCHANGE = 0.35  # all-to-alls, which share the links with ZeRO-3's traffic
 GATHER = 0.37  # all-gathers and reduce-scatters
@@ -387,18 +389,22 @@ def _layer_moment(case: Workload, level: str) -> float:
     model, size, S = case.model, case.element_size, case.local
     D, F, q, held = model.width, model.intermediate, model.query_width, _held(case)
     rows = S if level == "none" else tile_rows(S)
-    fixed = _base(case)
+    fixed, travels = _base(case), case.machine.gpus > 1 or case.offload_optimizer
     if model.is_full:
-        # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's
-        fixed += size * (model.layer_parameters + model.vocabulary_parameters)
+        # the layer's gradients, float32 sums over its tiles, and as measured the vocabulary's on its way elsewhere
+        fixed += size * (model.layer_parameters + model.vocabulary_parameters * travels)
         fixed += 4 * 3 * D * F * (rows < S)
     # projections called as modules keep every intermediate of a tile
     wrapped = 1 if model.is_full else 2
-    # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and measured steps
-    # take one more; before and after them: what the exchanges pack
-    attention = max(6 * q + 8 * held, _packed(case))
-    attention += -(q + 2 * held) if level == "none" else model.normalised_width
-    attention += 2 * D + q * (level in ("block", "pair"))  # two gradients of the residual, out
+    # q, k, v, the gradients of the output and of theirs, the kernel's float32 sums of these: 5 q, and as measured one
+    # more where gradients travel; before and after them: what the exchanges pack
+    attention = max((5 + travels) * q + 8 * held, _packed(case))
+    # two gradients of the residual, out
+    attention += 2 * D + q * (level in ("block", "pair"))
+    if level == "none":
+        attention -= q + 2 * held
+    else:  # adapters keep the projections' input
+        attention += model.normalised_width + D * (not (model.is_full or travels))
     return fixed + size * max(4 * S * D + 4 * wrapped * rows * F, S * attention)
 
 
@@ -455,6 +461,7 @@ def step_seconds(case: Workload) -> float:
     """Estimate the seconds of one optimizer step, sampling aside: FLOPs and bytes over the rates measured on H200."""
     model, machine, W = case.model, case.machine, case.machine.gpus
     matrices, attention = step_flops(case)
+    matrices *= FP8_PRODUCTS if model.quantize == "fp8" and machine.is_gpu else 1
     seconds = (matrices / MATRICES + attention / ATTENTION) / machine.peak_flops
     layers = model.layers * (1 + case.forwards / 3)  # that run forward and backward
     seconds += case.local * ELEMENTWISE * (model.width + model.intermediate) * layers

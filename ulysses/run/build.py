@@ -53,34 +53,32 @@ class InitialWeights:
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
         plain = name.removeprefix("value.")  # models.policy_value
         plain = plain.replace(".base_layer.", ".")  # models.lora
-        stop = start + out.numel()
+        stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:
-            out.copy_(self._packed(plain, out)[start:stop])
-            return
-        if plain in self.stored:
+            whole = self._packed(plain, device)
+        elif plain in self.stored:
             out.copy_(self.files.read(plain, start, stop))
             return
-        if ".lora_B." in name:
-            whole = torch.zeros(shape, device=out.device)
-        elif ".lora_A." in name:
-            bound = 1 / math.sqrt(shape[1])
-            generator = keyed_generator(out.device, self.seed, name)
-            whole = torch.empty(shape, device=out.device)
-            whole.uniform_(-bound, bound, generator=generator)
+        elif ".lora_" in name:
+            whole = torch.zeros(shape, device=device)
+            if ".lora_A." in name:
+                bound = 1 / math.sqrt(shape[1])
+                generator = keyed_generator(device, self.seed, name)
+                whole.uniform_(-bound, bound, generator=generator)
         else:
             whole = init_parameter(
-                plain, shape, self.shape, self.seed, device=out.device, dtype=out.dtype
+                plain, shape, self.shape, self.seed, device=device, dtype=out.dtype
             )
         out.copy_(whole.view(-1)[start:stop])
 
-    def _packed(self, name: str, like: Tensor) -> Tensor:
-        """Return the bytes of a quantised matrix, on the device of `like`; nothing else of the model is held."""
+    def _packed(self, name: str, device: torch.device) -> Tensor:
+        """Return the bytes of a quantised matrix, on the device; nothing else of the model is held."""
         stored = self.stored.get(name)
         if stored and stored.packed:
             return stored.read_packed()
         shape = self._shapes[name]
         dtype = stored.dtype if stored else torch.float32
-        matrix = torch.empty(shape, dtype=dtype, device=like.device)
+        matrix = torch.empty(shape, dtype=dtype, device=device)
         InitialWeights.fill(self, name, shape, 0, matrix.view(-1))
         return pack(self.quantize, matrix)
 
@@ -135,10 +133,8 @@ def build_engine(
     language model, a reward model, or a policy with a value. Without, it is a frozen causal language model, or a
     frozen reward model if `reward` says so.
     """
-    stage, lora, shape = STAGES[config.stage], config.model.lora, weights.shape
+    lora, shape, facts = config.model.lora, weights.shape, requirements(config)
     trained, sizes = memory is not None, plain_model(shape)
-    if trained:
-        reward = stage.reward
     settings = derive(
         dtype=getattr(torch, config.model.dtype),
         offload_optimizer=config.memory.offload_optimizer and trained,
@@ -148,35 +144,32 @@ def build_engine(
         raw=config.deepspeed.zero_optimization,
     )
     kept = layer_memory(memory) if memory else LayerMemory()
-    kind: Any = RewardModel if reward else CausalLM
-    if trained and requirements(config).value:
-        kind = PolicyValue
-
     linear: Any = Linear
-    if trained and config.model.quantize != "none":
-        linear = partial(QuantizedLinear, kind=config.model.quantize)
+    if memory:
+        resident, reward = memory.resident, STAGES[config.stage].reward
+        if config.model.quantize != "none":
+            linear = partial(QuantizedLinear, kind=config.model.quantize)
+    kind: Any = RewardModel if reward else CausalLM
+    if trained and facts.value:
+        kind = PolicyValue
 
     def create() -> nn.Module:
         given = {"attention": config.model.attention, "memory": kept, "linear": linear}
         model = kind(shape, mesh, **given)
-        if not trained or not lora.rank:
-            return model
-        # peft is an optional dependency
-        from models.lora import add_adapters
+        if trained and lora.rank:
+            from models.lora import add_adapters  # peft is an optional dependency
 
-        return add_adapters(model, lora)
+            model = add_adapters(model, lora)
+        return model
 
     model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None
     if trained:
         on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
-        groups = parameter_groups(
-            model, config.optimizer.weight_decay, requirements(config).scopes
-        )
+        groups = parameter_groups(model, config.optimizer.weight_decay, facts.scopes)
         optimizer = adamw(groups, config.optimizer, on_gpu=on_gpu)
     else:
         model.requires_grad_(False)
     between = getattr(torch, config.optimizer.reduce_dtype)
     # a graph of all layers gathers and reduces nothing in between
     units = () if kept.graphs else (DecoderLayer,)
-    resident = memory.resident if memory else resident
     return ZeroEngine(model, settings, optimizer, units, between, resident=resident)

@@ -20,9 +20,9 @@ from ulysses.memory.plan import (
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.memory_choice import (
     choose_memory,
+    first_fit,
     longest_sequence,
     memory_line,
-    one_level,
     planned_machine,
     planner_case,
 )
@@ -123,7 +123,7 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
         f"  {'recompute':<16}{'GPU GiB':>9}{'host GiB / node':>17}{'layers offloaded':>18}{'s / step':>10}"
     )
     for level in LEVELS:
-        choice = one_level(case, level)
+        choice = first_fit(case._replace(recompute=level))
         p = predict(choice)
         print(
             f"  {level:<16}{p.gpu / GIB:9.1f}{p.host * machine.local_processes / GIB:17.1f}"

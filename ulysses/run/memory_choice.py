@@ -2,8 +2,9 @@
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -109,7 +110,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
     )
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]
     cases = [case._replace(sp=sp) for sp in degrees]
-    return next(filter(choose, cases), cases[-1])
+    return next((case for case in cases if predict(choose(case)).fits), cases[-1])
 
 
 def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:
@@ -120,48 +121,40 @@ def _auxiliary_model(model: AuxiliaryModel, shape: ModelConfig) -> Model:
     return plain_model(shape, reward=model.is_reward)
 
 
-def choose(case: Workload) -> Workload | None:
-    """Return where the weights are and what the layers keep, the fastest choice that fits, or None.
+def candidates(case: Workload) -> Iterator[Workload]:
+    """Yield what the layers may keep, and where, the fastest choice first.
 
-    weights    resident or sharded: the faster of those that fit
-    levels     the fastest level that fits for all layers, then the next faster one for as many of the last as fit
-    offload    the fewest of the first layers with which the GPU suffices
+    Every level is tried with the next faster one on as many of the last layers as possible, on fewer, and on none;
+    then with the activations of more and more of the first layers on the host.
     """
-    places = ["resident", "sharded"] if case.weights == "auto" else [case.weights]
-    found = (_choose_levels(case._replace(weights=place)) for place in places)
-    return min(filter(None, found), key=step_seconds, default=None)
-
-
-def _choose_levels(case: Workload) -> Workload | None:
-    """Return the fastest levels that fit, or None; a level that needs the host to fit is not mixed with another."""
+    layers, offload = case.model.layers, case.offload
     for faster, level in pairwise((None, *case.allowed)):
-        found = one_level(case, level)
-        if not _fits(found):
-            continue
-        if faster is None or found.offloaded_layers:
-            return found
-        counts, levels = range(1, case.model.layers), found.levels
-        mixed = (found._replace(levels=(*levels[n:], *(faster,) * n)) for n in counts)
-        return [found, *takewhile(_fits, mixed)][-1]
-    return None
+        alone = case._replace(levels=(level,) * layers, offloaded_layers=0)
+        room = case.machine.host_budget - predict(alone).host
+        most = int(max(0, min(layers, room / pinned_bytes(alone))))
+        most *= "none" not in (offload, level)
+        least = most if offload == "checkpoints" else 0
+        if faster and not least:
+            for n in range(1, layers):
+                yield alone._replace(levels=(level,) * n + (faster,) * (layers - n))
+        for away in range(least, most + 1):
+            yield alone._replace(offloaded_layers=away)
 
 
-def _fits(case: Workload) -> bool:
-    return predict(case).fits
+def first_fit(case: Workload) -> Workload:
+    """Return the first candidate that fits, or the last one, which comes nearest."""
+    for found in candidates(case):
+        if predict(found).fits:
+            break
+    return found
 
 
-def one_level(case: Workload, level: str) -> Workload:
-    """Return the case with one level for all layers, offloaded as it asks for."""
-    layers = case.model.layers
-    case = case._replace(levels=(level,) * layers, offloaded_layers=0)
-    if "none" in (case.offload, level):
-        return case
-    room = case.machine.host_budget - predict(case).host
-    most = case._replace(offloaded_layers=int(max(0, min(layers, room / pinned_bytes(case)))))
-    if case.offload == "checkpoints":
-        return most
-    fewer = (case._replace(offloaded_layers=n) for n in range(most.offloaded_layers))
-    return next((one for one in fewer if predict(one).fits_gpu), most)
+def choose(case: Workload) -> Workload:
+    """Return the fastest choice that fits, with resident or sharded weights, or the one that comes nearest."""
+    places = ["resident", "sharded"] if case.weights == "auto" else [case.weights]
+    found = [first_fit(case._replace(weights=place)) for place in places]
+    fitting = [choice for choice in found if predict(choice).fits]
+    return min(fitting, key=step_seconds, default=found[-1])
 
 
 def longest_sequence(case: Workload) -> int:
@@ -171,8 +164,7 @@ def longest_sequence(case: Workload) -> int:
     """
 
     def fits(blocks: int) -> bool:
-        asked = case._replace(tokens=1024 * blocks * case.documents)
-        return any(_fits(one_level(asked, level)) for level in case.allowed)
+        return predict(first_fit(case._replace(tokens=1024 * blocks * case.documents))).fits
 
     # From some length on the MLP runs in tiles, so a longer sequence can need less memory: try all powers of two.
     low = max((1 << i for i in range(18) if fits(1 << i)), default=0)
@@ -187,8 +179,7 @@ def choose_memory(case: Workload) -> Workload:
     Raises:
         ConfigError: if the GPU, or the host for what is moved there, is predicted to be too small, with what to change.
     """
-    # where nothing fits, the level that keeps least comes nearest
-    choice = choose(case) or one_level(case, case.allowed[-1])
+    choice = choose(case)
     machine, p = case.machine, predict(choice)
     if not p.fits_host:
         raise ConfigError(
