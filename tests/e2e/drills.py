@@ -40,6 +40,11 @@ LONG = 100_000  # steps: until the drill ends the run
 METRICS, ENDLESS = "run/metrics.jsonl", {"run__steps": LONG}
 
 
+def leave(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """A reward function that ends its process behind everybody's back."""
+    os._exit(0)
+
+
 class Run:
     """train.py under launchers, and what they print.
 
@@ -48,7 +53,12 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, lines: list[list[str]], more: dict[str, str], **settings: Any
+        self,
+        folder: Path,
+        lines: list[list[str]],
+        more: dict[str, str],
+        stage: str = "sft",
+        **settings: Any,
     ) -> None:
         settings = {
             "run__steps": LONG,
@@ -56,7 +66,7 @@ class Run:
             "run__export": False,
             "run__log_every": 1,
         } | settings
-        arguments = tiny("sft", folder / "run", folder.parent / "cache", **settings)
+        arguments = tiny(stage, folder / "run", folder.parent / "cache", **settings)
         self.folder, self.logs = (
             folder,
             [folder / f"launcher{i}.log" for i in range(len(lines))],
@@ -87,7 +97,7 @@ class Run:
         file = self.folder / "run/metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def until(self, condition: Callable[[], Any], seconds: float = 120) -> float:
+    def until(self, condition: Callable[[], Any], seconds: float = 240) -> float:
         """Wait for a condition and return after how many seconds it came; TimeoutError if it does not."""
         began = time.monotonic()
         while not condition():
@@ -158,6 +168,14 @@ class Drills:
             return run.told(
                 f"error: rank {victim} {'at' if holds_store else 'on'}", self.timeout + 5
             )
+
+    def silent(self, launcher: str) -> tuple[float, str]:
+        """A reward function ends all processes, with the code of success."""
+        reward = {"ppo__reward": "tests.e2e.drills:leave"}
+        with self.run(launcher, stage="ppo", **reward) as run:
+            run.until(lambda: run.launchers[0].poll() is not None)
+            assert run.launchers[0].wait() == 0, run.text()
+            return run.told("error: rank 0 on", 10)
 
     def tokenising(self) -> tuple[float, str]:
         """Rows without end keep the first process busy."""
@@ -333,6 +351,9 @@ DRILLS: dict[str, tuple[Any, ...]] = {
     "stopped-rank-torchrun": (Drills.named, "torchrun", 1, signal.SIGSTOP),
     "stopped-rank-deepspeed": (Drills.named, "deepspeed", 1, signal.SIGSTOP),
     "stopped-rank-0-deepspeed": (Drills.named, "deepspeed", 0, signal.SIGSTOP, True),
+    "silent-end-torchrun": (Drills.silent, "torchrun"),
+    "silent-end-deepspeed": (Drills.silent, "deepspeed"),
+    "silent-end-python": (Drills.silent, "python"),
     "stopped-while-tokenising": (Drills.tokenising,),
     "cut-link": (Drills.cut,),
     "sigterm-torchrun": (Drills.asked, "torchrun", signal.SIGTERM),
