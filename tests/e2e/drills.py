@@ -198,7 +198,7 @@ class Drills:
         stage: str,
         place: str,
         begun: str,
-        left: int,
+        left: int | None,
         told: str,
         more: dict[str, Any] | None = None,
     ) -> tuple[float, str]:
@@ -206,7 +206,7 @@ class Drills:
 
         Args:
             begun: the disk fills up as soon as there is such a file in the drill's folder.
-            left: the bytes that stay free.
+            left: the bytes that stay free; without a number the disk becomes read-only instead.
         """
         self.count += 1
         folder = self.folder / str(self.count)
@@ -230,8 +230,13 @@ class Drills:
                 tiny(stage, folder / "run", folder / "cache", **settings), 2, folder / "logs"
             )
             run.until(lambda: list(folder.glob(begun)), 120)
-            with suppress(OSError):  # the run writes too, and may take the last bytes
-                (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
+            reason = "No space left on device .*GiB are free"
+            if left is None:
+                reason = "Read-only file system; use another disk"
+                subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+            else:
+                with suppress(OSError):  # the run writes too, and may take the last bytes
+                    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
             began = time.monotonic()
             outcome = run.wait()
             after, saved = (
@@ -245,9 +250,7 @@ class Drills:
         assert len(sentences) == 1 and outcome.stderr.count("Traceback") == traces, (
             outcome.stderr
         )
-        assert re.search(f"{told}.* No space left on device .*GiB are free", sentences[0]), (
-            sentences
-        )
+        assert re.search(f"{told}.* {reason}", sentences[0]), sentences
         assert saved or settings["run__steps"] != LONG, "the run ended without a checkpoint"
         return after, sentences[0]
 
@@ -369,6 +372,8 @@ DRILLS: dict[str, tuple[Any, ...]] = {
     "full-disk-tensorboard": (Drills.full, "sft", "run/tensorboard", METRICS, 0, r"tensorboard.* at step \d", ENDLESS),
     "full-disk-checkpoint": (Drills.full, "sft", "run/checkpoints", "run", 1 << 16, r"checkpoints/.step-\d+.tmp",
                              {"run__save_every": 5}),
+    "read-only-checkpoint": (Drills.full, "sft", "run/checkpoints", METRICS, None, r"checkpoints/.step-\d+.tmp",
+                             {"run__save_every": 5}),
     "full-disk-export": (Drills.full, "sft", "run", METRICS, 1 << 17, "run/export", {"run__export": True}),
     "full-disk-token-cache": (Drills.full, "sft", "cache", "cache", 1 << 16, "data cache .*/cache"),
     "full-disk-reference-cache": (Drills.full, "dpo", "cache", "run/config.json", 1 << 13, "cache/reference-.*"),
@@ -377,7 +382,7 @@ DRILLS: dict[str, tuple[Any, ...]] = {
 NAMESPACES = {
     "restarts-on-two-nodes",
     "cut-link",
-    *(name for name in DRILLS if name.startswith("full-disk")),
+    *(name for name in DRILLS if name.startswith(("full-disk", "read-only"))),
 }
 
 

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e2e.drills import Drills
-from tests.e2e.launch import Ranks, metrics, steps_taken, tiny
+from tests.e2e.launch import ROOT, Ranks, metrics, steps_taken, tiny
 from ulysses.config.schema import RunSection
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.failure import grace_note, tell
@@ -282,9 +284,28 @@ def test_torchrun_starts_a_run_again_and_it_continues(tmp_path: Path) -> None:
     assert "recovered" in Drills(20, tmp_path).restarts(1, times=1)[1]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "python"])
-def test_a_process_that_ends_without_a_word_is_told_of(tmp_path: Path, launcher: str) -> None:
-    assert "has ended before the run" in Drills(60, tmp_path).silent(launcher)[1]
+def test_a_reward_that_ends_all_processes_is_told_of(tmp_path: Path) -> None:
+    assert "has ended before the run" in Drills(60, tmp_path).silent("torchrun")[1]
+
+
+@pytest.mark.parametrize(
+    ("word", "lives", "says"), [("", 0, True), ("told", 0, False), ("", 9, False)]
+)
+def test_the_witness_speaks_if_nobody_else_can(word: str, lives: float, says: bool) -> None:
+    """Nobody has told the reason, and the launcher has ended before the other processes could."""
+    launcher = subprocess.Popen(["sleep", str(lives)])
+    line = [
+        sys.executable,
+        "-IS",
+        ROOT / "ulysses/run/witness.py",
+        str(launcher.pid),
+        "1",
+        "gone",
+    ]
+    done = subprocess.run(line, input=word, capture_output=True, text=True, check=True)
+    launcher.kill()
+    launcher.wait()
+    assert done.stderr == "\ngone\n" * says
 
 
 def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path: Path) -> None:

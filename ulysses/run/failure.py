@@ -86,10 +86,10 @@ def complain(error: Exception, *, debug: bool) -> None:
     sentence = f"error{node}: {error}"
     say_below(sentence)
     if launched:
-        leave_witness(sentence, os.getppid(), LAUNCHER_SECONDS)
+        start_witness(sentence, os.getppid(), LAUNCHER_SECONDS)
 
 
-def leave_witness(sentence: str, launcher: int, seconds: float) -> Any:
+def start_witness(sentence: str, launcher: int, seconds: float) -> Any:
     """Start a process (witness.py) that outlives this one; return what takes a word that there is nothing to say.
 
     Without that word, once this process has ended, it prints the sentence when the launcher has ended too, if it does

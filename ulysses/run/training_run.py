@@ -85,6 +85,7 @@ class TrainingRun:
 
     def __enter__(self) -> "TrainingRun":
         self.watch.phase("start")
+        self.watch.leave_witness()
         self.device = initialize_distributed(self.watch.wait_for_store())
         try:
             self.trainer = self._build()

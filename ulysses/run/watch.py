@@ -33,8 +33,8 @@ from ulysses.run.failure import (
     POLL_SECONDS,
     PRINTED,
     breaks_off,
-    leave_witness,
     say_below,
+    start_witness,
     within,
 )
 from ulysses.zero.construct import collectives_begun
@@ -101,19 +101,22 @@ class Watch:
 
     def start(self, meet: Callable[[], Any] | None = None) -> None:
         """Start the threads; `meet`, which returns the store, waits for the other processes in one of them."""
+        self._signals, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        for work in (self._look_after, partial(self._correspond, meet or (lambda: self.store))):
+            threading.Thread(target=work, daemon=True, name="failure watch").start()
+
+    def leave_witness(self) -> None:
+        """Have a process say it if rank 0, from here on, ends without a word; `stop` is one."""
         if self._rank == 0:
             alone = environment.world_size() == 1 and not environment.launched()
             # the other processes need longer to notice it, and tell it themselves
-            self._witness = leave_witness(
+            self._witness = start_witness(
                 f"error: rank 0 on {NODE} has ended before the run, and without a word: code that the run calls, such "
                 "as a reward function, has ended the process, or it was killed; --run.resume auto continues the run",
                 os.getpid() if alone else os.getppid(),
                 SILENT_SECONDS - BEAT_SECONDS,
             )
-        self._signals, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
-        for work in (self._look_after, partial(self._correspond, meet or (lambda: self.store))):
-            threading.Thread(target=work, daemon=True, name="failure watch").start()
 
     def wait_for_store(self) -> Any:
         """Return the store, once the processes have met."""
