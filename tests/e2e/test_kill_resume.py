@@ -18,9 +18,17 @@ STEPS, PROCESSES = 8, 2
 
 def arguments(output: Path, cache: Path, **settings: object) -> list[str]:
     held_out = json.dumps([str(cache.parent / "held_out.jsonl")])
-    options = {"run__steps": STEPS, "run__save_every": 1, "run__keep": 2, "parallel__sequence_parallel_size": 2,
-               "run__resume": "auto",
-               "optimizer__lr": 1e-2, "run__eval_every": 3, "data.eval": held_out, "batch__examples": 16}  # fmt: skip
+    options = {
+        "run__steps": STEPS,
+        "run__save_every": 1,
+        "run__keep": 2,
+        "parallel__sequence_parallel_size": 2,
+        "run__resume": "auto",
+        "optimizer__lr": 1e-2,
+        "run__eval_every": 3,
+        "data.eval": held_out,
+        "batch__examples": 16,
+    }
     return tiny("sft", output, cache, **(options | settings))
 
 
