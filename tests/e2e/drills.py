@@ -233,7 +233,11 @@ class Drills:
             reason = "No space left on device .*GiB are free"
             if left is None:
                 reason = "Read-only file system; use another disk"
-                subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+                remount = ["mount", "-o", "remount,ro", disk]
+                # it is refused while a checkpoint is written there
+                run.until(
+                    lambda: not subprocess.run(remount, stderr=subprocess.DEVNULL).returncode
+                )
             else:
                 with suppress(OSError):  # the run writes too, and may take the last bytes
                     (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
