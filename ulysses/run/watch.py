@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from ulysses import environment
+from ulysses.environment import NODE
 from ulysses.run.failure import (
     POLL_SECONDS,
     PRINTED,
@@ -39,7 +40,6 @@ from ulysses.run.failure import (
 )
 from ulysses.zero.construct import collectives_begun
 
-NODE = os.uname().nodename
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
 BEAT_SECONDS = 1.0
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
@@ -90,7 +90,7 @@ class Watch:
         self._event: Any = None  # of the GPU, at the end of the last step
         self._begun = 0  # collectives
         self._peers: dict[bytes, Beat] = {}  # by what was written
-        self._started = self._answered = monotonic()  # the latter: when the store last answered
+        self._answered = monotonic()  # when the store last did
         self._broken = False  # the connection to the store is
         self._hurried = 0.0  # seconds of silence that count at once
         self._interrupted = inf  # when the first SIGINT came
@@ -219,22 +219,20 @@ class Watch:
         found = {}
         for rank in range(environment.world_size()):
             key = f"{ALIVE}/{rank}"
-            if self._own.check([key]):
+            text = json.dumps([-1, 0, 0.0, rank, "its node", "its start"]).encode()
+            if self._own.check([key]):  # if not, it has met the others, but not begun
                 text = self._own.get(key)
-                found[text] = self._peers.get(text) or Beat(*json.loads(text), monotonic())
-            else:  # it has met the others, but not begun
-                place = "its start"
-                found[key.encode()] = Beat(-1, 0, 0.0, rank, "its node", place, self._started)
+            found[text] = self._peers.get(text) or Beat(*json.loads(text), monotonic())
         return found
 
     def _beat(self) -> Beat:
         """Say where this process is; with a GPU, whether that one has come as far."""
-        now, node, place = monotonic(), NODE, self._place
+        now, place = monotonic(), self._place
         with suppress(RuntimeError):  # of a GPU that has failed
             if self._event is not None and not self._event.query():
                 place += " (its GPU has not finished the step before)"
         idle = now - self._moved
-        return Beat(self._phases, self._begun, idle, self._rank, node, place, now)
+        return Beat(self._phases, self._begun, idle, self._rank, NODE, place, now)
 
     # ---------------------------------------------------------------- the watch thread
 
@@ -261,8 +259,7 @@ class Watch:
             doubts = doubts + 1 if stopped or cut_off else 0
             if doubts > DOUBTS:
                 self._end(self._sentence())
-            new = warned != self._phases and self._local_rank == 0
-            if idle > self.warning > 0 and new:
+            if idle > self.warning > 0 and warned != self._phases and self._local_rank == 0:
                 warned = self._phases
                 say_below(f"warning: {self._sentence()}")
         os.close(self._signals)
