@@ -121,7 +121,8 @@ def test_the_victim_is_named(name: str, drills: dict[str, Ranks]) -> None:
     errors = re.findall(r"error: .*", run.wait().stderr)
     assert len(errors) == 1 and re.match(f"error: {sentence}", errors[0]), errors
     if number == 0:
-        warnings = re.findall(r"warning: rank 1 .*", run.wait().stderr)
+        # on a busy machine the start may be slow, and is told too
+        warnings = re.findall(r"warning: rank 1 .* since step .*", run.wait().stderr)
         assert len(warnings) == 1, "the line comes once, before the end"
 
 
