@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from errno import EDQUOT, EFBIG, ENOSPC
+from errno import EACCES, EDQUOT, EFBIG, ENOSPC, EPERM
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ def held(folder: Path, holder: str) -> Iterator[str]:
     try:
         yield before
     finally:
-        name.unlink(missing_ok=True)
+        with suppress(OSError):  # whatever kept the run from writing there is told, not this
+            name.unlink()
         lock.release()
 
 
@@ -185,4 +186,6 @@ def writing(path: Path, when: str = "", advice: str = "use another disk") -> Ite
             if not os.statvfs(place).f_favail:
                 free = "no room for another file, but " + free
             what, advice = f"{what} ({free} are free there)", f"make room or {advice}"
+        elif error.errno in (EACCES, EPERM):
+            advice = f"let this user write there, or {advice}"
         raise DiskError(f"{what}; {advice}") from None

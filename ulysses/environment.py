@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from math import inf
 
 LAUNCHERS = {"TORCHELASTIC_RUN_ID", "CROSS_SIZE"}  # set by torchrun and by deepspeed's launcher
+NODE = os.uname().nodename
 GRACE_SECONDS = "30"  # between SIGTERM and SIGKILL, with torchrun, deepspeed and Slurm
 
 

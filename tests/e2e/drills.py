@@ -40,6 +40,11 @@ LONG = 100_000  # steps: until the drill ends the run
 METRICS, ENDLESS = "run/metrics.jsonl", {"run__steps": LONG}
 
 
+def leave(prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """A reward function that ends its process behind everybody's back."""
+    os._exit(0)
+
+
 class Run:
     """train.py under launchers, and what they print.
 
@@ -48,7 +53,12 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, lines: list[list[str]], more: dict[str, str], **settings: Any
+        self,
+        folder: Path,
+        lines: list[list[str]],
+        more: dict[str, str],
+        stage: str = "sft",
+        **settings: Any,
     ) -> None:
         settings = {
             "run__steps": LONG,
@@ -56,7 +66,7 @@ class Run:
             "run__export": False,
             "run__log_every": 1,
         } | settings
-        arguments = tiny("sft", folder / "run", folder.parent / "cache", **settings)
+        arguments = tiny(stage, folder / "run", folder.parent / "cache", **settings)
         self.folder, self.logs = (
             folder,
             [folder / f"launcher{i}.log" for i in range(len(lines))],
@@ -87,7 +97,7 @@ class Run:
         file = self.folder / "run/metrics.jsonl"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def until(self, condition: Callable[[], Any], seconds: float = 120) -> float:
+    def until(self, condition: Callable[[], Any], seconds: float = 240) -> float:
         """Wait for a condition and return after how many seconds it came; TimeoutError if it does not."""
         began = time.monotonic()
         while not condition():
@@ -159,6 +169,14 @@ class Drills:
                 f"error: rank {victim} {'at' if holds_store else 'on'}", self.timeout + 5
             )
 
+    def silent(self, launcher: str) -> tuple[float, str]:
+        """A reward function ends all processes, with the code of success."""
+        reward = {"ppo__reward": "tests.e2e.drills:leave"}
+        with self.run(launcher, stage="ppo", **reward) as run:
+            run.until(lambda: run.launchers[0].poll() is not None)
+            assert run.launchers[0].wait() == 0, run.text()
+            return run.told("error: rank 0 on", 10)
+
     def tokenising(self) -> tuple[float, str]:
         """Rows without end keep the first process busy."""
         pipe = self.folder / "endless.jsonl"
@@ -180,7 +198,7 @@ class Drills:
         stage: str,
         place: str,
         begun: str,
-        left: int,
+        left: int | None,
         told: str,
         more: dict[str, Any] | None = None,
     ) -> tuple[float, str]:
@@ -188,7 +206,7 @@ class Drills:
 
         Args:
             begun: the disk fills up as soon as there is such a file in the drill's folder.
-            left: the bytes that stay free.
+            left: the bytes that stay free; without a number the disk becomes read-only instead.
         """
         self.count += 1
         folder = self.folder / str(self.count)
@@ -212,8 +230,17 @@ class Drills:
                 tiny(stage, folder / "run", folder / "cache", **settings), 2, folder / "logs"
             )
             run.until(lambda: list(folder.glob(begun)), 120)
-            with suppress(OSError):  # the run writes too, and may take the last bytes
-                (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
+            reason = "No space left on device .*GiB are free"
+            if left is None:
+                reason = "Read-only file system; use another disk"
+                remount = ["mount", "-o", "remount,ro", disk]
+                # it is refused while a checkpoint is written there
+                run.until(
+                    lambda: not subprocess.run(remount, stderr=subprocess.DEVNULL).returncode
+                )
+            else:
+                with suppress(OSError):  # the run writes too, and may take the last bytes
+                    (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - left))
             began = time.monotonic()
             outcome = run.wait()
             after, saved = (
@@ -227,9 +254,7 @@ class Drills:
         assert len(sentences) == 1 and outcome.stderr.count("Traceback") == traces, (
             outcome.stderr
         )
-        assert re.search(f"{told}.* No space left on device .*GiB are free", sentences[0]), (
-            sentences
-        )
+        assert re.search(f"{told}.* {reason}", sentences[0]), sentences
         assert saved or settings["run__steps"] != LONG, "the run ended without a checkpoint"
         return after, sentences[0]
 
@@ -333,6 +358,9 @@ DRILLS: dict[str, tuple[Any, ...]] = {
     "stopped-rank-torchrun": (Drills.named, "torchrun", 1, signal.SIGSTOP),
     "stopped-rank-deepspeed": (Drills.named, "deepspeed", 1, signal.SIGSTOP),
     "stopped-rank-0-deepspeed": (Drills.named, "deepspeed", 0, signal.SIGSTOP, True),
+    "silent-end-torchrun": (Drills.silent, "torchrun"),
+    "silent-end-deepspeed": (Drills.silent, "deepspeed"),
+    "silent-end-python": (Drills.silent, "python"),
     "stopped-while-tokenising": (Drills.tokenising,),
     "cut-link": (Drills.cut,),
     "sigterm-torchrun": (Drills.asked, "torchrun", signal.SIGTERM),
@@ -348,6 +376,8 @@ DRILLS: dict[str, tuple[Any, ...]] = {
     "full-disk-tensorboard": (Drills.full, "sft", "run/tensorboard", METRICS, 0, r"tensorboard.* at step \d", ENDLESS),
     "full-disk-checkpoint": (Drills.full, "sft", "run/checkpoints", "run", 1 << 16, r"checkpoints/.step-\d+.tmp",
                              {"run__save_every": 5}),
+    "read-only-checkpoint": (Drills.full, "sft", "run/checkpoints", METRICS, None, r"checkpoints/.step-\d+.tmp",
+                             {"run__save_every": 5}),
     "full-disk-export": (Drills.full, "sft", "run", METRICS, 1 << 17, "run/export", {"run__export": True}),
     "full-disk-token-cache": (Drills.full, "sft", "cache", "cache", 1 << 16, "data cache .*/cache"),
     "full-disk-reference-cache": (Drills.full, "dpo", "cache", "run/config.json", 1 << 13, "cache/reference-.*"),
@@ -356,7 +386,7 @@ DRILLS: dict[str, tuple[Any, ...]] = {
 NAMESPACES = {
     "restarts-on-two-nodes",
     "cut-link",
-    *(name for name in DRILLS if name.startswith("full-disk")),
+    *(name for name in DRILLS if name.startswith(("full-disk", "read-only"))),
 }
 
 

@@ -18,9 +18,17 @@ STEPS, PROCESSES = 8, 2
 
 def arguments(output: Path, cache: Path, **settings: object) -> list[str]:
     held_out = json.dumps([str(cache.parent / "held_out.jsonl")])
-    options = {"run__steps": STEPS, "run__save_every": 1, "run__keep": 2, "parallel__sequence_parallel_size": 2,
-               "run__resume": "auto",
-               "optimizer__lr": 1e-2, "run__eval_every": 3, "data.eval": held_out, "batch__examples": 16}  # fmt: skip
+    options = {
+        "run__steps": STEPS,
+        "run__save_every": 1,
+        "run__keep": 2,
+        "parallel__sequence_parallel_size": 2,
+        "run__resume": "auto",
+        "optimizer__lr": 1e-2,
+        "run__eval_every": 3,
+        "data.eval": held_out,
+        "batch__examples": 16,
+    }
     return tiny("sft", output, cache, **(options | settings))
 
 
@@ -40,7 +48,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path,
 
 
 def kill_at(place: str, step: int):
-    """Plant a kill of rank 0 at a place inside the saving of checkpoint `step`, or let every save take longer."""
+    """Plant a kill of rank 0 inside the saving of checkpoint `step` or the export, or let every save take longer."""
 
     def before(rank: int) -> None:
         import ulysses.run.checkpoint as checkpoint
@@ -60,9 +68,14 @@ def kill_at(place: str, step: int):
 
         def rename(source: object, target: object) -> None:
             final, old = f"checkpoints/step-{step}", f"checkpoints/.step-{step - 2}.old.tmp"
-            ends = {"before rename": final, "after rename": final, "rotation": old}.get(place)
+            ends = {
+                "before rename": final,
+                "after rename": final,
+                "rotation": old,
+                "export": "run/export",
+            }.get(place)
             mine = rank == 0 and ends is not None and str(target).endswith(ends)
-            if mine and place == "before rename":
+            if mine and place in ("before rename", "export"):
                 die()
             renamed(source, target)
             if mine:
@@ -121,6 +134,9 @@ def test_killed_runs_continue_bit_identically(tmp_path: Path, uninterrupted) -> 
     places = ("files", "before rename", "after rename", "rotation")
     plan = [(place, 1 + i, 60.0) for i, place in enumerate(places)]
     plan += [("", 0, draw.uniform(0.4, 1.0) * duration) for _ in range(2)]
+    # while an export takes the place of an earlier one
+    plan.append(("export", STEPS, 60.0))
+    (output / "export/earlier").mkdir(parents=True)
     kills = 0
     for place, step, seconds in plan:
         run = Ranks(arguments(output, cache), PROCESSES, logs, before=kill_at(place, step))

@@ -28,7 +28,10 @@ def one_process(folder: Path) -> dict[str, list[dict[str, float]]]:
     """The numbers of one process, of plain python for SFT, by stage."""
     run("python", tiny("sft", folder / "sft"), timeout=120).check()
     ranks(tiny("dpo", folder / "dpo"), 1, folder / "logs").check()
-    return {stage: metrics(folder / stage) for stage in ("sft", "dpo")}
+    return {
+        "sft": metrics(folder / "sft"),
+        "dpo": metrics(folder / "dpo"),
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
@@ -36,7 +39,10 @@ def test_same_numbers(case, one_process, folder) -> None:
     stage, launcher, processes, agents, sp = case
     output = folder / "-".join(map(str, case))
     # another budget than the one process had: other micro-batches too
-    changes = {"parallel__sequence_parallel_size": sp, "batch__tokens_per_microbatch": 700}
+    changes = {
+        "parallel__sequence_parallel_size": sp,
+        "batch__tokens_per_microbatch": 700,
+    }
     arguments = tiny(stage, output, **changes)
     if launcher == "ranks":
         ranks(arguments, processes, output / "logs").check()

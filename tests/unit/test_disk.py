@@ -2,10 +2,12 @@
 
 import errno
 import os
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from ulysses.disk import CHUNK, DiskError, sampled_digest, writing
+from ulysses.disk import CHUNK, DiskError, held, sampled_digest, writing
 
 
 def test_sampled_digest_sees_the_header_the_size_and_blocks_everywhere(tmp_path):
@@ -29,8 +31,17 @@ def test_sampled_digest_sees_the_header_the_size_and_blocks_everywhere(tmp_path)
         (errno.EXDEV, "cross-device link; use another disk$"),
         (errno.EIO, "error; use another disk$"),
         (errno.EROFS, "system; use another disk$"),
+        (errno.EACCES, "denied; let this user write there, or use another disk$"),
     ],
 )
 def test_only_a_full_disk_needs_room(number, advice, tmp_path):
     with pytest.raises(DiskError, match=f"(?i){advice}"), writing(tmp_path / "file"):
         raise OSError(number, os.strerror(number), str(tmp_path / "file"))
+
+
+def test_who_may_no_longer_write_into_its_folder_tells_what_it_could_not_write(tmp_path):
+    denied = mock.patch.object(Path, "unlink", side_effect=PermissionError)
+    with pytest.raises(DiskError, match="the export"), denied, held(tmp_path, "run 1"):
+        raise DiskError("the export")
+    with held(tmp_path, "run 2") as before:
+        assert before == "run 1"

@@ -44,8 +44,16 @@ def test_wsd_is_constant_then_falls():
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():
-    shape = {"model_type": "qwen2", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
-             "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}  # fmt: skip
+    shape = {
+        "model_type": "qwen2",
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    }
     model = CausalLM(ModelConfig.from_hf(shape))
     decay, rest = parameter_groups(model, 0.3)
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)

@@ -247,9 +247,9 @@ class RolloutMaker:
         prompts = [torch.as_tensor(dataset[i].sequences[0].tokens).int() for i in indices]
         mine = range(self.mesh.rank, len(prompts), self.mesh.world_size)
         own = {p * K + k: prompts[p] for p in mine for k in range(K)}
-        self.phase("sampling", long=True)
+        self.phase("sampling")
         found = self.sampler.sample(own, number)
-        self.phase("reward", long=True)
+        self.phase("reward")
         if self.reward is not None:
             places = [indices[n // K] for n in found]
             scores = self.reward(

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from ulysses.config.section import ConfigError, flat
 from ulysses.data.read.chat import tokenizer_digest
 from ulysses.disk import HOLDER, DiskError, digest_of, held, sampled_digest
-from ulysses.environment import local_rank
+from ulysses.environment import NODE, local_rank
 from ulysses.parallel.mesh import gather
 from ulysses.run.preflight import Prepared
 
-NODE = os.uname().nodename
 PACKAGES = Path(__file__).parents[2]
 
 

@@ -9,9 +9,9 @@ export stays in it.
 
 import json
 import shutil
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from ulysses.data.read.chat import SPECIAL_NAMES
 from ulysses.data.read.sources import parse_sources
 from ulysses.disk import check_files, writing
 from ulysses.run.checkpoint import read_run_state
+from ulysses.run.metrics import logged
 from ulysses.run.registry import STAGES
 from ulysses.zero.state import SavedSlices
 
@@ -162,22 +163,19 @@ def export_model(
     """
     lora, stage = config.model.lora, STAGES[config.stage]
     whole = merge or lora.merge or not lora.rank
-    main = not (dist.is_initialized() and dist.get_rank())
-    with whole_folder(out, f" after step {step}") if main else nullcontext() as new:
-        weights = read(lambda name: whole and ".lora_" not in name)
-        if lora.rank:
-            from models.lora import is_adapter, merged, save_adapters
+    weights = read(lambda name: whole and ".lora_" not in name)
+    if lora.rank:
+        from models.lora import is_adapter, merged, save_adapters
 
-            adapters = dict(read(is_adapter))
-            if main:
-                weights = merged(weights, adapters, lora)
-        if new is None:
-            deque(weights, maxlen=0)  # this rank only takes part in gathering them
-            return
-        if whole:
-            write_weights(new, weights)
-        else:
+        adapters = dict(read(is_adapter))
+    if dist.is_initialized() and dist.get_rank():
+        deque(weights, maxlen=0)  # this rank only takes part in gathering them
+        return
+    with whole_folder(out, f" after step {step}") as new:
+        if not whole:
             save_adapters(new, adapters, config.model, reward=stage.reward)
+        else:
+            write_weights(new, merged(weights, adapters, lora) if lora.rank else weights)
         write_json(new / CONFIG, shape.to_hf(dtype=config.model.dtype, reward=stage.reward))
         copy_side_files(config.output / "tokenizer", new)
         (new / CARD).write_text(model_card(config, step), encoding="utf-8")
@@ -281,13 +279,8 @@ def model_card(config: Config, step: int) -> str:
         key: [Path(source.path).name for source in parse_sources(getattr(config.data, key))]
         for key in ("train", "eval")
     }
-    metrics: dict[str, Any] = {}
-    log = config.output / "metrics.jsonl"
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    for line in lines:
-        # a kill may cut the last one short
-        if line.endswith("}\n") and (values := json.loads(line))["step"] <= step:
-            metrics |= values
+    lines = logged(config.output / "metrics.jsonl")
+    metrics = dict(ChainMap(*(line for line in reversed(lines) if line["step"] <= step)))
     packages = ("ulysses-engine", "torch", "deepspeed", "transformers", "peft")
     facts = {
         "settings": settings,

@@ -10,13 +10,14 @@ A launcher ends all its processes as soon as one has left. So nobody leaves befo
 """
 
 import os
-import select
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -84,16 +85,22 @@ def complain(error: Exception, *, debug: bool) -> None:
     node = f" (node of rank {rank})" if rank else ""
     sentence = f"error{node}: {error}"
     say_below(sentence)
-    if not launched:
-        return
-    with suppress(OSError):
-        # A process stays behind that prints the sentence again when the launcher, our parent, has ended.
-        launcher = os.pidfd_open(os.getppid())
-        if os.fork() == 0:
-            os.setsid()  # the launcher ends its children's groups
-            if select.select([launcher], [], [], LAUNCHER_SECONDS)[0]:
-                say_below(sentence)
-            os._exit(0)
+    if launched:
+        start_witness(sentence, os.getppid(), LAUNCHER_SECONDS)
+
+
+def start_witness(sentence: str, launcher: int, seconds: float) -> Any:
+    """Start a process (witness.py) that outlives this one; return what takes a word that there is nothing to say.
+
+    Without that word, once this process has ended, it prints the sentence when the launcher has ended too, if it does
+    so within so many seconds.
+    """
+    script = Path(__file__).with_name("witness.py")
+    line = [sys.executable, "-IS", script, str(launcher), str(seconds), sentence]
+    # a launcher ends the sessions of its processes
+    return subprocess.Popen(
+        line, bufsize=0, stdin=subprocess.PIPE, start_new_session=True
+    ).stdin
 
 
 def grace_note(seconds: float) -> str:

@@ -59,6 +59,12 @@ def device_peak_flops() -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
+def logged(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl; a kill may have cut the last one short."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
 class MetricsLog:
     """Write metrics.jsonl, TensorBoard and optionally W&B, and show a progress bar. Rank 0 only.
 
@@ -87,15 +93,10 @@ class MetricsLog:
         self.failure: DiskError | None = None
         self.path, board = folder / "metrics.jsonl", str(folder / "tensorboard")
         with writing(self.path):
-            if self.path.exists():
-                lines = self.path.read_text().splitlines(keepends=True)
-                whole = (
-                    line for line in lines if line.endswith("}\n")
-                )  # a kill may cut the last one short
-                kept = (line for line in whole if json.loads(line)["step"] <= first_step)
-                temporary = self.path.with_suffix(".tmp")
-                temporary.write_text("".join(kept))
-                temporary.rename(self.path)
+            kept = [line for line in logged(self.path) if line["step"] <= first_step]
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+            temporary.rename(self.path)
             self.file = self.path.open("a")
             self.board = SummaryWriter(board, purge_step=first_step + 1)
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)

@@ -291,7 +291,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of this step into the run folder."""
-        self.watch.phase("save", long=True)
+        self.watch.phase("save")
         policies, folder = self.policies.state_dict(), Path(self.run.output) / "checkpoints"
         state = {"step": self.step, "best": self.best, "policies": policies, **self.description}
         save_checkpoint(folder, self.engine, state, self.stage.save, keep=self.run.keep)

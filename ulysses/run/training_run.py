@@ -38,7 +38,12 @@ from ulysses.run.trainer import Trainer
 from ulysses.run.watch import Watch
 from ulysses.stages.base import AuxiliaryModel, BuildContext
 from ulysses.zero.canary import check_deepspeed
-from ulysses.zero.construct import end_distributed, initialize_distributed, meet
+from ulysses.zero.construct import (
+    end_distributed,
+    initialize_distributed,
+    lift_time_limits,
+    meet,
+)
 from ulysses.zero.gather import full_parameters
 
 IMPORT_SECONDS = 60.0  # by which a process may start later than another
@@ -64,9 +69,9 @@ class TrainingRun:
         self.watch = Watch(config.run.stall_warning, config.run.timeout)
         self.watch.start(partial(meet, max(config.run.timeout, IMPORT_SECONDS)))
         try:
-            self.watch.phase("checks", long=True)
+            self.watch.phase("checks")
             self.prepared = prepare(config)
-            self.watch.phase("tokenising", long=True)
+            self.watch.phase("tokenising")
             self.train_data, self.eval_data = data = self.prepared.open_data()
             self.data_names = [str(each and each.folder.name) for each in data]
             self.changes = self.prepared.changes(self.data_names)
@@ -80,6 +85,7 @@ class TrainingRun:
 
     def __enter__(self) -> "TrainingRun":
         self.watch.phase("start")
+        self.watch.leave_witness()
         self.device = initialize_distributed(self.watch.wait_for_store())
         try:
             self.trainer = self._build()
@@ -140,10 +146,11 @@ class TrainingRun:
                 self.say(f"{name} data: {data.report}")
         memory = self.memory = choose_memory(case)
         self.say(memory_line(memory))
-        self.watch.phase("building the model", long=True)
+        self.watch.phase("building the model")
         self.engine = build_engine(config, prepared.weights, mesh, memory)
         self.resources.callback(self.engine.destroy)
-        self.watch.phase("preparing the stage", long=True)
+        lift_time_limits()  # the groups exist, and the watch ends a run that does not move
+        self.watch.phase("preparing the stage")
         inputs = stage.extend_data(self._stage_inputs())
         built = stage.build(inputs)
         loader = self.loader(inputs.train_data)
@@ -254,7 +261,7 @@ class TrainingRun:
         `for_servers` writes whole weights, with the adapters added, and says nothing.
         """
         config, step = self.config, self.trainer.step
-        self.watch.phase("export", long=True)
+        self.watch.phase("export")
 
         def read(wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
             found = full_parameters(

@@ -5,11 +5,12 @@
                     without progress, place; where this process makes no progress, the first ranks of a node read
                     everybody's; ends the process when another one has told the reason
     watch thread    warns after run.stall_warning and ends the process after run.timeout; it never waits for the store,
-                    because the store may be what is gone
-    signal thread   while the run trains: hears signals even if the main thread is stuck
+                    because the store may be what is gone, and hears signals even if the main thread is stuck
+    witness         a process of its own (witness.py), which speaks if rank 0 ends without a word
 
-A run has stopped when nobody makes progress. The victim is the rank whose `alive` stops, or else the rank with the
-fewest phases and collectives. The first rank of each node that finds out tells it.
+Progress is a phase or a collective that begins, an answer, or bytes of files. A run has stopped when nobody makes any.
+The victim is the rank whose `alive` stops, or else the rank with the fewest phases and collectives. The first rank of
+each node that finds out tells it.
 """
 
 import json
@@ -19,27 +20,33 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import inf
-from pathlib import Path
+from select import select
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import psutil
 
 from ulysses import environment
-from ulysses.run.failure import POLL_SECONDS, PRINTED, breaks_off, say_below, within
-from ulysses.zero.construct import START_SECONDS, collectives_begun, limit_groups
+from ulysses.environment import NODE
+from ulysses.run.failure import (
+    POLL_SECONDS,
+    PRINTED,
+    breaks_off,
+    say_below,
+    start_witness,
+    within,
+)
+from ulysses.zero.construct import collectives_begun
 
-NODE = os.uname().nodename
 ALIVE, TOLD = "ulysses/alive", "ulysses/told on the node of"
 BEAT_SECONDS = 1.0
 # So long without a beat, while others wait for a process, means that it is gone or stopped.
 SILENT_SECONDS = 6.0
-DAY_SECONDS = 86400.0
-# Process groups wait so much longer than the watch, so that its sentence comes first.
-MARGIN_SECONDS = 10.0
+DOUBTS = 2  # glances at a run that does not move, before it ends
 READERS = 2  # of each node, in case the first one is the victim
-BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines
+BYTES_OF_PROGRESS = 1 << 14  # in a beat: more than log lines, and than the watch itself reads
 
 
 class Beat(NamedTuple):
@@ -80,24 +87,36 @@ class Watch:
         self._rank, self._local_rank = environment.rank(), environment.local_rank()
         self.stop_wanted = False
         self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
-        self._stepped = False  # once a step is done, nothing is slow for being the first
-        self._long = False
-        self._patience = 0.0  # of the process groups
         self._event: Any = None  # of the GPU, at the end of the last step
         self._begun = 0  # collectives
         self._peers: dict[bytes, Beat] = {}  # by what was written
-        self._started = self._answered = monotonic()  # the latter: when the store last answered
+        self._answered = monotonic()  # when the store last did
         self._broken = False  # the connection to the store is
         self._hurried = 0.0  # seconds of silence that count at once
+        self._interrupted = inf  # when the first SIGINT came
         self._stop, self._met = threading.Event(), threading.Event()
+        self._witness: Any = None  # takes a word that the reason has been told
 
     # ---------------------------------------------------------------- the main thread
 
     def start(self, meet: Callable[[], Any] | None = None) -> None:
         """Start the threads; `meet`, which returns the store, waits for the other processes in one of them."""
-        self._launchers = _launchers()
-        self._threads = [_in_background(self._look_after)]
-        self._threads.append(_in_background(self._correspond, meet or (lambda: self.store)))
+        self._signals, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        for work in (self._look_after, partial(self._correspond, meet or (lambda: self.store))):
+            threading.Thread(target=work, daemon=True, name="failure watch").start()
+
+    def leave_witness(self) -> None:
+        """Have a process say it if rank 0, from here on, ends without a word; `stop` is one."""
+        if self._rank == 0:
+            alone = environment.world_size() == 1 and not environment.launched()
+            # the other processes need longer to notice it, and tell it themselves
+            self._witness = start_witness(
+                f"error: rank 0 on {NODE} has ended before the run, and without a word: code that the run calls, such "
+                "as a reward function, has ended the process, or it was killed; --run.resume auto continues the run",
+                os.getpid() if alone else os.getppid(),
+                SILENT_SECONDS - BEAT_SECONDS,
+            )
 
     def wait_for_store(self) -> Any:
         """Return the store, once the processes have met."""
@@ -105,19 +124,18 @@ class Watch:
         return self.store
 
     def stop(self) -> None:
-        """End the threads; the processes call it before they part in good order."""
+        """End the threads; a process calls it before it ends in good order, or tells why it does not."""
         self._stop.set()
+        if self._witness is not None:
+            with suppress(OSError):
+                self._witness.write(b"told")
 
-    def phase(self, name: str, step: int | None = None, *, long: bool = False) -> None:
-        """Note that something else begins. In what is `long`, reading and writing files counts as progress too."""
+    def phase(self, name: str, step: int | None = None) -> None:
+        """Note that something else begins."""
         self._step = self._step if step is None else step
         self._place = f"step {self._step}, {name}" if self._step else name
-        self._long, self._moved = long, monotonic()
+        self._moved = monotonic()
         self._phases += 1
-        patience = DAY_SECONDS if long else self._limit + MARGIN_SECONDS
-        if self.store is not None and (patience != self._patience or not self._stepped):
-            self._patience = patience
-            limit_groups(patience)
 
     def pause(self) -> None:
         """Watch nothing until the next phase: what this process does now belongs to no run."""
@@ -128,8 +146,8 @@ class Watch:
         self._moved = max(self._moved, monotonic())
 
     def step_done(self, event: Any = None) -> None:
-        """Note that a step is done on the host, and an event that a GPU reaches when it has done it too."""
-        self._stepped, self._event = True, event
+        """Note an event that a GPU reaches when it has done the step that the host has done."""
+        self._event = event
 
     def report_failure(self, error: BaseException | None) -> None:
         """End the process in the name of the rank that is gone, if that explains an error of communication."""
@@ -147,32 +165,14 @@ class Watch:
         before = {
             n: signal.signal(n, self.ask_to_stop) for n in (signal.SIGTERM, signal.SIGINT)
         }
-        come, wake = os.pipe()
-        os.set_blocking(wake, False)
-        _in_background(self._listen, come)
-        descriptor = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        # their numbers reach the watch thread even while the main thread is stuck in a collective
+        descriptor = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         try:
             yield
         finally:
             signal.set_wakeup_fd(descriptor)
-            os.close(wake)
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    # ---------------------------------------------------------------- a thread for signals
-
-    def _listen(self, come: int) -> None:
-        """Read the signals' numbers, which come here even while the main thread is stuck in a collective."""
-        first = inf
-        while numbers := os.read(come, 64):
-            if signal.SIGINT in numbers:
-                if monotonic() - first > POLL_SECONDS:
-                    os._exit(128 + signal.SIGINT)
-                first = min(first, monotonic())
-            self._hurried = self._hurried or 2 * SILENT_SECONDS
-            if self._rank == 0:
-                say_below("asked to stop: the run saves after this step")
-        os.close(come)
 
     # ---------------------------------------------------------------- the clerk thread
 
@@ -188,7 +188,7 @@ class Watch:
                 return  # this process ends for a reason of its own, as the others may have done
             if self._local_rank < READERS:
                 say_below(f"error: {error}")
-            os._exit(1)
+            self._leave(1)
         self._met.set()
         if self.store is None:
             return
@@ -198,7 +198,7 @@ class Watch:
             begun, enough = self._begun, size + BYTES_OF_PROGRESS
             with suppress(RuntimeError):
                 self._begun = collectives_begun()
-            size = _bytes_moved(self._threads) if self._long else 0
+            size = _bytes_moved()
             if self._begun != begun or size > enough:
                 self.renew()
             beat = self._beat()
@@ -219,36 +219,29 @@ class Watch:
         found = {}
         for rank in range(environment.world_size()):
             key = f"{ALIVE}/{rank}"
-            if self._own.check([key]):
+            text = json.dumps([-1, 0, 0.0, rank, "its node", "its start"]).encode()
+            if self._own.check([key]):  # if not, it has met the others, but not begun
                 text = self._own.get(key)
-                found[text] = self._peers.get(text) or Beat(*json.loads(text), monotonic())
-            else:  # it has met the others, but not begun
-                place = "its start"
-                found[key.encode()] = Beat(-1, 0, 0.0, rank, "its node", place, self._started)
+            found[text] = self._peers.get(text) or Beat(*json.loads(text), monotonic())
         return found
 
     def _beat(self) -> Beat:
         """Say where this process is; with a GPU, whether that one has come as far."""
-        now, node, place = monotonic(), NODE, self._place
+        now, place = monotonic(), self._place
         with suppress(RuntimeError):  # of a GPU that has failed
             if self._event is not None and not self._event.query():
                 place += " (its GPU has not finished the step before)"
         idle = now - self._moved
-        return Beat(self._phases, self._begun, idle, self._rank, node, place, now)
+        return Beat(self._phases, self._begun, idle, self._rank, NODE, place, now)
 
     # ---------------------------------------------------------------- the watch thread
 
-    @property
-    def _limit(self) -> float:
-        visible = (
-            self._stepped or self._long
-        )  # progress; kernels are compiled without a sign of it
-        return self.timeout if visible else max(self.timeout, START_SECONDS)
-
     def _look_after(self) -> None:
-        warned = -1
-        while not self._stop.wait(POLL_SECONDS):
-            if self._launchers != _launchers():
+        warned, doubts, launchers = -1, 0, _launchers()
+        while not self._stop.is_set():
+            if select([self._signals], [], [], POLL_SECONDS)[0]:
+                self._heard(os.read(self._signals, 64))
+            if launchers != _launchers():
                 self.ask_to_stop()
             if self.store is None:
                 continue
@@ -260,15 +253,27 @@ class Watch:
             patience = self._hurried or self.timeout
             if self._broken and not environment.agent_holds_store():
                 patience = SILENT_SECONDS
-            stopped = idle > self._limit and self._local_rank < READERS
+            stopped = idle > self.timeout and self._local_rank < READERS
             cut_off = own > patience and silence > patience
-            if stopped or cut_off:
+            # this process may itself have been frozen, and first hears how the others are
+            doubts = doubts + 1 if stopped or cut_off else 0
+            if doubts > DOUBTS:
                 self._end(self._sentence())
-            # the first step may take long without a fault, a silent process is one at any time
-            slow = (idle if self._stepped else min(own, silence)) > self.warning > 0
-            if slow and warned != self._phases and self._local_rank == 0:
+            if idle > self.warning > 0 and warned != self._phases and self._local_rank == 0:
                 warned = self._phases
                 say_below(f"warning: {self._sentence()}")
+        os.close(self._signals)
+        os.close(self._wake)
+
+    def _heard(self, numbers: bytes) -> None:
+        """Act on signals; a second SIGINT comes later than the same one from a terminal and from a launcher."""
+        if signal.SIGINT in numbers:
+            if monotonic() - self._interrupted > POLL_SECONDS:
+                self._leave(128 + signal.SIGINT)
+            self._interrupted = min(self._interrupted, monotonic())
+        self._hurried = self._hurried or 2 * SILENT_SECONDS
+        if self._rank == 0:
+            say_below("asked to stop: the run saves after this step")
 
     def _sentence(self) -> str:
         """Name the victim, its node, where it was and how long ago."""
@@ -305,33 +310,26 @@ class Watch:
                 say_below(f"error: {sentence}")
             # a launcher ends all its processes as soon as one has left
             sleep(2 * BEAT_SECONDS)
-        os._exit(1)
+        self._leave(1)
+
+    def _leave(self, code: int) -> None:
+        """End this process at once; the reason has been told."""
+        self.stop()
+        os._exit(code)
 
 
-def _in_background(target: Callable[..., None], *arguments: Any) -> threading.Thread:
-    thread = threading.Thread(target=target, args=arguments, daemon=True, name="failure watch")
-    thread.start()
-    return thread
-
-
-def _bytes_moved(others: list[threading.Thread]) -> int:
-    """Count the bytes that this process has read, also through memory maps, and written, without these threads' own.
-
-    0 if nobody counts them.
-    """
-    with suppress(OSError, ValueError):
-        own = (f"/proc/self/task/{thread.native_id}/io" for thread in others)
-        return _counted("/proc/self/io") - sum(map(_counted, own))
+def _bytes_moved() -> int:
+    """Count the bytes of files that this process has read, also through memory maps, and written; 0 if nobody does."""
+    with suppress(psutil.Error, OSError):
+        io = psutil.Process().io_counters()
+        return io.read_chars + io.write_chars + io.read_bytes
     return 0
 
 
-def _counted(path: str) -> int:
-    lines = (line.split(": ") for line in Path(path).read_text().splitlines())
-    return sum(int(n) for name, n in lines if name in ("rchar", "wchar", "read_bytes"))
-
-
-def _launchers() -> list[psutil.Process]:
+def _launchers() -> list[int]:
     """Return the process that started this one, if it is a launcher; deepspeed's has another one in front of it."""
-    if not environment.launched():
-        return []
-    return psutil.Process().parents()[: 1 + environment.launched_by_deepspeed()]
+    with suppress(psutil.Error):  # it ends at this moment
+        parent = psutil.Process(os.getppid())
+        found = [parent.pid, parent.ppid()]
+        return found[: environment.launched() + environment.launched_by_deepspeed()]
+    return []

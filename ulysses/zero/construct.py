@@ -29,7 +29,9 @@ from ulysses.zero.deepspeed_internals import (
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 STREAMING = 1 << 20
 USUAL = 32 << 20  # where glibc's own rule ends up
-START_SECONDS = 1800.0  # that processes wait for each other until the first step is done
+START_SECONDS = 1800.0  # that processes wait for each other to come
+# Collectives never give up by themselves: the watch (ulysses/run/watch.py) ends a run that does not move.
+FOR_EVER = timedelta(days=1)
 
 
 def meet(seconds: float = START_SECONDS) -> dist.Store | None:
@@ -95,7 +97,7 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
         store: from `meet`; without it the processes find each other through their environment.
     """
     environment.complete()
-    bound, backend, timeout = None, "gloo", timedelta(seconds=START_SECONDS)
+    bound, backend, timeout = None, "gloo", FOR_EVER
     if torch.cuda.is_available():
         bound, backend = torch.device("cuda", environment.local_rank()), "nccl"
         torch.cuda.set_device(bound)
@@ -127,10 +129,13 @@ def common_store() -> dist.Store | None:
     return None
 
 
-def limit_groups(seconds: float) -> None:
-    """Let collectives of every process group, DeepSpeed's and the engine's, that begin from now on wait so long."""
+def lift_time_limits() -> None:
+    """Let every process group made so far, DeepSpeed's and the engine's, wait for ever.
+
+    Call it while no collective runs: torch's own threads read the limit too.
+    """
     for group in _groups():
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        dist.distributed_c10d._set_pg_timeout(FOR_EVER, group)
 
 
 def collectives_begun() -> int:
