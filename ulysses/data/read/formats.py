@@ -36,8 +36,9 @@ from ulysses.data.read.sources import (
 )
 
 Row = Mapping[str, Any]
-# the index of its source, its file and number, and the row as it was read: a line of bytes, or the row itself
-LocatedRow = tuple[int, str, Any]
+# the index of its source, its file and number, whether it continues the document of the row before, and the row as it
+# was read: a line of bytes, or the row itself
+LocatedRow = tuple[int, str, bool, Any]
 Event = tuple[str, str, str]  # the arguments of Report.count
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
@@ -57,7 +58,7 @@ class Record:
             list (prompt). Their assistant messages are trained.
         ranks: of ranked answers; the best have 0.
         columns: numbers that go with the example, such as the margin of a pair.
-        text: a document of stage pt, or a part of one; parts of the same document have the same source and `where`.
+        text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
         where: file and row number, for messages; source: index of the source; row: of a prompt, as it was read.
     """
 
@@ -66,6 +67,7 @@ class Record:
     tools: Sequence[Any] = ()
     columns: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
+    continues: bool = False
     where: str = ""
     source: int = 0
     row: Any = None
@@ -133,11 +135,12 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
             for file in [] if is_hub_id(source) else source_files(source, left_out=True):
                 report.count("notes", f"files left out, not of split {source.split}", str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):
-                report.read += where != last  # a long document comes in several parts
+                continues = where == last  # a long document comes in several parts
+                report.read += not continues
                 last = where
-                yield index, where, row
+                yield index, where, continues, row
         except DataError as error:
-            yield index, last, error
+            yield index, last, False, error
 
 
 def read_records(
@@ -157,7 +160,7 @@ def read_records(
 
     Raises DataError: a missing or broken file, or a row that breaks its format.
     """
-    for index, where, found in rows:
+    for index, where, continues, found in rows:
         source = sources[index]
         with dropping(events, where, bad_rows):
             row = _checked(found)
@@ -165,7 +168,7 @@ def read_records(
             if len(records) > 1:
                 events.append(("notes", "rows that gave several examples", where))
             for record in records:
-                record.where, record.source = where, index
+                record.where, record.source, record.continues = where, index, continues
                 if kind == "prompt":
                     record.row = row
                 yield record
