@@ -19,7 +19,7 @@ from pathlib import Path
 from string import printable
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import TemplateError, nodes
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -229,30 +229,46 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str = "tokenizer") -> None:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template)
-        self.marks_generation = re.search(r"\{%-?\s*generation\b", self.text) is not None
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
         environment = template_environment()
+
+        def sample() -> list[str]:
+            """Render a question with and without an opened turn, and with an answer."""
+            self._compiled = environment.from_string(self.text)
+            both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
+            parts = (both[:1], True), (both[:1], False), (both, False)
+            return [self._render(part, None, opens) for part, opens in parts]
+
         try:
-            if not ends(lambda: self._open(environment)):
+            if not ends(sample):
                 too_much()
-            self._open(environment)
+            opened, closed, answered = sample()
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
         except (DropRowError, BadRowError) as error:
             raise DataError(
                 f"chat template {template} cannot render one question: {error}"
             ) from None
+        self.marks_generation = OPEN in answered
         tree = environment.parse(self.text)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
-        self._check(template, tokenizer)
-
-    def _open(self, environment: Environment) -> None:
-        """Compile the template, and render a question with and without an open turn, and with an answer."""
-        self._compiled = environment.from_string(self.text)
-        both = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-        parts = (both[:1], True), (both[:1], False), (both, False)
-        self._samples = [self._render(part, None, opens) for part, opens in parts]
+        # Mistral's and Llama-2's write nothing where the assistant's turn begins
+        is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
+        if not is_opened and not self.marks_generation:
+            raise DataError(
+                f"chat template {template} knows neither add_generation_prompt nor {{% generation %}}, so "
+                "the assistant's tokens cannot be told apart; add one of them"
+            )
+        known = tokenizer.backend_tokenizer.token_to_id
+        written = set(TEXT_TOKEN.findall(opened + answered))
+        absent = sorted(text for text in written if known(text) is None)
+        if absent and template != "tokenizer":  # TinyLlama's own writes <|user|> as plain text
+            raise DataError(
+                f"chat template {template} writes {', '.join(absent)}, which the tokenizer does not have; "
+                f"set data.chat_template to another of "
+                f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
+            )
 
     @property
     def end_of_turn(self) -> int:
@@ -335,11 +351,8 @@ class ChatTemplate:
             return [self._cut(text.partition(BEGUN)[0], {})]
         last = answers[-1]
         whole, known = self._up_to(plain, guarded_tools, last)
-        if not self.marks_generation:
-            if turns != "separate" and len(answers) > 2:
-                known |= self._at_once(plain, guarded_tools, whole, known)
         # Only templates that know of thinking are known to write earlier turns differently.
-        elif turns == "separate" or (turns == "auto" and "think" in self.text):
+        if turns == "separate" or (turns == "auto" and "think" in self.text):
             known = {last: known[last]}
         texts: dict[str, dict[Span, float]] = {}
         for i in reversed(answers):
@@ -400,31 +413,6 @@ class ChatTemplate:
             "the chat template does not write an answer, or not all of it, where it opens the assistant's turn"
         )
 
-    def _at_once(
-        self, messages: list[Any], tools: Any, text: str, last: dict[int, Span]
-    ) -> dict[int, Span]:
-        """Find all answers by marks in the last one's text, in time linear in the turns; {} if there is a doubt."""
-        marked = messages[: max(last) + 1]
-        places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
-        for i in places:
-            content = marked[i]["content"]
-            if not content or content != content.strip() or len(marked[i]) > 2:
-                return {}
-            marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
-        start, first = self._up_to(messages, tools, places[0])
-        parts = _at_marks(self._render(marked, tools, False))
-        ends, tail = list(accumulate(map(len, parts))), parts[-1]
-        spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
-        is_certain = (
-            "".join(parts) == text
-            and len(parts) == 2 * len(places) + 1
-            and text.startswith(start.rstrip("\n"))
-            and {**first, **last}.items() <= spans.items()
-            and all(part.endswith(self._opening) for part in parts[:-1:2])
-            and all(part.startswith(tail) for part in parts[2::2])
-        )
-        return spans if is_certain else {}
-
     def _cut(self, text: str, answers: dict[Span, float]) -> Rendered:
         """Cut a rendered text around weighted answers, which end just after their end-of-turn tokens."""
         encoder, eos = self.encoder, self._special_names["eos_token"]
@@ -466,24 +454,6 @@ class ChatTemplate:
             too_much()
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise DropRowError(f"the chat template refuses it: {error}") from None
-
-    def _check(self, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
-        opened, closed, answered = self._samples
-        self._opening = opened.removeprefix(closed)  # of the assistant's turn
-        if opened == closed and not self.marks_generation:
-            raise DataError(
-                f"chat template {name} knows neither add_generation_prompt nor {{% generation %}}, so "
-                "the assistant's tokens cannot be told apart; add one of them"
-            )
-        written = set(TEXT_TOKEN.findall(opened + answered))
-        known = tokenizer.backend_tokenizer.token_to_id
-        absent = sorted(text for text in written if known(text) is None)
-        if absent:
-            raise DataError(
-                f"chat template {name} writes {', '.join(absent)}, which the tokenizer does not have; "
-                f"set data.chat_template to another of "
-                f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
-            )
 
 
 def _is_lost(message: dict[str, Any], answer: str) -> bool:

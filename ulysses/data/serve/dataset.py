@@ -25,7 +25,7 @@ from ulysses.data import DataError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.read.formats import Event, LocatedRow, Report, locate_rows, read_records
-from ulysses.data.read.sources import Source, count_rows, in_batches, source_digest
+from ulysses.data.read.sources import Source, count_rows, in_batches, pinned, source_digest
 from ulysses.data.serve.encode import (
     DataSettings,
     Example,
@@ -64,6 +64,7 @@ def open_dataset(
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
     cache = Path(cache).expanduser()
+    sources = [pinned(source) for source in sources]
     template = None if kind == "text" else ChatTemplate(tokenizer, chat_template)
     content = [
         FORMAT_VERSION,
