@@ -134,7 +134,7 @@ def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list
         found: set[str] = set()
         for source in sources:
             if is_hub_id(source) or _is_saved_dataset(source.place):
-                found.add(f"{source.path} {source.subset or ''} split {source.split}")
+                found.add(" ".join(filter(None, (source.path, source.subset, source.split))))
             else:
                 found.update(str(file.resolve()) for file in source_files(source))
         return found
