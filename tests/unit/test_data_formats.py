@@ -555,7 +555,7 @@ def test_what_is_read_twice_is_told(tmp_path):
     assert repeated_data([folder], [train]) == repeated_data([train], [train]) == [train.path]
     assert repeated_data([folder, saved], [held_out, Source(saved.path, split="a")]) == []
     assert repeated_data([Source("org/data")], [Source("org/data", max_examples=3)]) == [
-        "org/data split train"
+        "org/data train"
     ]
 
 

@@ -33,6 +33,7 @@ from ulysses.data.read.templates import (
     OPEN,
     template_environment,
     template_text,
+    with_marks,
 )
 
 TURN_ENDS = (
@@ -230,11 +231,11 @@ class ChatTemplate:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template)
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
-        environment = template_environment()
+        environment, marked = template_environment(), with_marks(self.text)
 
         def sample() -> list[str]:
             """Render a question with and without an opened turn, and with an answer."""
-            self._compiled = environment.from_string(self.text)
+            self._compiled = environment.from_string(marked)
             both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
             parts = (both[:1], True), (both[:1], False), (both, False)
             return [self._render(part, None, opens) for part, opens in parts]
@@ -250,7 +251,8 @@ class ChatTemplate:
                 f"chat template {template} cannot render one question: {error}"
             ) from None
         self.marks_generation = OPEN in answered
-        tree = environment.parse(self.text)
+        self._opening = opened.removeprefix(closed)  # of the assistant's turn
+        tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
         # Mistral's and Llama-2's write nothing where the assistant's turn begins
@@ -339,10 +341,12 @@ class ChatTemplate:
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
-        if tools and "tools" not in self.text:
-            raise DropRowError("the chat template has no place for tools")
-        if any(message.tool_calls for message in messages) and "tool_calls" not in self.text:
-            raise DropRowError("the chat template has no place for tool calls")
+        called = any(message.tool_calls for message in messages)
+        for given, key in ((tools, "tools"), (called, "tool_calls")):
+            if given and key not in self.text:
+                raise DropRowError(
+                    f"the chat template has no place for {key.replace('_', ' ')}"
+                )
         plain = [self._plain(message) for message in messages]
         guarded_tools = self.encoder.guard(tools) or None
         if not answers:
@@ -351,8 +355,10 @@ class ChatTemplate:
             return [self._cut(text.partition(BEGUN)[0], {})]
         last = answers[-1]
         whole, known = self._up_to(plain, guarded_tools, last)
+        if not self.marks_generation and turns != "separate" and len(answers) > 2:
+            known = self._at_once(plain, guarded_tools, whole, known)
         # Only templates that know of thinking are known to write earlier turns differently.
-        if turns == "separate" or (turns == "auto" and "think" in self.text):
+        elif turns == "separate" or (turns == "auto" and "think" in self.text):
             known = {last: known[last]}
         texts: dict[str, dict[Span, float]] = {}
         for i in reversed(answers):
@@ -412,6 +418,31 @@ class ChatTemplate:
         raise DropRowError(
             "the chat template does not write an answer, or not all of it, where it opens the assistant's turn"
         )
+
+    def _at_once(
+        self, messages: list[Any], tools: Any, text: str, last: dict[int, Span]
+    ) -> dict[int, Span]:
+        """Find all answers by marks in the last one's text, in time linear in the turns; only `last` if in doubt."""
+        marked = messages[: max(last) + 1]
+        places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
+        for i in places:
+            content = marked[i]["content"]
+            if not content or content != content.strip() or len(marked[i]) > 2:
+                return last
+            marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
+        start, first = self._up_to(messages, tools, places[0])
+        parts = _at_marks(self._render(marked, tools, False))
+        ends, tail = list(accumulate(map(len, parts))), parts[-1]
+        spans = {i: (a, b + len(tail)) for i, a, b in zip(places, ends[::2], ends[1::2])}
+        is_certain = (
+            "".join(parts) == text
+            and len(parts) == 2 * len(places) + 1
+            and text.startswith(start.rstrip("\n"))
+            and {**first, **last}.items() <= spans.items()
+            and all(part.endswith(self._opening) for part in parts[:-1:2])
+            and all(part.startswith(tail) for part in parts[2::2])
+        )
+        return spans if is_certain else last
 
     def _cut(self, text: str, answers: dict[Span, float]) -> Rendered:
         """Cut a rendered text around weighted answers, which end just after their end-of-turn tokens."""

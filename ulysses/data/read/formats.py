@@ -49,7 +49,7 @@ ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 EXAMPLES_PER_REASON = 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Record:
     """One training example before tokenisation.
 
@@ -60,7 +60,7 @@ class Record:
         ranks: of ranked answers; the best have 0.
         columns: numbers that go with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
-        where: file and row number, for messages; source: index of the source; row: of a prompt, as it was read.
+        where: file and row number, for messages; source: index of the source; row: as it was read.
     """
 
     prompt: Messages
@@ -175,10 +175,7 @@ def read_records(
             if len(records) > 1:
                 events.append(("notes", "rows that gave several examples", where))
             for record in records:
-                record.where, record.source, record.continues = where, index, continues
-                if kind == "prompt":
-                    record.row = row
-                yield record
+                yield replace(record, where=where, source=index, continues=continues, row=row)
 
 
 def _checked(found: Any) -> Row:
@@ -253,8 +250,7 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             prompt = prompt[:-1]
         if _role(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
-        record.prompt, record.answers = prompt, [[]]
-        return [record]
+        return [replace(record, prompt=prompt, answers=[[]])]
     if len(answers) > 1:
         return _comparisons(row, kind, record)
     if kind in ("pair", "ranked"):
@@ -276,10 +272,8 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     if kind == "sequence" and label == 0:
         raise DropRowError("its label is false")
     _check_answer(answer, kind)
-    record.prompt, record.answers = prompt, [answer]
-    if kind == "unpaired":
-        record.columns = {"label": label}
-    return [record]
+    columns = {} if kind == "sequence" else {"label": label}
+    return [replace(record, prompt=prompt, answers=[answer], columns=columns)]
 
 
 def _comparisons(row: Row, kind: str, record: Record) -> list[Record]:

@@ -103,18 +103,15 @@ def open_dataset(
             chunks = cut_documents(chain.from_iterable(chunks), encoder, settings.max_length)
         write_dataset(temporary, kind, chunks, report, [source.path for source in sources])
 
-    damage = ""
-    while True:
-        if build_once(folder, build) and damage:
-            print(f"the tokenised data were damaged ({damage}) and have been made again")
-        try:
-            check_once(folder / DIGESTS, cache)
-            break
-        except DataError as error:
-            if damage:
-                raise
+    build_once(folder, build)
+    try:
+        check_once(folder / DIGESTS, cache)
+    except DataError as error:
+        discard(folder)
+        if build_once(folder, build):
             damage = str(error).partition(";")[0]
-            discard(folder)
+            print(f"the tokenised data were damaged ({damage}) and have been made again")
+        check_once(folder / DIGESTS, cache)
     weights = [source.weight for source in sources]
     return TokenizedDataset(folder, weights, settings.max_length, share_prompts)
 
@@ -217,16 +214,16 @@ class TokenizedDataset:
         self._tokens = arrays.pop("tokens")
         ones = np.broadcast_to(np.float32(1), len(self._tokens))
         self._weights = arrays.pop("weights", ones)
-        counts = arrays["_counts"][:, None]
-        exists = np.arange(counts.max()) < counts
-        table = np.zeros((3, *exists.shape), np.int64)
-        table[:, exists] = arrays["_sizes"].reshape(-1, 3).T
-        whole, shared, ranks = table
-        self.prefix_lengths: np.ndarray = shared * share_prompts
-        self.sequence_lengths: np.ndarray = whole - self.prefix_lengths
+        counts = arrays["_counts"]
+        whole, shared, ranks = arrays["_sizes"].reshape(-1, 3).T
+        prefixes = shared * share_prompts
+        own = whole - prefixes
+        self._layout = np.stack([own, prefixes, ranks, whole.cumsum(), own.cumsum()], axis=1)
+        self._firsts = counts.cumsum() - counts
+        exists = np.arange(counts.max()) < counts[:, None]
+        self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
+        self.sequence_lengths[exists], self.prefix_lengths[exists] = own, prefixes
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
-        ends = (each.cumsum().reshape(each.shape) for each in (whole, self.sequence_lengths))
-        self._layout = np.stack([self.sequence_lengths, self.prefix_lengths, ranks, *ends])
         self.sources: np.ndarray = arrays["_source"]
         self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
         if "_prompt" in arrays:  # digests become numbers in the order of the examples
@@ -242,15 +239,15 @@ class TokenizedDataset:
         """Return example `index`; its arrays are views into the memory maps. IndexError ends an iteration."""
         index = range(len(self))[index]
         sequences = []
-        for place, layout in enumerate(self._layout[:, index].T.tolist()):
+        first = self._firsts[index]
+        count = np.count_nonzero(self.sequence_lengths[index])
+        for place, layout in enumerate(self._layout[first : first + count].tolist()):
             length, prefix, rank, end, row_end = layout
-            if length:
-                span, rows = slice(end - length, end), slice(row_end - length, row_end)
-                arrays = self._tokens[span], self._weights[span]
-                columns = {name: values[rows] for name, values in self.token_columns.items()}
-                ranked = {"rank": rank} if self.kind == "ranked" else {}
-                owner = place if prefix else 0
-                sequences.append(Sequence(*arrays, columns, ranked, prefix, owner))
+            span, rows = slice(end - length, end), slice(row_end - length, row_end)
+            arrays = self._tokens[span], self._weights[span]
+            columns = {name: values[rows] for name, values in self.token_columns.items()}
+            ranked = {"rank": rank} if self.kind == "ranked" else {}
+            sequences.append(Sequence(*arrays, columns, ranked, prefix, place if prefix else 0))
         numbers = {name: float(values[index]) for name, values in self.columns.items()}
         return Example(index, tuple(sequences), numbers)
 
