@@ -484,23 +484,6 @@ def test_splits_of_a_saved_folder_and_of_a_folder_without_data_for_the_hub(tmp_p
     assert load(tmp_path / "few")[0][0].text == "a"
 
 
-def test_hub_datasets_go_through_datasets(tmp_path, monkeypatch):
-    def load_dataset(path, name, split, revision):
-        if path != "org/data":
-            raise FileNotFoundError("no such dataset")
-        assert (name, split, revision) == (None, "test", None)
-        return [{"text": "hello"}]
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.chdir(tmp_path)
-    records, _ = load("org/data", split="test")
-    assert records[0].text == "hello" and records[0].where == "org/data row 1"
-    with pytest.raises(
-        DataError, match=r"absent/data does not exist .* no hub dataset .* no such dataset"
-    ):
-        load("absent/data")
-
-
 def test_hub_data_are_those_of_the_commit_that_was_asked_for(
     tokenizer, tmp_path, monkeypatch, capsys
 ):
@@ -508,7 +491,9 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
     asked, commit = [], "1" * 40
 
     def load_dataset(path, name, split, revision):
-        return [{"text": f"{path} {split} {revision}"}]
+        if path == "absent/data":
+            raise FileNotFoundError("no such dataset")
+        return [{"text": f"{path} {name} {split} {revision}"}]
 
     def snapshot_download(path, *, repo_type, revision, allow_patterns):
         if path == "absent/data":
@@ -521,25 +506,25 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
     monkeypatch.chdir(tmp_path)
 
     def opened(path="org/data"):
-        return open_dataset(
-            [Source(path)], "text", tokenizer, DataSettings(100), tmp_path / "cache"
-        )
+        source = Source(path, split="test", revision="v1")
+        return open_dataset([source], "text", tokenizer, DataSettings(100), tmp_path / "cache")
 
     found = [opened(), opened()]
     commit = "2" * 40
     found.append(opened())
-    assert asked == [("org/data", "dataset", None, [])] * 3
+    assert asked == [("org/data", "dataset", "v1", [])] * 3
     assert "asking the Hugging Face hub for the dataset org/data" in capsys.readouterr().out
     assert found[0].folder == found[1].folder != found[2].folder
     for dataset, name in zip(found, "112"):
         assert tokenizer.decode(dataset[0].sequences[0].tokens).startswith(
-            f"org/data train {name * 40}"
+            f"org/data None test {name * 40}"
         )
         assert f"data of the hub's commit {name * 40}: 1 (org/data)" in str(dataset.report)
-    with pytest.raises(
-        DataError, match="absent/data does not exist .* no hub dataset .* no answer"
-    ):
-        opened("absent/data")
+    for opener, problem in ((opened, "no answer"), (load, "no such dataset")):
+        with pytest.raises(
+            DataError, match=f"absent/data does not exist .* no hub dataset .* {problem}"
+        ):
+            opener("absent/data")
 
 
 def test_what_is_read_twice_is_told(tmp_path):

@@ -9,8 +9,6 @@ Templates of reasoning models write earlier turns differently, without their thi
 the end of its own conversation, so that it follows the history that the model will see.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +22,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.cache import digest_of_value
 from ulysses.data.read.bounded import ends, join_bounded, too_much
 from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import in_batches, safe_parts
@@ -105,8 +104,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Hash everything of a tokenizer that decides tokens, which its chat template does not."""
     names = [getattr(tokenizer, name) for name in SPECIAL_NAMES]
-    text = tokenizer.backend_tokenizer.to_str() + json.dumps(names)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of_value([tokenizer.backend_tokenizer.to_str(), names])
 
 
 class TextEncoder:

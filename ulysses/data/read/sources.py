@@ -133,7 +133,7 @@ def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list
     def places(sources: Iterable[Source]) -> set[str]:
         found: set[str] = set()
         for source in sources:
-            if is_hub_id(source) or _is_saved_dataset(source.place):
+            if _is_one(source):
                 found.add(" ".join(filter(None, (source.path, source.subset, source.split))))
             else:
                 found.update(str(file.resolve()) for file in source_files(source))
@@ -278,7 +278,7 @@ def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
 
     Raises DataError: a file that does not exist or cannot be read.
     """
-    is_one = is_hub_id(source) or _is_saved_dataset(source.place)
+    is_one = _is_one(source)
     for file in [source.place] if is_one else source_files(source):
         read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
         with _explained(source, file):
@@ -371,6 +371,11 @@ def _suffix(path: Path) -> str:
 
 def _is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def _is_one(source: Source) -> bool:
+    """Tell whether `datasets` reads the source as a whole."""
+    return is_hub_id(source) or _is_saved_dataset(source.place)
 
 
 def _absent(source: Source) -> str:

@@ -156,9 +156,10 @@ def _cut(
     sides: list[Encoded], record: Record, kind: str, bos: int | None, settings: DataSettings
 ) -> tuple[list[Sequence], int]:
     """Cut sequences with one prompt to max_length; return them and the prompt's length."""
-    limit, first = settings.max_length, sides[0][0]
-    longest = max(len(tokens) for tokens, _ in sides)
-    if not first:
+    limit, longest = settings.max_length, max(len(tokens) for tokens, _ in sides)
+    arrays = [(np.asarray(t, np.int32), np.asarray(w, np.float32)) for t, w in sides]
+    first, weights = arrays[0]
+    if not len(first):
         raise DropRowError("the chat template writes nothing")
     if longest > limit and settings.truncation == "drop":
         raise DropRowError("longer than max_length")
@@ -170,31 +171,28 @@ def _cut(
     # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
     start, room = len(first), limit
     if kind in ("pair", "ranked", "unpaired"):
-        start = int(np.not_equal(sides[0][1], 0).argmax())
-        if any(
-            any(weights[:start]) or tokens[:start] != first[:start] for tokens, weights in sides
-        ):
+        start = int((weights != 0).argmax())
+        if len({(t[:start].tobytes(), (w != 0).argmax()) for t, w in arrays}) > 1:
             raise DropRowError(
                 "the prompts of chosen and rejected differ once the chat template is applied"
             )
         room = max(limit - (longest - start), min(start, limit // 4), 1)
     keeps_end = settings.truncation == "keep_end" or kind == "prompt"
-    removed = slice(head := int(first[0] == bos), head + max(0, start - room) * keeps_end)
+    cut, after_bos = max(0, start - room) * keeps_end, int(first[0] == bos)
+    removed = slice(after_bos, after_bos + cut)
     sequences = []
     ranks = list(record.ranks or range(len(sides)))
-    for (tokens, weights), rank in zip(sides, ranks):
-        kept = np.delete(np.asarray(tokens, np.int32), removed)[:limit]
-        weights = np.delete(np.asarray(weights, np.float32), removed)[:limit]
-        sequences.append(
-            Sequence(kept, weights, columns={"rank": rank} if kind == "ranked" else {})
-        )
+    for side, rank in zip(arrays, ranks):
+        tokens, weights = (np.delete(array, removed)[:limit] for array in side)
+        columns = {"rank": rank} if kind == "ranked" else {}
+        sequences.append(Sequence(tokens, weights, columns=columns))
         if kind != "prompt" and not weights[1:].any():
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
     answers = {(sequence.tokens.tobytes(), rank) for sequence, rank in zip(sequences, ranks)}
     if len({tokens for tokens, _ in answers}) < len(answers):
         raise DropRowError("chosen and rejected are the same tokens")
-    return sequences, start - (removed.stop - removed.start)
+    return sequences, start - cut
 
 
 def encode_documents(
