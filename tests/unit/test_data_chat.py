@@ -5,8 +5,10 @@ import json
 import random
 import re
 from importlib.resources import files
+from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 from jinja2 import Template
 from transformers import PreTrainedTokenizerFast
@@ -66,6 +68,19 @@ def conversation(*contents):
     return [Message("assistant" if i % 2 else "user", text) for i, text in enumerate(contents)]
 
 
+class Encoded(NamedTuple):
+    tokens: list
+    spans: list  # of the tokens with weights
+
+
+def encode_all(template, rendered, **options):
+    found = []
+    for tokens, weights in template.encode_batch(rendered, **options):
+        edges = np.flatnonzero(np.diff([0, *map(bool, weights), 0])).tolist()
+        found.append(Encoded(tokens, [*zip(edges[::2], edges[1::2])]))
+    return found
+
+
 def encode(template, messages, tools=(), generation_prompt=False):
     """One conversation with all of its answers, or one that ends as a prompt."""
     answers = [
@@ -73,7 +88,7 @@ def encode(template, messages, tools=(), generation_prompt=False):
         for i, message in enumerate(messages)
         if message.role == "assistant" and not generation_prompt
     ]
-    return template.encode_batch(template.render(messages, tools, answers))[0]
+    return encode_all(template, template.render(messages, tools, answers))[0]
 
 
 def answers(tokenizer, encoded):
@@ -277,14 +292,14 @@ def test_many_turns_without_marks_are_told_apart_as_one_by_one(tokenizers, templ
         ]
         with mock.patch.object(Template, "generate", counted):
             for turns in ("together", "auto"):
-                (together,) = template.encode_batch(
-                    template.render(messages, (), answers, turns)
+                (together,) = encode_all(
+                    template, template.render(messages, (), answers, turns)
                 )
                 if case % 4:
                     assert 0 < sum(rendered) <= 5 * len(messages), turns
                 rendered.clear()
-        assert [together] == marked.encode_batch(marked.render(messages, (), answers))
-        alone = template.encode_batch(template.render(messages, (), answers, "separate"))
+        assert [together] == encode_all(marked, marked.render(messages, (), answers))
+        alone = encode_all(template, template.render(messages, (), answers, "separate"))
         assert len(alone) == len(answers)
         for one, span in zip(reversed(alone), together.spans):
             assert one.spans == [span] and one.tokens == together.tokens[: span[1]]
@@ -327,7 +342,7 @@ def texts(tokenizer, template, messages, turns, answers=None):
         else answers
     )
     found = []
-    for encoded in template.encode_batch(template.render(messages, (), answers, turns)):
+    for encoded in encode_all(template, template.render(messages, (), answers, turns)):
         cuts = [0, *(place for span in encoded.spans for place in span), len(encoded.tokens)]
         parts = [tokenizer.decode(encoded.tokens[a:b]) for a, b in itertools.pairwise(cuts)]
         found.append("".join(f"[{part}]" if i % 2 else part for i, part in enumerate(parts)))
@@ -438,8 +453,8 @@ def test_a_prompt_may_begin_the_answer(tokenizers, name):
     """Its tokens are those of the prompt that is continued at inference, and they are not trained."""
     tokenizer, template = tokenizers[name], ChatTemplate(tokenizers[name], name)
     begun = Message("assistant", "Sure, <|im_", begun=11)
-    (prompt,) = template.encode_batch(template.render([Message("user", "q"), begun]))
-    whole, = template.encode_batch(template.render([Message("user", "q"), Message(
+    (prompt,) = encode_all(template, template.render([Message("user", "q"), begun]))
+    whole, = encode_all(template, template.render([Message("user", "q"), Message(
         "assistant", "Sure, <|im_end|> it is", begun=11)], (), [1]))  # fmt: skip
     start, stop = whole.spans[0]
     assert prompt.tokens == whole.tokens[:start] and tokenizer.decode(prompt.tokens).endswith(
@@ -470,12 +485,12 @@ def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(t
     tokenizer = load_tokenizer(folder, eos_token="<|im_end|>")
     template = ChatTemplate(tokenizer, "chatml")
     rendered = template.render(conversation("q", "\na"), (), [1])
-    (whole,) = template.encode_batch(rendered, as_whole=True)
+    (whole,) = encode_all(template, rendered, as_whole=True)
     text = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n\na<|im_end|>"
     assert whole.tokens == tokenizer(text)["input_ids"] and tokenizer.decode(
         whole.tokens[slice(*whole.spans[0])]
     ) == ("\n\na<|im_end|>")
-    (alone,) = template.encode_batch(rendered)
+    (alone,) = encode_all(template, rendered)
     prompt = encode(template, conversation("q"), generation_prompt=True)
     assert alone.tokens[: alone.spans[0][0]] == prompt.tokens and alone.tokens != whole.tokens
 

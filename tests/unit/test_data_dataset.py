@@ -181,7 +181,7 @@ def test_pairs_share_their_prompt_tokens(tokenizer, open_rows):
     )
     assert not chosen.loss_weights[:head].any() and chosen.loss_weights[head:].all()
     assert dataset.lengths[1] == len(chosen.tokens) + len(rejected.tokens)
-    flat = np.fromfile(dataset.folder / "tokens.bin", np.int32)
+    flat = np.fromfile(dataset.folder / "tokens.int32", np.int32)
     assert len(flat) == dataset.lengths.sum()
     offset = dataset.lengths[0] + len(
         chosen.tokens
@@ -304,8 +304,8 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(
     parts = list(safe_parts(text))
     assert "".join(parts) == text and len(parts) > 5 and max(map(len, parts)) <= 10_064
     in_parts = open_dataset(*arguments, tmp_path / "two")
-    assert (whole.folder / "tokens.bin").read_bytes() == (
-        in_parts.folder / "tokens.bin"
+    assert (whole.folder / "tokens.int32").read_bytes() == (
+        in_parts.folder / "tokens.int32"
     ).read_bytes()
     assert len(whole) == -(-len(text) // 999) and in_parts.report.read == 1
 
@@ -340,11 +340,11 @@ def test_prompts_end_with_the_opened_turn_and_keep_their_row(tokenizer, open_row
 def test_cache_is_keyed_by_content(tmp_path, open_rows):
     row = {"messages": [USER, BOT]}
     first = open_rows([row], "sequence")
-    stamp = (first.folder / "tokens.bin").stat().st_mtime_ns
+    stamp = (first.folder / "tokens.int32").stat().st_mtime_ns
     again = open_rows([row], "sequence", name="other_name.jsonl")
     assert (
         again.folder == first.folder
-        and (first.folder / "tokens.bin").stat().st_mtime_ns == stamp
+        and (first.folder / "tokens.int32").stat().st_mtime_ns == stamp
     )
     assert str(again.report) == str(first.report)
     others = [
@@ -381,13 +381,13 @@ def test_inspection_shows_the_trained_tokens(tokenizer, open_rows, capsys):
     assert "(chosen)" in text and "[[bad<|im_end|>]]" in text
 
 
-@pytest.mark.parametrize("harm", ["digests.json", "tokens.bin", "cut"])
+@pytest.mark.parametrize("harm", ["digests.json", "tokens.int32", "cut"])
 def test_a_damaged_cache_is_made_again_and_said(harm, tmp_path, open_rows, capsys):
     """Whether the list of digests, a file or a part of one is gone; and the second time it is as good as new."""
     rows = [{"messages": [USER, BOT]}, {"messages": [USER, BOT] * 2}]
     before = open_rows(rows, "sequence")
     expected = [example.sequences[0].tokens.tolist() for example in before]
-    file = before.folder / ("tokens.bin" if harm == "cut" else harm)
+    file = before.folder / ("tokens.int32" if harm == "cut" else harm)
     if harm == "cut":
         file.write_bytes(file.read_bytes()[:-2])
     else:

@@ -11,7 +11,15 @@ import pytest
 from tests.tiny_tokenizer import write_rows
 from ulysses.data import DataError
 from ulysses.data.read.formats import Report, locate_rows, read_records
-from ulysses.data.read.sources import Source, missing_sources, parse_sources, source_digest
+from ulysses.data.read.sources import (
+    Source,
+    missing_sources,
+    parse_sources,
+    repeated_data,
+    source_digest,
+)
+from ulysses.data.serve.dataset import open_dataset
+from ulysses.data.serve.encode import DataSettings
 
 USER, BOT, OTHER = (
     {"role": r, "content": c}
@@ -476,21 +484,72 @@ def test_splits_of_a_saved_folder_and_of_a_folder_without_data_for_the_hub(tmp_p
     assert load(tmp_path / "few")[0][0].text == "a"
 
 
-def test_hub_datasets_go_through_datasets(tmp_path, monkeypatch):
+def test_hub_data_are_those_of_the_commit_that_was_asked_for(
+    tokenizer, tmp_path, monkeypatch, capsys
+):
+    """A commit later the rows are other data, with a cache of their own; the report names it."""
+    asked, commit = [], "1" * 40
+
     def load_dataset(path, name, split, revision):
-        if path != "org/data":
+        if path == "absent/data":
             raise FileNotFoundError("no such dataset")
-        assert (name, split, revision) == (None, "test", None)
-        return [{"text": "hello"}]
+        return [{"text": f"{path} {name} {split} {revision}"}]
+
+    def snapshot_download(path, *, repo_type, revision, allow_patterns):
+        if path == "absent/data":
+            raise ConnectionError("no answer")
+        asked.append((path, repo_type, revision, allow_patterns))
+        return f"/hub/snapshots/{commit}"
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
-    records, _ = load("org/data", split="test")
-    assert records[0].text == "hello" and records[0].where == "org/data row 1"
-    with pytest.raises(
-        DataError, match=r"absent/data does not exist .* no hub dataset .* no such dataset"
-    ):
-        load("absent/data")
+
+    def opened(path="org/data"):
+        source = Source(path, split="test", revision="v1")
+        return open_dataset([source], "text", tokenizer, DataSettings(100), tmp_path / "cache")
+
+    found = [opened(), opened()]
+    commit = "2" * 40
+    found.append(opened())
+    assert asked == [("org/data", "dataset", "v1", [])] * 3
+    assert "asking the Hugging Face hub for the dataset org/data" in capsys.readouterr().out
+    assert found[0].folder == found[1].folder != found[2].folder
+    for dataset, name in zip(found, "112"):
+        assert tokenizer.decode(dataset[0].sequences[0].tokens).startswith(
+            f"org/data None test {name * 40}"
+        )
+        assert f"data of the hub's commit {name * 40}: 1 (org/data)" in str(dataset.report)
+    for opener, problem in ((opened, "no answer"), (load, "no such dataset")):
+        with pytest.raises(
+            DataError, match=f"absent/data does not exist .* no hub dataset .* {problem}"
+        ):
+            opener("absent/data")
+
+
+def test_what_is_read_twice_is_told(tmp_path):
+    for name in ("train", "test"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": name}])
+    datasets.DatasetDict({"a": datasets.Dataset.from_list([{"text": "a"}])}).save_to_disk(
+        tmp_path / "saved"
+    )
+    folder, train, saved = (
+        Source(str(tmp_path / name)) for name in ("", "train.jsonl", "saved")
+    )
+    held_out = Source(folder.path, split="test")
+    assert repeated_data([folder], [train]) == repeated_data([train], [train]) == [train.path]
+    assert repeated_data([folder, saved], [held_out, Source(saved.path, split="a")]) == []
+    assert repeated_data([Source("org/data")], [Source("org/data", max_examples=3)]) == [
+        "org/data train"
+    ]
+
+
+def test_a_missing_key_of_a_file_is_a_sentence(tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/state.json").write_text("{}")
+    (tmp_path / "saved/dataset_info.json").write_text("{}")
+    with pytest.raises(DataError, match="/saved cannot be read: there is no '_\\w+' in it$"):
+        load(tmp_path / "saved")
 
 
 def test_sources_and_their_mistakes(tmp_path):

@@ -22,7 +22,12 @@ from models.hf_format import WeightFiles, folder_with, read_config, resolve_mode
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, flat, refuse
 from ulysses.data.read.chat import ChatTemplate, load_tokenizer
-from ulysses.data.read.sources import is_hub_id, missing_sources, parse_sources
+from ulysses.data.read.sources import (
+    is_hub_id,
+    missing_sources,
+    parse_sources,
+    repeated_data,
+)
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.encode import DataSettings
 from ulysses.data.serve.steps import StepLoader
@@ -149,6 +154,9 @@ class Prepared:
         if self.disk_warning:
             yield self.disk_warning
         config, total = self.config, STAGES[self.config.stage].total_steps(self.config, loader)
+        data = config.data
+        if both := repeated_data(parse_sources(data.train), parse_sources(data.eval)):
+            yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
         rate, warmup = config.optimizer.lr, config.optimizer.warmup
         if not rate:
             yield "optimizer.lr is 0: no weight will change"

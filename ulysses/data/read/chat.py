@@ -9,21 +9,20 @@ Templates of reasoning models write earlier turns differently, without their thi
 the end of its own conversation, so that it follows the history that the model will see.
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, product
 from pathlib import Path
 from string import printable
-from typing import Any, NamedTuple
+from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
-from tokenizers import Tokenizer
+from jinja2 import TemplateError, nodes
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
+from ulysses.data.cache import digest_of_value
 from ulysses.data.read.bounded import ends, join_bounded, too_much
 from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import in_batches, safe_parts
@@ -33,6 +32,7 @@ from ulysses.data.read.templates import (
     OPEN,
     template_environment,
     template_text,
+    with_marks,
 )
 
 TURN_ENDS = (
@@ -42,7 +42,6 @@ TURN_ENDS = (
 GUARD, BEGUN = "\ufdd2", "\ufdd3"
 MARKS = OPEN, CLOSE, GUARD, BEGUN
 TEXT_TOKEN = re.compile(r"<\|[^|<>\s]+\|>")
-GUARDS = re.compile(f"[{GUARD}{BEGUN}]")
 THINK_TAG = re.compile(f"</?think{GUARD}?>")
 NEWLINE = re.compile(r"\s*[\r\n]")
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -52,8 +51,12 @@ SAID = ("content", "reasoning_content", "reasoning", "thinking")
 # of texts that are tokenised together; the results of more would not stay in the processor's cache
 CHARACTERS_AT_ONCE = 1 << 15
 SAMPLE = printable * 100
-Piece = list[str | int]  # texts, and ids of special tokens
+# settings of a tokenizer's parts with which it puts no space before a text
+NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 Span = tuple[int, int]  # start and stop
+# texts, and ids of special tokens, with their weights in the loss
+Rendered = list[tuple[str | int, float]]
+Encoded = tuple[list[int], list[float]]  # tokens and their weights
 
 
 def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
@@ -101,8 +104,7 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
     """Hash everything of a tokenizer that decides tokens, which its chat template does not."""
     names = [getattr(tokenizer, name) for name in SPECIAL_NAMES]
-    text = tokenizer.backend_tokenizer.to_str() + json.dumps(names)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return digest_of_value([tokenizer.backend_tokenizer.to_str(), names])
 
 
 class TextEncoder:
@@ -110,7 +112,7 @@ class TextEncoder:
 
     Attributes:
         special: ids of the special tokens by their text.
-        special_pattern: matches a special token, which is the match's last group, with the white space that it strips.
+        special_pattern: matches a special token, with the white space that it strips.
         bos: None unless the tokenizer itself begins texts with it.
     """
 
@@ -119,6 +121,10 @@ class TextEncoder:
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
+        self.eos = int(tokenizer.eos_token_id)
+        first = tokenizer("a")["input_ids"][:1]
+        self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
+        self._take_spaces(tokenizer.eos_token)
         self.backend.encode_special_tokens = True
         if not ends(lambda: self.backend.encode(SAMPLE)):
             raise DataError(
@@ -127,19 +133,42 @@ class TextEncoder:
             )
         added = self.backend.get_added_tokens_decoder().items()
         self.special = {token.content: number for number, token in added if token.special}
-        # One group per way of stripping, not one per token: `re` then skips to the first characters that they share.
-        groups: dict[tuple[str, str], list[str]] = {}
-        for _, token in sorted(added, key=lambda item: -len(item[1].content)):
-            if token.special:
-                strips = (r"\s*" * token.lstrip, r"\s*" * token.rstrip)
-                groups.setdefault(strips, []).append(re.escape(token.content))
-        patterns = (
-            f"{left}({'|'.join(texts)}){right}" for (left, right), texts in groups.items()
-        )
-        self.special_pattern = re.compile("|".join(patterns) or r"(?!)")
-        self.eos = int(tokenizer.eos_token_id)
-        first = tokenizer("a")["input_ids"][:1]
-        self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
+        patterns = [
+            r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+            for _, token in sorted(added, key=lambda item: -len(item[1].content))
+            if token.special
+        ]
+        self.special_pattern = re.compile(f"({'|'.join(patterns) or '(?!)'})")
+
+    def _take_spaces(self, special: str) -> None:
+        """Take out the space that SentencePiece tokenizers put before a text, and learn where it belongs.
+
+        It does not belong where we cut a text in parts. `begin` puts it before the others.
+        """
+
+        def encoded(text: str) -> list[int]:
+            return self.backend.encode(text, add_special_tokens=False).ids
+
+        cases = list(product((True, False), ("a", " a")))
+        usual = [
+            encoded(text if first else special + text)[not first :] for first, text in cases
+        ]
+        for part in (self.backend.normalizer, self.backend.pre_tokenizer):
+            is_several = isinstance(part, normalizers.Sequence | pre_tokenizers.Sequence)
+            for each, (name, value) in product(
+                part if is_several else [part], NO_SPACE.items()
+            ):
+                if hasattr(each, name):
+                    setattr(each, name, value)
+        self._spaced = {
+            (first, text.startswith(" "))
+            for (first, text), found in zip(cases, usual)
+            if found == encoded(" " + text)
+        }
+
+    def begin(self, text: str, is_first: bool = True) -> str:
+        """Return a text, the first one or one after a special token, with the space that the tokenizer puts there."""
+        return " " * ((is_first, text.startswith(" ")) in self._spaced) + text
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text.
@@ -172,33 +201,19 @@ class TextEncoder:
             return [self.guard(entry) for entry in value]
         return value
 
-    def split_special(self, text: str) -> Piece:
+    def split_special(self, text: str) -> list[str | int]:
         """Cut rendered text into plain texts and the ids of the special tokens between them."""
-        parts = self.special_pattern.split(text)
-        if GUARD in text or BEGUN in text:
-            parts = [part and GUARDS.sub("", part) for part in parts]
-        every = self.special_pattern.groups + 1  # of so many parts the first is plain
-        return [self.special[p] if i % every else p for i, p in enumerate(parts) if p]
+        found: list[str | int] = []
+        for place, part in enumerate(self.special_pattern.split(text)):
+            plain = part.replace(GUARD, "").replace(BEGUN, "")
+            if plain:
+                found.append(self.special[plain.strip()] if place % 2 else plain)
+        return found
 
 
 def _broken(match: re.Match[str]) -> str:
-    token = match[match.lastindex]
+    token = match[0].strip()
     return match[0].replace(token, GUARD.join(token))
-
-
-class Rendered(NamedTuple):
-    """A rendered conversation; every second one of its pieces is an assistant message: `written`, in order."""
-
-    pieces: list[Piece]
-    written: list[Message]
-
-
-class Encoded(NamedTuple):
-    """Tokens of a conversation; spans[i] is (start, stop) of written[i] with its end-of-turn token."""
-
-    tokens: list[int]
-    spans: list[Span]
-    written: list[Message]
 
 
 class ChatTemplate:
@@ -213,30 +228,47 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: str = "tokenizer") -> None:
         self.encoder = TextEncoder(tokenizer)
         self.text = template_text(tokenizer, template)
-        self.marks_generation = re.search(r"\{%-?\s*generation\b", self.text) is not None
         self._special_names = {name: getattr(tokenizer, name) or "" for name in SPECIAL_NAMES}
-        environment = template_environment()
+        environment, marked = template_environment(), with_marks(self.text)
+
+        def sample() -> list[str]:
+            """Render a question with and without an opened turn, and with an answer."""
+            self._compiled = environment.from_string(marked)
+            both = [{"role": role, "content": "2"} for role in ("user", "assistant")]
+            parts = (both[:1], True), (both[:1], False), (both, False)
+            return [self._render(part, None, opens) for part, opens in parts]
+
         try:
-            if not ends(lambda: self._open(environment)):
+            if not ends(sample):
                 too_much()
-            self._open(environment)
+            opened, closed, answered = sample()
         except TemplateError as error:
             raise DataError(f"chat template {template} is not valid Jinja: {error}") from None
         except (DropRowError, BadRowError) as error:
             raise DataError(
                 f"chat template {template} cannot render one question: {error}"
             ) from None
-        tree = environment.parse(self.text)
+        self.marks_generation = OPEN in answered
+        self._opening = opened.removeprefix(closed)  # of the assistant's turn
+        tree = environment.parse(marked)
         self._reads = {node.attr for node in tree.find_all(nodes.Getattr)}
         self._reads |= {node.value for node in tree.find_all(nodes.Const)}
-        self._check(template, tokenizer)
-
-    def _open(self, environment: Environment) -> None:
-        """Compile the template, and render a question with and without an open turn, and with an answer."""
-        self._compiled = environment.from_string(self.text)
-        both = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-        parts = (both[:1], True), (both[:1], False), (both, False)
-        self._samples = [self._render(part, None, opens) for part, opens in parts]
+        # Mistral's and Llama-2's write nothing where the assistant's turn begins
+        is_opened = opened != closed or answered.removeprefix(opened).strip().startswith("2")
+        if not is_opened and not self.marks_generation:
+            raise DataError(
+                f"chat template {template} knows neither add_generation_prompt nor {{% generation %}}, so "
+                "the assistant's tokens cannot be told apart; add one of them"
+            )
+        known = tokenizer.backend_tokenizer.token_to_id
+        written = set(TEXT_TOKEN.findall(opened + answered))
+        absent = sorted(text for text in written if known(text) is None)
+        if absent and template != "tokenizer":  # TinyLlama's own writes <|user|> as plain text
+            raise DataError(
+                f"chat template {template} writes {', '.join(absent)}, which the tokenizer does not have; "
+                f"set data.chat_template to another of "
+                f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
+            )
 
     @property
     def end_of_turn(self) -> int:
@@ -245,7 +277,7 @@ class ChatTemplate:
         for answer in ("<think>\na\n</think>\n\na", "a"):
             with suppress(DropRowError):
                 messages = [Message("user", "a"), Message("assistant", answer)]
-                return self.encode_batch(self.render(messages, answers=[1]))[0].tokens[-1]
+                return self.encode_batch(self.render(messages, answers=[1]))[0][0][-1]
         raise DataError(
             "the chat template writes no answer where it opens the assistant's turn"
         )
@@ -264,31 +296,26 @@ class ChatTemplate:
             as_whole: an answer that begins with a newline may share its first token with the end of its prompt, as in
                 the tokens of the whole text; otherwise its prompt has the tokens that it has alone.
         """
-        parts = {part for pieces, _ in conversations for piece in pieces for part in piece}
+        parts = {part for rendered in conversations for part, _ in rendered}
         texts = [part for part in parts if isinstance(part, str)]
-        ids = dict(zip(texts, self.encoder.encode_texts(texts)))
+        ids: dict[Any, list[int]] = {part: [part] for part in parts if isinstance(part, int)}
+        ids |= zip(texts, self.encoder.encode_texts(texts))
         encoded = []
-        for pieces, written in conversations:
+        for rendered in conversations:
             tokens: list[int] = []
-            spans = []
-            for index, piece in enumerate(pieces):
-                start = len(tokens)
-                for part in piece:
-                    tokens += ids[part] if isinstance(part, str) else [part]
-                if index % 2:
-                    around = [*pieces[index - 1][-1:], *piece[:1]]
-                    if (
-                        as_whole
-                        and [*map(type, around)] == [str, str]
-                        and NEWLINE.match(around[1])
-                    ):
-                        alone, begins = (ids[text] for text in around)
-                        (both,) = self.encoder.encode_texts(["".join(around)])
-                        tokens[start - len(alone) : start + len(begins)] = both
-                        while alone != both[: len(alone)]:
-                            alone, start = alone[:-1], start - 1
-                    spans.append((start, len(tokens)))
-            encoded.append(Encoded(tokens, spans, written))
+            weights: list[float] = []
+            before: Any = 0
+            for part, weight in rendered:
+                own, alone = ids[part], []
+                if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
+                    alone = ids[before]
+                    (own,) = self.encoder.encode_texts([f"{before}{part}"])
+                start, before = len(tokens) - len(alone), part
+                while alone != own[: len(alone)]:
+                    alone = alone[:-1]
+                tokens[start:] = own
+                weights[start:] = [0.0] * len(alone) + [weight] * (len(own) - len(alone))
+            encoded.append((tokens, weights))
         return encoded
 
     def render(
@@ -298,7 +325,7 @@ class ChatTemplate:
         answers: Sequence[int] = (),
         turns: str = "together",
     ) -> list[Rendered]:
-        """Render a conversation, and cut it where the assistant begins and ends.
+        """Render a conversation, and weigh what the assistant wrote; everything else has the weight 0.
 
         Every text begins with one BOS where the tokenizer or the template asks for one, and ends with the end-of-turn
         token of its last answer (EOS where the template writes none).
@@ -312,44 +339,42 @@ class ChatTemplate:
 
         Raises DropRowError if the template cannot express it, BadRowError if it does not show all of it.
         """
-        if tools and "tools" not in self.text:
-            raise DropRowError("the chat template has no place for tools")
-        if any(message.tool_calls for message in messages) and "tool_calls" not in self.text:
-            raise DropRowError("the chat template has no place for tool calls")
+        called = any(message.tool_calls for message in messages)
+        for given, key in ((tools, "tools"), (called, "tool_calls")):
+            if given and key not in self.text:
+                raise DropRowError(
+                    f"the chat template has no place for {key.replace('_', ' ')}"
+                )
         plain = [self._plain(message) for message in messages]
         guarded_tools = self.encoder.guard(tools) or None
         if not answers:
             begun = bool(messages) and messages[-1].begun > 0
             text = "".join(_at_marks(self._render(plain, guarded_tools, not begun)))
-            return [self._cut(text.partition(BEGUN)[0], [], [])]
+            return [self._cut(text.partition(BEGUN)[0], {})]
         last = answers[-1]
-        text, spans = self._up_to(plain, guarded_tools, last)
-        groups = [(text, {last: spans[last]})]
-        known = {}
-        if self.marks_generation:
-            # Only templates that know of thinking are known to write earlier turns differently.
-            if turns == "together" or (turns == "auto" and "think" not in self.text):
-                known = spans
-        elif turns != "separate" and len(answers) > 2:
-            known = self._at_once(plain, guarded_tools, text, spans)
-        for i in reversed(answers[:-1]):
+        whole, known = self._up_to(plain, guarded_tools, last)
+        if not self.marks_generation and turns != "separate" and len(answers) > 2:
+            known = self._at_once(plain, guarded_tools, whole, known)
+        # Only templates that know of thinking are known to write earlier turns differently.
+        elif turns == "separate" or (turns == "auto" and "think" in self.text):
+            known = {last: known[last]}
+        texts: dict[str, dict[Span, float]] = {}
+        for i in reversed(answers):
             if i not in known:
                 text, spans = self._up_to(plain, guarded_tools, i)
-                if turns == "separate" or not groups[-1][0].startswith(text.rstrip("\n")):
-                    groups.append((text, {}))
-            groups[-1][1][i] = (known or spans)[i]
-        if turns == "together" and len(groups) > 1:
+                known[i] = spans[i]
+                if turns == "separate" or not whole.startswith(text.rstrip("\n")):
+                    whole = text
+            weight = messages[i].weight
+            texts.setdefault(whole, {})[known[i]] = 1.0 if weight is None else weight
+            if _is_lost(plain[i], whole[slice(*known[i])]):
+                raise DropRowError("the chat template leaves out a part of an answer")
+        if turns == "together" and len(texts) > 1:
             raise DropRowError(
                 "the chat template rewrites earlier turns, so the assistant's tokens cannot be told apart; "
                 'mark them in the template with {% generation %}, or train each turn with data.turns = "auto"'
             )
-        rendered = []
-        for text, found in groups:
-            if any(_is_lost(plain[i], text[slice(*span)]) for i, span in found.items()):
-                raise DropRowError("the chat template leaves out a part of an answer")
-            written = [messages[i] for i in sorted(found)]
-            rendered.append(self._cut(text, sorted(found.values()), written))
-        return rendered
+        return [self._cut(text, weights) for text, weights in texts.items()]
 
     def _plain(self, message: Message) -> dict[str, Any]:
         """Return a message as templates read it, its text guarded; BadRowError if it holds what nobody would see."""
@@ -395,13 +420,13 @@ class ChatTemplate:
     def _at_once(
         self, messages: list[Any], tools: Any, text: str, last: dict[int, Span]
     ) -> dict[int, Span]:
-        """Find all answers by marks in the last one's text, in time linear in the turns; {} if there is a doubt."""
+        """Find all answers by marks in the last one's text, in time linear in the turns; only `last` if in doubt."""
         marked = messages[: max(last) + 1]
         places = [i for i, message in enumerate(marked) if message["role"] == "assistant"]
         for i in places:
             content = marked[i]["content"]
-            if not content or content != content.strip() or "tool_calls" in marked[i]:
-                return {}
+            if not content or content != content.strip() or len(marked[i]) > 2:
+                return last
             marked[i] = {**marked[i], "content": OPEN + content + CLOSE}
         start, first = self._up_to(messages, tools, places[0])
         parts = _at_marks(self._render(marked, tools, False))
@@ -414,35 +439,35 @@ class ChatTemplate:
             and {**first, **last}.items() <= spans.items()
             and all(part.endswith(self._opening) for part in parts[:-1:2])
             and all(part.startswith(tail) for part in parts[2::2])
-            and not any(_is_lost(messages[i], text[slice(*spans[i])]) for i in places)
         )
-        return spans if is_certain else {}
+        return spans if is_certain else last
 
-    def _cut(self, text: str, spans: list[Span], written: list[Message]) -> Rendered:
-        """Cut a rendered text around its answers, which end just after their end-of-turn tokens."""
-        cuts = [0]
-        for start, stop in spans:
-            cuts += [max(start, text.find(BEGUN, start, stop) + 1), stop]
-        texts = [text[a:b] for a, b in pairwise([*cuts, len(text)])]
-        eos = self._special_names["eos_token"]
-        for i in range(1, len(texts), 2):
-            answer, rest = texts[i : i + 2]
-            inside = list(self.encoder.special_pattern.finditer(answer))
-            after = self.encoder.special_pattern.match(rest)
-            end = len(answer)
-            if inside and not answer[inside[-1].end() :].strip():
-                end = inside[-1].end()
+    def _cut(self, text: str, answers: dict[Span, float]) -> Rendered:
+        """Cut a rendered text around weighted answers, which end just after their end-of-turn tokens."""
+        encoder, eos = self.encoder, self._special_names["eos_token"]
+        parts, place = [], 0
+        for (start, end), weight in sorted(answers.items()):
+            start = max(start, text.find(BEGUN, start, end) + 1)
+            *_, inside = None, *encoder.special_pattern.finditer(text, start, end)
+            after = encoder.special_pattern.match(text, end)
+            if inside and not text[inside.end() : end].strip():
+                end = inside.end()
             elif after and after[0].strip() in (*TURN_ENDS, eos):
-                end += after.end()
-            elif i == len(texts) - 2:
-                end, answer = end + len(eos), answer + eos
-            texts[i : i + 2] = (answer + rest)[:end], (answer + rest)[end:]
-        if spans:
-            texts.pop()
-        pieces = [self.encoder.split_special(text) for text in texts]
-        if self.encoder.bos not in (None, *pieces[0][:1]):
-            pieces[0].insert(0, self.encoder.bos)
-        return Rendered(pieces, written)
+                end = after.end()
+            elif len(parts) == 2 * len(answers) - 2:
+                text, end = text[:end] + eos, end + len(eos)
+            parts += [(text[place:start], 0.0), (text[start:end], weight)]
+            place = end
+        rendered: Rendered = []
+        for part, weight in parts or [(text, 0.0)]:
+            for piece in encoder.split_special(part):
+                is_first = not rendered
+                if isinstance(piece, str) and (is_first or isinstance(rendered[-1][0], int)):
+                    piece = encoder.begin(piece, is_first)
+                rendered.append((piece, weight))
+        if encoder.bos is not None and rendered[:1] != [(encoder.bos, 0.0)]:
+            rendered.insert(0, (encoder.bos, 0.0))
+        return rendered
 
     def _render(self, messages: list[Any], tools: Any, generation_prompt: bool) -> str:
         try:
@@ -459,36 +484,11 @@ class ChatTemplate:
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise DropRowError(f"the chat template refuses it: {error}") from None
 
-    def _check(self, name: str, tokenizer: PreTrainedTokenizerFast) -> None:
-        opened, closed, answered = self._samples
-        self._opening = opened.removeprefix(closed)  # of the assistant's turn
-        if opened == closed and not self.marks_generation:
-            raise DataError(
-                f"chat template {name} knows neither add_generation_prompt nor {{% generation %}}, so "
-                "the assistant's tokens cannot be told apart; add one of them"
-            )
-        written = set(TEXT_TOKEN.findall(opened + answered))
-        known = tokenizer.backend_tokenizer.token_to_id
-        absent = sorted(text for text in written if known(text) is None)
-        if absent:
-            raise DataError(
-                f"chat template {name} writes {', '.join(absent)}, which the tokenizer does not have; "
-                f"set data.chat_template to another of "
-                f"{', '.join(NAMED_TEMPLATES)} or to a .jinja file"
-            )
-        whole, *parts = self.encoder.encode_texts(["\na", "\n", "a"])
-        if whole != parts[0] + parts[1]:
-            raise DataError(
-                "this tokenizer puts a space before every text (SentencePiece style), so the parts of a "
-                "chat cannot be tokenised on their own; use a byte-level tokenizer such as Llama-3's"
-            )
-
 
 def _is_lost(message: dict[str, Any], answer: str) -> bool:
     """Tell whether a part of what the assistant wrote, its thinking included, is not in its rendered answer."""
-    said = (str(message.get(key) or "") for key in SAID)
-    changed = (text for text in said if text.strip() not in answer)
-    return any(part.strip() not in answer for text in changed for part in THINK_TAG.split(text))
+    said = (THINK_TAG.split(str(message.get(key) or "")) for key in SAID)
+    return any(part.strip() not in answer for part in chain.from_iterable(said))
 
 
 def _at_marks(text: str) -> list[str]:

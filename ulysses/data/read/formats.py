@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 from ulysses.data import BadRowError, DataError, DropRowError
@@ -36,18 +36,20 @@ from ulysses.data.read.sources import (
 )
 
 Row = Mapping[str, Any]
-# the index of its source, its file and number, and the row as it was read: a line of bytes, or the row itself
-LocatedRow = tuple[int, str, Any]
+# the index of its source, its file and number, whether it continues the document of the row before, and the row as it
+# was read: a line of bytes, or the row itself
+LocatedRow = tuple[int, str, bool, Any]
 Event = tuple[str, str, str]  # the arguments of Report.count
 PAIR_KEYS = {"chosen", "rejected"}
 RANKED_KEYS = ("completions", "responses", "answers", "outputs", "output")
 LABEL_KEYS = ("label", "kto_tag")
+LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD]")
 EXAMPLES_PER_REASON = 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Record:
     """One training example before tokenisation.
 
@@ -57,8 +59,8 @@ class Record:
             list (prompt). Their assistant messages are trained.
         ranks: of ranked answers; the best have 0.
         columns: numbers that go with the example, such as the margin of a pair.
-        text: a document of stage pt, or a part of one; parts of the same document have the same source and `where`.
-        where: file and row number, for messages; source: index of the source; row: of a prompt, as it was read.
+        text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
+        where: file and row number, for messages; source: index of the source; row: as it was read.
     """
 
     prompt: Messages
@@ -66,6 +68,7 @@ class Record:
     tools: Sequence[Any] = ()
     columns: Mapping[str, float] = field(default_factory=dict)
     text: str = ""
+    continues: bool = False
     where: str = ""
     source: int = 0
     row: Any = None
@@ -130,14 +133,21 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
     for index, source in enumerate(sources):
         last = source.path
         try:
-            for file in [] if is_hub_id(source) else source_files(source, left_out=True):
-                report.count("notes", f"files left out, not of split {source.split}", str(file))
+            if is_hub_id(source):
+                report.count(
+                    "notes", f"data of the hub's commit {source.revision}", source.path
+                )
+            else:
+                note = f"files left out, not of split {source.split}"
+                for file in source_files(source, left_out=True):
+                    report.count("notes", note, str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):
-                report.read += where != last  # a long document comes in several parts
+                continues = where == last  # a long document comes in several parts
+                report.read += not continues
                 last = where
-                yield index, where, row
+                yield index, where, continues, row
         except DataError as error:
-            yield index, last, error
+            yield index, last, False, error
 
 
 def read_records(
@@ -157,7 +167,7 @@ def read_records(
 
     Raises DataError: a missing or broken file, or a row that breaks its format.
     """
-    for index, where, found in rows:
+    for index, where, continues, found in rows:
         source = sources[index]
         with dropping(events, where, bad_rows):
             row = _checked(found)
@@ -165,37 +175,26 @@ def read_records(
             if len(records) > 1:
                 events.append(("notes", "rows that gave several examples", where))
             for record in records:
-                record.where, record.source = where, index
-                if kind == "prompt":
-                    record.row = row
-                yield record
+                yield replace(record, where=where, source=index, continues=continues, row=row)
 
 
 def _checked(found: Any) -> Row:
     """Return the row that was found, which may be a line of JSON; BadRowError if it is none, or not all Unicode."""
     if isinstance(found, ValueError):
         raise found
-    row = found
     try:
-        if is_line := isinstance(found, bytes):
-            row = _from_line(found)
-        if not is_line or ESCAPED_SURROGATE.search(found):
+        row = json.loads(found.decode("utf-8-sig")) if isinstance(found, bytes) else found
+        if row is found or ESCAPED_SURROGATE.search(found):
             json.dumps(row, ensure_ascii=False, default=str).encode()
     except UnicodeError:
         raise BadRowError("is not valid UTF-8, or holds an unpaired surrogate") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"is not valid JSON: {error}") from None
     if not isinstance(row, Mapping):
         raise BadRowError(f"is {type_name(row)}, not an object with keys")
     if None in row:
         raise BadRowError("has more fields than the first line names columns")
     return row
-
-
-def _from_line(line: bytes) -> Any:
-    text = line.decode("utf-8-sig")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRowError(f"is not valid JSON: {error}") from None
 
 
 def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
@@ -251,18 +250,14 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             prompt = prompt[:-1]
         if _role(prompt, -1) in ("", "system"):
             raise DropRowError("no user message to answer")
-        record.prompt, record.answers = prompt, [[]]
-        return [record]
+        return [replace(record, prompt=prompt, answers=[[]])]
     if len(answers) > 1:
         return _comparisons(row, kind, record)
     if kind in ("pair", "ranked"):
         raise BadRowError("has no chosen and rejected answers (nor a ranked list of answers)")
     key = first_key(row, LABEL_KEYS)
-    try:
-        label = json.loads(str(row.get(key)).lower())
-    except ValueError:
-        label = None
-    if label not in (0, 1) and (key or kind == "unpaired"):
+    label = LABELS.get(str(row.get(key)).lower())
+    if label is None and (key or kind == "unpaired"):
         raise BadRowError(
             f"has no {_either(LABEL_KEYS)} that is true for a desirable answer and false for an undesirable one "
             f"(it has {_keys(row)})"
@@ -277,10 +272,8 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
     if kind == "sequence" and label == 0:
         raise DropRowError("its label is false")
     _check_answer(answer, kind)
-    record.prompt, record.answers = prompt, [answer]
-    if kind == "unpaired":
-        record.columns = {"label": float(label)}
-    return [record]
+    columns = {} if kind == "sequence" else {"label": label}
+    return [replace(record, prompt=prompt, answers=[answer], columns=columns)]
 
 
 def _comparisons(row: Row, kind: str, record: Record) -> list[Record]:
@@ -325,15 +318,17 @@ def _check_answer(answer: Messages, kind: str) -> None:
 
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
     """Read the prompt and its answers; of rows with messages alone, the whole conversation as the prompt."""
-    prompt, is_conversation = _prompt(row, row_format), row_format == "messages"
+    prompt = PROMPTS[row_format](row)
+    if row.get("system") and _role(prompt, 0) != "system":
+        prompt.insert(0, Message("system", string(row["system"], "system")))
     is_begun = _role(prompt, -1) == "assistant"
     asked = {message.content for message in prompt if message.role != "system"}
     values: list[tuple[str, Any]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
     if kind != "prompt" or not asked or row_format == "preference":
         values = _answer_values(row)
-    if is_conversation and is_begun and len(values) == 1:
-        values = []
+    if row_format == "messages" and len(values) <= is_begun:
+        return prompt, []
     may_hold_prompt = len(values) > 1 or not asked
     answers = [_answer(key, value, may_hold_prompt) for key, value in values]
     first_roles = {_role(answer, 0) for answer in answers}
@@ -349,10 +344,9 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
         if _role(inner, 0) != "system":
             inner = [message for message in prompt if message.role == "system"] + inner
         return inner, [conversation[-1:] for conversation in answers]
-    if not prompt and (values or not is_conversation):
+    if not prompt:
         raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {_keys(row)})")
-    is_alone = is_conversation and not values
-    if is_begun and not is_alone and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
+    if is_begun and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
         *prompt, begun = prompt
         size = len(begun.content)
         if kind == "prompt":
@@ -364,34 +358,46 @@ def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages
     return prompt, answers
 
 
-def _prompt(row: Row, row_format: str) -> Messages:
-    key = first_key(row, PROMPT_KEYS)
-    value, history = row[key] if key else [], []
-    if row_format == "messages":
-        value = row[_required(row, FORMATS[row_format])]
-    if row_format == "alpaca":
-        texts = (string(row.get(name, ""), name) for name in ("instruction", "input"))
-        value, history = "\n".join(filter(None, texts)), row.get("history") or []
-        if not isinstance(history, list) or not all(
-            isinstance(turn, list) and len(turn) == 2 for turn in history
-        ):
-            raise BadRowError("'history' must be a list of [user, assistant] pairs")
-    prompt = [
-        Message(role, string(said, "history"))
-        for turn in history
-        for role, said in zip(("user", "assistant"), turn)
+def _conversation(row: Row) -> Messages:
+    return parse_messages(row[_required(row, FORMATS["messages"])])
+
+
+def _instruction(row: Row) -> Messages:
+    texts = [string(row.get(name, ""), name) for name in ("instruction", "input")]
+    history = row.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 for turn in history
+    ):
+        raise BadRowError("'history' must be a list of [user, assistant] pairs")
+    roles = cycle(("user", "assistant"))
+    said = [
+        Message(role, string(text, "history")) for role, text in zip(roles, chain(*history))
     ]
-    if row_format == "messages" or isinstance(value, list):
-        prompt = parse_messages(value)
-    elif not string(value, key).strip():
+    return said + _question("\n".join(filter(None, texts)))
+
+
+def _given_prompt(row: Row) -> Messages:
+    key = first_key(row, PROMPT_KEYS)
+    value = row.get(key, [])
+    return parse_messages(value) if isinstance(value, list) else _question(string(value, key))
+
+
+def _question(text: str) -> Messages:
+    """Read a prompt that is a text, which may be a transcript with the assistant's turn opened at its end."""
+    if not text.strip():
         raise DropRowError("empty prompt")
-    else:
-        prompt += parse_transcript(value) or [Message("user", value)]
-        if prompt[-1].is_empty:
-            del prompt[-1]
-    if row.get("system") and _role(prompt, 0) != "system":
-        prompt.insert(0, Message("system", string(row["system"], "system")))
-    return prompt
+    turns = parse_transcript(text) or [Message("user", text)]
+    if turns[-1].is_empty:
+        del turns[-1]
+    return turns
+
+
+PROMPTS = {
+    "messages": _conversation,
+    "alpaca": _instruction,
+    "preference": _given_prompt,
+    "prompt_completion": _given_prompt,
+}
 
 
 def _answer_values(row: Row) -> list[tuple[str, Any]]:

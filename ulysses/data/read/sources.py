@@ -11,8 +11,8 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import field, fields
+from contextlib import contextmanager, suppress
+from dataclasses import field, fields, replace
 from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
@@ -25,6 +25,7 @@ from pydantic.dataclasses import dataclass
 from ulysses.data import DataError
 from ulysses.data.cache import build_once, digest_of_value, known_files
 from ulysses.disk import digest_of
+from ulysses.environment import rank
 
 PROMPT_KEYS = ("prompt", "question", "query")
 ANSWER_KEYS = ("completion", "response", "answer", "output")
@@ -101,6 +102,46 @@ def is_hub_id(source: Source) -> bool:
     return is_id and not source.place.exists()
 
 
+def pinned(source: Source) -> Source:
+    """Return a dataset of the hub at the commit that its revision names at present, so that a later one is other data.
+
+    Raises DataError: the hub does not answer or has no such dataset, and there is no copy of it in the hub's cache.
+    """
+    if not is_hub_id(source):
+        return source
+    if not rank():
+        print(f"asking the Hugging Face hub for the dataset {source.path}", flush=True)
+    with _explained(source, source.place):
+        commit = _hub_commit(source.path, source.revision)
+    return replace(source, revision=commit)
+
+
+def _hub_commit(path: str, revision: str | None) -> str:
+    """Ask the hub once for the commit of a dataset; without an answer, take that of the hub's cache."""
+    from huggingface_hub import snapshot_download
+
+    nothing: list[str] = []  # is downloaded
+    folder = snapshot_download(
+        path, repo_type="dataset", revision=revision, allow_patterns=nothing
+    )
+    return Path(folder).name
+
+
+def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list[str]:
+    """Return what both read: files, or splits of saved folders and hub datasets."""
+
+    def places(sources: Iterable[Source]) -> set[str]:
+        found: set[str] = set()
+        for source in sources:
+            if _is_one(source):
+                found.add(" ".join(filter(None, (source.path, source.subset, source.split))))
+            else:
+                found.update(str(file.resolve()) for file in source_files(source))
+        return found
+
+    return sorted(places(train) & places(evaluation))
+
+
 def missing_sources(sources: Iterable[Source]) -> list[str]:
     """Return one sentence for every source whose file or folder does not exist; hub ids are not looked up."""
     return [
@@ -166,7 +207,7 @@ def _chosen(source: Source, splits: Mapping[str, Any]) -> Any:
 
 
 def source_digest(source: Source, cache: Path) -> str:
-    """Hash what a source holds: the bytes of its files, or the id, subset, split and revision of a hub dataset.
+    """Hash what a source holds: the bytes of its files, or the id, subset, split and commit of a pinned hub dataset.
 
     The bytes are read by one process of the node. The others, and later runs, find their hash in the folder `cache`
     under the names, sizes and times of the files. Files that changed a moment ago are always read.
@@ -237,21 +278,30 @@ def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
 
     Raises DataError: a file that does not exist or cannot be read.
     """
-    is_one = is_hub_id(source) or _is_saved_dataset(source.place)
+    is_one = _is_one(source)
     for file in [source.place] if is_one else source_files(source):
         read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
-        try:
+        with _explained(source, file):
             for number, row in read(source, file):
                 yield f"{source.path if is_one else file} row {number}", row
-        except DataError:
-            raise
-        except Exception as error:  # every format and library has its own classes
-            problem = " ".join(str(error).split())[:300] or type(error).__name__
-            if file.exists():
-                raise DataError(f"{file.absolute()} cannot be read: {problem}") from None
-            raise DataError(
-                f"{_absent(source)}, and no hub dataset of that name could be loaded: {problem}"
-            ) from None
+
+
+@contextmanager
+def _explained(source: Source, file: Path) -> Iterator[None]:
+    """Turn any error of reading into a DataError, for every format and library has its own classes."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        problem = " ".join(str(error).split())[:300] or type(error).__name__
+        if isinstance(error, KeyError):
+            problem = f"there is no {problem} in it"
+        if file.exists():
+            raise DataError(f"{file.absolute()} cannot be read: {problem}") from None
+        raise DataError(
+            f"{_absent(source)}, and no hub dataset of that name could be loaded: {problem}"
+        ) from None
 
 
 def count_rows(sources: Iterable[Source]) -> int | None:
@@ -321,6 +371,11 @@ def _suffix(path: Path) -> str:
 
 def _is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+
+
+def _is_one(source: Source) -> bool:
+    """Tell whether `datasets` reads the source as a whole."""
+    return is_hub_id(source) or _is_saved_dataset(source.place)
 
 
 def _absent(source: Source) -> str:

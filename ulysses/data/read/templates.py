@@ -1,19 +1,20 @@
 """Find the text of a chat template, the tokenizer's own, a built-in one or a file, and say in what Jinja it is read."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
+from jinja2 import Environment, TemplateError
+from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ulysses.data import DataError
 
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # marks in rendered text
+GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 
 
 def template_text(tokenizer: Any, name: str) -> str:
@@ -40,7 +41,7 @@ def template_text(tokenizer: Any, name: str) -> str:
 def template_environment() -> Environment:
     """Return the sandbox in which templates are compiled, with what Hugging Face's templates expect there."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     # There is no strftime_now: templates then write their fixed date, and tokens do not change by the day.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
@@ -48,16 +49,11 @@ def template_environment() -> Environment:
     return environment
 
 
-class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %} puts marks around what the assistant wrote."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        opens, closes = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
-        return nodes.Scope([opens, *body, closes]).set_lineno(line)
+def with_marks(text: str) -> str:
+    """Let {% generation %} and {% endgeneration %} print marks around what the assistant wrote."""
+    return GENERATION.sub(
+        lambda tag: f'{tag[1]}print "{CLOSE if tag[2] else OPEN}"{tag[3]}', text
+    )
 
 
 def _raise_exception(message: str) -> None:

@@ -1,23 +1,22 @@
 """Keep tokenised data on disk and read it through memory maps; it is written once and named by its content.
 
-    index.json     kind, report                                  columns.npz    one number per example; _sequences:
-    tokens.bin     int32, all sequences end to end                              tokens, shared tokens and rank of each
-    weights.bin    float32, of every token; empty for kind text  rows.jsonl     the rows of prompts
+    index.json        kind, report                       _sizes.int64   tokens, shared tokens and rank of each sequence
+    tokens.int32      of all sequences, end to end       _counts.int64  the sequences of each example
+    weights.float32   of every token; none of documents  NAME.TYPE      a number of each example (_rows: prompts' JSON)
 
 Opening a dataset reads no token, and an example's arrays are views into the maps, so a rank reads only what it slices.
 """
 
-import hashlib
 import json
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -26,7 +25,7 @@ from ulysses.data import DataError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.read.formats import Event, LocatedRow, Report, locate_rows, read_records
-from ulysses.data.read.sources import Source, count_rows, in_batches, source_digest
+from ulysses.data.read.sources import Source, count_rows, in_batches, pinned, source_digest
 from ulysses.data.serve.encode import (
     DataSettings,
     Example,
@@ -38,7 +37,7 @@ from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.parallel.batch import Sequence, common_prefix
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 DIGESTS = "digests.json"  # of the other files
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
@@ -65,6 +64,7 @@ def open_dataset(
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
     cache = Path(cache).expanduser()
+    sources = [pinned(source) for source in sources]
     template = None if kind == "text" else ChatTemplate(tokenizer, chat_template)
     content = [
         FORMAT_VERSION,
@@ -86,7 +86,7 @@ def open_dataset(
             if template is None:
                 return encode_documents(records, encoder), events
             examples = encode_records(records, kind, template, settings, events)
-            return pack_examples(kind, examples), events
+            return pack_examples(examples), events
 
         def encoded() -> Iterator[Any]:
             located = locate_rows(sources, report)
@@ -100,22 +100,18 @@ def open_dataset(
 
         chunks = encoded()
         if template is None:
-            examples = cut_documents(chain.from_iterable(chunks), encoder, settings.max_length)
-            chunks = (pack_examples(kind, [example]) for example in examples)
+            chunks = cut_documents(chain.from_iterable(chunks), encoder, settings.max_length)
         write_dataset(temporary, kind, chunks, report, [source.path for source in sources])
 
-    damage = ""
-    while True:
-        if build_once(folder, build) and damage:
-            print(f"the tokenised data were damaged ({damage}) and have been made again")
-        try:
-            check_once(folder / DIGESTS, cache)
-            break
-        except DataError as error:
-            if damage:
-                raise
+    build_once(folder, build)
+    try:
+        check_once(folder / DIGESTS, cache)
+    except DataError as error:
+        discard(folder)
+        if build_once(folder, build):
             damage = str(error).partition(";")[0]
-            discard(folder)
+            print(f"the tokenised data were damaged ({damage}) and have been made again")
+        check_once(folder / DIGESTS, cache)
     weights = [source.weight for source in sources]
     return TokenizedDataset(folder, weights, settings.max_length, share_prompts)
 
@@ -135,82 +131,43 @@ def part_of(
             report.count("notes", "in the other part of data.eval_fraction", where)
 
 
-class Chunk(NamedTuple):
-    """Examples as the files hold them, end to end, so that a process hands few objects to another.
-
-    Attributes:
-        counts: sequences of each example.
-        sizes: tokens, shared tokens and rank of each sequence.
-        tokens, weights: of all sequences, as the bytes of int32 and float32.
-        columns: {name: one number per example}.
-        prompts: a digest of each example's prompt, of unpaired answers and prompts.
-        rows: each prompt's row as a line of JSON.
-    """
-
-    counts: list[int]
-    sizes: list[int]
-    tokens: bytearray
-    weights: bytearray
-    columns: dict[str, list[float]]
-    prompts: list[bytes]
-    rows: list[bytes]
-
-
-def pack_examples(kind: str, examples: Iterable[Example]) -> Chunk:
-    """Join what examples of one kind hold."""
-    chunk = Chunk([], [], bytearray(), bytearray(), defaultdict(list), [], [])
+def pack_examples(examples: Iterable[Example]) -> dict[str, Any]:
+    """Lay examples end to end as the files hold them, so that a process hands few objects to another."""
+    found: dict[str, list[Any]] = defaultdict(list)
     for example in examples:
         first = example.sequences[0]
-        chunk.counts.append(len(example.sequences))
         for sequence in example.sequences:
             shared = 0 if sequence is first else common_prefix(first, sequence)
-            chunk.sizes.extend((len(sequence.tokens), shared, sequence.columns.get("rank", 0)))
-            chunk.tokens.extend(sequence.tokens.tobytes())
-            if kind != "text":
-                chunk.weights.extend(sequence.loss_weights.tobytes())
-        for name, number in {**example.columns, "_source": example.source}.items():
-            chunk.columns[name].append(number)
-        if kind in ("unpaired", "prompt"):
-            prompt = first.tokens[: int(example.columns["prompt_length"])]
-            chunk.prompts.append(hashlib.sha256(prompt.tobytes()).digest())
-        if kind == "prompt":
-            row = json.dumps(example.row, ensure_ascii=False, default=str)
-            chunk.rows.append(row.encode() + b"\n")
-    return chunk
+            found["tokens"].append(sequence.tokens)
+            found["weights"].append(sequence.loss_weights)
+            found["_sizes"] += len(sequence.tokens), shared, sequence.columns.get("rank", 0)
+        for name, value in {**example.columns, "_counts": len(example.sequences)}.items():
+            found[name].append(value)
+    return {name: np.hstack(values) for name, values in found.items()}
 
 
 def write_dataset(
-    folder: Path, kind: str, chunks: Iterable[Chunk], report: Report, sources: list[str]
+    folder: Path,
+    kind: str,
+    chunks: Iterable[dict[str, Any]],
+    report: Report,
+    sources: list[str],
 ) -> None:
     """Write chunks of examples into `folder` as they come; DataError if there are no examples."""
-    counts, sizes = array("q"), array("q")
-    columns: dict[str, array[float]] = defaultdict(lambda: array("d"))
-    prompts: dict[bytes, int] = {}
-    with (
-        (folder / "tokens.bin").open("wb") as tokens_file,
-        (folder / "weights.bin").open("wb") as weights_file,
-        (folder / "rows.jsonl").open("wb") as rows_file,
-    ):
+    files: dict[str, Any] = {}
+    with ExitStack() as stack:
         for chunk in chunks:
-            counts.extend(chunk.counts)
-            sizes.extend(chunk.sizes)
-            tokens_file.write(chunk.tokens)
-            weights_file.write(chunk.weights)
-            for name, numbers in chunk.columns.items():
-                columns[name].extend(numbers)
-            for digest in chunk.prompts:
-                columns["prompt_id"].append(prompts.setdefault(digest, len(prompts)))
-            for row in chunk.rows:
-                columns["_row"].append(rows_file.tell())
-                rows_file.write(row)
-    if not counts:
+            for name, values in chunk.items():
+                array = np.asarray(values)
+                if name not in files:
+                    file = folder / f"{name}.{array.dtype}"
+                    files[name] = stack.enter_context(file.open("wb"))
+                files[name].write(array)
+            report.kept += len(chunk.get("_counts", ()))
+    if not report.kept:
         raise DataError(f"no example is left of {', '.join(sources)}: {report}")
-    table = np.asarray(sizes).reshape(-1, 3).T
-    report.kept, (report.tokens, report.shared, _) = len(counts), table.sum(1).tolist()
-    exists = np.arange(max(counts)) < np.asarray(counts)[:, None]
-    sequences = np.zeros((3, *exists.shape), np.int64)
-    sequences[:, exists] = table
-    np.savez(folder / "columns.npz", _sequences=sequences, **columns)
+    sizes = np.fromfile(folder / "_sizes.int64", np.int64).reshape(-1, 3)
+    report.tokens, report.shared, _ = sizes.sum(0).tolist()
     index = json.dumps({"kind": kind, "report": vars(report)}, indent=1)
     (folder / "index.json").write_text(index)
     digests = {path.name: digest_of(path) for path in folder.iterdir()}
@@ -249,20 +206,31 @@ class TokenizedDataset:
         self.kind: str = index["kind"]
         self.report = Report(**index["report"])
         self.source_weights = source_weights
-        self.columns = dict(np.load(self.folder / "columns.npz"))
-        whole, shared, ranks = self.columns.pop("_sequences")
-        self.prefix_lengths: np.ndarray = shared * share_prompts
-        self.sequence_lengths: np.ndarray = whole - self.prefix_lengths
+        arrays: dict[str, np.ndarray] = {
+            path.stem: np.memmap(path, path.suffix[1:], "r")
+            for path in self.folder.iterdir()
+            if path.suffix != ".json"
+        }
+        self._tokens = arrays.pop("tokens")
+        ones = np.broadcast_to(np.float32(1), len(self._tokens))
+        self._weights = arrays.pop("weights", ones)
+        counts = arrays["_counts"]
+        whole, shared, ranks = arrays["_sizes"].reshape(-1, 3).T
+        prefixes = shared * share_prompts
+        own = whole - prefixes
+        self._layout = np.stack([own, prefixes, ranks, whole.cumsum(), own.cumsum()], axis=1)
+        self._firsts = counts.cumsum() - counts
+        exists = np.arange(counts.max()) < counts[:, None]
+        self.sequence_lengths, self.prefix_lengths = np.zeros((2, *exists.shape), np.int64)
+        self.sequence_lengths[exists], self.prefix_lengths[exists] = own, prefixes
         self.lengths: np.ndarray = self.sequence_lengths.sum(axis=1)
-        self.sources: np.ndarray = self.columns.pop("_source")
-        self._rows = self.columns.pop("_row", None)  # where each prompt's row begins
-        tables = whole, self.sequence_lengths
-        ends = (table.cumsum().reshape(table.shape) for table in tables)
-        self._layout = np.stack([self.sequence_lengths, self.prefix_lengths, ranks, *ends])
-        self._tokens = np.memmap(self.folder / "tokens.bin", np.int32, "r")
-        self._weights = np.broadcast_to(np.float32(1), len(self._tokens))
-        if self.kind != "text":
-            self._weights = np.memmap(self.folder / "weights.bin", np.float32, "r")
+        self.sources: np.ndarray = arrays["_source"]
+        self.columns = {name: array for name, array in arrays.items() if name[0] != "_"}
+        if "_prompt" in arrays:  # digests become numbers in the order of the examples
+            _, first, ids = np.unique(arrays["_prompt"], return_index=True, return_inverse=True)
+            self.columns["prompt_id"] = first.argsort().argsort()[ids]
+        if self.kind == "prompt":
+            self._rows = arrays["_rows"], arrays["_row_size"].cumsum()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -271,15 +239,15 @@ class TokenizedDataset:
         """Return example `index`; its arrays are views into the memory maps. IndexError ends an iteration."""
         index = range(len(self))[index]
         sequences = []
-        for place, layout in enumerate(self._layout[:, index].T.tolist()):
+        first = self._firsts[index]
+        count = np.count_nonzero(self.sequence_lengths[index])
+        for place, layout in enumerate(self._layout[first : first + count].tolist()):
             length, prefix, rank, end, row_end = layout
-            if length:
-                span, rows = slice(end - length, end), slice(row_end - length, row_end)
-                arrays = self._tokens[span], self._weights[span]
-                columns = {name: values[rows] for name, values in self.token_columns.items()}
-                ranked = {"rank": rank} if self.kind == "ranked" else {}
-                owner = place if prefix else 0
-                sequences.append(Sequence(*arrays, columns, ranked, prefix, owner))
+            span, rows = slice(end - length, end), slice(row_end - length, row_end)
+            arrays = self._tokens[span], self._weights[span]
+            columns = {name: values[rows] for name, values in self.token_columns.items()}
+            ranked = {"rank": rank} if self.kind == "ranked" else {}
+            sequences.append(Sequence(*arrays, columns, ranked, prefix, place if prefix else 0))
         numbers = {name: float(values[index]) for name, values in self.columns.items()}
         return Example(index, tuple(sequences), numbers)
 
@@ -294,9 +262,8 @@ class TokenizedDataset:
 
     def row(self, index: int) -> dict[str, Any]:
         """Return the row that a prompt came from; only prompts keep theirs."""
-        with (self.folder / "rows.jsonl").open("rb") as file:
-            file.seek(int(self._rows[index]))
-            return json.loads(file.readline())
+        rows, ends = self._rows
+        return json.loads(bytes(rows[ends[index - 1] if index else 0 : ends[index]]))
 
     def mismatch(self, index: int, other: int) -> Sequence:
         """Join the prompt of example `index` with the answer of `other` (KTO's baseline), cut at max_length."""

@@ -10,10 +10,13 @@ text       BOS document EOS         cut into pieces of max_length that overlap b
                                     first is predicted exactly once
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -56,15 +59,13 @@ class Example:
     """One training example: its sequences (pair: chosen, rejected; separate turns: the last one first) and its numbers.
 
     columns: prompt_length, but not of a sequence; margin (ranked, whose sequences have the column rank); label, 1 or 0
-    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset; source: index
-    of the source it came from; row: the whole row of a prompt, which only the writer of a dataset sees.
+    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset. While it is
+    made it has other columns too, which dataset.py knows.
     """
 
     index: int
     sequences: tuple[Sequence, ...]
-    columns: Mapping[str, float] = field(default_factory=dict)
-    source: int = 0
-    row: Any = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 def encode_records(
@@ -88,8 +89,8 @@ def encode_records(
         encoded = None
     for record, sides in rendered:
         with dropping(events, record.where, settings.bad_rows):
-            tokens = [next(encoded) for _ in sides] if encoded else encode(sides)
-            yield _encode(record, kind, tokens, template.encoder.bos, settings, events)
+            found = [next(encoded) for _ in sides] if encoded else encode(sides)
+            yield _example(record, kind, found, template.encoder.bos, settings, events)
 
 
 def _render(
@@ -108,7 +109,7 @@ def _render(
     return texts
 
 
-def _encode(
+def _example(
     record: Record,
     kind: str,
     sides: list[Encoded],
@@ -117,40 +118,48 @@ def _encode(
     events: list[Event],
 ) -> Example:
     """Make an example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
-    columns = dict(record.columns)
-    trains_all = settings.train_on == "all" and kind == "sequence"
-    if trains_all and record.answers[0][-1].role != "assistant":
-        events.append(("notes", "turns after the last answer left out", record.where))
-    sequences, problems, longest = [], [], 0
-    for group in [[side] for side in sides] if kind == "sequence" else [sides]:
+    is_sequence, limit, longest = kind == "sequence", settings.max_length, 0
+    if is_sequence and settings.train_on == "all":
+        sides = [(tokens, [1.0] * len(tokens)) for tokens, _ in sides]
+        if record.answers[0][-1].role != "assistant":
+            events.append(("notes", "turns after the last answer left out", record.where))
+    sequences: list[Sequence] = []
+    problems = []
+    for group in [[side] for side in sides] if is_sequence else [sides]:
         try:
-            found, start = _weighed(record, kind, group, bos, settings)
+            found, start = _cut(group, record, kind, bos, settings)
             sequences += found
-            longest = max(longest, *(len(side.tokens) for side in group))
+            longest = max(longest, *(len(tokens) for tokens, _ in group))
         except DropRowError as error:
-            problems.append(str(error))
+            problems.append(error)
     if not sequences:
-        raise DropRowError(problems[0])
-    if kind != "sequence":
+        raise problems[0]
+    notes = [f"turns left out, {problem}" for problem in problems]
+    notes += ["conversations whose turns are trained separately"] * (
+        is_sequence and len(sides) > 1
+    )
+    notes += ["truncated"] * (longest > limit)
+    events += [("notes", note, record.where) for note in notes]
+    columns: dict[str, Any] = {**record.columns, "_source": record.source}
+    if not is_sequence:
         columns["prompt_length"] = start
-    for problem in problems:
-        events.append(("notes", f"turns left out, {problem}", record.where))
-    if kind == "sequence" and len(sides) > 1:
-        events.append(
-            ("notes", "conversations whose turns are trained separately", record.where)
-        )
-    if longest > settings.max_length:
-        events.append(("notes", "truncated", record.where))
-    return Example(0, tuple(sequences), columns, record.source, record.row)
+    if kind in ("unpaired", "prompt"):
+        prompt = hashlib.sha256(sequences[0].tokens[:start].tobytes()).digest()
+        columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
+    if kind == "prompt":
+        row = json.dumps(record.row, ensure_ascii=False, default=str).encode()
+        columns |= {"_row_size": len(row), "_rows": np.frombuffer(row, np.uint8)}
+    return Example(0, tuple(sequences), columns)
 
 
-def _weighed(
-    record: Record, kind: str, sides: list[Encoded], bos: int | None, settings: DataSettings
+def _cut(
+    sides: list[Encoded], record: Record, kind: str, bos: int | None, settings: DataSettings
 ) -> tuple[list[Sequence], int]:
-    """Cut sequences with one prompt to max_length and weigh their tokens; return them and the prompt's length."""
-    limit, first = settings.max_length, sides[0].tokens
-    longest = max(len(side.tokens) for side in sides)
-    if not first:
+    """Cut sequences with one prompt to max_length; return them and the prompt's length."""
+    limit, longest = settings.max_length, max(len(tokens) for tokens, _ in sides)
+    arrays = [(np.asarray(t, np.int32), np.asarray(w, np.float32)) for t, w in sides]
+    first, weights = arrays[0]
+    if not len(first):
         raise DropRowError("the chat template writes nothing")
     if longest > limit and settings.truncation == "drop":
         raise DropRowError("longer than max_length")
@@ -162,30 +171,21 @@ def _weighed(
     # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
     start, room = len(first), limit
     if kind in ("pair", "ranked", "unpaired"):
-        start = sides[0].spans[0][0]
-        prompt = start, first[:start]
-        if any((side.spans[0][0], side.tokens[:start]) != prompt for side in sides):
+        start = int((weights != 0).argmax())
+        if len({(t[:start].tobytes(), (w != 0).argmax()) for t, w in arrays}) > 1:
             raise DropRowError(
                 "the prompts of chosen and rejected differ once the chat template is applied"
             )
         room = max(limit - (longest - start), min(start, limit // 4), 1)
     keeps_end = settings.truncation == "keep_end" or kind == "prompt"
-    cut = max(0, start - room) if keeps_end else 0
-    has_bos = int(first[0] == bos)
+    cut, after_bos = max(0, start - room) * keeps_end, int(first[0] == bos)
+    removed = slice(after_bos, after_bos + cut)
     sequences = []
     ranks = list(record.ranks or range(len(sides)))
-    for side, rank in zip(sides, ranks):
-        tokens = np.asarray(side.tokens, np.int32)
-        weights = np.zeros(len(tokens), np.float32)
-        for (begin, end), message in zip(side.spans, side.written):
-            weights[begin:end] = 1.0 if message.weight is None else message.weight
-        if kind == "sequence" and settings.train_on == "all":
-            weights[:] = 1.0
-        if longest > limit:
-            removed = slice(has_bos, has_bos + cut)
-            tokens, weights = (np.delete(kept, removed)[:limit] for kept in (tokens, weights))
-        ranked = {"rank": rank} if kind == "ranked" else {}
-        sequences.append(Sequence(tokens, weights, columns=ranked))
+    for side, rank in zip(arrays, ranks):
+        tokens, weights = (np.delete(array, removed)[:limit] for array in side)
+        columns = {"rank": rank} if kind == "ranked" else {}
+        sequences.append(Sequence(tokens, weights, columns=columns))
         if kind != "prompt" and not weights[1:].any():
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
@@ -200,8 +200,11 @@ def encode_documents(
 ) -> list[tuple[str, int, np.ndarray]]:
     """Tokenise documents or parts of them; return where each stands, the index of its source, and its tokens."""
     records = list(records)
+    texts = [
+        record.text if record.continues else encoder.begin(record.text) for record in records
+    ]
     try:
-        tokens = encoder.encode_texts([record.text for record in records])
+        tokens = encoder.encode_texts(texts)
     except BadRowError:  # of which row?
         for record in records:
             with dropping([], record.where, "error"):
@@ -212,12 +215,12 @@ def encode_documents(
 
 def cut_documents(
     parts: Iterable[tuple[str, int, np.ndarray]], encoder: TextEncoder, limit: int
-) -> Iterator[Example]:
-    """Join the parts of each document, and cut it into pieces of at most `limit` tokens.
+) -> Iterator[dict[str, Any]]:
+    """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
 
     Truncation does not apply: no token is lost.
     """
-    for (_, source), document in groupby(parts, key=lambda part: part[:2]):
+    for (_, source), document in groupby(parts, key=itemgetter(0, 1)):
         ends = np.asarray([encoder.eos], np.int32)
         left = ends[:0] if encoder.bos is None else np.asarray([encoder.bos], np.int32)
         for *_, ids in chain(document, [(ends,)]):
@@ -225,7 +228,10 @@ def cut_documents(
             is_end = ids is ends
             while len(left) > limit or (is_end and len(left) > 1):
                 piece = left[:limit]
-                yield Example(
-                    0, (Sequence(piece, np.ones_like(piece, np.float32)),), source=source
-                )
+                yield {
+                    "tokens": piece,
+                    "_sizes": [len(piece), 0, 0],
+                    "_counts": [1],
+                    "_source": [source],
+                }
                 left = left[limit - 1 :]  # the last token predicts the next piece's first
