@@ -344,7 +344,10 @@ def test_trl_command_line(migrate: Any) -> None:
         'data.train_on = "all"  # assistant_only_loss: without it TRL trains every token'
         in shown
     )
-    config, _ = migrate(TRL_SFT.strip() + " --completion_only_loss true", name="sft.sh")
+    config, _ = migrate(
+        TRL_SFT.strip() + " --completion_only_loss true --no_remove_unused_columns",
+        name="sft.sh",
+    )
     assert config.data.train_on == "assistant"
 
 
@@ -365,6 +368,9 @@ def test_axolotl(migrate: Any) -> None:
     )
     assert config.model.quantize == "nf4" and "load_in_8bit" not in shown
     assert "saves_per_epoch = 1: set run.save_every in steps" in shown
+    # both are axolotl's own ways with lengths
+    assert config.data.truncation == "drop"
+    assert "sample_packing = True: a packed sequence counts as one example there" in shown
     config, _ = migrate(AXOLOTL_SFT.replace("chat_template: llama3", "rl: ipo"))
     assert (config.stage, config.dpo.loss_type) == ("dpo", "ipo")
 
@@ -677,7 +683,8 @@ def test_a_list_of_choices_is_the_one_that_is_not_the_default(migrate: Any) -> N
 
 def test_documents_are_named_by_the_column_of_their_text(migrate: Any, tmp_path: Path) -> None:
     text = "model_name_or_path: m\nstage: pt\ndo_train: true\ndataset: c4_demo, books\n"
-    config, _ = migrate(text + "finetuning_type: full\noutput_dir: out\n")
+    config, shown = migrate(text + "finetuning_type: full\noutput_dir: out\n")
+    assert "packing = True: a packed sequence counts as one example there" in shown
     assert config.stage == "pt" and config.data.train == [
         str(tmp_path / "data/c4_demo.jsonl"),
         {"path": str(tmp_path / "data/books.jsonl"), "columns": {"text": "content"}},
@@ -731,6 +738,15 @@ max_steps: 10
     assert (config.optimizer.schedule, config.optimizer.warmup) == ("constant", 0)
 
 
+def test_trl_evaluates_only_if_a_strategy_says_so(migrate: Any) -> None:
+    silent = TRL_DPO.replace("eval_strategy: steps\n", "")
+    config, shown = migrate(silent, "--stage", "dpo")
+    assert (config.run.eval_every, config.data.eval) == (0, [])
+    assert "Without a counterpart" not in shown
+    config, _ = migrate(silent + "evaluation_strategy: steps\n", "--stage", "dpo")
+    assert config.run.eval_every == 50 and config.data.eval["split"] == "test"
+
+
 def test_shares_of_all_steps_are_listed(migrate: Any) -> None:
     config, shown = migrate(TRL_DPO + "save_steps: 0.5\n", "--stage", "dpo")
     assert config.run.save_every == 0
@@ -763,6 +779,10 @@ def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate: Any) -> Non
         ("train_type: lora", "train_type is a setting of ms-swift, whose files are not translated"),
         ("datasets: [{path: a/b, type: alpaca}]", "type = alpaca has no counterpart here; it writes"),
         ("datasets: [{path: a/b, split: 'train[:9%]'}]", "write max_examples for a part of a split"),
+        ("dataset: []", "this file names no training data, so it does not train"),
+        ("finetuning_type: lora\nlora_target: q_a_proj", "model.lora.targets is 'q_a_proj'"),
+        ("reward_funcs: accuracy_reward", "it is TRL's own function, so write module.function"),
+        ("datasets: [{path: a/b, columns: [messages, chat_template_kwargs]}]", "a row cannot set the template"),
         ("1: 2", "1 = 2"),
         ("- a: [", "expected"),
     ],
@@ -772,7 +792,9 @@ def test_what_is_not_known_is_refused(
 ) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(DATASETS))
-    (tmp_path / "run.yaml").write_text(f"finetuning_type: full\nstage: sft\n{text}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"finetuning_type: full\nstage: sft\ndataset: identity\n{text}\n"
+    )
     assert main([str(tmp_path / "run.yaml")]) == 2
     shown = capsys.readouterr()
     assert not shown.out and sentence in shown.err and shown.err.count("\n") == 1

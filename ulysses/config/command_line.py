@@ -27,11 +27,8 @@ class CommandLine(NamedTuple):
 def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     """Read the options of train.py, the TOML file and the settings that override it, the keyword arguments last.
 
-    Raises ConfigError for anything that is not a valid configuration, all at once; --help prints and exits.
+    Raises ConfigError for anything that is not a valid configuration, all at once.
     """
-    if {"-h", "--help"} & set(arguments):
-        print(_help_text())
-        raise SystemExit(0)
     given = _read_arguments(arguments)
     asked = {name: given.pop(name) for name in Options.model_fields if name in given}
     options = check(asked, Options)
@@ -159,7 +156,8 @@ def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
     return [*unknown, *hints]
 
 
-def _help_text() -> str:
+def help_text() -> str:
+    """Return what --help prints: every option and setting with its forms, its explanation and its default."""
     text = """Train a language model on long sequences: train.py --config FILE.toml [--key value ...]
 
 Options, and settings, which are also the keys of the TOML file:"""
