@@ -37,6 +37,7 @@ NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "consolidated*")
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
+HUB_SECONDS = 4.0  # that the hub may take for an answer, unless HF_HUB_ETAG_TIMEOUT says otherwise
 SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
 
 
@@ -66,6 +67,7 @@ def resolve_model(
             revision=revision,
             allow_patterns=[*DOWNLOADED, "*.safetensors"] if need_weights else list(DOWNLOADED),
             ignore_patterns=list(NOT_DOWNLOADED),
+            etag_timeout=HUB_SECONDS,
         )
     # one of a dozen classes; they all mean that the model cannot be fetched
     except Exception as error:

@@ -96,12 +96,25 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
                 raise ConfigError(f"--{key} needs a value")
         # what the text of a number or a word means, the schema decides
         if not takes or value.startswith(("[", "{")):
-            with suppress(ValueError):
-                value = json.loads(value)
+            value = _read_value(key, value)
         if "list" in takes:
             value = given.get(key, []) + (value if isinstance(value, list) else [value])
         given[key] = value
     return given
+
+
+def _read_value(key: str, text: str) -> Any:
+    """Read a list, a table or the value of an unknown key as JSON or as TOML; other text stays as it is."""
+    with suppress(ValueError):
+        return json.loads(text)
+    with suppress(ValueError):
+        return tomllib.loads(f"value = {text}")["value"]
+    if text.startswith(("[", "{")):
+        raise ConfigError(
+            f'{key} is {text}, which is neither JSON nor TOML; write a table as {{path = "a.jsonl"}}, all of it in '
+            "single quotes for the shell"
+        )
+    return text
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:

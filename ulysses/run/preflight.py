@@ -7,10 +7,12 @@ Each error is one sentence: what was given, what is required and what to change.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from models.decoder import count_parameters, empty_model
 from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, flat, refuse
+from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate, load_tokenizer
 from ulysses.data.read.sources import is_hub_id, missing_sources, parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
@@ -28,6 +31,7 @@ from ulysses.data.serve.encode import DataSettings
 from ulysses.data.serve.steps import StepLoader
 from ulysses.memory.plan import GIB
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
+from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
 from ulysses.run.memory_choice import planner_model
@@ -36,8 +40,11 @@ from ulysses.run.registry import STAGES, requirements
 from ulysses.run.setting_checks import check_settings
 from ulysses.stages.base import AuxiliaryModel, CheckContext
 
+MIB = 1 << 20
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+# Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
+LEAST_KNOWN = 0.9
 # Of a model's config.json, what may differ between a checkpoint and the run that continues it.
 FREE_KEYS = (
     "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -156,6 +163,20 @@ class Prepared:
             yield (
                 f"optimizer.warmup is {warmup:g} steps but the run has {total}: the learning rate stays below {rate:g}"
             )
+        if config.model.tokenizer and config.model.init == "pretrained":
+            known, vocabulary = len(self.tokenizer), self.shape.vocab_size
+            if known < LEAST_KNOWN * vocabulary:
+                yield (
+                    f"model.tokenizer has {known} tokens but the model's vocabulary has {vocabulary}: it may belong to "
+                    "another model, whose tokens mean something else"
+                )
+        groups = loader.data_parallel_size
+        examples = min(loader.examples_per_step, loader.examples_per_epoch)
+        if examples < groups:
+            yield (
+                f"a step has {examples} examples for {groups} data-parallel groups: {groups - examples} of them "
+                "compute nothing; raise batch.examples or parallel.sequence_parallel_size"
+            )
         if loader.examples_per_step > loader.examples_per_epoch:
             yield (
                 f"a step takes {loader.examples_per_step} examples (batch.examples) but the data has only "
@@ -260,6 +281,9 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
                     'model.quantize is "fp8" but this GPU does not multiply such numbers (compute capability 8.9); '
                     'set it to "nf4"'
                 )
+    for reward in filter(is_function, config.ppo.reward):
+        with collect():
+            _check_reward(reward, strict)
     # a dry run only says that the folder is taken
     if strict or config.run.resume != "never":
         with collect():
@@ -401,6 +425,17 @@ def _read_tokenizer(plan: Prepared) -> None:
     plan.tokenizer, plan.tokenizer_place = tokenizer, place
 
 
+def _check_reward(reward: str, strict: bool) -> None:
+    """Refuse a function that is not there; only a run that starts imports it, because that runs the user's code."""
+    if strict:
+        load_function(reward)
+    elif "//" not in reward and find_spec(re.match(r"\w+", reward)[0]) is None:
+        raise ConfigError(
+            f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with the "
+            "module's folder on PYTHONPATH"
+        )
+
+
 def _find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
     """Return the checkpoint that the run continues, or None to start afresh; nothing is loaded yet."""
     run = config.run
@@ -466,10 +501,15 @@ def _check_disk(plan: Prepared, shape: ModelConfig) -> str:
         if count > 2 and run.keep != 1:
             changes.append("run.keep = 1")
         sentence = (
-            f"run.output {place} has {free / GIB:.1f} GiB free but {' and '.join(what)} need {need / GIB:.1f} GiB; "
+            f"run.output {place} has {_size(free)} free but {' and '.join(what)} need {_size(need)}; "
             f"set {' or '.join(changes)}, or use another disk"
         )
         if setting != "run.save_minutes":
             raise AbsentError(sentence)
         return sentence
     return ""
+
+
+def _size(count: float) -> str:
+    """Write a number of bytes so that it does not round to nothing."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
