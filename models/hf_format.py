@@ -37,7 +37,7 @@ NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "consolidated*")
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
-HUB_SECONDS = 10.0  # that the hub may take to say which commit a revision is
+HUB_SECONDS = 5.0  # that the hub may take to say which commit a revision is
 SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
 
 

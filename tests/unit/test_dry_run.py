@@ -159,9 +159,7 @@ def test_a_disk_without_room_for_a_tiny_model_is_told_in_its_own_unit(
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1 << 20))
     code, text = run(capsys, *demo(tmp_path))
-    assert (
-        code == 3 and "has 1 MiB free but" in text and "0.0 GiB" not in text.split("verdict")[0]
-    )
+    assert code == 3 and "has 1 MiB free but" in text and " 0.0 GiB free" not in text
 
 
 @pytest.mark.parametrize("asked", ["--dry-run", "--inspect 1"])
@@ -170,8 +168,8 @@ def test_no_code_of_the_user_runs_before_the_start(asked, capsys, tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(DEMO.parents[1])
     line = [str(DEMO / "ppo.toml"), "--ppo.reward", "scores:score", "--model.init", "random"]
-    own = f"--data.cache {tmp_path} --run.output {tmp_path}/run {asked}".split()
-    assert main(["--debug", "--config", *line, *own]) in (0, 3)
+    own = f"--data.cache {tmp_path} --run.output {tmp_path}/run --parallel.sequence_parallel_size 1 {asked}"
+    assert main(["--debug", "--config", *line, *own.split()]) == 0
     assert "imported" not in "".join(capsys.readouterr())
 
 
