@@ -37,7 +37,7 @@ NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "consolidated*")
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
-HUB_SECONDS = 5.0  # that the hub may take to say which commit a revision is
+HUB_SECONDS = 5.0  # that the hub may take to say that it has a model
 SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
 
 
@@ -63,9 +63,8 @@ def resolve_model(
 
     unreached: Exception | None = None
     try:
-        # the client sets no limit of its own; what it cannot reach may be in the cache
-        named = revision or "main"
-        revision = HfApi().model_info(path_or_id, revision=named, timeout=HUB_SECONDS).sha
+        # asked first, because the download waits for an answer without end; the cache may have what is not reached
+        HfApi().model_info(path_or_id, revision=revision or "main", timeout=HUB_SECONDS)
     except Exception as error:
         unreached = error
     try:

@@ -159,7 +159,7 @@ def test_a_disk_without_room_for_a_tiny_model_is_told_in_its_own_unit(
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1 << 20))
     code, text = run(capsys, *demo(tmp_path))
-    assert code == 3 and "has 1 MiB free but" in text and " 0.0 GiB free" not in text
+    assert code == 3 and "has 1.0 MiB free but" in text and " 0.0 GiB free" not in text
 
 
 @pytest.mark.parametrize("asked", ["--dry-run", "--inspect 1"])

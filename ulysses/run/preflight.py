@@ -6,9 +6,7 @@
 Each error is one sentence: what was given, what is required and what to change.
 """
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
-from models.decoder import count_parameters, empty_model
+from models.decoder import empty_model
 from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, flat, refuse
@@ -29,18 +27,16 @@ from ulysses.data.read.sources import is_hub_id, missing_sources, parse_sources
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.encode import DataSettings
 from ulysses.data.serve.steps import StepLoader
-from ulysses.memory.plan import GIB
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
-from ulysses.run.memory_choice import planner_model
+from ulysses.run.disk_space import check_disk
 from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.setting_checks import check_settings
 from ulysses.stages.base import AuxiliaryModel, CheckContext
 
-MIB = 1 << 20
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
 # Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
@@ -303,7 +299,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             shape, config.run.seed, plan.folder if pretrained else None, model.quantize
         )
         with collect():
-            plan.disk_warning = _check_disk(plan, shape)
+            plan.disk_warning = check_disk(config, shape, resumes=bool(plan.resume_from))
     refuse(errors, findings)
     return plan
 
@@ -463,53 +459,3 @@ def _find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
     with error_context("run.resume"):
         gradient_policies(config.gradients).load_state_dict(state["policies"])
     return checkpoint
-
-
-def _check_disk(plan: Prepared, shape: ModelConfig) -> str:
-    """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
-
-    Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
-    holds already counts as free: those are checkpoints that are kept or go.
-    """
-    config, run, output = plan.config, plan.config.run, plan.config.output.absolute()
-    place = next(folder for folder in (output, *output.parents) if folder.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(
-            f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
-        )
-    free = shutil.disk_usage(place).free
-    free += sum(file.stat().st_size for file in output.rglob("*"))
-    trained = planner_model(config, shape).trained
-    exported = trained if config.model.lora.rank else count_parameters(shape)
-    asked = "run.save_last", run.save_last * (1 + bool(plan.resume_from))
-    if run.save_every:
-        asked = "run.save_every", 2 + (run.keep or run.steps // run.save_every)
-    timed = "run.save_minutes", bool(run.save_minutes) * (1 + run.keep)
-    for setting, count in (asked, timed):
-        need = (
-            12 * trained * count
-            + run.export * exported * getattr(torch, config.model.dtype).itemsize
-        )
-        if need <= free:
-            continue
-        what, changes = ["the export"] * run.export, ["run.export = false"] * run.export
-        if count:
-            best = ", the best" * bool(run.save_every)
-            kept = f" (run.keep = {run.keep}{best} and one being written)" * (count > 2)
-            what.insert(0, f"{count} checkpoint{'s' * (count > 1)} of {setting}{kept}")
-            changes.insert(0, f"{setting} = {'false' if setting == 'run.save_last' else 0}")
-        if count > 2 and run.keep != 1:
-            changes.append("run.keep = 1")
-        sentence = (
-            f"run.output {place} has {_size(free)} free but {' and '.join(what)} need {_size(need)}; "
-            f"set {' or '.join(changes)}, or use another disk"
-        )
-        if setting != "run.save_minutes":
-            raise AbsentError(sentence)
-        return sentence
-    return ""
-
-
-def _size(count: float) -> str:
-    """Write a number of bytes so that it does not round to nothing."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
