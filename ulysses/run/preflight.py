@@ -425,7 +425,7 @@ def _check_reward(reward: str, strict: bool) -> None:
     """Refuse a function that is not there; only a run that starts imports it, because that runs the user's code."""
     if strict:
         load_function(reward)
-    elif "//" not in reward and find_spec(re.match(r"\w+", reward)[0]) is None:
+    elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
         raise ConfigError(
             f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with the "
             "module's folder on PYTHONPATH"
