@@ -95,7 +95,7 @@ class Editable:
         return PathFinder.find_spec(name, path or [{str(installed)!r}])
 
 sys.path = [place for place in sys.path if place not in ("", {str(installed)!r})]
-sys.meta_path.append(Editable)
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Editable)
 sys.argv[1:] = ["dry-run"]
 from ulysses.cli import main
 main()"""
