@@ -224,7 +224,9 @@ def test_what_the_run_holds_already_counts_as_free_disk(
     counted = (
         r"4 checkpoints of run.save_every \(run.keep = 2, the best and one being written\)"
     )
-    with pytest.raises(ConfigError, match=f" has 1.0 KiB free but {counted} and the export need"):
+    with pytest.raises(
+        ConfigError, match=f" has 1.0 KiB free but {counted} and the export need"
+    ):
         prepare(config, 1)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/old").write_bytes(bytes(10_000_000))
