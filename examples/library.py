@@ -1,4 +1,6 @@
-"""Ulysses without an engine: torchrun --nproc_per_node 2 examples/library.py"""
+"""Ulysses without an engine: torchrun --nproc_per_node 2 examples/library.py, or plain python on one process."""
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -33,14 +35,17 @@ def gradient_norm(mesh: ParallelMesh, documents: list[Sequence]) -> float:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    if "RANK" in os.environ:  # a launcher has started several processes
+        dist.init_process_group("gloo")
     draw = torch.Generator().manual_seed(1)
     documents = [
         Sequence(torch.randint(100, (n,), generator=draw), torch.ones(n)) for n in LENGTHS
     ]
-    many = gradient_norm(ParallelMesh(dist.get_world_size(), num_heads=6), documents)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    mesh = ParallelMesh(world, num_heads=6)
+    many = gradient_norm(mesh, documents)
     one = gradient_norm(ParallelMesh(1), documents)
-    if dist.get_rank() == 0:
-        world = dist.get_world_size()
+    if mesh.is_main:
         print(f"gradient norm on {world} processes {many:.6f}, on one process {one:.6f}")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -37,6 +37,7 @@ NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "consolidated*")
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
 )
+HUB_SECONDS = 5.0  # that the hub may take to say that it has a model
 SHARD_BYTES = 2 << 30  # written to one file, and held in host memory meanwhile
 
 
@@ -58,23 +59,31 @@ def resolve_model(
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
         return folder
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
+    unreached: Exception | None = None
+    try:
+        # asked first, because the download waits for an answer without end; the cache may have what is not reached
+        HfApi().model_info(path_or_id, revision=revision or "main", timeout=HUB_SECONDS)
+    except Exception as error:
+        unreached = error
     try:
         fetched = snapshot_download(
             path_or_id,
             revision=revision,
             allow_patterns=[*DOWNLOADED, "*.safetensors"] if need_weights else list(DOWNLOADED),
             ignore_patterns=list(NOT_DOWNLOADED),
+            local_files_only=unreached is not None,
         )
     # one of a dozen classes; they all mean that the model cannot be fetched
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
+        cause = unreached or error
+        reason = str(cause).strip().split("\n")[0]
         offline = " (HF_HUB_OFFLINE is set)" * constants.HF_HUB_OFFLINE
         raise FileNotFoundError(
             f"{key} is {path_or_id!r}: there is no folder {folder.absolute()}, and revision "
             f"{revision or 'main'} was not found at {constants.ENDPOINT}{offline} or in the cache "
-            f"{constants.HF_HUB_CACHE} ({type(error).__name__}: {reason:.90}); give a folder, correct the id, or log "
+            f"{constants.HF_HUB_CACHE} ({type(cause).__name__}: {reason:.90}); give a folder, correct the id, or log "
             "in for a gated model"
         ) from error
     return Path(fetched)

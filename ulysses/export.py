@@ -8,9 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
-from models.hf_format import ADAPTER_CONFIG, CONFIG
-from ulysses.run.export_model import export_checkpoint, merge_adapter
+from ulysses.imports import explained_imports
+
+with explained_imports():
+    import ulysses.run  # noqa: F401 - first: it refuses foreign packages named models or losses
+    from models.hf_format import ADAPTER_CONFIG, CONFIG
+    from ulysses.run.export_model import export_checkpoint, merge_adapter
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -177,11 +177,18 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
         raise ConfigError(
             f"whose settings these are cannot be told: none of the names that mark {', '.join(names['marks'])} is here"
         )
+    if "data.train" not in settings:
+        raise ConfigError(
+            "this file names no training data, so it does not train; give the one that the trainer reads"
+        )
     return _toml(settings, comments, remarks)
 
 
 def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]) -> str:
-    """Write settings with their comments, and below them as comments what is left to do or wrong by our own check."""
+    """Write settings with their comments, and below them as comments what is left to do or contradicts itself.
+
+    Raises ConfigError for a value that is none of ours.
+    """
     lines = [
         "# What every setting means: train.py --help. Settings that are not needed here are left out."
     ]
@@ -198,10 +205,7 @@ def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]
         except ValueError:
             raise ConfigError(f"{key} is {value}, which is not a finite number") from None
         lines.append(f"{key} = {written}{comments.get(key, '')}")
-    try:
-        remarks += contradictions(check(tomllib.loads("\n".join(lines))))
-    except ConfigError as error:
-        remarks.append(str(error))
+    remarks += contradictions(check(tomllib.loads("\n".join(lines))))
     if remarks:
         lines += ["", "# Without a counterpart here or still wrong, and what to do:"]
     for line in "\n".join(remarks).splitlines():
@@ -320,6 +324,8 @@ def _complete(
     # "none" is a choice of scale_rewards
     said = {name for name in given if given[name] not in NOTHING} | {"scale_rewards"}
     given = {name: value for name, value in given.items() if name in said}
+    if "evaluation_strategy" in given:  # its older name
+        given["eval_strategy"] = given.pop("evaluation_strategy")
     defaults = names["defaults"]
     system = system or "trl"
     for name, stage in names["implied"].items():
@@ -334,6 +340,11 @@ def _complete(
         rewards = [
             re.sub(r"\.(\w+)$", r":\1", name) for name in _entries(given["reward_funcs"])
         ]
+        if own := [name for name in rewards if ":" not in name]:
+            raise ConfigError(
+                f"reward_funcs = {own[0]} has no counterpart here; it is TRL's own function, so write module.function "
+                "of yours"
+            )
         rewards = _entries(given.pop("reward_model_name_or_path", [])) + rewards
         weights = _entries(given.pop("reward_weights", [1.0] * len(rewards)))
         given["reward_funcs"] = dict(zip(rewards, weights, strict=True))
@@ -378,11 +389,13 @@ def _source(
 ) -> tuple[Any, list[tuple[str, Any, str]]]:
     """Turn one of their data sets, a path or a description, into ours; name what would change its rows."""
     source: dict[str, Any] = {}
-    wrong = []
+    wrong, reasons = [], names["row_reasons"]
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
         key = names["sources"].get(f"{stage}.{name}", names["sources"].get(name))
         allowed = names["rows"].get(f"{stage}.{name}", names["rows"].get(name))
+        said = (f"{name}={entry}" for entry in _entries(value))
+        wrong += [(name, value, reasons[each]) for each in said if each in reasons]
         if value in NOTHING or key == f"columns.{value}" or allowed == []:
             continue
         if key == "split" and "[" in str(value):
@@ -390,7 +403,7 @@ def _source(
         elif key:
             put(source, key, value)
         elif allowed is None or _plain(value) not in allowed:
-            wrong.append((name, value, names["row_reasons"].get(name, UNKNOWN)))
+            wrong.append((name, value, reasons.get(name, UNKNOWN)))
     return source["path"] if source.keys() == {"path"} else source, wrong
 
 

@@ -8,19 +8,26 @@ import sys
 from typing import NoReturn
 
 from ulysses.environment import rank, wants_debug
-from ulysses.run.quiet import quiet
+from ulysses.imports import explained_imports
 
 
 def main(arguments: list[str]) -> int:
     """Train, or inspect or plan a run, as the arguments ask; return the exit code after printing any error."""
     debug = wants_debug(arguments)
-    if not debug:
-        quiet()  # before the imports below: libraries speak while they are imported
-    from ulysses.config.command_line import parse_command_line
-    from ulysses.config.section import ConfigError
-    from ulysses.run.dry_run import dry_run, inspect
-    from ulysses.run.failure import complain, tell
-    from ulysses.run.training_run import TrainingRun
+    with explained_imports():
+        from ulysses.config.command_line import help_text, parse_command_line
+        from ulysses.config.section import ConfigError
+    if {"-h", "--help"} & set(arguments):
+        print(help_text())
+        return 0
+    with explained_imports():
+        from ulysses.run.quiet import quiet
+
+        if not debug:
+            quiet()  # before the imports below: libraries speak while they are imported
+        from ulysses.run.dry_run import dry_run, inspect
+        from ulysses.run.failure import complain, tell
+        from ulysses.run.training_run import TrainingRun
 
     try:
         config, options = parse_command_line(arguments)

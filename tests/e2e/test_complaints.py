@@ -100,7 +100,7 @@ CASES = {
     "kernel on CPU": ("sft model.attention=flash4", r"model.attention: .*flash4"),
     "full disk": (
         "sft",
-        r"GiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f",
+        r" has 97.7 KiB free but 1 checkpoint of run.save_last and the export need .* or run.export = f",
     ),
     "held folder": (
         "sft run.output=PLACE/held",
@@ -224,7 +224,9 @@ def test_what_the_run_holds_already_counts_as_free_disk(
     counted = (
         r"4 checkpoints of run.save_every \(run.keep = 2, the best and one being written\)"
     )
-    with pytest.raises(ConfigError, match=f"GiB free but {counted} and the export need"):
+    with pytest.raises(
+        ConfigError, match=f" has 1.0 KiB free but {counted} and the export need"
+    ):
         prepare(config, 1)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/old").write_bytes(bytes(10_000_000))

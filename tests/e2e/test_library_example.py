@@ -29,7 +29,15 @@ def test_example_prints_the_one_process_gradient_norm(tmp_path: Path) -> None:
     two = subprocess.run(
         line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    for processes, text in ((2, two), (4, forked("library.py", 4, tmp_path))):
+    alone = subprocess.run(
+        [sys.executable, line[-1]],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    four = forked("library.py", 4, tmp_path)
+    for processes, text in ((1, alone), (2, two), (4, four)):
         count, many, one = re.search(
             r"on (\d) processes ([\d.]+), on one process ([\d.]+)", text
         ).groups()

@@ -72,20 +72,57 @@ def test_wheel_holds_every_module_and_no_more(installed: Path, tmp_path: Path) -
 def test_a_foreign_package_is_named_by_its_file(
     name: str, installed: Path, tmp_path: Path
 ) -> None:
-    foreign = tmp_path / name / "__init__.py"
-    foreign.parent.mkdir()
+    foreign = tmp_path / f"{name}.py"
     foreign.touch()
-    sentence = (
-        f"ImportError: {foreign} shadows the engine's own package {name} ({installed / name})"
-    )
-    for arguments in (
-        ["-c", "import ulysses.run.training_run"],
-        ["-m", "ulysses.export", "a", "b"],
-    ):
-        done = python(arguments, tmp_path, installed)  # the working directory comes first
-        assert done.returncode == 1 and sentence in done.stderr
+    sentence = f"{foreign} shadows the engine's own package {name} ({installed / name}); rename it, or start"
+    library = python(["-c", "import ulysses.run.training_run"], tmp_path, installed)
+    assert library.returncode == 1 and f"ImportError: {sentence}" in library.stderr
+    cli = "-m ulysses.cli "
+    for command in (
+        "-m ulysses.train --dry-run", "-m ulysses.export a b", cli + "train", cli + "dry-run",
+        cli + "inspect", cli + "export a b", cli + "migrate a.yaml", cli + "report a",
+    ):  # fmt: skip
+        done = python(command.split(), tmp_path, installed)  # the working directory comes first
+        assert done.returncode == 1 and done.stderr.startswith(f"error: {sentence}")
+        assert done.stderr.count("\n") == 1
+    # the packages of an editable installation are looked for last, after the folder of the user
+    editable = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Editable:
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, path or [{str(installed)!r}])
+
+sys.path = [place for place in sys.path if place not in ("", {str(installed)!r})]
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Editable)
+sys.argv[1:] = ["dry-run"]
+from ulysses.cli import main
+main()"""
+    done = python(["-c", editable], tmp_path, installed)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {sentence}"), done.stderr
     done = python(["-c", "from ulysses import UlyssesAttention"], tmp_path, installed)
     assert done.returncode == 0, "as a library it needs no models: " + done.stderr
+
+
+def test_help_needs_pydantic_alone_and_a_missing_package_is_named(
+    installed: Path, tmp_path: Path
+) -> None:
+    without = (
+        "import sys; sys.argv[1:] = ['train', '--help']; sys.modules |= dict.fromkeys({0!r}); "
+        "from ulysses.cli import main; main()"
+    )
+    done = python(
+        ["-c", without.format(("torch", "deepspeed", "transformers", "datasets"))],
+        tmp_path,
+        installed,
+    )
+    assert done.returncode == 0 and "--optimizer.lr float" in done.stdout and not done.stderr
+    done = python(["-c", without.format(("pydantic",))], tmp_path, installed)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the package pydantic is not installed; pip install ulysses-engine brings all that is needed\n",
+    )
 
 
 def test_the_command_works_from_any_folder_and_answers_at_once(

@@ -73,6 +73,10 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
             r"error: the tokenizer is 'x' on .* \(rank 1\) but '\w{64}' on .* \(rank 0\); start all",
         ),
         (
+            "optimizer.lr",
+            r"error: optimizer.lr is 'x' on .* \(rank 1\) but [\d.e-]+ on .* \(rank 0\); start all",
+        ),
+        (
             "torch",
             r"error: torch is 'x' on \S+ \(rank 1\) but '[\d.]+\S*' on \S+ \(rank 0\); start all",
         ),

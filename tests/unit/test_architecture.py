@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("losses", "models", "ulysses")
 FLOORS = {
-    "losses": 1, "ulysses.parallel": 1, "ulysses.disk": 1, "ulysses.environment": 1,
+    "losses": 1, "ulysses.parallel": 1, "ulysses.disk": 1, "ulysses.environment": 1, "ulysses.imports": 1,
     "ulysses.config": 1,
     "ulysses.memory": 1, "ulysses.gradients": 1, "ulysses.data": 2, "models": 2, "ulysses.zero": 3,
     "ulysses.stages": 4, "ulysses.rl": 5, "ulysses.run": 6,

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from models.arch import ModelConfig
+from tests.model_folder import write_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.memory.levels import LEVELS
@@ -138,6 +140,37 @@ def test_settings_that_do_nothing_are_named(capsys, tmp_path):
     assert re.search(said, text)
     _, text = run(capsys, *demo(tmp_path), "--optimizer.lr", 0)
     assert "optimizer.lr is 0: no weight will change" in text and "every step" not in text
+    _, text = run(capsys, *demo(tmp_path), "--gpus", 8, "--batch.examples", 3)
+    assert "a step has 3 examples for 4 data-parallel groups: 1 of them compute nothing" in text
+
+
+def test_a_tokenizer_of_another_model_is_named(capsys, tmp_path):
+    config = json.loads((DEMO / "model/config.json").read_text()) | {"vocab_size": 4096}
+    write_model(tmp_path / "model", ModelConfig.from_hf(config))
+    line = [*demo(tmp_path), "--model.path", tmp_path / "model", "--model.init", "pretrained"]
+    _, text = run(capsys, *line, "--model.tokenizer", DEMO / "data/tokenizer")
+    assert re.search(
+        r"model.tokenizer has \d+ tokens but the model's vocabulary has 4096", text
+    )
+
+
+def test_a_disk_without_room_for_a_tiny_model_is_told_in_its_own_unit(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1 << 20))
+    code, text = run(capsys, *demo(tmp_path))
+    assert code == 3 and "has 1.0 MiB free but" in text and " 0.0 GiB free" not in text
+
+
+@pytest.mark.parametrize("asked", ["--dry-run", "--inspect 1"])
+def test_no_code_of_the_user_runs_before_the_start(asked, capsys, tmp_path, monkeypatch):
+    (tmp_path / "scores.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(DEMO.parents[1])
+    line = [str(DEMO / "ppo.toml"), "--ppo.reward", "scores:score", "--model.init", "random"]
+    own = f"--data.cache {tmp_path} --run.output {tmp_path}/run --parallel.sequence_parallel_size 1 {asked}"
+    assert main(["--debug", "--config", *line, *own.split()]) == 0
+    assert "imported" not in "".join(capsys.readouterr())
 
 
 NOTHING = "--run.export false --run.save_last false"

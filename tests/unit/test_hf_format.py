@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -214,3 +215,8 @@ def test_a_hub_id_is_fetched_and_then_found_offline(tmp_path, hub):
     assert absent.startswith("FileNotFoundError") and "owner/absent" in absent and hub in absent
     assert resolve("owner/tiny", HF_HUB_OFFLINE="1") == found
     assert "HF_HUB_OFFLINE is set" in resolve("owner/absent", HF_HUB_OFFLINE="1")
+    # a hub that takes the question and never answers: what the cache has is found, the rest is refused
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert resolve("owner/tiny", HF_ENDPOINT=endpoint) == found
+        assert "timed out" in resolve("owner/absent", HF_ENDPOINT=endpoint)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -187,18 +189,20 @@ DATASETS = {
 }  # fmt: skip
 
 
+def write_datasets(folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data/dataset_info.json").write_text(json.dumps(DATASETS))
+
+
 @pytest.fixture
 def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Return a function from a file's text to our configuration and all that was printed."""
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(DATASETS))
+    write_datasets(tmp_path)
     offload = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 3, "offload_optimizer": offload, "stage3_prefetch_bucket_size": "auto"}
-    (tmp_path / "ds_z3_offload_config.json").write_text(
-        json.dumps(
-            {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": zero}
-        )
-    )
+    deepspeed = {"train_batch_size": "auto", "gradient_clipping": "auto"}
+    path = tmp_path / "ds_z3_offload_config.json"
+    path.write_text(json.dumps(deepspeed | {"zero_optimization": zero}))
 
     def migrated(text: str, *options: str, name: str = "run.yaml") -> tuple[Config, str]:
         path = tmp_path / name
@@ -210,225 +214,166 @@ def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return migrated
 
 
+@pytest.fixture
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return a function from a file's text to the one line of its refusal, with which nothing is translated."""
+
+    def refused(text: str, *options: str, name: str = "run.yaml", lines: int = 1) -> str:
+        (tmp_path / name).write_text(text)
+        assert main([str(tmp_path / name), *options]) == 2
+        shown = capsys.readouterr()
+        assert not shown.out and shown.err.startswith("error: ")
+        assert shown.err.count("\n") == lines
+        return shown.err
+
+    return refused
+
+
+def holds(config: Config, settings: dict[str, Any]) -> bool:
+    """Compare settings by their keys, with a difference that pytest shows."""
+    found = {key: attrgetter(key)(config) for key in settings}
+    assert found == settings
+    return True
+
+
 def test_llamafactory_dpo_on_all_weights(migrate: Any, tmp_path: Path) -> None:
     config, shown = migrate(LLAMAFACTORY_DPO, "--gpus", "8")
-    assert config.stage == "dpo" and config.model.path == "meta-llama/Llama-3.1-8B-Instruct"
-    assert (config.dpo.beta, config.dpo.loss_type, config.dpo.sft_weight) == (
-        0.2,
-        "sigmoid",
-        0.5,
-    )
-    assert (
-        config.batch.examples == 64
-        and "per_device_train_batch_size 1 x gradient_accumulation_steps 8 x 8 GPU" in shown
-    )
-    assert config.data.train == [
-        {
-            "path": str(tmp_path / "data/dpo_en_demo.json"),
-            "columns": {"messages": "conversations"},
-            "max_examples": 1000,
-        },
-        {
-            "path": "own/pairs",
-            "subset": "en",
-            "columns": {"instruction": "question"},
-            "max_examples": 1000,
-        },
-    ]
-    assert (config.optimizer.lr, config.optimizer.warmup, config.optimizer.betas) == (
-        5e-6,
-        0.1,
-        (0.9, 0.999),
-    )
-    assert config.memory.offload_optimizer and not config.memory.offload_parameters
-    assert (
-        config.model.lora.rank == 0
-        and config.data.chat_template == "llama3"
-        and config.run.epochs == 3
-    )
-    assert (
-        config.run.eval_every == 500
-        and config.data.eval_fraction == 0.1
-        and not config.run.overwrite
-    )
+    demo, own = str(tmp_path / "data/dpo_en_demo.json"), {"instruction": "question"}
+    assert holds(config, {
+        "stage": "dpo", "model.path": "meta-llama/Llama-3.1-8B-Instruct", "model.lora.rank": 0,
+        "dpo.beta": 0.2, "dpo.loss_type": "sigmoid", "dpo.sft_weight": 0.5, "batch.examples": 64,
+        "data.train": [
+            {"path": demo, "columns": {"messages": "conversations"}, "max_examples": 1000},
+            {"path": "own/pairs", "subset": "en", "columns": own, "max_examples": 1000},
+        ],
+        "data.chat_template": "llama3", "data.eval_fraction": 0.1,
+        "optimizer.lr": 5e-6, "optimizer.warmup": 0.1, "optimizer.betas": (0.9, 0.999),
+        "memory.offload_optimizer": True, "memory.offload_parameters": False,
+        "run.epochs": 3, "run.eval_every": 500, "run.overwrite": False,
+    })  # fmt: skip
+    assert "per_device_train_batch_size 1 x gradient_accumulation_steps 8 x 8 GPU" in shown
     assert "a mean over the tokens of the whole step" in shown
 
 
 def test_llamafactory_lora(migrate: Any, tmp_path: Path) -> None:
     config, shown = migrate(LLAMAFACTORY_LORA)
-    assert (config.model.lora.rank, config.model.lora.alpha, config.model.lora.targets) == (
-        16,
-        32,
-        ["q_proj", "v_proj"],
-    )
-    assert (
-        config.data.train == str(tmp_path / "data/identity.json")
-        and config.data.train_on == "last"
-    )
-    assert config.run.steps == 300 and config.run.epochs == 0 and config.run.save_every == 0
-    assert (
-        config.run.eval_every == 50
-        and config.optimizer.schedule == "linear"
-        and config.optimizer.warmup == 0
-    )
-    assert config.model.dtype == "bfloat16" and "fp16: float16 is not supported" in shown
-    for remark in ("optim = paged_adamw_8bit: AdamW",
-                   "save_strategy = epoch: set run.save_every"):  # fmt: skip
+    data, columns = tmp_path / "data", {"messages": "conversations"}
+    assert holds(config, {
+        "model.lora.rank": 16, "model.lora.alpha": 32, "model.lora.targets": ["q_proj", "v_proj"],
+        "model.dtype": "bfloat16", "data.train": str(data / "identity.json"), "data.train_on": "last",
+        "data.eval": {"path": str(data / "chats.json"), "columns": columns},
+        "run.steps": 300, "run.epochs": 0, "run.save_every": 0, "run.eval_every": 50,
+        "optimizer.schedule": "linear", "optimizer.warmup": 0,
+    })  # fmt: skip
+    for remark in ("optim = paged_adamw_8bit: AdamW", "save_strategy = epoch: set run.save_every",
+                   "fp16: float16 is not supported"):  # fmt: skip
         assert remark in shown
-    assert config.data.eval == {
-        "path": str(tmp_path / "data/chats.json"),
-        "columns": {"messages": "conversations"},
-    }
 
 
 def test_llamafactory_kto_has_the_betas_own_section(migrate: Any) -> None:
     config, _ = migrate(LLAMAFACTORY_KTO)
-    assert (config.stage, config.kto.beta, config.kto.desirable_weight) == ("kto", 0.1, 1.5)
-    assert (
-        config.model.lora.rank == 8
-        and len(config.model.lora.targets) == 7
-        and config.batch.examples == 8
-    )
+    wanted = {"stage": "kto", "kto.beta": 0.1, "kto.desirable_weight": 1.5, "batch.examples": 8}
+    assert holds(config, wanted | {"model.lora.rank": 8})
+    assert len(config.model.lora.targets) == 7
 
 
 def test_a_table_of_settings_and_data_that_nothing_describes(migrate: Any) -> None:
     rope = "rope_scaling: {rope_type: yarn, factor: 4.0}"
-    config, shown = migrate(
-        LLAMAFACTORY_LORA.replace("dataset: identity", f"dataset: nowhere\n{rope}")
+    text = LLAMAFACTORY_LORA.replace("dataset: identity", f"dataset: nowhere\n{rope}")
+    config, shown = migrate(text)
+    assert holds(
+        config, {"model.rope.type": "yarn", "model.rope.factor": 4, "data.train": "nowhere"}
     )
-    assert (config.model.rope.type, config.model.rope.factor) == (
-        "yarn",
-        4,
-    ) and config.data.train == "nowhere"
     assert "nowhere: dataset_info.json does not describe it, so write its path" in shown
 
 
 def test_trl_yaml_and_a_command_that_names_it(migrate: Any, tmp_path: Path) -> None:
     config, shown = migrate(TRL_DPO, "--stage", "dpo")
     source = {"path": "trl-lib/ultrafeedback_binarized", "split": "train"}
-    assert config.data.train == source and config.data.eval == source | {"split": "test"}
-    assert (config.dpo.beta, config.dpo.loss_type, config.data.truncation) == (
-        0.05,
-        "sigmoid",
-        "keep_end",
-    )
-    assert (config.optimizer.min_lr, config.optimizer.warmup, config.optimizer.betas[1]) == (
-        0.1,
-        20,
-        0.95,
-    )
-    assert config.run.eval_every == 50 and "Without a counterpart" not in shown
+    assert holds(config, {
+        "data.train": source, "data.eval": source | {"split": "test"}, "data.truncation": "keep_end",
+        "dpo.beta": 0.05, "dpo.loss_type": "sigmoid", "run.eval_every": 50,
+        "optimizer.min_lr": 0.1, "optimizer.warmup": 20, "optimizer.betas": (0.9, 0.95),
+    })  # fmt: skip
+    assert "Without a counterpart" not in shown
     more = "[sigmoid, bco_pair]\nloss_weights: [0.8, 0.2]\nearly_stopping_patience: 3\nuse_rslora: true"
     config, _ = migrate(TRL_DPO.replace("[sigmoid]", more), "--stage", "dpo", name="list.yaml")
-    assert (config.dpo.loss_type, config.dpo.loss_weights) == (
-        ["sigmoid", "bco_pair"],
-        [0.8, 0.2],
-    )
-    assert config.run.patience == 3 and config.model.lora.rslora
-    config, _ = migrate(
-        "trl dpo --config run.yaml --beta 0.3 --learning_rate=1e-6", name="go.sh"
-    )
-    assert (config.dpo.beta, config.optimizer.lr, config.data.max_length) == (0.3, 1e-6, 2048)
+    losses = {"dpo.loss_type": ["sigmoid", "bco_pair"], "dpo.loss_weights": [0.8, 0.2]}
+    assert holds(config, losses | {"run.patience": 3, "model.lora.rslora": True})
+    command = "trl dpo --config run.yaml --beta 0.3 --learning_rate=1e-6"
+    config, _ = migrate(command, name="go.sh")
+    assert holds(config, {"dpo.beta": 0.3, "optimizer.lr": 1e-6, "data.max_length": 2048})
 
 
 def test_trl_command_line(migrate: Any) -> None:
     config, shown = migrate(TRL_SFT, name="sft.sh")
-    assert config.stage == "sft" and config.optimizer.lr == 2e-5 and config.batch.examples == 8
-    assert config.model.lora.rank == 32 and config.model.lora.targets == [
-        "q_proj",
-        "k_proj",
-        "v_proj",
-    ]
-    assert config.data.max_length == 1024 and config.run.epochs == 1
-    assert (
-        'data.train_on = "all"  # assistant_only_loss: without it TRL trains every token'
-        in shown
-    )
-    config, _ = migrate(TRL_SFT.strip() + " --completion_only_loss true", name="sft.sh")
+    assert holds(config, {
+        "stage": "sft", "optimizer.lr": 2e-5, "batch.examples": 8, "model.lora.rank": 32,
+        "model.lora.targets": ["q_proj", "k_proj", "v_proj"], "data.max_length": 1024, "run.epochs": 1,
+    })  # fmt: skip
+    said = 'data.train_on = "all"  # assistant_only_loss: without it TRL trains every token'
+    assert said in shown
+    more = " --completion_only_loss true --no_remove_unused_columns"
+    config, _ = migrate(TRL_SFT.strip() + more, name="sft.sh")
     assert config.data.train_on == "assistant"
 
 
 def test_axolotl(migrate: Any) -> None:
     config, shown = migrate(AXOLOTL_SFT, "--gpus", "8")
-    assert (
-        config.stage == "sft"
-        and config.parallel.sequence_parallel_size == 4
-        and config.batch.examples == 16
-    )
-    assert config.data.train == [
-        "fozziethebeat/alpaca_messages_2k_test",
-        {"path": "data/own.jsonl", "columns": {"messages": "conversation"}},
-    ]
-    assert (
-        config.model.special_tokens == {"pad_token": "<|end_of_text|>"}
-        and config.optimizer.lr == 2e-4
-    )
-    assert config.model.quantize == "nf4" and "load_in_8bit" not in shown
+    own = {"path": "data/own.jsonl", "columns": {"messages": "conversation"}}
+    assert holds(config, {
+        "stage": "sft", "parallel.sequence_parallel_size": 4, "batch.examples": 16,
+        "data.train": ["fozziethebeat/alpaca_messages_2k_test", own], "model.quantize": "nf4",
+        "model.special_tokens": {"pad_token": "<|end_of_text|>"}, "optimizer.lr": 2e-4,
+        "data.truncation": "drop",  # axolotl's default
+    })  # fmt: skip
+    assert "load_in_8bit" not in shown
     assert "saves_per_epoch = 1: set run.save_every in steps" in shown
+    assert "sample_packing = True: a packed sequence counts as one example there" in shown
     config, _ = migrate(AXOLOTL_SFT.replace("chat_template: llama3", "rl: ipo"))
-    assert (config.stage, config.dpo.loss_type) == ("dpo", "ipo")
+    assert holds(config, {"stage": "dpo", "dpo.loss_type": "ipo"})
 
 
 def test_a_redirected_translation_holds_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(LLAMAFACTORY_KTO)
     loud = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     line = [sys.executable, "-m", "ulysses.cli", "migrate", "run.yaml"]
-    shown = subprocess.check_output(
-        line, cwd=tmp_path, env=loud | {"PYTHONPATH": str(ROOT)}, text=True
-    )
+    env = loud | {"PYTHONPATH": str(ROOT)}
+    shown = subprocess.check_output(line, cwd=tmp_path, env=env, text=True)
     assert tomllib.loads(shown)["stage"] == "kto"
 
 
-def test_what_cannot_be_read_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_read_is_one_sentence(refusal: Any) -> None:
     for name, text, sentence in (
         ("a.yaml", TRL_DPO, "no stage is named; add --stage"),
         ("b.yaml", "- 1", "this file holds no settings"),
         ("c.sh", "ls -l", "no command here starts a trainer"),
+        ("run.toml", 'stage = "sft"', "this is TOML, which train.py --config reads as it is"),
     ):
-        (tmp_path / name).write_text(text)
-        assert main([str(tmp_path / name)]) == 2
-        error = capsys.readouterr().err
-        assert sentence in error and error.startswith("error: ") and error.count("\n") == 1
+        assert sentence in refusal(text, name=name)
+    assert "whose settings these are cannot be told" in refusal("seed: 3", "--stage", "sft")
 
 
 def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate: Any) -> None:
-    text = LLAMAFACTORY_DPO.replace("template: llama3", "flash_attn: fa9").replace(
-        "pref_beta: 0.2", "loss_type: exo_pair"
-    )
-    _, shown = migrate(text)
-    assert (
-        "flash_attn = fa9: model.attention has no such choice, so its default stands" in shown
-    )
+    text = LLAMAFACTORY_DPO.replace("template: llama3", "flash_attn: fa9")
+    text = text.replace("pref_beta: 0.2", "loss_type: exo_pair")
+    said = "flash_attn = fa9: model.attention has no such choice, so its default stands"
+    assert said in migrate(text)[1]
     shown = migrate(text.replace("pref_loss: sigmoid", ""))[1]
     assert "\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0" in shown
 
 
 def test_grpo_of_trl_with_its_own_defaults(migrate: Any) -> None:
     config, shown = migrate(GRPO, name="grpo.sh")
-    ppo = config.ppo
-    assert (ppo.advantage, ppo.kl_coefficient, ppo.epochs, ppo.minibatches) == (
-        "group",
-        0,
-        1,
-        1,
-    )
-    assert (ppo.answers_per_prompt, ppo.max_new_tokens, ppo.temperature) == (8, 512, 1)
-    assert (ppo.loss_aggregation, ppo.clip, ppo.clip_high, ppo.scale_by_std) == (
-        "token",
-        0.2,
-        0,
-        True,
-    )
-    assert (
-        ppo.reward == {"os.path:basename": 1}
-        and config.batch.examples == 1
-        and "kl_estimator" not in shown
-    )
-    # nothing cuts prompts there, and there is no max_length
-    assert config.data.truncation == "error" and "data.max_length" not in shown
-    assert config.optimizer.lr == 1e-6 and "Without a counterpart" not in shown
+    assert holds(config, {
+        "ppo.advantage": "group", "ppo.kl_coefficient": 0, "ppo.epochs": 1, "ppo.minibatches": 1,
+        "ppo.answers_per_prompt": 8, "ppo.max_new_tokens": 512, "ppo.temperature": 1,
+        "ppo.loss_aggregation": "token", "ppo.clip": 0.2, "ppo.clip_high": 0, "ppo.scale_by_std": True,
+        "ppo.reward": {"os.path:basename": 1}, "batch.examples": 1, "optimizer.lr": 1e-6,
+        # nothing cuts prompts there, and there is no max_length
+        "data.truncation": "error",
+    })  # fmt: skip
+    assert not re.search("kl_estimator|data.max_length|Without a counterpart", shown)
 
 
 def test_grpo_of_trl_with_everything_set(migrate: Any) -> None:
@@ -438,25 +383,22 @@ def test_grpo_of_trl_with_everything_set(migrate: Any) -> None:
         --num_generations 4 --num_iterations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 3
         --steps_per_generation 6 --use_vllm --vllm_mode colocate --log_completions"""
     config, shown = migrate(command.replace("\n", "\\\n"), "--gpus", "8", name="grpo.sh")
-    ppo = config.ppo
-    # 4 answers x 8 GPUs x 6 micro-batches are a rollout, half of them an optimizer step
-    assert (config.batch.examples, ppo.minibatches, ppo.epochs) == (48, 2, 2)
     assert "a rollout of 192 answers / num_generations 4" in shown
-    assert (ppo.kl_coefficient, ppo.kl_in, ppo.kl_estimator) == (0.04, "loss", "k3")
-    assert (ppo.loss_aggregation, ppo.clip, ppo.clip_high, ppo.scale_by_std) == (
-        "constant",
-        0.1,
-        0.28,
-        False,
-    )
-    assert (ppo.answers_per_prompt, ppo.max_new_tokens, ppo.temperature) == (4, 1024, 0.9)
-    assert ppo.reward == {"rm": 0.5, "os.path:basename": 2}
+    assert holds(config, {
+        # 4 answers x 8 GPUs x 6 micro-batches are a rollout, half of them an optimizer step
+        "batch.examples": 48, "ppo.minibatches": 2, "ppo.epochs": 2,
+        "ppo.kl_coefficient": 0.04, "ppo.kl_in": "loss", "ppo.kl_estimator": "k3",
+        "ppo.loss_aggregation": "constant", "ppo.clip": 0.1, "ppo.clip_high": 0.28, "ppo.scale_by_std": False,
+        "ppo.answers_per_prompt": 4, "ppo.max_new_tokens": 1024, "ppo.temperature": 0.9,
+        "ppo.reward": {"rm": 0.5, "os.path:basename": 2},
+    })  # fmt: skip
     rollout = "--beta 0.1 --generation_batch_size 32 --gradient_accumulation_steps 4 --scale_rewards batch"
     config, _ = migrate(f"{GRPO.strip()} {rollout} --num_iterations 2", name="grpo.sh")
-    assert (config.batch.examples, config.ppo.minibatches, config.ppo.epochs) == (4, 1, 2)
-    # the KL that TRL takes by default
-    assert (config.ppo.kl_in, config.ppo.kl_estimator) == ("loss_with_ratio", "k3")
-    assert config.ppo.scale_by_std == "batch"
+    assert holds(config, {
+        "batch.examples": 4, "ppo.minibatches": 1, "ppo.epochs": 2, "ppo.scale_by_std": "batch",
+        # the KL that TRL takes by default
+        "ppo.kl_in": "loss_with_ratio", "ppo.kl_estimator": "k3",
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -470,28 +412,23 @@ def test_grpo_losses(migrate: Any, theirs: str, ours: str) -> None:
 
 def test_rloo_of_trl(migrate: Any) -> None:
     config, shown = migrate(GRPO.replace("trl grpo", "trl rloo"), "--gpus", "2", name="rloo.sh")
-    ppo = config.ppo
-    assert (ppo.advantage, ppo.answers_per_prompt, ppo.kl_coefficient) == (
-        "leave_one_out",
-        2,
-        0.05,
-    )
-    assert (ppo.kl_in, ppo.kl_estimator, ppo.epochs, ppo.clip) == ("reward", "k1", 1, 0.2)
-    # TRL's loss is max_new_tokens times as large, which clipping and AdamW's eps see
-    assert (ppo.loss_aggregation, ppo.max_new_tokens, config.gradients.max_norm) == (
-        "constant",
-        512,
-        1 / 512,
-    )
-    assert config.optimizer.eps == 1e-8 / 512 and config.batch.examples == 8
+    assert holds(config, {
+        "ppo.advantage": "leave_one_out", "ppo.answers_per_prompt": 2, "ppo.kl_coefficient": 0.05,
+        "ppo.kl_in": "reward", "ppo.kl_estimator": "k1", "ppo.epochs": 1, "ppo.clip": 0.2,
+        # TRL's loss is max_new_tokens times as large, which clipping and AdamW's eps see
+        "ppo.loss_aggregation": "constant", "ppo.max_new_tokens": 512,
+        "gradients.max_norm": 1 / 512, "optimizer.eps": 1e-8 / 512, "batch.examples": 8,
+    })  # fmt: skip
     assert "TRL sums an answer's tokens" in shown
 
 
 def test_grpo_of_axolotl_and_of_a_yaml_file(migrate: Any) -> None:
     table = "trl: {beta: 0.0, num_generations: 4, max_completion_length: 64, reward_funcs: [os.path.basename]}"
     config, _ = migrate(AXOLOTL_SFT.replace("chat_template: llama3", f"rl: grpo\n{table}"))
-    assert (config.stage, config.ppo.advantage, config.batch.examples) == ("ppo", "group", 2)
-    assert (config.ppo.max_new_tokens, config.ppo.reward) == (64, {"os.path:basename": 1})
+    assert holds(config, {
+        "stage": "ppo", "ppo.advantage": "group", "batch.examples": 2, "ppo.max_new_tokens": 64,
+        "ppo.reward": {"os.path:basename": 1},
+    })  # fmt: skip
     text = "model_name_or_path: m\ndataset_name: d\noutput_dir: out\nreward_funcs: [os.path.basename]\n"
     assert migrate(text, "--stage", "grpo")[0].ppo.advantage == "group"
     assert migrate(text, "--stage", "rloo")[0].ppo.advantage == "leave_one_out"
@@ -538,27 +475,17 @@ REFUSED = {
 
 @pytest.mark.parametrize("lines", REFUSED)
 def test_what_would_train_something_else_is_refused_with_its_line(
-    lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    lines: str, refusal: Any
 ) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(f"# use_dora: true, max_prompt_length: 9\n{lines}\n")
     stage = [] if "stage:" in lines or "rl:" in lines else ["--stage", "sft"]
-    assert main([str(file), *stage]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out and REFUSED[lines] in shown.err and shown.err.count("\n") == 1
+    text = f"# use_dora: true, max_prompt_length: 9\n{lines}\n"
+    assert REFUSED[lines] in refusal(text, *stage)
 
 
-def test_all_that_is_refused_is_named_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text("stage: dpo\nuse_dora: true\nsync_ref_model: true\n")
-    assert main([str(tmp_path / "run.yaml")]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "2 settings are wrong" in error
-        and "line 2: use_dora" in error
-        and "line 3: sync_ref_model" in error
-    )
+def test_all_that_is_refused_is_named_at_once(refusal: Any) -> None:
+    error = refusal("stage: dpo\nuse_dora: true\nsync_ref_model: true\n", lines=4)
+    for said in ("2 settings are wrong", "line 2: use_dora", "line 3: sync_ref_model"):
+        assert said in error
 
 
 def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(
@@ -624,13 +551,8 @@ def test_commands_that_name_a_file(migrate: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", NO_COMMANDS)
-def test_other_shell_text_is_refused(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "go.sh").write_text(command)
-    assert main([str(tmp_path / "go.sh")]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out and NO_COMMANDS[command] in shown.err and shown.err.count("\n") == 1
+def test_other_shell_text_is_refused(command: str, refusal: Any) -> None:
+    assert NO_COMMANDS[command] in refusal(command, name="go.sh")
 
 
 @pytest.mark.parametrize(
@@ -650,20 +572,10 @@ def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> 
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\0", "\x1b", "\u2028", '"""\n'])
-def test_what_would_break_out_is_refused_without_a_translation(
-    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    evil = f"x{end}run.overwrite = true{end}#{end}"
-    for name, value in (
-        ("unknown_to_all", evil),
-        (f"unknown{evil}", 1),
-        ("chat_template", evil),
-    ):
-        given = yaml.safe_load(LLAMAFACTORY_KTO) | {name: value}
-        (tmp_path / "run.json").write_text(json.dumps(given))
-        assert main([str(tmp_path / "run.json")]) == 2
-        shown = capsys.readouterr()
-        assert not shown.out and shown.err.count("\n") == 1
+def test_what_would_break_out_is_refused_without_a_translation(end: str, refusal: Any) -> None:
+    evil, given = f"x{end}run.overwrite = true{end}#{end}", yaml.safe_load(LLAMAFACTORY_KTO)
+    for more in {"unknown_to_all": evil}, {f"unknown{evil}": 1}, {"chat_template": evil}:
+        refusal(json.dumps(given | more), name="run.json")
 
 
 def test_a_list_of_choices_is_the_one_that_is_not_the_default(migrate: Any) -> None:
@@ -677,7 +589,8 @@ def test_a_list_of_choices_is_the_one_that_is_not_the_default(migrate: Any) -> N
 
 def test_documents_are_named_by_the_column_of_their_text(migrate: Any, tmp_path: Path) -> None:
     text = "model_name_or_path: m\nstage: pt\ndo_train: true\ndataset: c4_demo, books\n"
-    config, _ = migrate(text + "finetuning_type: full\noutput_dir: out\n")
+    config, shown = migrate(text + "finetuning_type: full\noutput_dir: out\n")
+    assert "packing = True: a packed sequence counts as one example there" in shown
     assert config.stage == "pt" and config.data.train == [
         str(tmp_path / "data/c4_demo.jsonl"),
         {"path": str(tmp_path / "data/books.jsonl"), "columns": {"text": "content"}},
@@ -723,12 +636,21 @@ global_batch_size: 32
 max_steps: 10
 """
     config, _ = migrate(text, "--stage", "sft", "--gpus", "4")
-    assert (config.model.path, config.model.quantize) == ("Qwen/Qwen3-0.6B", "nf4")
-    assert (config.model.lora.rank, config.model.lora.alpha) == (16, 32)
-    assert config.data.train == {"path": "own/chats", "max_examples": 50}
-    assert config.batch.examples == 32 and config.parallel.sequence_parallel_size == 2
-    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-4, 0.01)
-    assert (config.optimizer.schedule, config.optimizer.warmup) == ("constant", 0)
+    assert holds(config, {
+        "model.path": "Qwen/Qwen3-0.6B", "model.quantize": "nf4", "model.lora.rank": 16, "model.lora.alpha": 32,
+        "data.train": {"path": "own/chats", "max_examples": 50}, "batch.examples": 32,
+        "parallel.sequence_parallel_size": 2, "optimizer.lr": 1e-4, "optimizer.weight_decay": 0.01,
+        "optimizer.schedule": "constant", "optimizer.warmup": 0,
+    })  # fmt: skip
+
+
+def test_trl_evaluates_only_if_a_strategy_says_so(migrate: Any) -> None:
+    silent = TRL_DPO.replace("eval_strategy: steps\n", "")
+    config, shown = migrate(silent, "--stage", "dpo")
+    assert (config.run.eval_every, config.data.eval) == (0, [])
+    assert "Without a counterpart" not in shown
+    config, _ = migrate(silent + "evaluation_strategy: steps\n", "--stage", "dpo")
+    assert config.run.eval_every == 50 and config.data.eval["split"] == "test"
 
 
 def test_shares_of_all_steps_are_listed(migrate: Any) -> None:
@@ -763,28 +685,17 @@ def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate: Any) -> Non
         ("train_type: lora", "train_type is a setting of ms-swift, whose files are not translated"),
         ("datasets: [{path: a/b, type: alpaca}]", "type = alpaca has no counterpart here; it writes"),
         ("datasets: [{path: a/b, split: 'train[:9%]'}]", "write max_examples for a part of a split"),
+        ("dataset: []", "this file names no training data, so it does not train"),
+        ("finetuning_type: lora\nlora_target: q_a_proj", "model.lora.targets is 'q_a_proj'"),
+        ("reward_funcs: accuracy_reward", "it is TRL's own function, so write module.function"),
+        ("datasets: [{path: a/b, columns: [messages, chat_template_kwargs]}]", "a row cannot set the template"),
         ("1: 2", "1 = 2"),
         ("- a: [", "expected"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused(
-    text: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, sentence: str, refusal: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(DATASETS))
-    (tmp_path / "run.yaml").write_text(f"finetuning_type: full\nstage: sft\n{text}\n")
-    assert main([str(tmp_path / "run.yaml")]) == 2
-    shown = capsys.readouterr()
-    assert not shown.out and sentence in shown.err and shown.err.count("\n") == 1
-
-
-def test_what_is_ours_or_nobodys_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, text, sentence in (
-        ("run.toml", 'stage = "sft"', "this is TOML, which train.py --config reads as it is"),
-        ("run.yaml", "seed: 3", "whose settings these are cannot be told"),
-    ):
-        (tmp_path / name).write_text(text)
-        assert main([str(tmp_path / name), "--stage", "sft"]) == 2
-        assert sentence in capsys.readouterr().err
+    write_datasets(tmp_path)
+    base = "finetuning_type: full\nstage: sft\ndataset: identity\n"
+    assert sentence in refusal(f"{base}{text}\n")

@@ -166,6 +166,9 @@ MISTAKES = {
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\"}]": "exactly one of them must be set",
     "DEMO --gradients.policies [{\"policy\":\"gradient_noise\",\"sigma\":1,\"ratio\":1}]": "exactly one of them must",
     "DEMO --data.train PLACE/none.jsonl": "none.jsonl does not exist",
+    "DEMO --data.train {path=\"PLACE/none.jsonl\"}": "none.jsonl does not exist",
+    "DEMO --data.train {path:\"PLACE/none.jsonl\"}": "which is neither JSON nor TOML; write a table as {path = ",
+    "DEMO --run.resume auto --run.overwrite true": "run.resume is \"auto\", which continues the newest checkpoint, but",
     "DEMO --data.train {\"path\":\"PLACE/chats.jsonl\",\"col\":{}}": "its keys are path, format, weight, columns",
     "DEMO --data.train PLACE/chats.jsonl": "chats.jsonl row 1 has no chosen and rejected answers",
     "DEMO --data.train {\"path\":\"PLACE/chats.jsonl\",\"columns\":{\"chosen\":\"conv.best\"}}":
@@ -185,6 +188,8 @@ MISTAKES = {
     "PPO --ppo.sampler http://host:8000": "is 'http://host:8000': string should match pattern '^(vllm|sglang)",
     "PPO --ppo.sampler [\"vllm+http://h:1\",\"tgi+http://h\"]": "ppo.sampler is 'tgi+http://h': ",
     "PPO --ppo.sampler sglang+http://h/v1": "ppo.sampler is",
+    "PPO --ppo.sampler vllm+http://me:secret@host:8000": "an address with a name or a key before an @",
+    "PPO --ppo.reward http://secret@host/score": "an address with a name or a key before an @",
     "PPO --ppo.advantage group": "ppo.answers_per_prompt is 1",
     "PPO --ppo.minibatches 9": "ppo.minibatches is 9 but a rollout has 8 prompts",
     "PPO --ppo.minibatches 4 --batch.examples 3": "ppo.minibatches is 4 but a rollout has 3 prompts",
@@ -227,7 +232,7 @@ def test_one_sentence(line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -
         prepare(parse_command_line(typed(line, place)).config).open_data()
     sentence = str(caught.value)
     assert MISTAKES[line].replace("PLACE", str(place)) in sentence
-    assert "\n" not in sentence and len(sentence) < 600
+    assert "\n" not in sentence and len(sentence) < 600 and "secret" not in sentence
 
 
 def test_all_mistakes_at_once() -> None:

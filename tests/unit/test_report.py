@@ -23,8 +23,19 @@ def write(folder: Path, rows: list[dict[str, Any] | str]) -> Path:
 
 
 def training(steps: int, **more: Any) -> list[dict[str, Any] | str]:
-    return [{"step": s, "loss": 3 / s + 0.1, "lr": 1e-3 / s, "grad_norm": 1 + 0.2 * math.sin(37.0 * s), "constant": 1.0,
-             "grad/clipped": float(s % 4 == 0), "grad/skipped": 0.0, **more} for s in range(1, steps + 1)]  # fmt: skip
+    return [
+        {
+            "step": s,
+            "loss": 3 / s + 0.1,
+            "lr": 1e-3 / s,
+            "grad_norm": 1 + 0.2 * math.sin(37.0 * s),
+            "constant": 1.0,
+            "grad/clipped": float(s % 4 == 0),
+            "grad/skipped": 0.0,
+            **more,
+        }
+        for s in range(1, steps + 1)
+    ]
 
 
 def axes(*folders: Path) -> dict[str, Axes]:
@@ -52,8 +63,12 @@ def test_rows_of_a_killed_run(tmp_path):
 def test_values_that_are_missing_or_not_finite(tmp_path):
     """null and NaN are left out, as is a metric at a step that did not log it."""
     broken = '{"step": 3, "loss": NaN, "word": "x"}\n{"step": 3, "huge": 1' + "0" * 400 + "}\n"
-    rows = [{"step": 1, "loss": 1.0, "kl": 0.5}, {"step": 2, "loss": None}, broken,
-            {"step": 4, "loss": 4.0, "kl": 0.75}]  # fmt: skip
+    rows = [
+        {"step": 1, "loss": 1.0, "kl": 0.5},
+        {"step": 2, "loss": None},
+        broken,
+        {"step": 4, "loss": 4.0, "kl": 0.75},
+    ]
     found = axes(write(tmp_path / "run", rows))
     assert curve(found["Loss"], 0) == [(1, 1), (4, 4)]
     assert curve(found["kl"], 0) == [(1, 0.5), (4, 0.75)] and set(found) == {"Loss", "kl"}
@@ -76,8 +91,18 @@ def test_runs_are_laid_over_each_other(tmp_path):
 
 def test_held_out_nll_by_position_first_and_last(tmp_path):
     """A panel of its own over the octaves, whichever of them a run reached, and no panels over steps."""
-    rows = [{"step": s, "loss": 1.0, "eval/nll": 2.0 - s, "eval/nll/0-1k": 3.0 - s, "eval/nll_se/0-1k": 0.5 / s,
-             "eval/nll/1k-2k": 4.0 - s, "eval/nll_se/1k-2k": 0.25} for s in (1, 2, 3)]  # fmt: skip
+    rows = [
+        {
+            "step": s,
+            "loss": 1.0,
+            "eval/nll": 2.0 - s,
+            "eval/nll/0-1k": 3.0 - s,
+            "eval/nll_se/0-1k": 0.5 / s,
+            "eval/nll/1k-2k": 4.0 - s,
+            "eval/nll_se/1k-2k": 0.25,
+        }
+        for s in (1, 2, 3)
+    ]
     found = axes(write(tmp_path / "long", rows), write(tmp_path / "other", training(9)))
     axis = found.pop("Held-out nll by position")
     assert not [title for title in found if "k" in title.split("/")[-1]] and "nll" in found

@@ -27,11 +27,8 @@ class CommandLine(NamedTuple):
 def parse_command_line(arguments: list[str], **overrides: Any) -> CommandLine:
     """Read the options of train.py, the TOML file and the settings that override it, the keyword arguments last.
 
-    Raises ConfigError for anything that is not a valid configuration, all at once; --help prints and exits.
+    Raises ConfigError for anything that is not a valid configuration, all at once.
     """
-    if {"-h", "--help"} & set(arguments):
-        print(_help_text())
-        raise SystemExit(0)
     given = _read_arguments(arguments)
     asked = {name: given.pop(name) for name in Options.model_fields if name in given}
     options = check(asked, Options)
@@ -99,12 +96,25 @@ def _read_arguments(arguments: list[str]) -> dict[str, Any]:
                 raise ConfigError(f"--{key} needs a value")
         # what the text of a number or a word means, the schema decides
         if not takes or value.startswith(("[", "{")):
-            with suppress(ValueError):
-                value = json.loads(value)
+            value = _read_value(key, value)
         if "list" in takes:
             value = given.get(key, []) + (value if isinstance(value, list) else [value])
         given[key] = value
     return given
+
+
+def _read_value(key: str, text: str) -> Any:
+    """Read a list, a table or the value of an unknown key as JSON or as TOML; other text stays as it is."""
+    with suppress(ValueError):
+        return json.loads(text)
+    with suppress(ValueError):
+        return tomllib.loads(f"value = {text}")["value"]
+    if text.startswith(("[", "{")):
+        raise ConfigError(
+            f'{key} is {text}, which is neither JSON nor TOML; write a table as {{path = "a.jsonl"}}, all of it in '
+            "single quotes for the shell"
+        )
+    return text
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
@@ -159,7 +169,8 @@ def _sentences(error: ValidationError, keys: dict[str, Any]) -> list[str]:
     return [*unknown, *hints]
 
 
-def _help_text() -> str:
+def help_text() -> str:
+    """Return what --help prints: every option and setting with its forms, its explanation and its default."""
     text = """Train a language model on long sequences: train.py --config FILE.toml [--key value ...]
 
 Options, and settings, which are also the keys of the TOML file:"""

@@ -5,10 +5,12 @@ The table is foreign_names.toml, which the migration (ulysses/migrate.py) reads 
 
 import difflib
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 
+@cache
 def foreign_names() -> dict[str, Any]:
     """Read the table: names of other trainers' settings, and what to do about each."""
     names = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())

@@ -47,6 +47,9 @@ class UlyssesAttention(nn.Module):
     Raises ValueError if the heads do not fit the mesh.
     """
 
+    # what nn.Module would call Any
+    __call__: Callable[..., Tensor]
+
     def __init__(
         self,
         mesh: ParallelMesh | None,

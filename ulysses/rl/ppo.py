@@ -28,7 +28,7 @@ from ulysses.parallel.sums import segment_sums
 from ulysses.rl.advantages import ADVANTAGES
 from ulysses.rl.engine_sampler import EngineSampler
 from ulysses.rl.outside_sampler import OutsideSampler
-from ulysses.rl.rewards import Rewards, load_function
+from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
 from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Term
@@ -90,8 +90,6 @@ class PpoStage(ReferencedStage):
         functions = [*filter(is_function, ppo.reward)]
         if not ppo.reward or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
-        for name in functions:
-            load_function(name)
         if len(ppo.reward) - len(functions) > 1:
             yield (
                 f"ppo.reward names several reward models ({', '.join(ppo.reward)}) but only one is computed; serve the "

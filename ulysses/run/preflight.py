@@ -6,21 +6,22 @@
 Each error is one sentence: what was given, what is required and what to change.
 """
 
-import os
-import shutil
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from models.arch import ARCHITECTURES, ModelConfig, architecture
-from models.decoder import count_parameters, empty_model
+from models.decoder import empty_model
 from models.hf_format import WeightFiles, folder_with, read_config, resolve_model
 from ulysses.config.schema import Config, ModelSection
 from ulysses.config.section import AbsentError, ConfigError, error_context, flat, refuse
+from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate, load_tokenizer
 from ulysses.data.read.sources import (
     is_hub_id,
@@ -31,11 +32,11 @@ from ulysses.data.read.sources import (
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
 from ulysses.data.serve.encode import DataSettings
 from ulysses.data.serve.steps import StepLoader
-from ulysses.memory.plan import GIB
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
+from ulysses.rl.rewards import load_function
 from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
-from ulysses.run.memory_choice import planner_model
+from ulysses.run.disk_space import check_disk
 from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.setting_checks import check_settings
@@ -43,6 +44,8 @@ from ulysses.stages.base import AuxiliaryModel, CheckContext
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
+# Share of a vocabulary that its own tokenizer knows at least; the rest is padding.
+LEAST_KNOWN = 0.9
 # Of a model's config.json, what may differ between a checkpoint and the run that continues it.
 FREE_KEYS = (
     "initializer_range", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -164,6 +167,20 @@ class Prepared:
             yield (
                 f"optimizer.warmup is {warmup:g} steps but the run has {total}: the learning rate stays below {rate:g}"
             )
+        if config.model.tokenizer and config.model.init == "pretrained":
+            known, vocabulary = len(self.tokenizer), self.shape.vocab_size
+            if known < LEAST_KNOWN * vocabulary:
+                yield (
+                    f"model.tokenizer has {known} tokens but the model's vocabulary has {vocabulary}: it may belong to "
+                    "another model, whose tokens mean something else"
+                )
+        groups = loader.data_parallel_size
+        examples = min(loader.examples_per_step, loader.examples_per_epoch)
+        if examples < groups:
+            yield (
+                f"a step has {examples} examples for {groups} data-parallel groups: {groups - examples} of them "
+                "compute nothing; raise batch.examples or parallel.sequence_parallel_size"
+            )
         if loader.examples_per_step > loader.examples_per_epoch:
             yield (
                 f"a step takes {loader.examples_per_step} examples (batch.examples) but the data has only "
@@ -268,6 +285,9 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
                     'model.quantize is "fp8" but this GPU does not multiply such numbers (compute capability 8.9); '
                     'set it to "nf4"'
                 )
+    for reward in filter(is_function, config.ppo.reward):
+        with collect():
+            _check_reward(reward, strict)
     # a dry run only says that the folder is taken
     if strict or config.run.resume != "never":
         with collect():
@@ -287,7 +307,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
             shape, config.run.seed, plan.folder if pretrained else None, model.quantize
         )
         with collect():
-            plan.disk_warning = _check_disk(plan, shape)
+            plan.disk_warning = check_disk(config, shape, resumes=bool(plan.resume_from))
     refuse(errors, findings)
     return plan
 
@@ -409,6 +429,17 @@ def _read_tokenizer(plan: Prepared) -> None:
     plan.tokenizer, plan.tokenizer_place = tokenizer, place
 
 
+def _check_reward(reward: str, strict: bool) -> None:
+    """Refuse a function that is not there; only a run that starts imports it, because that runs the user's code."""
+    if strict:
+        load_function(reward)
+    elif "//" not in reward and find_spec(re.split("[.:]", reward)[0]) is None:
+        raise ConfigError(
+            f"ppo.reward is {reward!r} but there is no such module; name a function as module:function, with the "
+            "module's folder on PYTHONPATH"
+        )
+
+
 def _find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
     """Return the checkpoint that the run continues, or None to start afresh; nothing is loaded yet."""
     run = config.run
@@ -436,48 +467,3 @@ def _find_checkpoint(config: Config, shape: ModelConfig) -> Path | None:
     with error_context("run.resume"):
         gradient_policies(config.gradients).load_state_dict(state["policies"])
     return checkpoint
-
-
-def _check_disk(plan: Prepared, shape: ModelConfig) -> str:
-    """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
-
-    Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
-    holds already counts as free: those are checkpoints that are kept or go.
-    """
-    config, run, output = plan.config, plan.config.run, plan.config.output.absolute()
-    place = next(folder for folder in (output, *output.parents) if folder.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(
-            f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
-        )
-    free = shutil.disk_usage(place).free
-    free += sum(file.stat().st_size for file in output.rglob("*"))
-    trained = planner_model(config, shape).trained
-    exported = trained if config.model.lora.rank else count_parameters(shape)
-    asked = "run.save_last", run.save_last * (1 + bool(plan.resume_from))
-    if run.save_every:
-        asked = "run.save_every", 2 + (run.keep or run.steps // run.save_every)
-    timed = "run.save_minutes", bool(run.save_minutes) * (1 + run.keep)
-    for setting, count in (asked, timed):
-        need = (
-            12 * trained * count
-            + run.export * exported * getattr(torch, config.model.dtype).itemsize
-        )
-        if need <= free:
-            continue
-        what, changes = ["the export"] * run.export, ["run.export = false"] * run.export
-        if count:
-            best = ", the best" * bool(run.save_every)
-            kept = f" (run.keep = {run.keep}{best} and one being written)" * (count > 2)
-            what.insert(0, f"{count} checkpoint{'s' * (count > 1)} of {setting}{kept}")
-            changes.insert(0, f"{setting} = {'false' if setting == 'run.save_last' else 0}")
-        if count > 2 and run.keep != 1:
-            changes.append("run.keep = 1")
-        sentence = (
-            f"run.output {place} has {free / GIB:.1f} GiB free but {' and '.join(what)} need {need / GIB:.1f} GiB; "
-            f"set {' or '.join(changes)}, or use another disk"
-        )
-        if setting != "run.save_minutes":
-            raise AbsentError(sentence)
-        return sentence
-    return ""

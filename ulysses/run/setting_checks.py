@@ -99,6 +99,17 @@ def contradictions(config: Config) -> Iterator[str]:
             'memory.weights is "resident" but memory.offload_parameters keeps them in host memory; set '
             'memory.weights to "auto", or memory.offload_parameters to false'
         )
+    if run.resume == "auto" and run.overwrite:
+        yield (
+            'run.resume is "auto", which continues the newest checkpoint, but run.overwrite deletes what an earlier '
+            "run left; set only one of them"
+        )
+    if any("@" in name for name in (*config.ppo.reward, *config.ppo.sampler) if "//" in name):
+        yield (
+            "ppo.reward or ppo.sampler has an address with a name or a key before an @, which the log and config.json "
+            "would show; take it out, or call the server from a function (module:function) that reads the key from the "
+            "environment"
+        )
     if bool(run.steps) == bool(run.epochs):
         yield (
             f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "

@@ -79,7 +79,7 @@ class TrainingRun:
         except BaseException:
             self.watch.stop()
             raise
-        self.trainer: Trainer | None = None
+        self.trainer: Any = None  # a Trainer, from entering on
         self.log: MetricsLog | None = None  # of rank 0, while it trains
         self.resources = ExitStack()  # what must be released, whatever happens
 

@@ -1,0 +1,64 @@
+"""Whether the disk holds what a run writes: its export and its checkpoints."""
+
+import os
+import shutil
+
+import torch
+
+from models.arch import ModelConfig
+from models.decoder import count_parameters
+from ulysses.config.schema import Config
+from ulysses.config.section import AbsentError, ConfigError
+from ulysses.memory.plan import GIB
+from ulysses.run.memory_choice import planner_model
+
+
+def check_disk(config: Config, shape: ModelConfig, *, resumes: bool) -> str:
+    """Refuse a disk that cannot hold the export and the checkpoints that are saved by step.
+
+    Return a warning if it cannot hold those of run.save_minutes, which a short run never saves. What the run folder
+    holds already counts as free: those are checkpoints that are kept or go.
+    """
+    run, output = config.run, config.output.absolute()
+    place = next(folder for folder in (output, *output.parents) if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            f"run.output {output} cannot be written: {place} is not a folder that you may write to; set another folder"
+        )
+    free = shutil.disk_usage(place).free
+    free += sum(file.stat().st_size for file in output.rglob("*"))
+    trained = planner_model(config, shape).trained
+    exported = trained if config.model.lora.rank else count_parameters(shape)
+    export = run.export * exported * getattr(torch, config.model.dtype).itemsize
+    asked = "run.save_last", run.save_last * (1 + resumes)
+    if run.save_every:
+        asked = "run.save_every", 2 + (run.keep or run.steps // run.save_every)
+    timed = "run.save_minutes", bool(run.save_minutes) * (1 + run.keep)
+    for setting, count in (asked, timed):
+        need = 12 * trained * count + export
+        if need <= free:
+            continue
+        what, changes = ["the export"] * run.export, ["run.export = false"] * run.export
+        if count:
+            best = ", the best" * bool(run.save_every)
+            kept = f" (run.keep = {run.keep}{best} and one being written)" * (count > 2)
+            what.insert(0, f"{count} checkpoint{'s' * (count > 1)} of {setting}{kept}")
+            changes.insert(0, f"{setting} = {'false' if setting == 'run.save_last' else 0}")
+        if count > 2 and run.keep != 1:
+            changes.append("run.keep = 1")
+        sentence = (
+            f"run.output {place} has {_size(free)} free but {' and '.join(what)} need {_size(need)}; "
+            f"set {' or '.join(changes)}, or use another disk"
+        )
+        if setting != "run.save_minutes":
+            raise AbsentError(sentence)
+        return sentence
+    return ""
+
+
+def _size(count: float) -> str:
+    """Write a number of bytes so that it does not round to nothing."""
+    power, unit = (
+        (30, "GiB") if count >= GIB else (20, "MiB") if count >= 1 << 20 else (10, "KiB")
+    )
+    return f"{count / (1 << power):.1f} {unit}"
