@@ -11,6 +11,7 @@ K kv heads, E head dim, U head-parallel and R row-parallel size.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
