@@ -167,11 +167,8 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
     if gpus is None:
         gpus = int(max(PROCESSES.findall(text), default="1", key=int))
     groups = max(1, gpus // settings.get("parallel.sequence_parallel_size", 1))
-    name, reason = names["one_step"].get(method, ("", ""))
     answers = given["num_generations"] if "ppo.answers_per_prompt" in settings else 0
     settings |= _batch(given, groups, answers, comments)
-    if given.get(name) and settings["ppo.minibatches"] * given["num_iterations"] > 1:
-        refused.append((name, given[name], reason))
     refuse([_refusal(*each, text) for each in refused])
     if not system:
         raise ConfigError(
@@ -239,8 +236,6 @@ def _ours(
         value = value.split(",") if isinstance(value, str) else _entries(value)
     if key.endswith("_every") and isinstance(value, float) and value % 1:
         return "by_hand", f"a share of all steps there; set {key} in steps", {}
-    if "per" in rule:
-        value = float(value) / float(given[rule["per"]])
     if choices:
         chosen = [choices.get(str(each).lower()) for each in _entries(value)]
         said = [choice for choice in chosen if choice != ""] or [""]
