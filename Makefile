@@ -25,11 +25,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python examples/demo.py --output $(DEMO)
 
+# Two at a time, those that start no processes of their own.
+ALONE := tests/golden tests/parity tests/unit
+
 test: install
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 $(ALONE)
+	$(BIN)/python -m pytest -q tests/distributed tests/e2e
 
 full: install
-	$(BIN)/python -m pytest -q -m "full or not full"
+	$(BIN)/python -m pytest -q -n 2 -m "full or not full" $(ALONE)
+	$(BIN)/python -m pytest -q -m "full or not full" tests/distributed tests/e2e
 
 lint: install
 	$(BIN)/ruff check .

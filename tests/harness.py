@@ -9,6 +9,7 @@ backward pass on the CPU does, can neither use it nor run a backward pass.
 `with_zero=True` also imports deepspeed in the parent, so that the ranks do not import it one by one.
 """
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -101,7 +102,8 @@ def run_distributed(
         for rank in range(world_size):
             path = folder / f"{rank}.result"
             if not path.exists():
-                errors.append(f"rank {rank} left no result{' (timed out)' if failed else ''}")
+                how = "timed out" if failed else f"exit code {ranks[rank].exitcode}"
+                errors.append(f"rank {rank} left no result ({how})")
                 continue
             ok, value = torch.load(path, map_location="cpu", weights_only=False)
             if ok:
@@ -129,6 +131,7 @@ def begin_rank() -> None:
     """Work on one thread, and leave what was imported out of every collection of garbage (DeepSpeed asks for some)."""
     gc.freeze()
     torch.set_num_threads(1)
+    faulthandler.enable(2)
 
 
 def hide_gpus() -> None:

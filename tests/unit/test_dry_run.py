@@ -130,6 +130,26 @@ def test_everything_present_is_zero(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(
+    capsys, tmp_path, monkeypatch
+):
+    rates = {"float32": 1e9, "bfloat16": 1e8}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for module in ("dry_run", "metrics"):
+        monkeypatch.setattr(f"ulysses.run.{module}.cpu_flops", rates.__getitem__)
+    line = [word for word in demo(tmp_path) if word not in ("--gpus", "2")]
+    found = {}
+    for dtype in rates:
+        _, text = run(capsys, *line, "--model.dtype", dtype)
+        [(seconds, rest)] = re.findall(
+            r"this machine's CPU a step takes about ([\d.]+) s(.*)", text
+        )
+        found[dtype] = float(seconds), rest
+    assert found["bfloat16"][0] == pytest.approx(10 * found["float32"][0], abs=1)
+    assert not found["float32"][1] and "are 10 times slower than" in found["bfloat16"][1]
+    assert "CPU" not in run(capsys, *line, "--gpus", 2)[1].rpartition("predicted")[2]
+
+
 def test_settings_that_do_nothing_are_named(capsys, tmp_path):
     settings = "--run.steps 3 --optimizer.warmup 9 --batch.examples 5000".split()
     _, text = run(capsys, *demo(tmp_path), *settings)

@@ -5,6 +5,8 @@ A dry run needs no weights, no data and no GPU: it reports what is absent as fin
 
 import math
 
+import torch
+
 from ulysses.config.schema import Config, Options
 from ulysses.config.section import AbsentError, ConfigError
 from ulysses.data.serve.preview import preview_examples
@@ -15,6 +17,7 @@ from ulysses.memory.plan import (
     Machine,
     Workload,
     predict,
+    step_flops,
     step_seconds,
 )
 from ulysses.run.checkpoint import resume_point
@@ -26,6 +29,7 @@ from ulysses.run.memory_choice import (
     planned_machine,
     planner_case,
 )
+from ulysses.run.metrics import cpu_flops, slow_products
 from ulysses.run.preflight import Prepared, prepare
 from ulysses.run.registry import STAGES, requirements
 
@@ -56,7 +60,10 @@ def dry_run(config: Config, options: Options) -> int:
         )
     else:
         machine = planned_machine(config, options, world)
-        _plan_memory(prepared, _plan_steps(prepared, machine, findings))
+        case = _plan_steps(prepared, machine, findings)
+        _plan_memory(prepared, case)
+        if not (torch.cuda.is_available() or options.gpus or options.gpu_memory):
+            _plan_cpu(case, config.model.dtype)
     if findings:
         verdict = f"the settings are right; absent on this machine: {len(findings)}, see the findings above"
     print(f"verdict: {verdict}")
@@ -137,6 +144,14 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
         print(f"longest sequence at sequence_parallel_size {sp}: {longest:,} tokens{note}")
     choice = choose_memory(case)
     print(f"{memory_line(choice)}; {step_seconds(choice):.2f} s / step")
+
+
+def _plan_cpu(case: Workload, dtype: str) -> None:
+    """Print how long a step takes on this machine's CPU, which recomputes nothing."""
+    flops = sum(step_flops(case._replace(levels=("none",) * case.model.layers)))
+    seconds = flops * case.micro_batches * case.machine.gpus / cpu_flops(dtype)
+    line = f"on this machine's CPU a step takes about {seconds:.1f} s"
+    print("; ".join(filter(None, (line, slow_products(dtype)))))
 
 
 def inspect(config: Config, samples: int) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,27 @@ def device_peak_flops() -> float | None:
         return None
     name = torch.cuda.get_device_name()
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def cpu_flops(dtype: str) -> float:
+    """Measure the FLOP/s of this process's cores in a product of matrices: 512 wide, the fastest of three."""
+    matrix, seconds = torch.rand(512, 512).to(getattr(torch, dtype)), []
+    for _ in range(3):
+        begun = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - begun)
+    return 2 * 512**3 / min(seconds)
+
+
+def slow_products(dtype: str) -> str:
+    """Say it if this machine's CPU, which trains, is much slower in this dtype than in float32; "" if it is not."""
+    factor = cpu_flops("float32") / cpu_flops(dtype)
+    if dtype == "float32" or factor < 2:
+        return ""
+    return (
+        f"products of {dtype} matrices are {factor:.0f} times slower than those of float32 on this CPU; "
+        'set model.dtype = "float32"'
+    )
 
 
 def logged(path: Path) -> list[dict[str, Any]]:

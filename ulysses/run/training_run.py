@@ -30,7 +30,7 @@ from ulysses.run.memory_choice import (
     planner_case,
     this_machine,
 )
-from ulysses.run.metrics import MetricsLog, device_peak_flops, model_flops
+from ulysses.run.metrics import MetricsLog, device_peak_flops, model_flops, slow_products
 from ulysses.run.optim import gradient_policies, learning_rate
 from ulysses.run.preflight import prepare
 from ulysses.run.registry import STAGES, requirements
@@ -141,6 +141,8 @@ class TrainingRun:
         if restarts(config.run):
             self.say("torchrun may restart this run, so run.resume is auto")
         self.say(f"attention kernel: {prepared.kernel.name} ({prepared.kernel.reason})")
+        if self.device.type == "cpu" and (slow := slow_products(config.model.dtype)):
+            self.say(slow)
         for name, data in (("training", self.train_data), ("held-out", self.eval_data)):
             if data:
                 self.say(f"{name} data: {data.report}")
