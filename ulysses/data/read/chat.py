@@ -121,16 +121,16 @@ class TextEncoder:
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.eos = int(tokenizer.eos_token_id)
-        first = tokenizer("a")["input_ids"][:1]
-        self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
-        self._take_spaces(tokenizer.eos_token)
-        self.backend.encode_special_tokens = True
         if not ends(lambda: self.backend.encode(SAMPLE)):
             raise DataError(
                 f"the tokenizer takes too much time or memory for {len(SAMPLE):,} characters; mend its normalizer or "
                 "its pattern"
             )
+        self.eos = int(tokenizer.eos_token_id)
+        first = tokenizer("a")["input_ids"][:1]
+        self.bos = tokenizer.bos_token_id if tokenizer.bos_token_id in first else None
+        self._take_spaces(tokenizer.eos_token)
+        self.backend.encode_special_tokens = True
         added = self.backend.get_added_tokens_decoder().items()
         self.special = {token.content: number for number, token in added if token.special}
         patterns = [
