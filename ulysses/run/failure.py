@@ -90,10 +90,10 @@ def complain(error: Exception, *, debug: bool) -> None:
 
 
 def start_witness(sentence: str, launcher: int, seconds: float) -> Any:
-    """Start a process (witness.py) that outlives this one; return what takes a word that there is nothing to say.
+    """Start a process (witness.py) that outlives this one, and return its input.
 
-    Without that word, once this process has ended, it prints the sentence when the launcher has ended too, if it does
-    so within so many seconds.
+    Once this process has ended, it waits up to so many seconds for the launcher to end too, and prints the sentence
+    then. Whatever is written to its input before keeps it silent.
     """
     script = Path(__file__).with_name("witness.py")
     line = [sys.executable, "-IS", script, str(launcher), str(seconds), sentence]

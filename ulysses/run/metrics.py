@@ -71,9 +71,8 @@ def cpu_flops(dtype: str) -> float:
 
 
 def slow_products(dtype: str) -> str:
-    """Say it if this machine's CPU, which trains, is much slower in this dtype than in float32; "" if it is not."""
-    factor = cpu_flops("float32") / cpu_flops(dtype)
-    if dtype == "float32" or factor < 2:
+    """Return a sentence if this CPU multiplies matrices of the dtype much more slowly than float32's, or ""."""
+    if dtype == "float32" or (factor := cpu_flops("float32") / cpu_flops(dtype)) < 2:
         return ""
     return (
         f"products of {dtype} matrices are {factor:.0f} times slower than those of float32 on this CPU; "

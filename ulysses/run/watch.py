@@ -107,7 +107,7 @@ class Watch:
             threading.Thread(target=work, daemon=True, name="failure watch").start()
 
     def leave_witness(self) -> None:
-        """Have a process say it if rank 0, from here on, ends without a word; `stop` is one."""
+        """Start a process that tells it if rank 0 ends from here on without a word, which `stop` gives."""
         if self._rank == 0:
             alone = environment.world_size() == 1 and not environment.launched()
             # the other processes need longer to notice it, and tell it themselves
