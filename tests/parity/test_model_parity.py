@@ -97,6 +97,16 @@ def hf_twin(model: Any, raw: dict[str, Any], *, reward: bool = False) -> Any:
     return twin.eval()
 
 
+def assert_equal_gradients(model: Any, twin: Any) -> None:
+    theirs = dict(twin.named_parameters())
+    assert {name for name, _ in model.named_parameters()} == set(theirs)
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - theirs[name].grad).norm() / theirs[name].grad.norm()
+        # Softmax does not see what all keys have in common: but for RoPE, the gradient of the keys' bias cancels to
+        # zero, and what is left carries the rounding of terms that are up to ten times larger.
+        assert error < (5e-5 if name.endswith("k_proj.bias") else 1e-5), (name, float(error))
+
+
 @pytest.mark.parametrize("kind", RAW)
 def test_logprobs_and_gradients(kind: str) -> None:
     model = filled(CausalLM(ModelConfig.from_hf(RAW[kind])))
@@ -120,11 +130,7 @@ def test_logprobs_and_gradients(kind: str) -> None:
         if len(row) > 1:
             (logps * weights[at]).sum().backward()
         start += len(row)
-    theirs = dict(twin.named_parameters())
-    assert {name for name, _ in model.named_parameters()} == set(theirs)
-    for name, parameter in model.named_parameters():
-        error = (parameter.grad - theirs[name].grad).norm() / theirs[name].grad.norm()
-        assert error < 1e-5, (name, float(error))
+    assert_equal_gradients(model, twin)
 
 
 @pytest.mark.parametrize("kind", RAW)
@@ -139,10 +145,7 @@ def test_reward_scores(kind: str) -> None:
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
     scores.square().sum().backward()
     expected.square().sum().backward()
-    theirs = dict(twin.named_parameters())
-    for name, parameter in model.named_parameters():
-        error = (parameter.grad - theirs[name].grad).norm() / theirs[name].grad.norm()
-        assert error < 1e-5, (name, float(error))
+    assert_equal_gradients(model, twin)
 
 
 @pytest.mark.parametrize("kind", RAW)
