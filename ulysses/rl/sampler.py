@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.utils.rnn import pad_sequence
 
 from models.arch import ModelConfig
@@ -259,6 +258,9 @@ class Sampler:
 
     def _chunk(self, slots: Tensor, tokens: Tensor, first: int) -> None:
         """Write the keys and values of prompts' tokens [n, L], which begin at position `first`."""
+        # brings in torch's compiler, which takes seconds
+        from torch.nn.attention.bias import causal_lower_right
+
         last = first + tokens.shape[1]
 
         def attend(cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import digest_of_value
@@ -73,6 +73,8 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
         # vocab.json, merges.txt
         elif place.is_dir() and not (place / "tokenizer.json").exists():
+            from transformers import AutoTokenizer  # takes seconds, and few folders need it
+
             tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
         else:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(place))
