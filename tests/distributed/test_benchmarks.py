@@ -80,11 +80,8 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path: Path) -> N
 
 
 def test_tokenising_is_compared_with_datasets_map() -> None:
-    given = "--rows 40 --rounds 1 --pattern qwen2.5".split()
-    lines = printed("tokenising.py", *given).splitlines()
+    lines = printed("tokenising.py", *"--rows 40 --rounds 1".split()).splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     found = [(row["workers"], row["who"]) for row in rows]
     assert found == [*product((1, 2), ("ours", "datasets.map"))]
-    ours, theirs = ({row["tokens"] for row in rows[place::2]} for place in (0, 1))
-    # the newline after the last turn is not trained
-    assert ours == {min(ours)} and theirs == {min(ours) + 40}
+    assert len({row["tokens"] for row in rows}) == 1
