@@ -23,7 +23,7 @@ class SamplingServer:
 
     Attributes:
         asked: (path, body) of all requests.
-        fault: "" for none, "hang", "drip", "endless", "redirect", "cut", "no HTTP", "refuse", "garbage",
+        fault: "" for none, "hang", "drip", "slow head", "endless", "redirect", "cut", "no HTTP", "refuse", "garbage",
             "no fields", "nan", "no stop token" or "reload".
         scores: what a reward answers; if empty, it counts the letters of each answer.
     """
@@ -43,6 +43,11 @@ class SamplingServer:
                     time.sleep(5)
                 found = outer.reply(self.path, body)
                 text = b"not JSON" if outer.fault == "garbage" else json.dumps(found).encode()
+                if outer.fault == "slow head":
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+                    for _ in range(300):
+                        self.wfile.write(b"a")
+                        time.sleep(0.1)
                 if outer.fault == "no HTTP":
                     self.wfile.write(b"what?\r\n\r\n")
                     return

@@ -1,5 +1,6 @@
 """Servers that sample for PPO: what is asked of them, and what their failures cost."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ def test_weights_go_by_disk_to_every_server(tmp_path: Path, server: SamplingServ
     [
         ("hang", 1, "failed .timed out after 0.5 s.; look at its log"),
         ("drip", 1, "failed .timed out after 0.5 s.; look at its log"),
+        ("slow head", 1, "failed .timed out after 0.5 s.; look at its log"),
         ("endless", 3, "answered more than 1 MiB"),
         ("redirect", 3, "HTTP 307"),
         ("cut", 3, "peer closed connection"),
@@ -115,9 +117,11 @@ def test_a_servers_fault_is_one_sentence(
     server.fault = fault
     if fault == "gone":
         server.close()
-    timeout = 0.5 if fault in ("hang", "drip") else 20.0
+    timeout = 0.5 if fault in ("hang", "drip", "slow head") else 20.0
+    began = time.monotonic()
     with pytest.raises(ValueError, match=complaint):
         sampler(tmp_path, f"sglang+{server.address}", sampler_timeout=timeout).sample(PROMPTS)
+    assert time.monotonic() - began < 20  # a slow head takes 30 s
     assert (
         len([body for _, body in server.asked if body["input_ids"] == PROMPTS[0].tolist()])
         == attempts

@@ -1,7 +1,9 @@
 """Talk to servers over HTTP: those that sample and those that score."""
 
 import json
+import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import httpx
@@ -33,16 +35,27 @@ def post(url: str, body: Any, timeout: float) -> Any:
 
 
 def _answer(url: str, data: bytes, timeout: float) -> bytes:
-    """Return the body of a server's answer."""
-    ends, parts, size = time.monotonic() + timeout, [], 0
+    """Return the body of a server's answer; httpx limits each read, and a thread all of them, headers included."""
+    answer: Future[bytes] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(_read(url, data, timeout))
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True, name="request").start()
+    return answer.result(timeout)
+
+
+def _read(url: str, data: bytes, timeout: float) -> bytes:
+    parts, size = [], 0
     headers = {"Content-Type": "application/json"}
     with httpx.stream("POST", url, content=data, headers=headers, timeout=timeout) as response:
         for part in response.iter_bytes():
             size += len(part)
             if size > MOST_BYTES:
                 raise OSError(f"it answered more than {MOST_BYTES >> 20} MiB")
-            if time.monotonic() > ends:
-                raise TimeoutError
             parts.append(part)
     if response.status_code != 200:
         raise OSError(f"HTTP {response.status_code} {response.reason_phrase}")
