@@ -138,7 +138,7 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
                     "notes", f"data of the hub's commit {source.revision}", source.path
                 )
             else:
-                note = f"files left out, not of split {source.split}"
+                note = f"files left out, not data of split {source.split}"
                 for file in source_files(source, left_out=True):
                     report.count("notes", note, str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):

@@ -152,7 +152,7 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
 
 
 def source_files(source: Source, *, left_out: bool = False) -> list[Path]:
-    """List the files of a local source in reading order, of a folder those of its split, or the others (`left_out`).
+    """List the files of a local source in reading order, of a folder those of its split, or all others (`left_out`).
 
     Raises DataError if there are none, or no such split.
     """
@@ -175,7 +175,7 @@ def source_files(source: Source, *, left_out: bool = False) -> list[Path]:
             "convert or rename it"
         )
     own = files if is_saved or path.is_file() else _chosen(source, _splits(path, files))
-    return sorted({*files} - {*own}) if left_out else own
+    return sorted({*found} - {*own}) if left_out else own
 
 
 def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
