@@ -90,6 +90,23 @@ def test_prompt_and_answer(tmp_path, row, prompt, answer):
     assert (report.read, sum(report.dropped.values())) == (1, 0)
 
 
+def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(tmp_path):
+    """Nothing stands between instruction and input, and the history is not read."""
+    row = {
+        "instruction": "q",
+        "input": "more",
+        "output": "a",
+        "system": "s",
+        "history": [["u", "v"]],
+    }
+    path = write_rows(tmp_path / "a.jsonl", [row, {"instruction": "q", "output": "a"}])
+    records, _ = load(path, "sequence", format="alpaca_v1")
+    assert [flat(r) for r in records] == [
+        ([SYSTEM, ("user", "qmore")], [[A]]),
+        ([Q], [[A]]),
+    ]
+
+
 PAIR = ([Q], [[A], [B]])
 CONVERSATIONS = {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_OTHER}
 

@@ -376,6 +376,12 @@ def _instruction(row: Row) -> Messages:
     return said + _question("\n".join(filter(None, texts)))
 
 
+def _instruction_v1(row: Row) -> Messages:
+    """Join instruction and input as LLaMA-Factory v1 does: nothing stands between them, and no history before."""
+    texts = (string(row.get(name, ""), name) for name in ("instruction", "input"))
+    return [Message("user", "".join(texts))]
+
+
 def _given_prompt(row: Row) -> Messages:
     key = first_key(row, PROMPT_KEYS)
     value = row.get(key, [])
@@ -395,6 +401,7 @@ def _question(text: str) -> Messages:
 PROMPTS = {
     "messages": _conversation,
     "alpaca": _instruction,
+    "alpaca_v1": _instruction_v1,
     "preference": _given_prompt,
     "prompt_completion": _given_prompt,
 }
