@@ -402,7 +402,8 @@ def _source(
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
         key = names["sources"].get(f"{stage}.{name}", names["sources"].get(name))
-        source |= names["row_settings"].get(f"{name}={value}", {})
+        for pattern, means in names["row_settings"].items():
+            source |= means if re.fullmatch(pattern, f"{key or name}={value}") else {}
         allowed = names["rows"].get(f"{stage}.{name}", names["rows"].get(name))
         said = (f"{name}={entry}" for entry in _entries(value))
         wrong += [(name, value, reasons[each]) for each in said if each in reasons]
@@ -411,15 +412,9 @@ def _source(
         if key == "split" and "[" in str(value):
             wrong.append((name, value, "write max_examples for a part of a split"))
         elif key:
-            put(
-                source,
-                key,
-                min(value, source.get(key, value)) if key == "max_examples" else value,
-            )
+            put(source, key, value)
         elif allowed is None or _plain(value) not in allowed:
             wrong.append((name, value, reasons.get(name, UNKNOWN)))
-    if str(source.get("path")).endswith(".txt"):
-        source["separator"] = "\n"  # every line is a row there
     return source["path"] if source.keys() == {"path"} else source, wrong
 
 

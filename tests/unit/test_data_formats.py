@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -512,13 +513,20 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
             raise FileNotFoundError("no such dataset")
         return [{"text": f"{path} {name} {split} {revision}"}]
 
-    def snapshot_download(path, *, repo_type, revision, allow_patterns):
-        if path == "absent/data":
+    def dataset_info(self, path, *, revision, timeout):
+        if path != "org/data":
             raise ConnectionError("no answer")
-        asked.append((path, repo_type, revision, allow_patterns))
+        asked.append((path, revision, timeout))
+        return SimpleNamespace(sha=commit)
+
+    def snapshot_download(path, *, repo_type, revision, local_files_only):
+        assert (repo_type, revision, local_files_only) == ("dataset", "v1", True)
+        if path == "absent/data":
+            raise FileNotFoundError("not in the cache")
         return f"/hub/snapshots/{commit}"
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
 
@@ -529,7 +537,8 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
     found = [opened(), opened()]
     commit = "2" * 40
     found.append(opened())
-    assert asked == [("org/data", "dataset", "v1", [])] * 3
+    assert asked == [("org/data", "v1", 5)] * 3
+    assert f"data of the hub's commit {commit}" in str(opened("kept/data").report)
     assert "asking the Hugging Face hub for the dataset org/data" in capsys.readouterr().out
     assert found[0].folder == found[1].folder != found[2].folder
     for dataset, name in zip(found, "112"):

@@ -184,6 +184,8 @@ DATASETS = {
         "columns": {"messages": "conversations"}, "tags": {"role_tag": "from", "content_tag": "value"}},
     "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
     "books": {"file_name": "books.jsonl", "columns": {"prompt": "content"}},
+    "notes": {"file_name": "notes.txt"},
+    "drawn": {"file_name": "drawn.json", "num_samples": 500},
     "pictures": {"file_name": "pictures.json", "columns": {"messages": "messages", "images": "images"}},
     "kto_en_demo": {"file_name": "kto_en_demo.json", "columns": {"messages": "messages", "kto_tag": "label"}},
 }  # fmt: skip
@@ -700,18 +702,13 @@ def test_the_constant_schedule_has_no_warmup(migrate: Any) -> None:
 
 
 def test_rows_as_their_loaders_give_them(migrate: Any, tmp_path: Path) -> None:
-    """Every line of a text is a row, the fewest of two numbers of rows count, and long pairs are left out."""
-    path = tmp_path / "data/dataset_info.json"
-    more = {
-        "notes": {"file_name": "notes.txt"},
-        "some": {"file_name": "a.json", "num_samples": 500},
-    }
-    path.write_text(json.dumps(DATASETS | more))
+    """Every line of a text is a row, and pairs that are too long are left out."""
     text = "model_name_or_path: m\nstage: pt\nfinetuning_type: full\noutput_dir: out\npacking: false\n"
-    config, shown = migrate(f"{text}dataset: notes,some\nmax_samples: 100\n")
-    notes, some = config.data.train
-    assert notes["separator"] == "\n" and "separator" not in some
-    assert notes["max_examples"] == some["max_examples"] == 100
+    config, shown = migrate(f"{text}dataset: notes,c4_demo\nmax_samples: 100\n")
+    assert config.data.train == [
+        {"path": str(tmp_path / "data/notes.txt"), "separator": "\n", "max_examples": 100},
+        {"path": str(tmp_path / "data/c4_demo.jsonl"), "max_examples": 100},
+    ]
     assert "packing = False: what a document has beyond cutoff_len is trained here" in shown
     reward = "model_name_or_path: m\ndataset_name: d\noutput_dir: out\npad_token: <pad>\n"
     assert migrate(reward, "--stage", "rm")[0].data.truncation == "drop"
@@ -767,6 +764,7 @@ def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate: Any) -> Non
         ("unknown_to_all: 1", "unknown_to_all = 1 has no counterpart here; this setting is not"),
         ("unknown_to_all: false", "unknown_to_all = False"),
         ("dataset: pictures", "images = images has no counterpart here; only text"),
+        ("dataset: drawn", "num_samples = 500 has no counterpart here; rows are drawn there"),
         ("template: mistral", "take it out to use the tokenizer's own"),
         ("chat_template: '{{ messages }}'", "or name a .jinja file"),
         ("disable_shuffling: true", "every epoch is shuffled here"),

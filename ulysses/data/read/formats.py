@@ -362,8 +362,11 @@ def _conversation(row: Row) -> Messages:
     return parse_messages(row[_required(row, FORMATS["messages"])])
 
 
+def _asked(row: Row) -> list[str]:
+    return [string(row.get(name, ""), name) for name in ("instruction", "input")]
+
+
 def _instruction(row: Row) -> Messages:
-    texts = [string(row.get(name, ""), name) for name in ("instruction", "input")]
     history = row.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and len(turn) == 2 for turn in history
@@ -373,13 +376,12 @@ def _instruction(row: Row) -> Messages:
     said = [
         Message(role, string(text, "history")) for role, text in zip(roles, chain(*history))
     ]
-    return said + _question("\n".join(filter(None, texts)))
+    return said + _question("\n".join(filter(None, _asked(row))))
 
 
 def _instruction_v1(row: Row) -> Messages:
     """Join instruction and input as LLaMA-Factory v1 does: nothing stands between them, and no history before."""
-    texts = (string(row.get(name, ""), name) for name in ("instruction", "input"))
-    return [Message("user", "".join(texts))]
+    return [Message("user", "".join(_asked(row)))]
 
 
 def _given_prompt(row: Row) -> Messages:
