@@ -675,11 +675,13 @@ def test_own_examples_of_version_1_describe_alpaca_rows(migrate: Any, tmp_path: 
     ):
         assert said in shown
     assert "Without a counterpart" not in shown
-    counted = "batching_strategy: dynamic_batching\nsave_epochs: 0.5\n"
+    counted = "batching_strategy: dynamic_batching\nsave_epochs: 0.5\nmax_steps: null\n"
     shown = migrate(V1 + counted, "--stage", "sft")[1]
     for said in (
         "= dynamic_batching: a step has as many examples there as fill",
         "save_epochs = 0.5: set",
+        "run.epochs = 3.0  # num_train_epochs: an epoch's last, smaller step is left out there",
+        "weight_decay: norms and biases decay too there",
     ):
         assert said in shown
 
