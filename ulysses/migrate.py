@@ -62,8 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
         if asked.stage:
             given["stage"] = asked.stage
         print(translate(given, asked.file, asked.gpus))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        said = str(error) if isinstance(error, ConfigError) else " ".join(str(error).split())
+    except Exception as error:  # a value of a wrong kind may fail anywhere
+        said = str(error)
+        if not isinstance(error, ConfigError):
+            said = (
+                f"it cannot be read, or holds a value of a wrong kind: {' '.join(said.split())}"
+            )
         print(f"error: {asked.file}: {said}", file=sys.stderr)
         return 2
     return 0
@@ -141,7 +145,12 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
         for value in [given[name]] if name in names["ours"] else _entries(given[name]):
             stage = settings.get("stage", "")
-            places = f"{system}:{name}", f"{method}:{name}", f"{stage}.{name}"
+            places = (
+                f"{system}:{name}",
+                f"{method}:{name}",
+                f"{stage}.{name}={value}".lower(),
+                f"{stage}.{name}",
+            )
             kind, rule = _rule(name, value, places, stage, names["rules"])
             if kind == "ours":
                 if rule["key"] in ("data.train", "data.eval"):
@@ -221,7 +230,7 @@ def _rule(
         key = rule["key"].replace("STAGE", stage)
         return kind, rule | {"key": key + name[len(table) :] if place == table else key}
     # what is off asks for nothing
-    return kind if value or place == said else "not_needed", rule
+    return kind if value or "=" in place else "not_needed", rule
 
 
 def _ours(
@@ -316,13 +325,18 @@ def _complete(
     # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
     plain = re.compile(r"^trl\.|[^\w.-]", re.A)
     given = {plain.sub("", name): _plain(value) for name, value in flat(given).items()}
+    system = system or "trl"
+    given |= {
+        name: meant
+        for name, meant in names["null"].get(system, {}).items()
+        if given.get(name, 0) is None
+    }
     # "none" is a choice of scale_rewards
     said = {name for name in given if given[name] not in NOTHING} | {"scale_rewards"}
     given = {name: value for name, value in given.items() if name in said}
     if "evaluation_strategy" in given:  # its older name
         given["eval_strategy"] = given.pop("evaluation_strategy")
     defaults = names["defaults"]
-    system = system or "trl"
     for name, stage in names["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
@@ -360,7 +374,7 @@ def _complete(
     if "dataset_dir" in given:
         info = _find(f"{given['dataset_dir']}/dataset_info.json", folder)
         described = json.loads(info.read_text(encoding="utf-8")) if info.exists() else {}
-        most = {"num_samples": given.pop("max_samples", None)}
+        most = {"max_samples": given.pop("max_samples", None)}
         unknown = {"unknown": "dataset_info.json does not describe it, so write its path"}
         for each in described.values():
             if "file_name" in each:
@@ -388,6 +402,8 @@ def _source(
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
         key = names["sources"].get(f"{stage}.{name}", names["sources"].get(name))
+        for pattern, means in names["row_settings"].items():
+            source |= means if re.fullmatch(pattern, f"{key or name}={value}") else {}
         allowed = names["rows"].get(f"{stage}.{name}", names["rows"].get(name))
         said = (f"{name}={entry}" for entry in _entries(value))
         wrong += [(name, value, reasons[each]) for each in said if each in reasons]

@@ -1,6 +1,7 @@
 """PPO on real ranks under ZeRO-3: the step against the formula on fixed rollouts, and rollouts on any topology."""
 
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -21,6 +22,8 @@ from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
 from ulysses.config.schema import RunSection
 from ulysses.config.stage_sections import PpoSection
+from ulysses.gradients.chain import GradientPolicyChain
+from ulysses.gradients.skip import StopOnNonFinite
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.engine_sampler import EngineSampler
@@ -508,6 +511,26 @@ def test_a_step_without_anything_to_train_leaves_the_weights_alone(
     for weights in run_distributed(*given, with_zero=True, **sampling):
         changed = [not torch.equal(x, y) for x, y in pairwise(weights)]
         assert changed == [step < trained for step in range(steps)]
+
+
+def numbers_of_a_bad_step() -> str:
+    trainer, _ = trainer_of(2, PpoSection(**FIXED), reference_seed=None)
+    trainer.policies = GradientPolicyChain([StopOnNonFinite()])
+    losses = trainer.stage.losses
+    trainer.stage.losses = lambda *args, **more: [  # type: ignore[method-assign]
+        term._replace(value=term.value * math.nan) for term in losses(*args, **more)
+    ]
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.train_step()
+    return str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_names_answers_of_the_rollout() -> None:
+    """They are numbered there, and not in the data of prompts."""
+    for told in run_distributed(numbers_of_a_bad_step, 2, with_zero=True):
+        assert re.search(r"loss is nan.*; examples \[\d+, .*\] \.\.\. of the rollout$", told), (
+            told
+        )
 
 
 def model_scores() -> tuple[torch.Tensor, torch.Tensor]:

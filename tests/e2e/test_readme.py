@@ -5,9 +5,12 @@ import pkgutil
 import re
 import shlex
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
+import torch
 
 from losses import DPO_LOSS_TYPES
 from models import ARCHITECTURES
@@ -104,6 +107,9 @@ def test_library_snippets_run(document: str, tmp_path: Path) -> None:
     names: dict[str, object] = {}
     exec(compile(pieces, document, "exec"), names)
     assert names["losses"].shape == (8,) and names["out"].shape == (1, 64, 32, 128)  # type: ignore[attr-defined]
+    # a type checker reads it of `attention(...)`, which nn.Module would leave open
+    hints = get_type_hints(type(names["attention"]))
+    assert hints["__call__"] == Callable[..., torch.Tensor]
     compile(whole_run, document, "exec")
 
 

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -88,6 +89,23 @@ def test_prompt_and_answer(tmp_path, row, prompt, answer):
     records, report = read(tmp_path, [row], "sequence" if label is None else "unpaired")
     assert flat(records[0]) == (prompt, [answer]) and records[0].columns.get("label") == label
     assert (report.read, sum(report.dropped.values())) == (1, 0)
+
+
+def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(tmp_path):
+    """Nothing stands between instruction and input, and the history is not read."""
+    row = {
+        "instruction": "q",
+        "input": "more",
+        "output": "a",
+        "system": "s",
+        "history": [["u", "v"]],
+    }
+    path = write_rows(tmp_path / "a.jsonl", [row, {"instruction": "q", "output": "a"}])
+    records, _ = load(path, "sequence", format="alpaca_v1")
+    assert [flat(r) for r in records] == [
+        ([SYSTEM, ("user", "qmore")], [[A]]),
+        ([Q], [[A]]),
+    ]
 
 
 PAIR = ([Q], [[A], [B]])
@@ -442,16 +460,16 @@ def test_a_folder_gives_the_split_that_the_hub_would_give(tmp_path, name):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         write_rows(folder / file, [{"text": file}])
     (folder / "eval").mkdir()
-    (folder / "eval/train.py").touch()  # names of splits, but no data
-    (folder / "README.md").touch()
+    # names of splits, but no data that is read
+    others = {"eval/train.py", "eval/a.JSONL", "eval/a.arrow", "README.md"}
+    for file in others:
+        (folder / file).touch()
     for split in layout.keys() - {""}:
         records, report = load(folder, split=split)
         assert [record.text for record in records] == sorted(layout[split])
-        left = files - {*layout[split]}
-        assert report.notes == (
-            {f"files left out, not of split {split}": len(left)} if left else {}
-        )
-        assert all(str(folder / file) in str(report) for file in left)
+        left = files - {*layout[split]} | others
+        assert report.notes == {f"files left out, not data of split {split}": len(left)}
+        assert sum(str(folder / file) in str(report) for file in left) == min(len(left), 5)
     there = ", ".join(split for split in layout if split)
     with pytest.raises(
         DataError,
@@ -495,13 +513,20 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
             raise FileNotFoundError("no such dataset")
         return [{"text": f"{path} {name} {split} {revision}"}]
 
-    def snapshot_download(path, *, repo_type, revision, allow_patterns):
-        if path == "absent/data":
+    def dataset_info(self, path, *, revision, timeout):
+        if path != "org/data":
             raise ConnectionError("no answer")
-        asked.append((path, repo_type, revision, allow_patterns))
+        asked.append((path, revision, timeout))
+        return SimpleNamespace(sha=commit)
+
+    def snapshot_download(path, *, repo_type, revision, local_files_only):
+        assert (repo_type, revision, local_files_only) == ("dataset", "v1", True)
+        if path == "absent/data":
+            raise FileNotFoundError("not in the cache")
         return f"/hub/snapshots/{commit}"
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
 
@@ -512,7 +537,8 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
     found = [opened(), opened()]
     commit = "2" * 40
     found.append(opened())
-    assert asked == [("org/data", "dataset", "v1", [])] * 3
+    assert asked == [("org/data", "v1", 5)] * 3
+    assert f"data of the hub's commit {commit}" in str(opened("kept/data").report)
     assert "asking the Hugging Face hub for the dataset org/data" in capsys.readouterr().out
     assert found[0].folder == found[1].folder != found[2].folder
     for dataset, name in zip(found, "112"):

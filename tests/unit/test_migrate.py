@@ -184,6 +184,8 @@ DATASETS = {
         "columns": {"messages": "conversations"}, "tags": {"role_tag": "from", "content_tag": "value"}},
     "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
     "books": {"file_name": "books.jsonl", "columns": {"prompt": "content"}},
+    "notes": {"file_name": "notes.txt"},
+    "drawn": {"file_name": "drawn.json", "num_samples": 500},
     "pictures": {"file_name": "pictures.json", "columns": {"messages": "messages", "images": "images"}},
     "kto_en_demo": {"file_name": "kto_en_demo.json", "columns": {"messages": "messages", "kto_tag": "label"}},
 }  # fmt: skip
@@ -465,6 +467,8 @@ REFUSED = {
     # the data and the loss
     "default_system: Be brief.": "line 2: default_system = Be brief.",
     "max_prompt_length: 512": "line 2: max_prompt_length = 512",
+    "max_length: null": "line 2: max_length = None has no counterpart here; nothing is cut there",
+    "stage: grpo\nnum_generations: 1\nshuffle_dataset: false": "line 4: shuffle_dataset = False",
     "chat_template_kwargs: {enable_thinking: false}": "line 2: chat_template_kwargs.enable_thinking = False",
     "stage: dpo\nsync_ref_model: true": "line 3: sync_ref_model = True has no counterpart here; the reference stays",
     "stage: dpo\npref_loss: kto_pair": "line 3: pref_loss = kto_pair",
@@ -647,6 +651,87 @@ max_steps: 10
     })  # fmt: skip
 
 
+V1 = "model: m\nmodel_class: llm\ntrain_dataset: data/demo.yaml\noutput_dir: out\nmicro_batch_size: 2\nmax_steps: 10\n"
+
+
+def test_own_examples_of_version_1_describe_alpaca_rows(migrate: Any, tmp_path: Path) -> None:
+    """Nothing stands between instruction and input there, and a degree inside dist_config shares the batch."""
+    (tmp_path / "data/demo.yaml").write_text(
+        "identity: {path: data/identity.json, source: local, converter: alpaca}\n"
+        "demo: {path: data/alpaca_en_demo.json, source: local, converter: alpaca, size: 500}\n"
+    )
+    degree = "dist_config: {name: fsdp2, cp_mode: ulysses, cp_size: 2}\n"
+    config, shown = migrate(V1 + degree, "--stage", "sft", "--gpus", "4")
+    assert holds(config, {
+        "parallel.sequence_parallel_size": 2, "batch.examples": 4, "data.chat_template": "chatml",
+        "data.train": [
+            {"path": "data/identity.json", "format": "alpaca_v1"},
+            {"path": "data/alpaca_en_demo.json", "format": "alpaca_v1", "max_examples": 500},
+        ],
+    })  # fmt: skip
+    for said in (
+        "what opens an answer and the newline behind it are trained there",
+        "drawn with repetition",
+    ):
+        assert said in shown
+    assert "Without a counterpart" not in shown
+    counted = "batching_strategy: dynamic_batching\nsave_epochs: 0.5\nmax_steps: null\n"
+    shown = migrate(V1 + counted, "--stage", "sft")[1]
+    for said in (
+        "= dynamic_batching: a step has as many examples there as fill",
+        "save_epochs = 0.5: set",
+        "run.epochs = 3.0  # num_train_epochs: an epoch's last, smaller step is left out there",
+        "weight_decay: norms and biases decay too there",
+    ):
+        assert said in shown
+
+
+def test_what_an_empty_setting_means(migrate: Any) -> None:
+    """An empty norm does not clip; an empty length, which cuts nothing, is refused (below)."""
+    config, _ = migrate(TRL_DPO + "max_grad_norm: null\n", "--stage", "dpo")
+    assert config.gradients.max_norm == 0
+    assert migrate(LLAMAFACTORY_KTO + "max_grad_norm: null\n")[0].gradients.max_norm == 0
+    assert migrate(AXOLOTL_SFT + "max_grad_norm:\n")[0].gradients.max_norm == 1
+
+
+def test_the_constant_schedule_has_no_warmup(migrate: Any) -> None:
+    for base, name, stage in (
+        (TRL_DPO, "lr_scheduler_type", ["--stage", "dpo"]),
+        (AXOLOTL_SFT, "lr_scheduler", []),
+    ):
+        text = base.replace(f"{name}: cosine", f"{name}: constant\nwarmup_ratio: 0.1")
+        assert migrate(text, *stage)[0].optimizer.warmup == 0
+
+
+def test_rows_as_their_loaders_give_them(migrate: Any, tmp_path: Path) -> None:
+    """Every line of a text is a row, and pairs that are too long are left out."""
+    text = "model_name_or_path: m\nstage: pt\nfinetuning_type: full\noutput_dir: out\npacking: false\n"
+    config, shown = migrate(f"{text}dataset: notes,c4_demo\nmax_samples: 100\n")
+    assert config.data.train == [
+        {"path": str(tmp_path / "data/notes.txt"), "separator": "\n", "max_examples": 100},
+        {"path": str(tmp_path / "data/c4_demo.jsonl"), "max_examples": 100},
+    ]
+    assert "packing = False: what a document has beyond cutoff_len is trained here" in shown
+    reward = "model_name_or_path: m\ndataset_name: d\noutput_dir: out\npad_token: <pad>\n"
+    assert migrate(reward, "--stage", "rm")[0].data.truncation == "drop"
+    corpus = "base_model: m\nsequence_len: 64\nmax_steps: 1\npretraining_dataset: a.txt\n"
+    config, shown = migrate(corpus)
+    assert config.data.train == {"path": "a.txt", "separator": "\n"}
+    assert "there it is left out" in shown
+
+
+def test_a_deepspeed_file_with_a_schedule_or_optimizer_of_its_own(
+    refusal: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "own.json").write_text(
+        json.dumps(
+            {"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupLR", "params": {}}}
+        )
+    )
+    said = refusal(TRL_DPO + "deepspeed: own.json\n", "--stage", "dpo", lines=4)
+    assert "optimizer.type = Lamb" in said and "it replaces lr_scheduler_type there" in said
+
+
 def test_trl_evaluates_only_if_a_strategy_says_so(migrate: Any) -> None:
     silent = TRL_DPO.replace("eval_strategy: steps\n", "")
     config, shown = migrate(silent, "--stage", "dpo")
@@ -681,6 +766,7 @@ def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate: Any) -> Non
         ("unknown_to_all: 1", "unknown_to_all = 1 has no counterpart here; this setting is not"),
         ("unknown_to_all: false", "unknown_to_all = False"),
         ("dataset: pictures", "images = images has no counterpart here; only text"),
+        ("dataset: drawn", "num_samples = 500 has no counterpart here; rows are drawn there"),
         ("template: mistral", "take it out to use the tokenizer's own"),
         ("chat_template: '{{ messages }}'", "or name a .jinja file"),
         ("disable_shuffling: true", "every epoch is shuffled here"),
@@ -692,6 +778,8 @@ def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate: Any) -> Non
         ("finetuning_type: lora\nlora_target: q_a_proj", "model.lora.targets is 'q_a_proj'"),
         ("reward_funcs: accuracy_reward", "it is TRL's own function, so write module.function"),
         ("datasets: [{path: a/b, columns: [messages, chat_template_kwargs]}]", "a row cannot set the template"),
+        ("per_device_train_batch_size: [1, 2]", "it cannot be read, or holds a value of a wrong kind: "),
+        ("datasets: 5", "it cannot be read, or holds a value of a wrong kind: "),
         ("1: 2", "1 = 2"),
         ("- a: [", "expected"),
     ],

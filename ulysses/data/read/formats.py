@@ -138,7 +138,7 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
                     "notes", f"data of the hub's commit {source.revision}", source.path
                 )
             else:
-                note = f"files left out, not of split {source.split}"
+                note = f"files left out, not data of split {source.split}"
                 for file in source_files(source, left_out=True):
                     report.count("notes", note, str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):
@@ -362,8 +362,11 @@ def _conversation(row: Row) -> Messages:
     return parse_messages(row[_required(row, FORMATS["messages"])])
 
 
+def _asked(row: Row) -> list[str]:
+    return [string(row.get(name, ""), name) for name in ("instruction", "input")]
+
+
 def _instruction(row: Row) -> Messages:
-    texts = [string(row.get(name, ""), name) for name in ("instruction", "input")]
     history = row.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and len(turn) == 2 for turn in history
@@ -373,7 +376,12 @@ def _instruction(row: Row) -> Messages:
     said = [
         Message(role, string(text, "history")) for role, text in zip(roles, chain(*history))
     ]
-    return said + _question("\n".join(filter(None, texts)))
+    return said + _question("\n".join(filter(None, _asked(row))))
+
+
+def _instruction_v1(row: Row) -> Messages:
+    """Join instruction and input as LLaMA-Factory v1 does: nothing stands between them, and no history before."""
+    return [Message("user", "".join(_asked(row)))]
 
 
 def _given_prompt(row: Row) -> Messages:
@@ -395,6 +403,7 @@ def _question(text: str) -> Messages:
 PROMPTS = {
     "messages": _conversation,
     "alpaca": _instruction,
+    "alpaca_v1": _instruction_v1,
     "preference": _given_prompt,
     "prompt_completion": _given_prompt,
 }

@@ -44,6 +44,7 @@ HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w-]+$")
 CHUNK_CHARACTERS = 1 << 16  # a text longer than twice this is tokenised in parts
 ITEMS_AT_ONCE = 256
 SAFE_CUT = re.compile(r"\S\n(?=\S)|\w(?= \w)")  # no tokenizer joins what stands on both sides
+HUB_SECONDS = 5.0  # that the hub may take to name a commit
 SETTLED_SECONDS = 2.0  # file systems tell changes apart that are so far from each other
 
 
@@ -65,7 +66,7 @@ class Source:
     """
 
     path: str
-    format: Literal["auto", *FORMATS, "sharegpt"] = "auto"  # type: ignore[valid-type]
+    format: Literal["auto", *FORMATS, "sharegpt", "alpaca_v1"] = "auto"  # type: ignore[valid-type]
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     columns: dict[str, str] = field(default_factory=dict)
     split: str = "train"
@@ -118,13 +119,17 @@ def pinned(source: Source) -> Source:
 
 def _hub_commit(path: str, revision: str | None) -> str:
     """Ask the hub once for the commit of a dataset; without an answer, take that of the hub's cache."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
-    nothing: list[str] = []  # is downloaded
-    folder = snapshot_download(
-        path, repo_type="dataset", revision=revision, allow_patterns=nothing
-    )
-    return Path(folder).name
+    try:
+        return HfApi().dataset_info(path, revision=revision, timeout=HUB_SECONDS).sha
+    except Exception:
+        with suppress(Exception):
+            kept = snapshot_download(
+                path, repo_type="dataset", revision=revision, local_files_only=True
+            )
+            return Path(kept).name
+        raise
 
 
 def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list[str]:
@@ -152,7 +157,7 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
 
 
 def source_files(source: Source, *, left_out: bool = False) -> list[Path]:
-    """List the files of a local source in reading order, of a folder those of its split, or the others (`left_out`).
+    """List the files of a local source in reading order, of a folder those of its split, or all others (`left_out`).
 
     Raises DataError if there are none, or no such split.
     """
@@ -175,7 +180,7 @@ def source_files(source: Source, *, left_out: bool = False) -> list[Path]:
             "convert or rename it"
         )
     own = files if is_saved or path.is_file() else _chosen(source, _splits(path, files))
-    return sorted({*files} - {*own}) if left_out else own
+    return sorted({*found} - {*own}) if left_out else own
 
 
 def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
