@@ -1,9 +1,10 @@
 """The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name.
 
-A family of models is one entry of FAMILIES; the decoder reads the flags of ModelConfig and knows no family.
+A family of models is one entry of families.json; the decoder reads the flags of ModelConfig and knows no family.
 """
 
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+_FOLDER = Path(__file__).parent
+
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one `model_type` apart.
+    """What sets one `model_type` apart, as families.json says.
 
     Args:
         fixed: fields of config.json that must have this value, and are written so.
@@ -30,39 +33,9 @@ class Family:
     qk_norm: bool = False
 
 
-_COMMON = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32768,
-}
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        fixed={"mlp_bias": False},
-        defaults=_COMMON
-        | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "qwen2": Family(
-        fixed={"use_sliding_window": False},
-        defaults=_COMMON,
-        qkv_bias=True,
-    ),
-    "qwen3": Family(
-        fixed={"use_sliding_window": False},
-        defaults=_COMMON | {"head_dim": 128},
-        qk_norm=True,
-    ),
-    "mistral": Family(
-        fixed={"sliding_window": None, "attention_bias": False},
-        defaults=_COMMON
-        | {
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
+    name: Family(**table)
+    for name, table in json.loads(_FOLDER.joinpath("families.json").read_text()).items()
 }
 
 # Fields that change what transformers' classes of these families compute, with the one value that is computed here.
@@ -322,7 +295,7 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-_PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text())
+_PUBLISHED = tomllib.loads(_FOLDER.joinpath("published.toml").read_text())
 ARCHITECTURES: Mapping[str, ModelConfig] = {
     name: ModelConfig.from_hf(shared | dict(zip(_SIZES, sizes)))
     for shared in _PUBLISHED["series"]
