@@ -33,39 +33,15 @@ class Family:
     qk_norm: bool = False
 
 
-FAMILIES: Mapping[str, Family] = {
-    name: Family(**table)
-    for name, table in json.loads(_FOLDER.joinpath("families.json").read_text()).items()
-}
-
+_TABLES = json.loads(_FOLDER.joinpath("families.json").read_text())
+FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in _TABLES["families"].items()}
 # Fields that change what transformers' classes of these families compute, with the one value that is computed here.
-_NEUTRAL: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0,
-    "partial_rotary_factor": 1,
-    "auto_map": None,
-}
-
+_NEUTRAL: Mapping[str, Any] = _TABLES["neutral"]
+# The fields of every type of rotary scaling; yarn needs the first two only.
+_ROPE_TYPES: Mapping[str, list[str]] = _TABLES["rope_types"]
 
 # Below which a number is taken for a mistake; others must be below 2^31.
 MOST = {"num_hidden_layers": 2000, "vocab_size": 1 << 24, "hidden_size": 1 << 20}
-
-# The fields of every type of rotary scaling; yarn needs the first two only.
-_STRETCH = ("factor", "original_max_position_embeddings")
-_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": _STRETCH,
-    "llama3": (*_STRETCH, "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        *_STRETCH,
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -287,17 +263,9 @@ def _read_scaling(known: dict[str, Any], changes: Mapping[str, Any]) -> RopeScal
     return scaling
 
 
-# the order of a model's numbers in published.toml
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
 _PUBLISHED = tomllib.loads(_FOLDER.joinpath("published.toml").read_text())
 ARCHITECTURES: Mapping[str, ModelConfig] = {
-    name: ModelConfig.from_hf(shared | dict(zip(_SIZES, sizes)))
+    name: ModelConfig.from_hf(shared | dict(zip(_PUBLISHED["order"], sizes)))
     for shared in _PUBLISHED["series"]
     for name, sizes in shared["sizes"].items()
 }

@@ -3,12 +3,17 @@
     tokens [S] -> embed_tokens -> layers -> norm -> lm_head (positions with a target) -> LogProbs [S]
                                                \\-> score -> values [S]
 
+PPO trains a language model with a value of every prediction as one module:
+
+                              -> norm -+-> lm_head -> log-probabilities
+                                       +-> value.score -> values
+
 Shapes: S local tokens, D width, V vocabulary, N sequences.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +21,8 @@ from torch import Tensor, nn
 
 from losses.logprobs import LogProbs
 from models.arch import ModelConfig
-from models.layers import DecoderLayer, Embedding, Linear, RMSNorm
-from models.output import ScoreHead, VocabularyHead, scatter_rows
+from models.layers import DecoderLayer, Embedding, Linear, MakeLinear, RMSNorm
+from models.output import ScoreHead, VocabularyHead
 from models.rope import rotary_table
 from ulysses.memory.graphs import LayerGraphs
 from ulysses.memory.levels import LEVELS, LayerMemory, Pair
@@ -45,7 +50,7 @@ class Decoder(nn.Module):
         mesh: ParallelMesh | None,
         attention: str,
         memory: LayerMemory,
-        linear: Callable[..., Linear] = Linear,
+        linear: MakeLinear,
     ) -> None:
         super().__init__()
         self.config = config
@@ -140,7 +145,7 @@ class HeadedDecoder(nn.Module):
         *,
         attention: str = "auto",
         memory: LayerMemory = LayerMemory(),  # noqa: B008 - immutable
-        linear: Callable[..., Linear] = Linear,
+        linear: MakeLinear = Linear,
     ) -> None:
         super().__init__()
         self.config = config
@@ -181,16 +186,56 @@ class CausalLM(HeadedDecoder):
         noise = None
         if noise_alpha > 0:
             noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed)
-        hidden = self.model(batch, noise)
-        index = batch.valid_index
-        rows = self.model.norm(hidden.index_select(0, index))
+        rows = self.rows(batch, noise)
         if not project:
             return rows
         if nll:
-            options["loss_weights"] = batch.loss_weights.index_select(0, index)
-        out = self.lm_head(rows, batch.targets.index_select(0, index), **options)
-        S = len(batch.tokens)
-        return LogProbs._make(None if x is None else scatter_rows(x, index, S) for x in out)
+            options["loss_weights"] = batch.loss_weights.index_select(0, batch.valid_index)
+        return self.log_probs(rows, batch, options)
+
+    def rows(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
+        """Return the final hidden states [M, D] of the positions whose weight is not 0."""
+        return self.model.norm(self.model(batch, noise).index_select(0, batch.valid_index))
+
+    def log_probs(self, rows: Tensor, batch: ShardedBatch, options: dict[str, Any]) -> LogProbs:
+        """Return the log-probabilities [S] of the batch's targets from those hidden states."""
+        out = self.lm_head(rows, batch.targets.index_select(0, batch.valid_index), **options)
+        return LogProbs._make(None if x is None else _placed(x, batch) for x in out)
+
+
+def _placed(values: Tensor, batch: ShardedBatch) -> Tensor:
+    """Place values [M] at the positions whose weight is not 0, zeros elsewhere; a scalar is returned as it is."""
+    zeros = values.new_zeros(len(batch.tokens))
+    return values if values.dim() == 0 else zeros.index_copy(0, batch.valid_index, values)
+
+
+class PolicyValueOutput(NamedTuple):
+    """Hold per-position results [S] float32, zero where the loss weight is 0.
+
+    logps: log-probability of the target. entropy: of the prediction, None if not asked for. values: expected return
+    before the target is drawn.
+    """
+
+    logps: Tensor
+    entropy: Tensor | None
+    values: Tensor
+
+
+class PolicyValue(CausalLM):
+    """A language model whose last hidden states also give values; its exports leave `value.score.weight` out."""
+
+    def add_head(self) -> None:
+        super().add_head()
+        self.value: Any = nn.ModuleDict({"score": ScoreHead(self.config)})
+
+    def forward(self, batch: ShardedBatch, **options: Any) -> PolicyValueOutput:  # type: ignore[override]
+        """Return log-probabilities and values at the batch's targets; all ranks of the group call together.
+
+        `options` are those of linear_logprobs: `entropy` asks for entropies, `temperature` divides the logits.
+        """
+        rows = self.rows(batch)
+        logps, entropy, *_ = self.log_probs(rows, batch, options)
+        return PolicyValueOutput(logps, entropy, _placed(self.value["score"](rows), batch))
 
 
 class RewardModel(HeadedDecoder):

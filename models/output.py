@@ -67,11 +67,3 @@ class _Score(torch.autograd.Function):
             grad_hidden[part] = torch.outer(grad[part], vector)
             grad_vector += grad[part] @ hidden[part].to(grad.dtype)
         return grad_hidden, grad_vector[None].to(weight.dtype)
-
-
-def scatter_rows(values: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Place values [M] at `index` of a zero vector [rows]; index has no duplicates, so the order does not matter.
-
-    A scalar is returned as it is.
-    """
-    return values if values.dim() == 0 else values.new_zeros(rows).index_copy(0, index, values)

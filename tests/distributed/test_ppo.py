@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel
-from models.policy_value import PolicyValue
+from models.decoder import CausalLM, PolicyValue, RewardModel
 from tests.engine_case import SHAPE, CaptureChain, ListDataset
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from losses import DPO_LOSS_TYPES
-from models import ARCHITECTURES
+from models.arch import ARCHITECTURES
 from ulysses.cli import HELP
 from ulysses.config.command_line import known_keys, parse_command_line
 from ulysses.gradients.chain import GRADIENT_POLICIES, build_chain

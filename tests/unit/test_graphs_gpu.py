@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import CausalLM, LayerMemory, ModelConfig, init_weights
+from models.arch import ModelConfig
+from models.decoder import CausalLM, init_weights
 from tests.memory_case import assert_same_gradients
 from ulysses.memory.graphs import padded
+from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 

@@ -29,7 +29,6 @@ from .kernels_document import Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
     VarlenCall,
-    contiguous_sets,
     head_layout,
     packed_plan,
     row_sets,
@@ -112,7 +111,8 @@ class UlyssesAttention(nn.Module):
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
         total = local_tokens * ranks
         if cu_seqlens is None:
-            sets = contiguous_sets(total, mesh.row_parallel_size)
+            size = total // mesh.row_parallel_size
+            sets = [[(start, start + size)] for start in range(0, total, size)]
             return packed_plan(torch.tensor([0, total]), sets, mesh, device)
         bounds = cu_seqlens.cpu()
         if int(bounds[-1]) != total:

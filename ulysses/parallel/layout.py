@@ -43,9 +43,10 @@ from torch import Tensor
 from .mesh import ParallelMesh
 
 Range = tuple[int, int]
+Device = torch.device | str
 
 
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+def to_device(tensor: Tensor, device: Device) -> Tensor:
     """Copy a host tensor to the device; copies to a GPU go through pinned memory and do not make the host wait."""
     device = torch.device(device)
     if device.type != "cuda" or tensor.is_cuda:
@@ -132,12 +133,6 @@ def _arcs(rows: Tensor) -> list[Range]:
     """Write sorted row numbers as contiguous ranges."""
     bounds = [0, *(1 + torch.nonzero(rows.diff() != 1).flatten()).tolist(), len(rows)]
     return [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(bounds)]
-
-
-def contiguous_sets(total: int, row_parallel_size: int) -> list[list[Range]]:
-    """Deal the rows of one sequence to R row sets as they lie, so that the ranks' causal work is unequal."""
-    size = total // row_parallel_size
-    return [[(start, start + size)] for start in range(0, total, size)]
 
 
 def count_rows(ranges: Sequence[Range]) -> int:
@@ -270,7 +265,7 @@ def packed_plan(
     cu_seqlens: Tensor,
     sets: list[list[Range]],
     mesh: ParallelMesh,
-    device: torch.device | str,
+    device: Device,
     prefixes: dict[int, Range] | None = None,
     tail: bool = False,
 ) -> AttentionPlan:
@@ -300,7 +295,7 @@ def packed_plan(
 
 
 def _prefix_calls(
-    parts: list[Part], prefixes: dict[int, Range], device: torch.device | str
+    parts: list[Part], prefixes: dict[int, Range], device: Device
 ) -> list[VarlenCall]:
     """Return the calls from all parts of branches to their prefixes.
 
@@ -323,20 +318,17 @@ def _prefix_calls(
     return [varlen_call(documents, device) for documents in calls.values()]
 
 
-def varlen_call(documents: list[Document], device: torch.device | str) -> VarlenCall:
+def varlen_call(documents: list[Document], device: Device) -> VarlenCall:
     """Write documents as one kernel call, whose tensors are on the device."""
     rows, bounds_q = _join([document.rows for document in documents], device)
     keys, bounds_k = _join([document.keys for document in documents], device)
-    cu_q = cu_k = to_device(torch.tensor(bounds_q, dtype=torch.int32), device)
-    if bounds_q != bounds_k:
-        cu_k = to_device(torch.tensor(bounds_k, dtype=torch.int32), device)
-    max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in (bounds_q, bounds_k))
-    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, [bounds_q, bounds_k]))
+    bounds = [bounds_q, bounds_k]
+    cu_q, cu_k = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in bounds)
+    max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in bounds)
+    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, bounds))
 
 
-def _join(
-    parts: list[list[Range]], device: torch.device | str
-) -> tuple[slice | Tensor, list[int]]:
+def _join(parts: list[list[Range]], device: Device) -> tuple[slice | Tensor, list[int]]:
     """Lay the ranges of all parts end to end: a slice of their rows, or an index, and where each part begins."""
     bounds = [0, *accumulate(count_rows(ranges) for ranges in parts)]
     ranges = list(chain(*parts))
