@@ -8,7 +8,9 @@ PPO trains a language model with a value of every prediction as one module:
                               -> norm -+-> lm_head -> log-probabilities
                                        +-> value.score -> values
 
-Shapes: S local tokens, D width, V vocabulary, N sequences.
+Logits never leave the head.
+
+Shapes: S local tokens, M positions with a target, D width, V vocabulary, N sequences.
 """
 
 import functools
@@ -18,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from losses.logprobs import LogProbs
+from losses.logprobs import LogProbs, linear_logprobs
+from losses.precision import at_least_float32
 from models.arch import ModelConfig
 from models.layers import DecoderLayer, Embedding, Linear, MakeLinear, RMSNorm
-from models.output import ScoreHead, VocabularyHead
 from models.rope import rotary_table
 from ulysses.memory.graphs import LayerGraphs
 from ulysses.memory.levels import LEVELS, LayerMemory, Pair
@@ -38,6 +41,7 @@ from ulysses.parallel.random_keys import (
     wrapped,
 )
 
+SCORE_ROWS = 8192
 NOISE_ROWS = 4096  # hashed at once: their 8 bytes per element live for a moment
 
 
@@ -129,13 +133,65 @@ def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) ->
     return noise
 
 
+class VocabularyHead(nn.Module):
+    """Project positions to the vocabulary in tiles and return the log-probabilities of their targets.
+
+    `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs
+    with M = 0 too, so that its collectives and zero gradients happen on every rank. Further keywords (entropy, lse,
+    mean_logit, temperature, loss_weights) are those of linear_logprobs.
+    """
+
+    def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
+        super().__init__()
+        size = config.vocab_size, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(size)) if tied is None else tied
+
+    def forward(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
+        return linear_logprobs(hidden, self.weight, targets, **options)
+
+
+class ScoreHead(nn.Module):
+    """Return one float32 value per row of [S, D]; no bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Score.apply(hidden, self.weight)
+
+
+class _Score(torch.autograd.Function):
+    """Multiply by the score vector in float32, a tile of rows at a time, so that no float32 copy of all rows exists."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        vector = at_least_float32(weight[0])
+        values = vector.new_empty(hidden.shape[0])
+        for part in tiles(hidden.shape[0], SCORE_ROWS):
+            values[part] = hidden[part].to(vector.dtype) @ vector
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        vector = weight[0].to(grad.dtype)
+        grad_hidden, grad_vector = torch.empty_like(hidden), torch.zeros_like(vector)
+        for part in tiles(hidden.shape[0], SCORE_ROWS):
+            grad_hidden[part] = torch.outer(grad[part], vector)
+            grad_vector += grad[part] @ hidden[part].to(grad.dtype)
+        return grad_hidden, grad_vector[None].to(weight.dtype)
+
+
 class HeadedDecoder(nn.Module):
     """A decoder of a family of models/arch.py and a head; the weights are uninitialised memory until filled.
 
     config: the shape. mesh: None is one process. attention: the kernel's name. memory: what is kept
     for backward. linear: makes the layers' projections.
 
-    `init_weights` or a loader fills the weights; names are those of transformers.
+    A loader, or `init_parameter`, fills the weights; names are those of transformers.
     """
 
     def __init__(
@@ -284,13 +340,3 @@ def init_parameter(
         )
         values.normal_(0.0, std, generator=keyed_generator(device, seed, name))
     return values.to(dtype)
-
-
-@torch.no_grad()
-def init_weights(model: CausalLM | RewardModel, seed: int = 0) -> None:
-    """Fill every parameter of an unpartitioned model with its random start."""
-    for name, parameter in model.named_parameters():
-        values = init_parameter(
-            name, parameter.shape, model.config, seed, device=parameter.device
-        )
-        parameter.copy_(values)

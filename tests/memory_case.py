@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, init_weights
+from models.decoder import CausalLM
+from tests.model_folder import init_weights
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard

@@ -30,8 +30,7 @@ from ulysses.run.optim import parameter_groups
 from ulysses.run.trainer import Trainer
 from ulysses.stages.referenced import logps_of
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.gather import gathered_weights
+from ulysses.zero.engine import ZeroEngine, gathered_weights
 
 ODD = replace(
     SHAPE, num_attention_heads=3, num_key_value_heads=1

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, init_weights
+from models.decoder import CausalLM
 from tests.memory_case import assert_same_gradients
+from tests.model_folder import init_weights
 from ulysses.memory.graphs import padded
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard

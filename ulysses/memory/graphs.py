@@ -141,7 +141,7 @@ class _Recorded:
             plan,
             cu_seqlens=[0, rows],
             documents=bounds - 1,
-            calls=[VarlenCall(every, every, segments)],
+            calls=[VarlenCall(every, every, segments, causal=True)],
             pieces=[[(0, rows)]],
         )
         self.grads, self.grad = graphs.grads, torch.zeros_like(self.hidden)

@@ -32,7 +32,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -205,6 +205,7 @@ class VarlenCall(NamedTuple):
     rows: slice | Tensor
     keys: slice | Tensor
     segments: Segments
+    causal: bool
 
 
 class Document(NamedTuple):
@@ -224,7 +225,7 @@ class AttentionPlan:
     cu_seqlens [N + 1]: on the host, with an entry for the tail.
     documents: the number of documents in the pack, as the kernels of `calls` see it.
     pieces: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
-    calls: causal calls, one for each arc of this rank's row set; they leave out the keys after the arc's end.
+    calls: one for each arc of this rank's row set; causal ones leave out the keys after the arc's end.
     prefix_calls: calls without a mask from branches' rows to the prefixes that they share, to be joined with `calls`.
     Within a call no row and no key comes twice, and no two of them have the same key.
     prefixes: the packed rows of every branch's prefix, by the branch's place in the pack; the same on all ranks.
@@ -247,18 +248,16 @@ class AttentionPlan:
         return self.total // self.mesh.sequence_parallel_size
 
     @cached_property
-    def full_calls(self) -> list[VarlenCall]:
-        """Calls without a mask, one for each arc: every row attends to its whole sequence."""
+    def unmasked(self) -> "AttentionPlan":
+        """The plan with calls without a mask: every row attends to its whole sequence."""
         if self.prefixes:
             raise ValueError(
                 "sequences that share a prompt need a causal mask; pack them whole"
             )
         arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
         device = self.calls[0].segments.cu_q.device
-        return [
-            varlen_call([Document([part.rows], [part.whole]) for part in parts], device)
-            for parts in arcs
-        ]
+        whole = [[Document([part.rows], [part.whole]) for part in parts] for parts in arcs]
+        return replace(self, calls=[varlen_call(x, device, causal=False) for x in whole])
 
 
 def packed_plan(
@@ -281,7 +280,7 @@ def packed_plan(
     calls = []
     for parts in arcs:
         causal = [Document([part.rows], [(part.whole[0], part.end)]) for part in parts]
-        calls.append(varlen_call(causal, device))
+        calls.append(varlen_call(causal, device, causal=True))
     prefixes = prefixes or {}
     return AttentionPlan(
         mesh=mesh,
@@ -315,17 +314,17 @@ def _prefix_calls(
         for number, (low, high) in enumerate(pairwise([start, *ends])):
             rows = [part.rows for end, part in branches if end >= high]
             calls[number].append(Document(rows, [(low, high)]))
-    return [varlen_call(documents, device) for documents in calls.values()]
+    return [varlen_call(documents, device, causal=False) for documents in calls.values()]
 
 
-def varlen_call(documents: list[Document], device: Device) -> VarlenCall:
+def varlen_call(documents: list[Document], device: Device, *, causal: bool) -> VarlenCall:
     """Write documents as one kernel call, whose tensors are on the device."""
     rows, bounds_q = _join([document.rows for document in documents], device)
     keys, bounds_k = _join([document.keys for document in documents], device)
     bounds = [bounds_q, bounds_k]
     cu_q, cu_k = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in bounds)
     max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in bounds)
-    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, bounds))
+    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, bounds), causal)
 
 
 def _join(parts: list[list[Range]], device: Device) -> tuple[slice | Tensor, list[int]]:

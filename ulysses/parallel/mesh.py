@@ -59,7 +59,7 @@ class ParallelMesh:
     def __init__(
         self, sequence_parallel_size: int = 1, *, num_heads: int | Sequence[int] | None = None
     ):
-        distributed = dist.is_available() and dist.is_initialized()
+        distributed = dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
         self.rank = dist.get_rank() if distributed else 0
         sp = sequence_parallel_size

@@ -73,7 +73,7 @@ class InitialWeights:
     def _packed(self, name: str, device: torch.device) -> Tensor:
         """Return the bytes of a quantised matrix, on the device; nothing else of the model is held."""
         stored = self.stored.get(name)
-        if stored and stored.packed:
+        if stored and stored.state:
             return stored.read_packed()
         shape = self._shapes[name]
         dtype = stored.dtype if stored else torch.float32
