@@ -1,9 +1,10 @@
 """The shape of a model: from and to Hugging Face's config.json, or one of the published sizes by name.
 
-A family of models is one entry of FAMILIES; the decoder reads the flags of ModelConfig and knows no family.
+A family of models is one entry of families.json; the decoder reads the flags of ModelConfig and knows no family.
 """
 
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -11,10 +12,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+_FOLDER = Path(__file__).parent
+
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one `model_type` apart.
+    """What sets one `model_type` apart, as families.json says.
 
     Args:
         fixed: fields of config.json that must have this value, and are written so.
@@ -30,69 +33,15 @@ class Family:
     qk_norm: bool = False
 
 
-_COMMON = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 32768,
-}
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        fixed={"mlp_bias": False},
-        defaults=_COMMON
-        | {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "qwen2": Family(
-        fixed={"use_sliding_window": False},
-        defaults=_COMMON,
-        qkv_bias=True,
-    ),
-    "qwen3": Family(
-        fixed={"use_sliding_window": False},
-        defaults=_COMMON | {"head_dim": 128},
-        qk_norm=True,
-    ),
-    "mistral": Family(
-        fixed={"sliding_window": None, "attention_bias": False},
-        defaults=_COMMON
-        | {
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    ),
-}
-
+_TABLES = json.loads(_FOLDER.joinpath("families.json").read_text())
+FAMILIES: Mapping[str, Family] = {k: Family(**v) for k, v in _TABLES["families"].items()}
 # Fields that change what transformers' classes of these families compute, with the one value that is computed here.
-_NEUTRAL: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0,
-    "partial_rotary_factor": 1,
-    "auto_map": None,
-}
-
+_NEUTRAL: Mapping[str, Any] = _TABLES["neutral"]
+# The fields of every type of rotary scaling; yarn needs the first two only.
+_ROPE_TYPES: Mapping[str, list[str]] = _TABLES["rope_types"]
 
 # Below which a number is taken for a mistake; others must be below 2^31.
 MOST = {"num_hidden_layers": 2000, "vocab_size": 1 << 24, "hidden_size": 1 << 20}
-
-# The fields of every type of rotary scaling; yarn needs the first two only.
-_STRETCH = ("factor", "original_max_position_embeddings")
-_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": _STRETCH,
-    "llama3": (*_STRETCH, "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        *_STRETCH,
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -314,17 +263,9 @@ def _read_scaling(known: dict[str, Any], changes: Mapping[str, Any]) -> RopeScal
     return scaling
 
 
-# the order of a model's numbers in published.toml
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-_PUBLISHED = tomllib.loads(Path(__file__).with_name("published.toml").read_text())
+_PUBLISHED = tomllib.loads(_FOLDER.joinpath("published.toml").read_text())
 ARCHITECTURES: Mapping[str, ModelConfig] = {
-    name: ModelConfig.from_hf(shared | dict(zip(_SIZES, sizes)))
+    name: ModelConfig.from_hf(shared | dict(zip(_PUBLISHED["order"], sizes)))
     for shared in _PUBLISHED["series"]
     for name, sizes in shared["sizes"].items()
 }

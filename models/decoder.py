@@ -3,21 +3,29 @@
     tokens [S] -> embed_tokens -> layers -> norm -> lm_head (positions with a target) -> LogProbs [S]
                                                \\-> score -> values [S]
 
-Shapes: S local tokens, D width, V vocabulary, N sequences.
+PPO trains a language model with a value of every prediction as one module:
+
+                              -> norm -+-> lm_head -> log-probabilities
+                                       +-> value.score -> values
+
+Logits never leave the head.
+
+Shapes: S local tokens, M positions with a target, D width, V vocabulary, N sequences.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from losses.logprobs import LogProbs
+from losses.logprobs import LogProbs, linear_logprobs
+from losses.precision import at_least_float32
 from models.arch import ModelConfig
-from models.layers import DecoderLayer, Embedding, Linear, RMSNorm
-from models.output import ScoreHead, VocabularyHead, scatter_rows
+from models.layers import DecoderLayer, Embedding, Linear, MakeLinear, RMSNorm
 from models.rope import rotary_table
 from ulysses.memory.graphs import LayerGraphs
 from ulysses.memory.levels import LEVELS, LayerMemory, Pair
@@ -33,6 +41,7 @@ from ulysses.parallel.random_keys import (
     wrapped,
 )
 
+SCORE_ROWS = 8192
 NOISE_ROWS = 4096  # hashed at once: their 8 bytes per element live for a moment
 
 
@@ -45,7 +54,7 @@ class Decoder(nn.Module):
         mesh: ParallelMesh | None,
         attention: str,
         memory: LayerMemory,
-        linear: Callable[..., Linear] = Linear,
+        linear: MakeLinear,
     ) -> None:
         super().__init__()
         self.config = config
@@ -124,13 +133,65 @@ def embedding_noise(batch: ShardedBatch, width: int, alpha: float, seed: int) ->
     return noise
 
 
+class VocabularyHead(nn.Module):
+    """Project positions to the vocabulary in tiles and return the log-probabilities of their targets.
+
+    `weight` [V, D] is the embedding's own parameter when embeddings are tied. forward(hidden [M, D], targets [M]) runs
+    with M = 0 too, so that its collectives and zero gradients happen on every rank. Further keywords (entropy, lse,
+    mean_logit, temperature, loss_weights) are those of linear_logprobs.
+    """
+
+    def __init__(self, config: ModelConfig, tied: nn.Parameter | None = None) -> None:
+        super().__init__()
+        size = config.vocab_size, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(size)) if tied is None else tied
+
+    def forward(self, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
+        return linear_logprobs(hidden, self.weight, targets, **options)
+
+
+class ScoreHead(nn.Module):
+    """Return one float32 value per row of [S, D]; no bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Score.apply(hidden, self.weight)
+
+
+class _Score(torch.autograd.Function):
+    """Multiply by the score vector in float32, a tile of rows at a time, so that no float32 copy of all rows exists."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        vector = at_least_float32(weight[0])
+        values = vector.new_empty(hidden.shape[0])
+        for part in tiles(hidden.shape[0], SCORE_ROWS):
+            values[part] = hidden[part].to(vector.dtype) @ vector
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        vector = weight[0].to(grad.dtype)
+        grad_hidden, grad_vector = torch.empty_like(hidden), torch.zeros_like(vector)
+        for part in tiles(hidden.shape[0], SCORE_ROWS):
+            grad_hidden[part] = torch.outer(grad[part], vector)
+            grad_vector += grad[part] @ hidden[part].to(grad.dtype)
+        return grad_hidden, grad_vector[None].to(weight.dtype)
+
+
 class HeadedDecoder(nn.Module):
     """A decoder of a family of models/arch.py and a head; the weights are uninitialised memory until filled.
 
     config: the shape. mesh: None is one process. attention: the kernel's name. memory: what is kept
     for backward. linear: makes the layers' projections.
 
-    `init_weights` or a loader fills the weights; names are those of transformers.
+    A loader, or `init_parameter`, fills the weights; names are those of transformers.
     """
 
     def __init__(
@@ -140,7 +201,7 @@ class HeadedDecoder(nn.Module):
         *,
         attention: str = "auto",
         memory: LayerMemory = LayerMemory(),  # noqa: B008 - immutable
-        linear: Callable[..., Linear] = Linear,
+        linear: MakeLinear = Linear,
     ) -> None:
         super().__init__()
         self.config = config
@@ -181,16 +242,56 @@ class CausalLM(HeadedDecoder):
         noise = None
         if noise_alpha > 0:
             noise = embedding_noise(batch, self.config.hidden_size, noise_alpha, noise_seed)
-        hidden = self.model(batch, noise)
-        index = batch.valid_index
-        rows = self.model.norm(hidden.index_select(0, index))
+        rows = self.rows(batch, noise)
         if not project:
             return rows
         if nll:
-            options["loss_weights"] = batch.loss_weights.index_select(0, index)
-        out = self.lm_head(rows, batch.targets.index_select(0, index), **options)
-        S = len(batch.tokens)
-        return LogProbs._make(None if x is None else scatter_rows(x, index, S) for x in out)
+            options["loss_weights"] = batch.loss_weights.index_select(0, batch.valid_index)
+        return self.log_probs(rows, batch, options)
+
+    def rows(self, batch: ShardedBatch, noise: Tensor | None = None) -> Tensor:
+        """Return the final hidden states [M, D] of the positions whose weight is not 0."""
+        return self.model.norm(self.model(batch, noise).index_select(0, batch.valid_index))
+
+    def log_probs(self, rows: Tensor, batch: ShardedBatch, options: dict[str, Any]) -> LogProbs:
+        """Return the log-probabilities [S] of the batch's targets from those hidden states."""
+        out = self.lm_head(rows, batch.targets.index_select(0, batch.valid_index), **options)
+        return LogProbs._make(None if x is None else _placed(x, batch) for x in out)
+
+
+def _placed(values: Tensor, batch: ShardedBatch) -> Tensor:
+    """Place values [M] at the positions whose weight is not 0, zeros elsewhere; a scalar is returned as it is."""
+    zeros = values.new_zeros(len(batch.tokens))
+    return values if values.dim() == 0 else zeros.index_copy(0, batch.valid_index, values)
+
+
+class PolicyValueOutput(NamedTuple):
+    """Hold per-position results [S] float32, zero where the loss weight is 0.
+
+    logps: log-probability of the target. entropy: of the prediction, None if not asked for. values: expected return
+    before the target is drawn.
+    """
+
+    logps: Tensor
+    entropy: Tensor | None
+    values: Tensor
+
+
+class PolicyValue(CausalLM):
+    """A language model whose last hidden states also give values; its exports leave `value.score.weight` out."""
+
+    def add_head(self) -> None:
+        super().add_head()
+        self.value: Any = nn.ModuleDict({"score": ScoreHead(self.config)})
+
+    def forward(self, batch: ShardedBatch, **options: Any) -> PolicyValueOutput:  # type: ignore[override]
+        """Return log-probabilities and values at the batch's targets; all ranks of the group call together.
+
+        `options` are those of linear_logprobs: `entropy` asks for entropies, `temperature` divides the logits.
+        """
+        rows = self.rows(batch)
+        logps, entropy, *_ = self.log_probs(rows, batch, options)
+        return PolicyValueOutput(logps, entropy, _placed(self.value["score"](rows), batch))
 
 
 class RewardModel(HeadedDecoder):
@@ -239,13 +340,3 @@ def init_parameter(
         )
         values.normal_(0.0, std, generator=keyed_generator(device, seed, name))
     return values.to(dtype)
-
-
-@torch.no_grad()
-def init_weights(model: CausalLM | RewardModel, seed: int = 0) -> None:
-    """Fill every parameter of an unpartitioned model with its random start."""
-    for name, parameter in model.named_parameters():
-        values = init_parameter(
-            name, parameter.shape, model.config, seed, device=parameter.device
-        )
-        parameter.copy_(values)

@@ -33,14 +33,14 @@ from models.fused import (
     rotate_backward,
     rotate_pair,
 )
+from ulysses.memory.graphs import HOOKS
 from ulysses.memory.tiling import tiles
 from ulysses.parallel.exchange import copy
 
 
 def is_watched(module: nn.Module) -> bool:
     """Return whether the module has a hook of any kind, which only a call of the module itself would run."""
-    forward = module._forward_hooks, module._forward_pre_hooks
-    return any((*forward, module._backward_hooks, module._backward_pre_hooks))
+    return any(getattr(module, kind) for kind in HOOKS)
 
 
 def is_plain(*modules: Any) -> bool:
@@ -59,11 +59,8 @@ def stacked(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
     first = matrices[0]
     end = first.storage_offset()
     for m in matrices:
-        alike = (
-            m.is_contiguous()
-            and m.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        )
-        if not alike or m.storage_offset() != end:
+        same_memory = m.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not m.is_contiguous() or not same_memory or m.storage_offset() != end:
             return matrices
         end += m.numel()
     return [first.as_strided((sum(map(len, matrices)), first.shape[1]), first.stride())]

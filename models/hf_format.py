@@ -31,8 +31,8 @@ TOKENIZER_FILES = (
     "*.jinja",
 )
 # "*.safetensors" comes with them where weights are needed
-DOWNLOADED = ("*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja")
-NOT_DOWNLOADED = ("original/*", "*/*.safetensors", "consolidated*")
+DOWNLOADED = ["*.json", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+NOT_DOWNLOADED = ["original/*", "*/*.safetensors", "consolidated*"]
 
 NF4_STATE = (
     ".quant_state.bitsandbytes__nf4"  # description of a matrix that bitsandbytes quantised
@@ -71,8 +71,8 @@ def resolve_model(
         fetched = snapshot_download(
             path_or_id,
             revision=revision,
-            allow_patterns=[*DOWNLOADED, "*.safetensors"] if need_weights else list(DOWNLOADED),
-            ignore_patterns=list(NOT_DOWNLOADED),
+            allow_patterns=DOWNLOADED + need_weights * ["*.safetensors"],
+            ignore_patterns=NOT_DOWNLOADED,
             local_files_only=unreached is not None,
         )
     # one of a dozen classes; they all mean that the model cannot be fetched
@@ -157,31 +157,26 @@ class StoredTensor(NamedTuple):
     """One tensor of a safetensors file.
 
     state: of a matrix that bitsandbytes quantised to NF4, its description; the file then holds its codes under its
-    name.
+    name. Others have none.
     """
 
     file: Path
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    state: dict[str, Any] | None = None
-
-    @property
-    def packed(self) -> bool:
-        """Whether the file holds the matrix quantised."""
-        return self.state is not None
+    state: Mapping[str, Any] = {}
 
     def read_packed(self) -> Tensor:
         """Return a quantised matrix as models/quantized.py holds it."""
         parts = "", ".absmax", ".nested_quant_map", ".nested_absmax"
         with safe_open(self.file, "pt") as file:
             codes, sizes, *numbers = (file.get_tensor(self.name + part) for part in parts)
-        mean = torch.tensor([self.state["nested_offset"]])  # type: ignore[index]
+        mean = torch.tensor([self.state["nested_offset"]])
         return join_parts(codes, sizes, torch.cat([mean, *numbers]))
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return the flat elements [start, stop), row-major, as a view of the file's pages unless quantised."""
-        if self.packed:
+        if self.state:
             matrix = unpack("nf4", self.read_packed(), self.shape, torch.float32)
             return matrix.view(-1)[start:stop]
         with safe_open(self.file, "pt") as file:
@@ -328,7 +323,7 @@ class WeightFiles:
         if stop is None:
             stop = stored.shape.numel()
         flat = stored.read(start, stop)
-        if quantize != "none" and name.endswith("_proj.weight") and not stored.packed:
+        if quantize != "none" and name.endswith("_proj.weight") and not stored.state:
             data = pack(quantize, flat.view(stored.shape))
             flat = unpack(quantize, data, stored.shape, torch.float32).view(-1)
         for a, b, scale in self._updates.get(name, ()):

@@ -37,6 +37,9 @@ class Linear(Unfilled, nn.Linear):
         return half_blocks.LinearNode.apply(x, self.weight, self.bias)
 
 
+MakeLinear = Callable[..., Linear]
+
+
 class Embedding(Unfilled, nn.Embedding):
     """Look up the rows of token ids [S]."""
 
@@ -59,7 +62,7 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         attention: UlyssesAttention,
-        linear: Callable[..., Linear] = Linear,
+        linear: MakeLinear,
     ) -> None:
         super().__init__()
         D = config.hidden_size
@@ -97,7 +100,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Compute down(silu(gate(x)) * up(x)) for rows [S, D]."""
 
-    def __init__(self, config: ModelConfig, linear: Callable[..., Linear] = Linear) -> None:
+    def __init__(self, config: ModelConfig, linear: MakeLinear) -> None:
         super().__init__()
         D = config.hidden_size
         F = config.intermediate_size
@@ -126,7 +129,7 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         attention: UlyssesAttention,
-        linear: Callable[..., Linear] = Linear,
+        linear: MakeLinear,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -105,7 +105,7 @@ class QuantizedLinear(Linear):
         return self.out_features, self.in_features
 
     def forward(self, x: Tensor) -> Tensor:
-        return QuantizedNode.apply(x, self.weight, self.bias, self.kind, self.shape)
+        return QuantizedNode.apply(x, self.weight, self.bias, self)
 
 
 class QuantizedNode(torch.autograd.Function):
@@ -113,15 +113,10 @@ class QuantizedNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        data: Tensor,
-        bias: Tensor | None,
-        kind: str,
-        shape: tuple[int, ...],
+        ctx: Any, x: Tensor, data: Tensor, bias: Tensor | None, matrix: QuantizedLinear
     ) -> Tensor:
         ctx.save_for_backward(data)
-        ctx.layout = kind, shape
+        ctx.layout = kind, shape = matrix.kind, matrix.shape
         if not _multiplies_codes(kind, x):
             return F.linear(x, unpack(kind, data, shape, x.dtype), bias)
         codes, _, scales = split_parts(kind, data, shape)
@@ -133,11 +128,11 @@ class QuantizedNode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (data,), (kind, shape) = ctx.saved_tensors, ctx.layout
         if not _multiplies_codes(kind, grad):
-            return grad @ unpack(kind, data, shape, grad.dtype), None, None, None, None
+            return grad @ unpack(kind, data, shape, grad.dtype), None, None, None
         codes, _, scales = split_parts(kind, data, shape)
         # the product wants the second matrix column by column
         columns = codes.view(shape).t().contiguous().view(FP8).t()
-        return _product(grad, columns, scales, None), None, None, None, None
+        return _product(grad, columns, scales, None), None, None, None
 
 
 def _multiplies_codes(kind: str, x: Tensor) -> bool:

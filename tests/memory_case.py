@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import CausalLM, LayerMemory, ModelConfig, init_weights
+from models.arch import ModelConfig
+from models.decoder import CausalLM
+from tests.model_folder import init_weights
+from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Offloader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, init_weights
+from models.decoder import CausalLM, RewardModel, init_parameter
 from models.hf_format import CONFIG, write_weights
 from ulysses.disk import write_json
 
@@ -26,6 +26,16 @@ def tiny_config(**changes: Any) -> dict[str, Any]:
         "num_key_value_heads": 2,
         **changes,
     }
+
+
+@torch.no_grad()
+def init_weights(model: CausalLM | RewardModel, seed: int = 0) -> None:
+    """Fill every parameter of an unpartitioned model with its random start."""
+    for name, parameter in model.named_parameters():
+        values = init_parameter(
+            name, parameter.shape, model.config, seed, device=parameter.device
+        )
+        parameter.copy_(values)
 
 
 def write_model(

@@ -21,7 +21,7 @@ from tests.harness import run_distributed
 from tests.zero_case import whole
 from ulysses.config.schema import OptimizerSection
 from ulysses.gradients import GradientPolicyChain, Gradients, StepContext, build_chain
-from ulysses.gradients.chain import GRADIENT_POLICIES
+from ulysses.gradients.policies import GRADIENT_POLICIES
 from ulysses.run.optim import adamw
 from ulysses.zero.state import slice_state
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from models.arch import RopeScaling
-from models.decoder import init_weights
 from tests.distributed.test_invariance_stages import check
 from tests.engine_case import QWEN3, SHAPE, Case
 from tests.harness import device, run_distributed
+from tests.model_folder import init_weights
 from tests.shuffled_loader import ShuffledLoader
 from tests.stage_case import COMPARED, STAGE_CASES
 from tests.unit.test_layout import simulated_mesh

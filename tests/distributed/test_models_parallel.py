@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import CausalLM, LayerMemory, init_weights
-from models.decoder import Decoder
+from models.decoder import CausalLM, Decoder
 from tests.engine_case import QWEN3, SHAPE, Case, sequences
 from tests.harness import device, gpus, need_gpus, run_distributed
 from tests.memory_case import assert_same_gradients
+from tests.model_folder import init_weights
 from tests.unit.test_kernels import gpu_kernels
 from tests.zero_case import filled, trained_engine, whole_gradients
-from ulysses.memory.levels import LEVELS
+from ulysses.memory.levels import LEVELS, LayerMemory
 from ulysses.memory.tiling import TILE_ROWS
 from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh

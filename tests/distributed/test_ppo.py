@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel
-from models.policy_value import PolicyValue
+from models.decoder import CausalLM, PolicyValue, RewardModel
 from tests.engine_case import SHAPE, CaptureChain, ListDataset
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
@@ -34,8 +33,7 @@ from ulysses.run.optim import parameter_groups
 from ulysses.run.trainer import Trainer
 from ulysses.stages.referenced import logps_of
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.engine import ZeroEngine
-from ulysses.zero.gather import gathered_weights
+from ulysses.zero.engine import ZeroEngine, gathered_weights
 
 ODD = replace(
     SHAPE, num_attention_heads=3, num_key_value_heads=1

@@ -11,7 +11,7 @@ from tests.engine_case import SHAPE, Case, build_trainer, run_case
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared
-from ulysses.zero.gather import full_parameters, gathered_weights
+from ulysses.zero.engine import full_parameters, gathered_weights
 
 STAY = {"resident": True}
 

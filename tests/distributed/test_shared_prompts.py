@@ -165,9 +165,9 @@ def test_shared_prompts_need_a_causal_mask(rank):
     batch = pack_shard(share_prefix([sequence(prompt, n, draw) for n in (20, 4)]), mesh)
     plan = batch.attention_plan
     assert len(plan.prefix_calls) == 1 - rank
-    q, k = (torch.randn(n, 1, E) for n in (plan.local_tokens, plan.total))
+    x = torch.randn(plan.local_tokens, 1, E)
     with pytest.raises(ValueError, match="causal mask"):
-        UlyssesAttention(None, 1, 1, E).attend_forward(q, k, k, plan, causal=False)
+        UlyssesAttention(None, 1, 1, E)(x, x, x, plan=plan, causal=False)
 
 
 def every_kernel(sp, heads, head_dim):

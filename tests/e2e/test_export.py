@@ -25,7 +25,7 @@ from ulysses.run.checkpoint import FORMAT
 from ulysses.run.export_model import export_checkpoint, export_model
 from ulysses.run.preflight import read_shape
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.gather import full_parameters
+from ulysses.zero.engine import full_parameters
 
 
 @pytest.fixture(scope="module")

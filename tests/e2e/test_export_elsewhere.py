@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from models import CausalLM, ModelConfig
+from models.arch import ModelConfig
+from models.decoder import CausalLM
 from models.hf_format import WeightFiles, read_config
 from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
 from tests.model_folder import tiny_config, write_model

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from losses import DPO_LOSS_TYPES
-from models import ARCHITECTURES
+from models.arch import ARCHITECTURES
 from ulysses.cli import HELP
 from ulysses.config.command_line import known_keys, parse_command_line
-from ulysses.gradients.chain import GRADIENT_POLICIES, build_chain
+from ulysses.gradients.chain import build_chain
+from ulysses.gradients.policies import GRADIENT_POLICIES
 from ulysses.run.registry import STAGES
 from ulysses.train import main
 

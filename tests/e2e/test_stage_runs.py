@@ -22,7 +22,7 @@ from ulysses.run.build import InitialWeights
 from ulysses.run.memory_choice import adapter_parameters
 from ulysses.run.preflight import prepare
 from ulysses.run.training_run import TrainingRun
-from ulysses.zero.gather import full_parameters
+from ulysses.zero.engine import full_parameters
 
 SHAPE = tiny_config(vocab_size=1024, initializer_range=0.1)
 

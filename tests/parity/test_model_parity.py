@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from models import CausalLM, ModelConfig, RewardModel, init_weights
+from models.arch import ModelConfig
+from models.decoder import CausalLM, RewardModel
+from tests.model_folder import init_weights
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last

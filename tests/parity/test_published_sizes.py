@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import ARCHITECTURES, CausalLM, ModelConfig, RewardModel
-from models.decoder import count_parameters
+from models.arch import ARCHITECTURES, ModelConfig
+from models.decoder import CausalLM, RewardModel, count_parameters
 
 FOLDER = Path(__file__).parent / "published_configs"
 COUNTS = {

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import CausalLM, ModelConfig
+from models.arch import ModelConfig
+from models.decoder import CausalLM
 from models.hf_format import WeightFiles, read_config
 from models.lora import add_adapters, merged, save_adapters
 from models.merge_check import TOKENS

@@ -18,9 +18,13 @@ from tests.fake_ranks import (
     parameters,
 )
 from ulysses.gradients import ClipGlobalNorm, GradientPolicyChain, build_chain
-from ulysses.gradients.clip import ZClip
-from ulysses.gradients.shape import GradientNoise
-from ulysses.gradients.skip import SkipNonFinite, SkipSpike, StopOnNonFinite
+from ulysses.gradients.policies import (
+    GradientNoise,
+    SkipNonFinite,
+    SkipSpike,
+    StopOnNonFinite,
+    ZClip,
+)
 
 
 def test_clip_global_norm_equals_torch():

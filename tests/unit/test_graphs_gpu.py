@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import CausalLM, LayerMemory, ModelConfig, init_weights
+from models.arch import ModelConfig
+from models.decoder import CausalLM
 from tests.memory_case import assert_same_gradients
+from tests.model_folder import init_weights
 from ulysses.memory.graphs import padded
+from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 

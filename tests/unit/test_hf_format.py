@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models import ARCHITECTURES, ModelConfig, init_parameter
-from models.arch import FAMILIES
+from models.arch import ARCHITECTURES, FAMILIES, ModelConfig
+from models.decoder import init_parameter
 from models.hf_format import WeightFiles, read_config, resolve_model, write_weights
 from tests.model_folder import tiny_config, write_model
 

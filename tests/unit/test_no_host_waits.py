@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from models.decoder import CausalLM, RewardModel
-from models.policy_value import PolicyValue
+from models.decoder import CausalLM, PolicyValue, RewardModel
 from tests.engine_case import SHAPE, Case, dataset, make_stage
 from tests.stage_case import STAGE_CASES
 from ulysses.parallel.batch import Sequence, pack_shard

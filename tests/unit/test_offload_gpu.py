@@ -5,8 +5,11 @@ import weakref
 import pytest
 import torch
 
-from models import CausalLM, LayerMemory, ModelConfig, init_weights
+from models.arch import ModelConfig
+from models.decoder import CausalLM
 from tests.memory_case import all_chunks_are_free
+from tests.model_folder import init_weights
+from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Group, Offloader
 from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
 from ulysses.parallel.mesh import ParallelMesh

@@ -6,12 +6,12 @@ context = StepContext(step=k, total_steps=n, loss=loss.item(), lr=lr, seed=0)
 metrics = chain.apply(TorchGradients(model.named_parameters()), context)
 if not context.skip: ...                      # step with lr * context.lr_scale
 
-The policies are in skip.py, clip.py, shape.py and ulysses_pro.py.
+The policies are in policies.py.
 """
 
 from ulysses.gradients.chain import GradientPolicyChain, build_chain
-from ulysses.gradients.clip import ClipGlobalNorm
 from ulysses.gradients.gradients import Gradients, GradientSlice, TorchGradients
+from ulysses.gradients.policies import ClipGlobalNorm
 from ulysses.gradients.policy import GradientPolicy, StepContext
 
 __all__ = [

@@ -7,33 +7,19 @@ The chain acts once per optimizer step on the accumulated, averaged gradient, ju
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
-from ulysses.gradients.clip import ClipGlobalNorm, ZClip
 from ulysses.gradients.gradients import Gradients
-from ulysses.gradients.policy import GradientPolicy, Report, StepContext
-from ulysses.gradients.shape import (
-    BoostLearningRate,
-    GradientCentralization,
-    GradientNoise,
-    ScaleSmallGradients,
-)
-from ulysses.gradients.skip import SkipNonFinite, SkipSpike, StopOnNonFinite
-from ulysses.gradients.ulysses_pro import UlyssesPro
-
-GRADIENT_POLICIES: tuple[type[GradientPolicy], ...] = (
-    StopOnNonFinite,
+from ulysses.gradients.policies import (
+    GRADIENT_POLICIES,
+    ClipGlobalNorm,
     SkipNonFinite,
     SkipSpike,
-    ClipGlobalNorm,
-    ZClip,
-    GradientCentralization,
-    GradientNoise,
-    ScaleSmallGradients,
-    BoostLearningRate,
+    StopOnNonFinite,
     UlyssesPro,
+    ZClip,
 )
-Preset = Literal["default", "steady", "ulysses-pro"]
+from ulysses.gradients.policy import GradientPolicy, Report, StepContext
 
 
 class GradientPolicyChain:

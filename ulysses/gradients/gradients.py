@@ -74,12 +74,12 @@ class Gradients:
         missing = sorted(set(names) - self._known.keys())  # in the same order on every rank
         if missing:
             own = torch.stack([self._local_sums(statistic) for statistic in missing])
-            self._known |= dict(zip(missing, self._all_reduce(own).tolist()))
-        if "norm" in missing:
-            self._known["norm"] = list(map(math.sqrt, self._known["norm"]))
-        if "mean_abs" in missing:
-            totals = self._known["mean_abs"]
-            self._known["mean_abs"] = [total / e.numel for total, e in zip(totals, self)]
+            for statistic, values in zip(missing, self._all_reduce(own).tolist()):
+                if statistic == "norm":
+                    values = [math.sqrt(value) for value in values]
+                elif statistic == "mean_abs":
+                    values = [value / e.numel for value, e in zip(values, self)]
+                self._known[statistic] = values
         return [self._known[statistic] for statistic in names]
 
     def _local_sums(self, statistic: str) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ulysses.memory.levels import Rope
 from ulysses.parallel.kernels import VARLEN, resolve_kernel
 from ulysses.parallel.layout import Segments, VarlenCall
 
@@ -50,7 +51,7 @@ class LayerGraphs:
         # A forward pass whose backward is still to come owns what all graphs keep in their common memory.
         self._owner: Any = lambda: None
 
-    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], plan: Any) -> Tensor | None:
+    def __call__(self, hidden: Tensor, rope: Rope, plan: Any) -> Tensor | None:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
         if not self._hooks:
             self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in HOOKS]
@@ -88,9 +89,7 @@ class LayerGraphs:
         """Tell whether the attention kernel reads the documents' bounds on the device."""
         attention = self.layers[0].self_attn.attention
         case = hidden.device, hidden.dtype, attention.head_dim
-        return isinstance(attention.kernel, str) and (
-            resolve_kernel(attention.kernel, *case).name in VARLEN and hidden.is_cuda
-        )
+        return hidden.is_cuda and resolve_kernel(attention.kernel, *case).name in VARLEN
 
 
 @contextmanager
@@ -128,7 +127,7 @@ class _Recorded:
         self,
         graphs: LayerGraphs,
         hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         plan: Any,
         size: tuple[int, ...],
     ) -> None:
@@ -142,7 +141,7 @@ class _Recorded:
             plan,
             cu_seqlens=[0, rows],
             documents=bounds - 1,
-            calls=[VarlenCall(every, every, segments)],
+            calls=[VarlenCall(every, every, segments, causal=True)],
             pieces=[[(0, rows)]],
         )
         self.grads, self.grad = graphs.grads, torch.zeros_like(self.hidden)
@@ -188,7 +187,7 @@ class _Recorded:
                 parameter.grad = of_it.clone()
 
     @torch.no_grad()
-    def set(self, hidden: Tensor, rope: tuple[Tensor, Tensor], cu: Tensor) -> None:
+    def set(self, hidden: Tensor, rope: Rope, cu: Tensor) -> None:
         """Copy the inputs of a pass to where the graphs read them."""
         for target, value in zip((self.hidden, *self.rope), (hidden, *rope)):
             target[: len(value)] = value
@@ -201,7 +200,7 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         cu: Tensor,
         recorded: _Recorded,
         owner: _Owner,

@@ -62,11 +62,6 @@ GRAPH_SECONDS = 5e-3
 UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
 
 
-def divisors(count: int) -> list[int]:
-    """Return the degrees of sequence parallelism that so many processes may have, the smallest first."""
-    return [degree for degree in range(1, count + 1) if count % degree == 0]
-
-
 class Model(NamedTuple):
     """A model's shape; `parameters` and `trained` count all and the trained ones."""
 

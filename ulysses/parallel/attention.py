@@ -11,7 +11,6 @@ K kv heads, E head dim, U head-parallel and R row-parallel size.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from .kernels_document import Gradients, Inputs, Results, join
 from .layout import (
     AttentionPlan,
     VarlenCall,
-    contiguous_sets,
     head_layout,
     packed_plan,
     row_sets,
@@ -47,9 +45,6 @@ class UlyssesAttention(nn.Module):
     `kernel` is "auto" or a name from kernels.py. `mesh=None` is plain attention in this process.
     Raises ValueError if the heads do not fit the mesh.
     """
-
-    # what nn.Module would call Any
-    __call__: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -100,7 +95,7 @@ class UlyssesAttention(nn.Module):
             raise ValueError(
                 f"the query has {query.shape[0]} tokens but the plan gives this rank {plan.local_tokens}"
             )
-        arguments = self, plan, causal, softmax_scale
+        arguments = self, plan if causal else plan.unmasked, softmax_scale
         if not is_dense:
             return _Attend.apply(query, key, value, *arguments)
         return torch.stack([_Attend.apply(*one, *arguments) for one in zip(query, key, value)])
@@ -112,7 +107,8 @@ class UlyssesAttention(nn.Module):
         mesh, ranks = self.mesh, self.mesh.sequence_parallel_size
         total = local_tokens * ranks
         if cu_seqlens is None:
-            sets = contiguous_sets(total, mesh.row_parallel_size)
+            size = total // mesh.row_parallel_size
+            sets = [[(start, start + size)] for start in range(0, total, size)]
             return packed_plan(torch.tensor([0, total]), sets, mesh, device)
         bounds = cu_seqlens.cpu()
         if int(bounds[-1]) != total:
@@ -128,7 +124,6 @@ class UlyssesAttention(nn.Module):
         key: Tensor,
         value: Tensor,
         plan: AttentionPlan,
-        causal: bool = True,
         softmax_scale: float | None = None,
     ) -> Results:
         """Run the kernel on every arc of this rank's rows, without communicating and without recording a graph.
@@ -137,17 +132,18 @@ class UlyssesAttention(nn.Module):
         """
         kernel, scale = self._resolve(query, plan, softmax_scale)
 
-        def run(call: VarlenCall, causal: bool) -> Results:
-            inputs = Inputs(query[call.rows], key[call.keys], value[call.keys], causal, scale)
-            return kernel.forward(inputs, call.segments)
+        def run(call: VarlenCall) -> Results:
+            rows, keys, segments, causal = call
+            inputs = Inputs(query[rows], key[keys], value[keys], causal, scale)
+            return kernel.forward(inputs, segments)
 
-        results = [run(call, causal) for call in (plan.calls if causal else plan.full_calls)]
+        results = [run(call) for call in plan.calls]
         out, lse = results[0]
         if len(results) > 1:
             outs, lses = zip(*results)
             out, lse = torch.cat(outs), torch.cat(lses, 1)
         for call in plan.prefix_calls:
-            join(out, lse, call.rows, *run(call, False))
+            join(out, lse, call.rows, *run(call))
         return out, lse
 
     def attend_backward(
@@ -159,34 +155,32 @@ class UlyssesAttention(nn.Module):
         out: Tensor,
         lse: Tensor,
         plan: AttentionPlan,
-        causal: bool = True,
         softmax_scale: float | None = None,
     ) -> Gradients:
         """Compute dq, dk, dv from what `attend_forward` returned."""
         kernel, scale = self._resolve(query, plan, softmax_scale)
-        calls = plan.calls if causal else plan.full_calls
 
-        def gradients(call: VarlenCall, causal: bool) -> Gradients:
+        def gradients(call: VarlenCall) -> Gradients:
             """Return one call's share of the gradients, which the joint out and lse make exact."""
-            rows, keys, segments = call
+            rows, keys, segments, causal = call
             inputs = Inputs(query[rows], key[keys], value[keys], causal, scale)
             row_lse = lse[:, rows].contiguous()
             return kernel.backward(dout[rows], inputs, out[rows], row_lse, segments)
 
-        if len(calls) == 1 and calls[0].keys == slice(0, key.shape[0]):
-            dquery, dkey, dvalue = gradients(calls[0], causal)
+        if len(plan.calls) == 1 and plan.calls[0].keys == slice(0, key.shape[0]):
+            dquery, dkey, dvalue = gradients(plan.calls[0])
         else:
             dquery = torch.empty_like(query, memory_format=torch.contiguous_format)
             # Arcs of one row set may share keys; their gradients are summed in float32 or better.
             wide = torch.promote_types(key.dtype, torch.float32)
             dkey, dvalue = torch.zeros((2, *key.shape), dtype=wide, device=key.device)
-            for call in calls:
-                dquery[call.rows], dk, dv = gradients(call, causal)
+            for call in plan.calls:
+                dquery[call.rows], dk, dv = gradients(call)
                 dkey[call.keys] += dk
                 dvalue[call.keys] += dv
         # No call has a row or a key twice, and no two prefix calls have the same key.
         for call in plan.prefix_calls:
-            dq, dk, dv = gradients(call, False)
+            dq, dk, dv = gradients(call)
             dquery[call.rows] += dq
             dkey[call.keys] += dk
             dvalue[call.keys] += dv
@@ -239,7 +233,7 @@ class _Attend(torch.autograd.Function):
             exchange_out_backward(grad, plan), *ctx.saved_tensors, *ctx.arguments
         )
         heads = attention.num_heads, attention.num_kv_heads
-        return *exchange_qkv_backward(dq, dk, dv, plan, *heads), None, None, None, None
+        return *exchange_qkv_backward(dq, dk, dv, plan, *heads), None, None, None
 
 
 def prove_kernel(

@@ -18,7 +18,6 @@ shared token, so that every branch predicts its own first token and no row has t
 Letters: T packed tokens, S tokens on this rank, N sequences, L tokens of one sequence.
 """
 
-import functools
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from .layout import (
     AttentionPlan,
+    Device,
     Range,
     count_rows,
     packed_plan,
@@ -145,7 +145,7 @@ class ShardedBatch:
 def pack_shard(
     sequences: list[Sequence],
     mesh: ParallelMesh,
-    device: torch.device | str = "cpu",
+    device: Device = "cpu",
     *,
     may_be_empty: bool = False,
 ) -> ShardedBatch:
@@ -176,35 +176,39 @@ def pack_shard(
     )
     indices = rows_of(ranges)
     ids = torch.bucketize(indices, cu[1:], right=True)
-    positions = indices - cu[ids] + before[ids]
-    is_last = (indices + 1 == cu[ids + 1]) & (ids < num_sequences)
     valid = torch.nonzero(loss_weights).squeeze(1)
     columns = {
         name: torch.tensor([sequence.columns[name] for sequence in sequences])
         for name in (sorted(sequences[0].columns) if sequences else ())
     }
-    move = functools.partial(to_device, device=device)
+    tensors = {
+        "tokens": tokens,
+        "targets": targets,
+        "loss_weights": loss_weights,
+        "positions": indices - cu[ids] + before[ids],
+        "sequence_ids": ids,
+        "is_last": (indices + 1 == cu[ids + 1]) & (ids < num_sequences),
+        "cu_seqlens": cu.int(),
+        "valid_index": valid,
+        "sequence_starts": torch.searchsorted(ids, torch.arange(num_sequences + 1)),
+    }
+
+    def moved(tensors: dict[str, Tensor]) -> dict[str, Any]:
+        return {name: to_device(tensor, device) for name, tensor in tensors.items()}
+
     return ShardedBatch(
-        tokens=move(tokens),
-        targets=move(targets),
-        loss_weights=move(loss_weights),
-        positions=move(positions),
-        sequence_ids=move(ids),
-        is_last=move(is_last),
-        cu_seqlens=move(cu.int()),
-        token_columns={name: move(column) for name, column in token_columns.items()},
-        sequence_columns={name: move(column) for name, column in columns.items()},
+        **moved(tensors),
+        token_columns=moved(token_columns),
+        sequence_columns=moved(columns),
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         num_tokens_shared=sum(s.prefix_length for s in sequences),
         num_squares=sum(n * (n + 2 * s.prefix_length) for n, s in zip(lengths, sequences)),
         num_valid=valid.numel(),
-        valid_index=move(valid),
         mesh=mesh,
         attention_plan=packed_plan(
             cu, sets, mesh, device, _prefixes(sequences, cu.tolist()), tail=len(tail) > 0
         ),
-        sequence_starts=move(torch.searchsorted(ids, torch.arange(num_sequences + 1))),
     )
 
 

@@ -63,7 +63,7 @@ def _swap_axes(
             f"input has {input.dim()} axes, scatter_idx {scatter} and gather_idx {gather}; "
             "it must be [B, S, H, E] with scatter_idx and gather_idx 1 and 2 in either order"
         )
-    ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     if ranks == 1:
         return input
     if input.shape[scatter] % ranks:
@@ -130,7 +130,11 @@ def exchange_qkv_backward(
         copy(part[:, heads.key :], dvalue[rows])
     received = send.exchange()
     del send, part  # and with them the buffer
-    total = _sum_row_sets(received.keys)
+    total, *others = received.keys
+    if others:  # of all row sets, in float32 or better
+        total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+    for part in others:
+        total += part
     return (
         dense(received.query.transpose(0, 1)).flatten(1, 2),
         _sum_heads(total[..., : heads.key, :], heads, num_kv_heads).to(dquery.dtype),
@@ -198,16 +202,6 @@ def _write_heads(part: Tensor, values: Tensor, heads: HeadLayout) -> None:
     else:  # a block of query heads covers parts of several kv groups
         for slot in range(part.shape[0] * heads.key):
             copy(part[slot // heads.key, :, slot % heads.key], values[:, slot // heads.repeat])
-
-
-def _sum_row_sets(parts: list[Tensor]) -> Tensor:
-    """Sum the k | v gradients of all row sets [U, S, 2 key, E], in float32 or better."""
-    total, *others = parts
-    if others:
-        total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
-    for part in others:
-        total += part
-    return total
 
 
 def _sum_heads(grads: Tensor, heads: HeadLayout, num_kv_heads: int) -> Tensor:

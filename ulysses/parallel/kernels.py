@@ -17,7 +17,7 @@ Letters: T packed tokens, H query heads, K kv heads, E head dim.
 import functools
 import importlib
 import os
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ def resolve_kernel(
 def why_missing(name: str, device: torch.device) -> str | None:
     """Tell why this machine does not have the kernel; None if it does."""
     capabilities = KERNELS[name].capabilities
-    if capabilities is None:
+    if not capabilities:
         return None
     if device.type != "cuda":
         return f"{name} needs a GPU, the device is {device.type}"
@@ -107,7 +107,7 @@ def _why_unfit(
 ) -> str | None:
     """Tell why the kernel cannot compute this case; None if it can."""
     head_dims = KERNELS[name].head_dims
-    if head_dims is None or (name == "torch" and device.type != "cuda"):
+    if not head_dims or device.type != "cuda":
         return None
     if dtype not in HALF:
         return f"{name} needs float16 or bfloat16"
@@ -177,15 +177,12 @@ def _torch_backward(
 
 
 def _flash4_forward(inputs: Inputs, segments: Segments) -> Results:
-    *given, causal, scale = inputs
-    documents = _varlen(segments)
-    is_alone = _is_one_document(segments)
-    if is_alone:
-        given, documents = [x[None] for x in given], {}
+    *qkv, causal, scale = inputs
+    at, documents = _flash4_form(segments)
     out, lse, *_ = flash4()._flash_attn_fwd(
-        *given, **documents, softmax_scale=scale, causal=causal, return_lse=True
+        *(x[at] for x in qkv), **documents, softmax_scale=scale, causal=causal, return_lse=True
     )
-    return (out[0], lse[0]) if is_alone else (out, lse)
+    return out.flatten(0, -3), lse.flatten(0, -2)
 
 
 def _flash4_backward(
@@ -193,35 +190,36 @@ def _flash4_backward(
 ) -> Gradients:
     *qkv, causal, scale = inputs
     grads = empty_gradients(inputs)
-    given, results = [*qkv, out, dout.contiguous(), lse], grads
-    documents = _varlen(segments)
-    if _is_one_document(segments):
-        given, results = ([x[None] for x in tensors] for tensors in (given, grads))
-        documents = {}
-    dq, dk, dv = results
+    at, documents = _flash4_form(segments)
+    given = [x[at] for x in (*qkv, out, dout.contiguous(), lse)]
+    dq, dk, dv = (grad[at] for grad in grads)
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = {"dq": dq, "dk": dk, "dv": dv, "deterministic": deterministic}
     flash4()._flash_attn_bwd(*given, scale, causal, **documents, **options)
     return tuple(grads)
 
 
-def _is_one_document(segments: Segments) -> bool:
-    """Tell whether flash4 runs without bounds, which cost it up to 7% (H200, one document of 32k tokens, 16 heads)."""
-    return segments.cu_q.numel() == 2 and segments.max_q >= ONE_DOCUMENT
+def _flash4_form(segments: Segments) -> tuple[Any, dict[str, Any]]:
+    """Return the index that turns packed tensors into what flash4 takes, and the arguments for the documents' bounds.
+
+    One long document is a batch of one instead: bounds cost up to 7% (H200, one document of 32k tokens, 16 heads).
+    """
+    is_alone = segments.cu_q.numel() == 2 and segments.max_q >= ONE_DOCUMENT
+    return (None, {}) if is_alone else (..., _varlen(segments))
 
 
 class Kernel(NamedTuple):
     """A kernel, and what it is for.
 
     forward(inputs, segments) -> out, lse; backward(dout, inputs, out, lse, segments) -> dq, dk, dv.
-    capabilities: the major compute capabilities of the GPUs that it needs; None if it needs none.
-    head_dims: those that it computes on a GPU, in half precision; None if it computes anything.
+    capabilities: the major compute capabilities of the GPUs that it needs; empty if it needs none.
+    head_dims: those that it computes on a GPU, in half precision; empty if it computes anything.
     """
 
     forward: Callable[..., Results]
     backward: Callable[..., Gradients]
-    capabilities: Container[int] | None = None
-    head_dims: Collection[int] | None = None
+    capabilities: Collection[int] = ()
+    head_dims: Collection[int] = ()
 
 
 # Fastest first. H200, causal, head dim 128, 32k to 128k tokens, forward / backward TFLOP/s: flash4 640-734 / 591-608,

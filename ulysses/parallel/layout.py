@@ -32,7 +32,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -43,9 +43,10 @@ from torch import Tensor
 from .mesh import ParallelMesh
 
 Range = tuple[int, int]
+Device = torch.device | str
 
 
-def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+def to_device(tensor: Tensor, device: Device) -> Tensor:
     """Copy a host tensor to the device; copies to a GPU go through pinned memory and do not make the host wait."""
     device = torch.device(device)
     if device.type != "cuda" or tensor.is_cuda:
@@ -134,12 +135,6 @@ def _arcs(rows: Tensor) -> list[Range]:
     return [(int(rows[a]), int(rows[b - 1]) + 1) for a, b in pairwise(bounds)]
 
 
-def contiguous_sets(total: int, row_parallel_size: int) -> list[list[Range]]:
-    """Deal the rows of one sequence to R row sets as they lie, so that the ranks' causal work is unequal."""
-    size = total // row_parallel_size
-    return [[(start, start + size)] for start in range(0, total, size)]
-
-
 def count_rows(ranges: Sequence[Range]) -> int:
     """Count the rows of packed ranges."""
     return sum(end - start for start, end in ranges)
@@ -210,6 +205,7 @@ class VarlenCall(NamedTuple):
     rows: slice | Tensor
     keys: slice | Tensor
     segments: Segments
+    causal: bool
 
 
 class Document(NamedTuple):
@@ -229,7 +225,7 @@ class AttentionPlan:
     cu_seqlens [N + 1]: on the host, with an entry for the tail.
     documents: the number of documents in the pack, as the kernels of `calls` see it.
     pieces: the packed ranges of every row set; its U ranks hold equal parts of them, one after the other.
-    calls: causal calls, one for each arc of this rank's row set; they leave out the keys after the arc's end.
+    calls: one for each arc of this rank's row set; causal ones leave out the keys after the arc's end.
     prefix_calls: calls without a mask from branches' rows to the prefixes that they share, to be joined with `calls`.
     Within a call no row and no key comes twice, and no two of them have the same key.
     prefixes: the packed rows of every branch's prefix, by the branch's place in the pack; the same on all ranks.
@@ -252,25 +248,23 @@ class AttentionPlan:
         return self.total // self.mesh.sequence_parallel_size
 
     @cached_property
-    def full_calls(self) -> list[VarlenCall]:
-        """Calls without a mask, one for each arc: every row attends to its whole sequence."""
+    def unmasked(self) -> "AttentionPlan":
+        """The plan with calls without a mask: every row attends to its whole sequence."""
         if self.prefixes:
             raise ValueError(
                 "sequences that share a prompt need a causal mask; pack them whole"
             )
         arcs = sequence_parts(self.cu_seqlens, self.pieces[self.mesh.row_set])
         device = self.calls[0].segments.cu_q.device
-        return [
-            varlen_call([Document([part.rows], [part.whole]) for part in parts], device)
-            for parts in arcs
-        ]
+        whole = [[Document([part.rows], [part.whole]) for part in parts] for parts in arcs]
+        return replace(self, calls=[varlen_call(x, device, causal=False) for x in whole])
 
 
 def packed_plan(
     cu_seqlens: Tensor,
     sets: list[list[Range]],
     mesh: ParallelMesh,
-    device: torch.device | str,
+    device: Device,
     prefixes: dict[int, Range] | None = None,
     tail: bool = False,
 ) -> AttentionPlan:
@@ -286,7 +280,7 @@ def packed_plan(
     calls = []
     for parts in arcs:
         causal = [Document([part.rows], [(part.whole[0], part.end)]) for part in parts]
-        calls.append(varlen_call(causal, device))
+        calls.append(varlen_call(causal, device, causal=True))
     prefixes = prefixes or {}
     return AttentionPlan(
         mesh=mesh,
@@ -300,7 +294,7 @@ def packed_plan(
 
 
 def _prefix_calls(
-    parts: list[Part], prefixes: dict[int, Range], device: torch.device | str
+    parts: list[Part], prefixes: dict[int, Range], device: Device
 ) -> list[VarlenCall]:
     """Return the calls from all parts of branches to their prefixes.
 
@@ -320,23 +314,20 @@ def _prefix_calls(
         for number, (low, high) in enumerate(pairwise([start, *ends])):
             rows = [part.rows for end, part in branches if end >= high]
             calls[number].append(Document(rows, [(low, high)]))
-    return [varlen_call(documents, device) for documents in calls.values()]
+    return [varlen_call(documents, device, causal=False) for documents in calls.values()]
 
 
-def varlen_call(documents: list[Document], device: torch.device | str) -> VarlenCall:
+def varlen_call(documents: list[Document], device: Device, *, causal: bool) -> VarlenCall:
     """Write documents as one kernel call, whose tensors are on the device."""
     rows, bounds_q = _join([document.rows for document in documents], device)
     keys, bounds_k = _join([document.keys for document in documents], device)
-    cu_q = cu_k = to_device(torch.tensor(bounds_q, dtype=torch.int32), device)
-    if bounds_q != bounds_k:
-        cu_k = to_device(torch.tensor(bounds_k, dtype=torch.int32), device)
-    max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in (bounds_q, bounds_k))
-    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, [bounds_q, bounds_k]))
+    bounds = [bounds_q, bounds_k]
+    cu_q, cu_k = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in bounds)
+    max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in bounds)
+    return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, bounds), causal)
 
 
-def _join(
-    parts: list[list[Range]], device: torch.device | str
-) -> tuple[slice | Tensor, list[int]]:
+def _join(parts: list[list[Range]], device: Device) -> tuple[slice | Tensor, list[int]]:
     """Lay the ranges of all parts end to end: a slice of their rows, or an index, and where each part begins."""
     bounds = [0, *accumulate(count_rows(ranges) for ranges in parts)]
     ranges = list(chain(*parts))

@@ -28,6 +28,11 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def divisors(count: int) -> list[int]:
+    """Return the degrees of sequence parallelism that so many processes may have, the smallest first."""
+    return [degree for degree in range(1, count + 1) if count % degree == 0]
+
+
 class ParallelMesh:
     """Arrange the processes in a (data, sequence) grid.
 
@@ -54,15 +59,14 @@ class ParallelMesh:
     def __init__(
         self, sequence_parallel_size: int = 1, *, num_heads: int | Sequence[int] | None = None
     ):
-        distributed = dist.is_available() and dist.is_initialized()
+        distributed = dist.is_initialized()
         self.world_size = dist.get_world_size() if distributed else 1
         self.rank = dist.get_rank() if distributed else 0
         sp = sequence_parallel_size
         if sp < 1 or self.world_size % sp:
-            divisors = [d for d in range(1, self.world_size + 1) if self.world_size % d == 0]
             raise ValueError(
                 f"sequence_parallel_size is {sp} but must divide the number of processes, {self.world_size}; "
-                f"set it to one of {divisors}"
+                f"set it to one of {divisors(self.world_size)}"
             )
         heads = (num_heads,) if isinstance(num_heads, int) else tuple(num_heads or ())
         self.sequence_parallel_size = sp

@@ -41,7 +41,7 @@ class EngineSampler:
     def sample(self, prompts: Mapping[int, Tensor], rollout: int = 0) -> dict[int, Completion]:
         """Return the completion of every prompt, by the prompt's number; all ranks call it together."""
         # deepspeed, which a configuration alone does without
-        from ulysses.zero.gather import free_bytes, gathered_weights
+        from ulysses.zero.engine import free_bytes, gathered_weights
 
         model, device, options = self.engine.module, self.engine.device, self.options
         main, fitting, why = self.mesh.is_main, 0, "there is no GPU"

@@ -70,7 +70,7 @@ class OverAnswers(torch.autograd.Function):
 
 @dataclass(eq=False)
 class PpoStage(ReferencedStage):
-    """Proximal policy optimisation; `model` is an engine around models.policy_value.PolicyValue, or CausalLM.
+    """Proximal policy optimisation; `model` is an engine around models.decoder.PolicyValue, or CausalLM.
 
     Args:
         maker: makes the rollouts.

@@ -169,7 +169,7 @@ class RolloutMaker:
     take its prompts in a new order each, in `config.minibatches` steps. All ranks call every method together.
 
     Args:
-        engine: trains models.policy_value.PolicyValue, or CausalLM without a value.
+        engine: trains models.decoder.PolicyValue, or CausalLM without a value.
         config: the [ppo] table.
         sampler: decodes this rank's answers, with these weights here or on servers.
         budget: tokens per packed micro-batch.

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from models.arch import ModelConfig
-from models.decoder import CausalLM, RewardModel, empty_model, init_parameter
+from models.decoder import CausalLM, PolicyValue, RewardModel, empty_model, init_parameter
 from models.hf_format import WeightFiles
 from models.layers import DecoderLayer, Linear
-from models.policy_value import PolicyValue
 from models.quantized import QuantizedLinear, dense, pack
 from ulysses.config.schema import Config
 from ulysses.memory.levels import LayerMemory
@@ -51,7 +50,7 @@ class InitialWeights:
         self.paths = self.files.paths if self.files else []
 
     def fill(self, name: str, shape: torch.Size, start: int, out: Tensor) -> None:
-        plain = name.removeprefix("value.")  # models.policy_value
+        plain = name.removeprefix("value.")  # models.decoder.PolicyValue
         plain = plain.replace(".base_layer.", ".")  # models.lora
         stop, device = start + out.numel(), out.device
         if out.dtype == torch.uint8:
@@ -74,7 +73,7 @@ class InitialWeights:
     def _packed(self, name: str, device: torch.device) -> Tensor:
         """Return the bytes of a quantised matrix, on the device; nothing else of the model is held."""
         stored = self.stored.get(name)
-        if stored and stored.packed:
+        if stored and stored.state:
             return stored.read_packed()
         shape = self._shapes[name]
         dtype = stored.dtype if stored else torch.float32

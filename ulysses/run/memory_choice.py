@@ -24,12 +24,11 @@ from ulysses.memory.plan import (
     Machine,
     Model,
     Workload,
-    divisors,
     pinned_bytes,
     predict,
     step_seconds,
 )
-from ulysses.parallel.mesh import gather
+from ulysses.parallel.mesh import divisors, gather
 from ulysses.run.metrics import device_peak_flops
 from ulysses.run.registry import STAGES, requirements
 from ulysses.stages.base import AuxiliaryModel

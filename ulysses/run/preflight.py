@@ -377,7 +377,9 @@ def check_weights(
             f"{folder.absolute()} holds {len(layers)} layers, but its config.json has num_hidden_layers = "
             f"{shape.num_hidden_layers}; check that config.json belongs to these weights"
         )
-    packed = {t.packed for name, t in files.tensors.items() if name.endswith("_proj.weight")}
+    packed = {
+        bool(t.state) for name, t in files.tensors.items() if name.endswith("_proj.weight")
+    }
     if True in packed and (quantize != "nf4" or False in packed):
         raise ValueError(
             f"{folder.absolute()} holds {'some ' * (len(packed) - 1)}matrices quantised to NF4; set model.quantize = "

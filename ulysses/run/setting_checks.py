@@ -9,7 +9,7 @@ import torch
 from ulysses import environment
 from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
-from ulysses.memory.plan import divisors
+from ulysses.parallel.mesh import divisors
 from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import STAGES
 from ulysses.zero.settings import check_raw

@@ -44,7 +44,7 @@ from ulysses.zero.construct import (
     lift_time_limits,
     meet,
 )
-from ulysses.zero.gather import full_parameters
+from ulysses.zero.engine import full_parameters
 
 IMPORT_SECONDS = 60.0  # by which a process may start later than another
 

@@ -96,7 +96,7 @@ class Requirements(NamedTuple):
         optimizer steps that are taken on them.
     examples_per_step: examples of one optimizer step over all processes.
     extra_forwards: the trained model's forward passes without gradient over each trained token.
-    value: whether the trained model has a value too (models.policy_value).
+    value: whether the trained model has a value too (models.decoder).
     scopes: the submodules that form parameter groups of their own, with factors of their learning rates; gradient
         policies can be limited to one of them. None leaves all parameters in one group.
     models: the models that the run reads besides the trained one.

@@ -27,7 +27,7 @@ from ulysses.stages.base import (
     Term,
 )
 from ulysses.stages.metric_sums import MetricSums
-from ulysses.zero.gather import gathered
+from ulysses.zero.engine import gathered
 
 
 @dataclass(eq=False)

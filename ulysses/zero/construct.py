@@ -97,7 +97,7 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
         store: from `meet`; without it the processes find each other through their environment.
     """
     environment.complete()
-    bound, backend, timeout = None, "gloo", FOR_EVER
+    bound, backend = None, "gloo"
     if torch.cuda.is_available():
         bound, backend = torch.device("cuda", environment.local_rank()), "nccl"
         torch.cuda.set_device(bound)
@@ -110,10 +110,10 @@ def initialize_distributed(store: dist.Store | None = None) -> torch.device:
             store=store,
             rank=environment.rank(),
             world_size=environment.world_size(),
-            timeout=timeout,
+            timeout=FOR_EVER,
             device_id=bound,
         )
-    deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
+    deepspeed.init_distributed(backend, timeout=FOR_EVER, verbose=False)
     return bound or torch.device("cpu")
 
 

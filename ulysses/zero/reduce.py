@@ -1,3 +1,4 @@
+# ruff: noqa: N803 (Triton names its compile-time arguments in capitals)
 """Average gradients over all ranks into each rank's float32 slices, while the backward pass goes on.
 
     a unit's backward ends    its gradients are whole, in the weights' dtype
@@ -27,8 +28,32 @@ from torch.nn import functional as F
 
 from ulysses import environment
 from ulysses.parallel.mesh import gather
-from ulysses.zero.average import average
 from ulysses.zero.deepspeed_internals import TESTED, ParameterSlice, leave_gradients_alone
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_BLOCK = 2048
+
+if triton is not None:
+
+    @triton.jit
+    def _average_kernel(
+        copies, target, count, W: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < count
+        total = tl.load(copies + at, mask).to(tl.float32)
+        for r in tl.static_range(1, W):
+            total += tl.load(copies + r * count + at, mask).to(tl.float32)
+        total /= W
+        if ADD:
+            total += tl.load(target + at, mask)
+        tl.store(target + at, total, mask)
+
 
 # Units whose gradients wait for their reduction, and take memory, before the host waits too.
 IN_FLIGHT = 4
@@ -215,3 +240,17 @@ def ranks_of_a_node() -> int:
     world, size = dist.get_world_size(), environment.local_world_size()
     usable = world % size == 0 and dist.get_rank() % size == environment.local_rank()
     return size if {*gather(size if usable else world)} == {size} else world
+
+
+def average(copies: Tensor, target: Tensor, *, add: bool) -> None:
+    """Write the mean over the first axis of contiguous copies [W, n], in float32, to a target [n], or add it."""
+    if triton is not None and copies.is_cuda:
+        blocks = triton.cdiv(len(target), _BLOCK)
+        if blocks:
+            _average_kernel[(blocks,)](
+                copies, target, len(target), W=len(copies), ADD=add, BLOCK=_BLOCK, num_warps=8
+            )
+    elif add:
+        target.add_(copies.mean(0, dtype=torch.float32))
+    else:
+        torch.mean(copies, 0, dtype=torch.float32, out=target)

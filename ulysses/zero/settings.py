@@ -1,19 +1,13 @@
 """The DeepSpeed configuration, derived from ours; DeepSpeed is told nothing about sequence parallelism."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import torch
 
-# Keys of ZeRO that decide what the engine computes, and what to set instead. From outside they would break the gradient
-# rule or the state layout.
-OWNED = {
-    "stage": "nothing: the engine runs ZeRO stage 3",
-    "reduce_scatter": "nothing: the engine reduces gradients itself",
-    "zero_quantized_gradients": "nothing: the engine reduces gradients itself",
-    "zero_hpz_partition_size": "nothing: its copies would be made before the weights are filled in",
-    "offload_optimizer": "memory.offload_optimizer",
-    "offload_param": "memory.offload_parameters",
-}
+# What is the same for all models, and the keys that decide what the engine computes.
+_TABLES = Path(__file__).with_name("deepspeed.toml").read_text()
 
 
 def derive(
@@ -33,38 +27,19 @@ def derive(
         vocabulary_matrices: parameters of embedding and head together.
         raw: the user's own keys of ZeRO, which `check_raw` has seen.
     """
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "overlap_comm": True,
-        "contiguous_gradients": False,  # no buffer for gradients: reduce.py takes them as they are
-        "reduce_scatter": True,
-        "reduce_bucket_size": 1 << 20,  # smaller gradients travel together (reduce.py)
-        "stage3_prefetch_bucket_size": layer_matrices,
-        "stage3_param_persistence_threshold": 100_000,
-        # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine
-        # itself keeps the host from running far ahead of the GPU.
-        "stage3_max_live_parameters": vocabulary_matrices + 4 * layer_matrices,
-        "stage3_max_reuse_distance": 0,  # a layer is released after its forward pass, whatever comes next
-        "sub_group_size": 10**8,  # updated at a time
-        # Off: DeepSpeed would replace torch.nn.functional.linear in the whole process; our projections need
-        # no such help.
-        "memory_efficient_linear": False,
-    }
+    settings = tomllib.loads(_TABLES)["settings"]
+    zero = settings["zero_optimization"]
+    zero["stage3_prefetch_bucket_size"] = layer_matrices
+    # DeepSpeed counts what is gathered against this and stops gathering ahead at the limit; the engine itself keeps
+    # the host from running far ahead of the GPU.
+    zero["stage3_max_live_parameters"] = vocabulary_matrices + 4 * layer_matrices
     host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if offload_optimizer:
         zero["offload_optimizer"] = host
     if offload_parameters:
         zero["offload_param"] = host
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "steps_per_print": 1 << 40,
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": zero | (raw or {}),
-    }
+    zero |= raw or {}
+    return {**settings, "bf16": {"enabled": dtype == torch.bfloat16}}
 
 
 def check_raw(raw: dict[str, Any]) -> None:
@@ -73,10 +48,10 @@ def check_raw(raw: dict[str, Any]) -> None:
     Raises:
         ValueError: naming the key and, where there is one, the setting to use instead.
     """
-    for key in OWNED:
+    for key, instead in tomllib.loads(_TABLES)["owned"].items():
         if key in raw:
             raise ValueError(
-                f"deepspeed.zero_optimization.{key} is owned by the engine and cannot be set there; use {OWNED[key]}"
+                f"deepspeed.zero_optimization.{key} is owned by the engine and cannot be set there; use {instead}"
             )
     if not raw:
         return
