@@ -31,7 +31,7 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
-from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Term
+from ulysses.stages.base import AuxiliaryModel, Requirements, Run, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import ReferencedStage
 
@@ -154,13 +154,17 @@ class PpoStage(ReferencedStage):
         )
 
     @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+    def arguments(cls, run: Run) -> dict[str, Any]:
         found = super().arguments(run)
-        config, ppo, budget = run.config, run.config.ppo, run.tokens_per_microbatch
+        config, ppo, budget = run.config, run.config.ppo, run.prepared.budget()
         reward, scorer = None, found.pop("reward", None)
         if functions := list(filter(is_function, ppo.reward)):
             reward = Rewards(
-                functions, run.tokenizer, ppo.reward_workers, ppo.reward_timeout, run.renew
+                functions,
+                run.prepared.tokenizer,
+                ppo.reward_workers,
+                ppo.reward_timeout,
+                run.watch.renew,
             )
             run.resources.callback(reward.close)
         found["maker"] = RolloutMaker(
@@ -173,25 +177,26 @@ class PpoStage(ReferencedStage):
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,
-            phase=run.phase,
+            phase=run.watch.phase,
         )
         return found
 
     @classmethod
-    def _sampler(cls, run: BuildContext) -> EngineSampler | OutsideSampler:
-        config, ppo, renew = run.config, run.config.ppo, run.renew
+    def _sampler(cls, run: Run) -> EngineSampler | OutsideSampler:
+        config, ppo, renew = run.config, run.config.ppo, run.watch.renew
         options = SamplingOptions(
             ppo.max_new_tokens,
             ppo.temperature,
             ppo.top_p,
             ppo.top_k,
-            run.model_config.eos_token_id,
+            run.prepared.shape.eos_token_id,
             config.run.seed,
             ppo.planned_batch,
         )
         if ppo.sampler:
             folder = Path(ppo.sampler_folder or config.output / "sampler")
-            return OutsideSampler(ppo, run.export, folder, run.mesh.is_main, options, renew)
+            export = partial(run.export, for_servers=True)
+            return OutsideSampler(ppo, export, folder, run.mesh.is_main, options, renew)
         automatic = ppo.generation_batch == "auto"
         return EngineSampler(run.engine, run.mesh, options, automatic, config.model.lora, renew)
 

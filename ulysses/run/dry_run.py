@@ -101,11 +101,10 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
         case = case._replace(micro_batches=math.ceil(tokens / (groups * case.tokens)))
     for finding in findings:
         print("finding:", finding)
-    if config.optimizer.lr == config.default_lr:
+    rate, reason = config.usual_lr
+    if config.optimizer.lr == rate:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
-        print(
-            f"optimizer.lr {config.default_lr:g} is the default of {stage.name}: {config.stage_section.lr_reason}{more}"
-        )
+        print(f"optimizer.lr {rate:g} is the default of {stage.name}: {reason}{more}")
     return case
 
 

@@ -40,7 +40,7 @@ from ulysses.run.disk_space import check_disk
 from ulysses.run.optim import gradient_policies
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.setting_checks import check_settings
-from ulysses.stages.base import AuxiliaryModel, CheckContext
+from ulysses.stages.base import AuxiliaryModel
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
@@ -293,8 +293,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         with collect():
             plan.resume_from = _find_checkpoint(config, plan.shape)
     if not errors:  # the last checks need everything that may be absent
-        shapes = {setting: weights.shape for setting, weights in plan.others.items()}
-        errors += stage.check_models(CheckContext(config, plan.shape, plan.tokenizer, shapes))
+        errors += stage.check_models(plan)
     if not errors:
         shape = stage.exported_config(plan.shape, plan.tokenizer)
         if plan.template and not stage.reward:

@@ -36,7 +36,7 @@ from ulysses.run.preflight import prepare
 from ulysses.run.registry import STAGES, requirements
 from ulysses.run.trainer import Trainer
 from ulysses.run.watch import Watch
-from ulysses.stages.base import AuxiliaryModel, BuildContext
+from ulysses.stages.base import AuxiliaryModel
 from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import (
     end_distributed,
@@ -153,10 +153,10 @@ class TrainingRun:
         self.resources.callback(self.engine.destroy)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
-        inputs = stage.extend_data(self._stage_inputs())
-        built = stage.build(inputs)
-        loader = self.loader(inputs.train_data)
-        total = STAGES[config.stage].total_steps(config, loader)
+        train_data, eval_data = stage.extend_data(self)
+        built = stage.build(self)
+        loader = self.loader(train_data)
+        total = stage.total_steps(config, loader)
         for line in prepared.remarks(loader):
             self.say(line)
         adapters = adapter_parameters(config, shape)
@@ -165,7 +165,7 @@ class TrainingRun:
             engine=self.engine,
             stage=built,
             loader=built.loader(loader),
-            eval_loader=inputs.eval_data and self.loader(inputs.eval_data, evaluation=True),
+            eval_loader=eval_data and self.loader(eval_data, evaluation=True),
             total_steps=total,
             learning_rate=lambda step: learning_rate(step, total, config.optimizer),
             policies=gradient_policies(config.gradients),
@@ -188,31 +188,7 @@ class TrainingRun:
                 self.say(f"  changed since then: {change}")
         return trainer
 
-    # ---------------------------------------------------------------- what a stage is built from
-
-    def _stage_inputs(self) -> BuildContext:
-        """Return what the stage is built from; it needs the engine."""
-        prepared = self.prepared
-        return BuildContext(
-            config=self.config,
-            model_config=prepared.shape,
-            tokenizer=prepared.tokenizer,
-            engine=self.engine,
-            mesh=self.mesh,
-            tokens_per_microbatch=prepared.budget(),
-            train_data=self.train_data,
-            eval_data=self.eval_data,
-            loader=self.loader,
-            frozen=self.frozen,
-            weights_digest=prepared.weights.fingerprint,
-            kernel=prepared.kernel.name,
-            resumes=prepared.resume_from is not None,
-            export=partial(self.export, for_servers=True),
-            say=self.say,
-            resources=self.resources,
-            phase=self.watch.phase,
-            renew=self.watch.renew,
-        )
+    # ---------------------------------------------------------------- what a stage asks for
 
     def frozen(self, model: AuxiliaryModel) -> Any:
         """Build a frozen engine of another model, or find one of the initial policy."""

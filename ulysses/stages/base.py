@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,15 +36,6 @@ class Term(NamedTuple):
     normaliser: str
     weight: float = 1.0
     per_sequence: bool = False
-
-
-class CheckContext(NamedTuple):
-    """What the checks of the models read; `auxiliary` holds configurations by the settings that name the models."""
-
-    config: Config
-    model_config: ModelConfig
-    tokenizer: Any
-    auxiliary: dict[str, ModelConfig]
 
 
 class AuxiliaryModel(NamedTuple):
@@ -72,10 +63,10 @@ class AuxiliaryModel(NamedTuple):
     def is_reward(self) -> bool:
         return self.role == "reward"
 
-    def check(self, found: CheckContext) -> Iterator[str]:
+    def check(self, prepared: Any) -> Iterator[str]:
         """Yield an error if its vocabulary is not the one that it needs."""
-        policy, own = found.model_config.vocab_size, found.auxiliary[self.setting].vocab_size
-        needed = len(found.tokenizer) if self.tokens == "tokenizer" else policy
+        policy, own = (p.shape.vocab_size for p in (prepared, prepared.others[self.setting]))
+        needed = len(prepared.tokenizer) if self.tokens == "tokenizer" else policy
         if self.tokens == "exact" and own != needed:
             yield (
                 f"{self.setting} {self.path} has {own} tokens and the policy {needed}, but it must read the policy's "
@@ -120,41 +111,33 @@ class Requirements(NamedTuple):
         return next((model for model in self.models if model.role == role), None)
 
 
-class BuildContext(NamedTuple):
-    """What a stage is built from.
+class Run(Protocol):
+    """What a stage reads of the run that it is built for (ulysses.run.training_run.TrainingRun).
 
+    prepared: what the checks found: the model's shape, the tokenizer, the initial weights, the kernel, the tokens of a
+        micro-batch, the checkpoint to resume (ulysses.run.preflight.Prepared).
     engine: of the trained model.
-    tokens_per_microbatch: of a micro-batch that has room for the longest example that the settings allow.
     train_data, eval_data: TokenizedDatasets; the latter None without held-out data.
     loader: (dataset, evaluation=False) -> the StepLoader of this data-parallel group.
-    frozen: returns an engine of an auxiliary model; all ranks call it together.
-    weights_digest: computes a digest of the initial weights.
-    kernel: name of the attention kernel.
-    resumes: whether the run continues a checkpoint.
-    export: writes the current weights into a folder for sampling servers; all ranks call it together.
-    say: prints a line.
+    watch: is told of every phase, and that this process still works.
     resources: closed at the end of the run, whatever happens.
-    phase, renew: tell the watch of a phase by its name, and that this process still works.
+    frozen: returns an engine of an auxiliary model; all ranks call it together.
+    export: writes the current weights into a folder, for sampling servers too; all ranks call it together.
+    say: prints a line.
     """
 
     config: Config
-    model_config: ModelConfig
-    tokenizer: Any
+    prepared: Any
     engine: Any
     mesh: ParallelMesh
-    tokens_per_microbatch: int
     train_data: Any
     eval_data: Any
     loader: Callable[..., Any]
-    frozen: Callable[[AuxiliaryModel], Any]
-    weights_digest: Callable[[], str]
-    kernel: str
-    resumes: bool
-    export: Callable[[Path], None]
-    say: Callable[[str], None]
+    watch: Any
     resources: ExitStack
-    phase: Callable[..., None]
-    renew: Callable[[], None]
+    frozen: Callable[[AuxiliaryModel], Any]
+    export: Callable[..., None]
+    say: Callable[[str], None]
 
 
 @dataclass(eq=False)
@@ -192,11 +175,11 @@ class Stage:
         yield from ()
 
     @classmethod
-    def check_models(cls, found: CheckContext) -> Iterator[str]:
-        """Yield the errors that need the models' configurations or the tokenizer."""
-        for model in cls.requirements(found.config).models:
+    def check_models(cls, prepared: Any) -> Iterator[str]:
+        """Yield the errors that need what the other checks found: the models' shapes, or the tokenizer."""
+        for model in cls.requirements(prepared.config).models:
             if model.path:
-                yield from model.check(found)
+                yield from model.check(prepared)
 
     @classmethod
     def exported_config(cls, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
@@ -220,17 +203,17 @@ class Stage:
     # ---------------------------------------------------------------- construction
 
     @classmethod
-    def extend_data(cls, run: BuildContext) -> BuildContext:
-        """Return the context with data that carry what the losses need besides; all ranks call it together."""
-        return run
+    def extend_data(cls, run: Run) -> tuple[Any, Any]:
+        """Return the training and held-out data with what the losses need besides; all ranks call it together."""
+        return run.train_data, run.eval_data
 
     @classmethod
-    def build(cls, run: BuildContext) -> "Stage":
+    def build(cls, run: Run) -> "Stage":
         """Construct the stage around its engine; all ranks call it together."""
         return cls(run.engine, run.mesh, cls.table(run.config), **cls.arguments(run))
 
     @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+    def arguments(cls, run: Run) -> dict[str, Any]:
         """Return the further arguments of the stage's constructor, its frozen models under their roles among them."""
         frozen = {m.role: run.frozen(m) for m in cls.requirements(run.config).models}
         return {"seed": run.config.run.seed, **frozen}

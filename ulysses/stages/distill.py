@@ -19,13 +19,7 @@ from ulysses.config.schema import Config
 from ulysses.config.stage_sections import DistillSection
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import (
-    AuxiliaryModel,
-    CheckContext,
-    Requirements,
-    Stage,
-    Term,
-)
+from ulysses.stages.base import AuxiliaryModel, Requirements, Stage, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.zero.gather import gathered
 
@@ -50,12 +44,12 @@ class DistillStage(Stage):
             yield "distill.teacher is missing; set it to the folder or hub id of the model to learn from"
 
     @classmethod
-    def check_models(cls, found: CheckContext) -> Iterator[str]:
-        yield from super().check_models(found)
-        path = found.config.distill.teacher
+    def check_models(cls, prepared: Any) -> Iterator[str]:
+        yield from super().check_models(prepared)
+        path = prepared.config.distill.teacher
         folder = resolve_model(path, need_weights=False, key="distill.teacher")
         words = load_tokenizer(folder_with(folder, "tokenizer*")).get_vocab()
-        for word, number in found.tokenizer.get_vocab().items():
+        for word, number in prepared.tokenizer.get_vocab().items():
             if words.get(word) != number:
                 yield (
                     f"distill.teacher {path} has another tokenizer: {word!r} is token {number} of the student and "

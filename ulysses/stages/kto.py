@@ -23,15 +23,10 @@ from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
-from ulysses.stages.base import BuildContext, Term
+from ulysses.stages.base import Run, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import packed_batches
-from ulysses.stages.referenced import (
-    Pairs,
-    ReferencedStage,
-    mismatched_lengths,
-    pairs_of_run,
-)
+from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
 
 
 @dataclass(eq=False)
@@ -62,11 +57,7 @@ class KtoStage(ReferencedStage):
         return config.kto.loss_type == "kto"
 
     @classmethod
-    def mismatched_pairs(cls, config: Config, loader: Any, steps: int) -> Pairs:
-        return pairs_of_run(loader, steps) if cls.looks_ahead(config) else []
-
-    @classmethod
-    def extend_data(cls, run: BuildContext) -> BuildContext:
+    def extend_data(cls, run: Run) -> tuple[Any, Any]:
         if cls.looks_ahead(run.config) and len(run.train_data) < 2:
             raise ConfigError(
                 "data.train has one example but kto's baseline pairs each example with another; give it more"
@@ -77,7 +68,7 @@ class KtoStage(ReferencedStage):
         return super().extend_data(run)
 
     @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+    def arguments(cls, run: Run) -> dict[str, Any]:
         return {**super().arguments(run), "share_prompts": run.config.batch.share_prompts}
 
     def packed(self, examples: list[Any]) -> list[Sequence]:

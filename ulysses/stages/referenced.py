@@ -33,7 +33,7 @@ from ulysses.environment import local_rank
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.sums import segment_sums
-from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Stage
+from ulysses.stages.base import AuxiliaryModel, Requirements, Run, Stage
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import token_values
 
@@ -82,11 +82,6 @@ class ReferencedStage(Stage):
         return False
 
     @classmethod
-    def mismatched_pairs(cls, config: Config, loader: Any, steps: int) -> Pairs:
-        """Return the mismatched sequences (KTO) that the first `steps` steps will ask for, each once."""
-        return []
-
-    @classmethod
     def requirements(cls, config: Config) -> Requirements:
         given, ahead = cls.table(config).reference, cls.looks_ahead(config)
         model = AuxiliaryModel(
@@ -111,27 +106,29 @@ class ReferencedStage(Stage):
     # ---------------------------------------------------------------- construction
 
     @classmethod
-    def extend_data(cls, run: BuildContext) -> BuildContext:
+    def extend_data(cls, run: Run) -> tuple[Any, Any]:
         """Let the data carry the initial policy's log-probabilities if they are to be cached.
 
         They are computed now, with the weights that are about to be trained, unless data.cache holds them.
         """
         config, model = run.config, cls.requirements(run.config).model("reference")
         if model is None or cls.table(config).reference != "cached":
-            return run
+            return super().extend_data(run)
         initial = logps_of(run.frozen(model))
         # adapters, even switched off, take the base another way through the kernels
         adapted = config.model.lora.rank > 0
-        source = f"{run.weights_digest()} {config.model.dtype} {run.kernel} {adapted}"
+        plan, dtype = run.prepared, config.model.dtype
+        source = f"{plan.weights.fingerprint()} {dtype} {plan.kernel.name} {adapted}"
 
         def extended(data: Any, *, evaluation: bool = False) -> Any:
             loader = run.loader(data, evaluation=evaluation)
             steps = loader.steps_per_epoch if evaluation else cls.total_steps(config, loader)
-            pairs = cls.mismatched_pairs(config, loader, steps)
+            mismatched = data.kind == "unpaired" and cls.looks_ahead(config)
+            pairs = pairs_of_run(loader, steps) if mismatched else []
             key = hashlib.sha256(f"{source} {data.fingerprint} {pairs}".encode()).hexdigest()
             path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
-            if run.resumes and not (config.model.lora.rank or exists):
+            if plan.resume_from and not (adapted or exists):
                 raise ConfigError(
                     f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no "
                     f"longer has the initial policy; restore data.cache, or set {cls.name}.reference to the "
@@ -144,18 +141,16 @@ class ReferencedStage(Stage):
                 initial,
                 run.mesh,
                 run.engine.device,
-                run.tokens_per_microbatch,
+                plan.budget(),
                 run.say,
             )
             return data.with_column(COLUMN, *values)
 
-        return run._replace(
-            train_data=extended(run.train_data),
-            eval_data=run.eval_data and extended(run.eval_data, evaluation=True),
-        )
+        train = extended(run.train_data)
+        return train, run.eval_data and extended(run.eval_data, evaluation=True)
 
     @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+    def arguments(cls, run: Run) -> dict[str, Any]:
         found = super().arguments(run)
         if engine := found.get("reference"):
             cached = cls.table(run.config).reference == "cached"
