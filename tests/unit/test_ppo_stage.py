@@ -26,6 +26,7 @@ from ulysses.rl.rewards import Rewards, gsm8k_reward, load_function
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion
 from ulysses.run.preflight import prepare
+from ulysses.run.watch import Watch
 from ulysses.stages.metric_sums import MetricSums
 
 EOS = 2
@@ -403,15 +404,12 @@ def test_answers_end_with_a_turn(tmp_path: Path) -> None:
     plan = prepare(parse_command_line(line).config, 1)
     run: Any = SimpleNamespace(
         config=plan.config,
-        model_config=plan.shape,
-        tokenizer=plan.tokenizer,
-        tokens_per_microbatch=plan.budget(),
+        prepared=plan,
         engine=None,
         mesh=None,
         frozen=lambda model: None,
         resources=ExitStack(),
-        phase=None,
-        renew=None,
+        watch=Watch(),
     )
     names = plan.tokenizer.convert_ids_to_tokens(
         PpoStage.build(run).maker.sampler.options.stop_tokens

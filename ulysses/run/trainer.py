@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ulysses.config.schema import RunSection
@@ -30,8 +29,8 @@ from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
 from ulysses.run.failure import grace_note
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.watch import Watch
-from ulysses.stages.base import Stage
-from ulysses.stages.metric_sums import MetricSums, number
+from ulysses.stages.base import Stage, StepBatches
+from ulysses.stages.metric_sums import MetricSums
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.state import load_state
 
@@ -162,14 +161,14 @@ class Trainer:
         # Only dropout draws from this generator, so a resumed run needs no generator state.
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
-        batches, kl_batches = self._next or self._prepare(self.loader, step)
-        self._next = None
-        of_step = self.stage.before_step(step, batches, kl_batches)
+        read = self._next or self._prepare(self.loader, step)
+        self._next, batches = None, read.batches
+        of_step = self.stage.before_step(read)
         normalisers = self._normalisers(batches)
         metrics = MetricSums(self.engine.device)
-        for i, batch in enumerate(batches):
+        for batch, known in zip(batches, of_step, strict=True):
             self.watch.phase("forward")
-            terms = self.stage.losses(batch, metrics, **of_step[i])
+            terms = self.stage.losses(batch, metrics, **known)
             metrics.add("projected", 0.0 if self.stage.reward else float(batch.num_valid))
             for name in ("tokens", "tokens_shared", "squares"):
                 metrics.add(
@@ -182,8 +181,8 @@ class Trainer:
                     "loss", self.stage.on_first_rank(value) if term.per_sequence else value
                 )
                 loss = loss + value
-            last = i == len(batches) - 1
             self.watch.phase("backward")
+            last = batch is batches[-1]
             self.engine.backward(loss * float(self.mesh.world_size), last=last)
         # Host work while the device still computes.
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
@@ -241,8 +240,8 @@ class Trainer:
         self.metrics = values
         return values
 
-    def _prepare(self, loader: Any, step: int) -> tuple[list[ShardedBatch], list[ShardedBatch]]:
-        """Return a step's micro-batches on this rank, and those of the stage's KL baseline."""
+    def _prepare(self, loader: Any, step: int) -> StepBatches:
+        """Return what a step reads on this rank."""
         position = divmod(step, loader.steps_per_epoch)
         batches = [
             pack_shard(
@@ -250,17 +249,18 @@ class Trainer:
             )
             for examples in loader.step(*position)
         ]
-        return batches, self.stage.kl_batches(loader, loader.indices(*position))
+        kl_batches = self.stage.kl_batches(loader, loader.indices(*position))
+        return StepBatches(step, batches, kl_batches)
 
     def _normalisers(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
         """Sum them over all micro-batches and ranks, before the first backward. One collective."""
-        own = [self.stage.normalisers(batch) for batch in batches]
-        sums = [sum(each[name] for each in own) for name in own[0]]
-        flat = torch.stack([number(value, self.engine.device) for value in sums])
-        if self.mesh.world_size > 1:
-            dist.all_reduce(flat)
+        found = MetricSums(self.engine.device)
+        for batch in batches:
+            for name, value in self.stage.normalisers(batch).items():
+                found.add(name, value)
+        totals = found.totals()
         # nothing to train on: zero loss, zero gradient
-        return dict(zip(own[0], flat.masked_fill(flat == 0, 1).float(), strict=True))
+        return dict(zip(found.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
 
     # ---------------------------------------------------------------- evaluation
 
@@ -274,9 +274,9 @@ class Trainer:
         sums = MetricSums(self.engine.device)
         with self.engine.inference():
             for k in range(self.eval_loader.steps_per_epoch):
-                batches, kl_batches = self._prepare(self.eval_loader, k)
-                of_step = self.stage.before_step(self.step, batches, kl_batches)
-                for batch, known in zip(batches, of_step, strict=True):
+                read = self._prepare(self.eval_loader, k)
+                of_step = self.stage.before_step(read)
+                for batch, known in zip(read.batches, of_step, strict=True):
                     normalisers = self.stage.normalisers(batch)
                     for i, term in enumerate(self.stage.losses(batch, sums, **known)):
                         value = term.value * term.weight

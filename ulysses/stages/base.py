@@ -79,6 +79,14 @@ class AuxiliaryModel(NamedTuple):
             )
 
 
+class StepBatches(NamedTuple):
+    """What one optimizer step reads on this rank: its micro-batches, and the sequences of `Stage.kl_batches`."""
+
+    step: int
+    batches: list[ShardedBatch]
+    kl_batches: list[ShardedBatch]
+
+
 class Requirements(NamedTuple):
     """What follows from a stage's settings for the planner, the data loader and the builder.
 
@@ -105,10 +113,6 @@ class Requirements(NamedTuple):
     models: tuple[AuxiliaryModel, ...] = ()
     rollout: PlannedRollout | None = None
     logits_once: bool = False
-
-    def model(self, role: str) -> AuxiliaryModel | None:
-        """Return the auxiliary model of this role, or None if the run reads none."""
-        return next((model for model in self.models if model.role == role), None)
 
 
 class Run(Protocol):
@@ -238,14 +242,12 @@ class Stage:
         """
         return []
 
-    def before_step(
-        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
         """Return for each micro-batch the further arguments of `losses`: what it needs of the whole optimizer step.
 
         They are found without gradient.
         """
-        return [{}] * len(batches)
+        return [{}] * len(read.batches)
 
     def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         """Return this rank's own share of what each loss term is divided by, by default tokens.

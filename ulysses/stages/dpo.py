@@ -27,7 +27,7 @@ from ulysses.config.stage_sections import DpoSection
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.stages.base import Term
+from ulysses.stages.base import StepBatches, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import ReferencedStage
 
@@ -87,16 +87,12 @@ class DpoStage(ReferencedStage):
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
-    def before_step(
-        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
         """Return what aot compares each micro-batch's margins with: those of the whole step, sorted, [N/2] each."""
         if "aot" not in self.config.loss_types:
-            return super().before_step(step, batches, kl_batches)
+            return super().before_step(read)
         with self.model.inference():
-            passes = [
-                (batch, self.model(batch).logps, self.reference(batch)) for batch in batches
-            ]
+            passes = [(b, self.model(b).logps, self.reference(b)) for b in read.batches]
             own = [torch.stack(self.answer_sums(*each)[:2]).cpu() for each in passes]
         # all groups have as many micro-batches
         sums: list[Tensor] = sum(gather(own)[:: self.mesh.sequence_parallel_size], [])

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from losses.kto import kto_loss
@@ -23,7 +22,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
-from ulysses.stages.base import Run, Term
+from ulysses.stages.base import Run, StepBatches, Term
 from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.passes import packed_batches
 from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
@@ -103,23 +102,20 @@ class KtoStage(ReferencedStage):
         )
         return [batch for _, batch in batches]
 
-    def before_step(
-        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
         """Return z0, which is the same for every micro-batch."""
         if self.config.loss_type != "kto":
-            return super().before_step(step, batches, kl_batches)
-        total = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+            return super().before_step(read)
+        gaps = MetricSums(self.model.device)
         with self.model.inference():
-            for batch in kl_batches:
+            for batch in read.kl_batches:
                 gap = self.model(batch).logps.double() - self.reference(batch).double()
-                total[0] += (gap * batch.loss_weights).sum()
-                total[1] += self.on_first_rank(float(batch.num_sequences))
-        if dist.is_initialized():
-            dist.all_reduce(total)
+                count = self.on_first_rank(batch.num_sequences)
+                gaps.add("gap", (gap * batch.loss_weights).sum(), count)
+        total, count = gaps.totals()
         # 0 in a step without any mismatch
-        baseline = (total[0] / total[1].clamp(min=1)).clamp(min=0)
-        return [{"baseline": baseline}] * len(batches)
+        baseline = (total / count.clamp(min=1)).clamp(min=0)
+        return [{"baseline": baseline}] * len(read.batches)
 
     def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         return {"examples": self.on_first_rank(batch.num_sequences)}

@@ -111,9 +111,10 @@ class ReferencedStage(Stage):
 
         They are computed now, with the weights that are about to be trained, unless data.cache holds them.
         """
-        config, model = run.config, cls.requirements(run.config).model("reference")
-        if model is None or cls.table(config).reference != "cached":
+        config = run.config
+        if not cls.needs_reference(config) or cls.table(config).reference != "cached":
             return super().extend_data(run)
+        (model,) = cls.requirements(config).models
         initial = logps_of(run.frozen(model))
         # adapters, even switched off, take the base another way through the kernels
         adapted = config.model.lora.rank > 0

@@ -18,7 +18,7 @@ import torch
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
 from ulysses.config.stage_sections import SftSection
 from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.stages.base import Requirements, Stage, Term
+from ulysses.stages.base import Requirements, Stage, StepBatches, Term
 from ulysses.stages.metric_sums import MetricSums
 
 LARGEST_EXPONENT = 700.0  # e^700 is still finite
@@ -60,11 +60,9 @@ class SftStage(Stage):
             replace(s, columns={"noise_key": int(example.index)}) for s in example.sequences
         ]
 
-    def before_step(
-        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[dict[str, Any]]:
-        noise_seed = (self.seed * 1_000_003 + step) % (1 << 30)
-        return [{"noise_seed": noise_seed}] * len(batches)
+    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
+        noise_seed = (self.seed * 1_000_003 + read.step) % (1 << 30)
+        return [{"noise_seed": noise_seed}] * len(read.batches)
 
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, noise_seed: int = 0
