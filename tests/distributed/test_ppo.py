@@ -19,7 +19,7 @@ from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
-from ulysses.config.schema import RunSection
+from ulysses.config.schema import Config, RunSection
 from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -142,9 +142,9 @@ def trainer_of(
     if reference_seed is None:
         maker.make = lambda *_: fixed_rollout(config, budget)  # type: ignore[method-assign]
     stage = PpoStage(
+        Config(stage="ppo", ppo=config, run=RunSection(seed=0)),
         engine,
         mesh,
-        config,
         maker=maker,
         tolerance=1e-5 if reference_seed == 0 else math.inf,
     )
@@ -159,14 +159,11 @@ def trainer_of(
     )
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh,
-        engine=engine,
         stage=stage,
         loader=stage.loader(loader),
         total_steps=6,
         learning_rate=lambda step: lr,
         policies=chain,
-        run=RunSection(steps=1, seed=0),
     )
     return trainer, chain
 

@@ -11,7 +11,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.memory.plan import divisors
 from ulysses.run.optim import gradient_policies
-from ulysses.run.registry import STAGES
+from ulysses.run.registry import STAGES, stage_of
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -134,11 +134,11 @@ def contradictions(config: Config) -> Iterator[str]:
             "data.eval_fraction, or run.eval_every = 0"
         )
     given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
-    for key in given if STAGES[config.stage].dataset_type != "sequence" else ():
+    for key in given if stage_of(config).dataset_type != "sequence" else ():
         yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"
     if data.turns == "separate" and data.train_on != "assistant":
         yield (
             f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '
             'one sequence; set data.train_on = "assistant"'
         )
-    yield from STAGES[config.stage].check(config)
+    yield from stage_of(config).check()

@@ -19,19 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ulysses.config.schema import RunSection
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import seed_of
 from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
 from ulysses.run.failure import grace_note
 from ulysses.run.metrics import MetricsLog
 from ulysses.run.watch import Watch
-from ulysses.stages.base import Stage, StepBatches
-from ulysses.stages.metric_sums import MetricSums
-from ulysses.zero.engine import ZeroEngine
+from ulysses.stages.base import MetricSums, Stage, StepBatches
 from ulysses.zero.state import load_state
 
 LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are compiled and graphs recorded by then
@@ -40,7 +36,7 @@ LEAST_WAIT = 0.05  # share of a step
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Train one engine with one stage; all ranks call every method together.
+    """Train the engine that a stage is built around; all ranks call every method together.
 
     Args:
         loader: gives each step's micro-batches for this data-parallel group (ulysses.data.serve.steps.StepLoader).
@@ -50,14 +46,11 @@ class Trainer:
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
             pass, for MFU.
         peak_flops: of one device; None reports no MFU.
-        run: how often to evaluate, save and log, the run folder and the seed.
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
     """
 
-    mesh: ParallelMesh
-    engine: ZeroEngine
     stage: Stage
     loader: Any
     eval_loader: Any = None
@@ -66,12 +59,13 @@ class Trainer:
     policies: GradientPolicyChain
     flops: Callable[[float, float, float], float] = lambda *_: 0.0
     peak_flops: float | None = None
-    run: RunSection
     description: dict[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
+        self.mesh, self.engine = self.stage.mesh, self.stage.model
+        self.run = self.stage.config.run
         self.step = 0
         self.best: list[float] | None = None  # step, eval loss
         self.metrics: dict[str, float] = {}

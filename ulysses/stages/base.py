@@ -3,8 +3,8 @@
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
 ulysses/config/stage_sections.py. The rest asks ulysses/run/registry.py and never compares `config.stage` with a name.
 
-before the run     check, check_models, requirements, ... (class methods on the configuration)
-construction       extend_data, build
+before the run     check, check_models, requirements, ...
+construction       build, extend_data
 every step         packed, kl_batches, before_step, normalisers, losses, finalise_metrics, after_step
 PPO only           loader, may_prepare, evaluate, save, load: a stage that makes its own data
 """
@@ -12,10 +12,12 @@ PPO only           loader, may_prepare, evaluate, save, load: a stage that makes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from models.arch import ModelConfig
@@ -23,7 +25,6 @@ from ulysses.config.schema import Config
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.stages.metric_sums import MetricSums
 
 
 class Term(NamedTuple):
@@ -36,6 +37,48 @@ class Term(NamedTuple):
     normaliser: str
     weight: float = 1.0
     per_sequence: bool = False
+
+
+class MetricSums:
+    """Named sums and means of this rank, made global by `reduce` with one collective.
+
+    Every rank must add the same names in the same order; a rank without data adds zeros.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}
+
+    def add(
+        self, name: str, total: Tensor | float, count: Tensor | float | None = None
+    ) -> None:
+        """Add to a global mean of which `total` is a sum over `count` things, or without a count to a global sum."""
+        for sums, value in ((self.sums, total), (self.counts, count)):
+            if value is not None:
+                if isinstance(value, Tensor):
+                    new = value.detach().double()
+                else:  # without waiting for a GPU
+                    new = torch.full((), value, dtype=torch.float64, device=self.device)
+                sums[name] = sums[name] + new if name in sums else new
+
+    def totals(self) -> Tensor:
+        """Return the global sums, and then the counts, float64 on the device. One collective."""
+        flat = torch.stack([*self.sums.values(), *self.counts.values()])
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        return flat
+
+    def reduce(self) -> dict[str, float]:
+        """Return the global sums and means; a mean over nothing is left out. One collective and one host read."""
+        numbers = iter(self.totals().tolist())
+        found = dict(zip(self.sums, numbers))
+        for name, count in zip(self.counts, numbers):
+            if count:
+                found[name] /= count
+            else:
+                del found[name]
+        return found
 
 
 class AuxiliaryModel(NamedTuple):
@@ -130,7 +173,6 @@ class Run(Protocol):
     say: prints a line.
     """
 
-    config: Config
     prepared: Any
     engine: Any
     mesh: ParallelMesh
@@ -146,12 +188,11 @@ class Run(Protocol):
 
 @dataclass(eq=False)
 class Stage:
-    """Base of all stages.
+    """Base of all stages: what follows from a configuration and, once it is built, a part of the run.
 
     Args:
-        model: the trained engine, called like the module it wraps.
-        config: the stage's own table.
-        seed: of noise that the stage itself draws.
+        config: of the run.
+        model: the trained engine, called like the module it wraps; None before the stage is built, as is the mesh.
     """
 
     name: ClassVar[str]  # of the stage and of its table
@@ -161,66 +202,57 @@ class Stage:
     # numbers of an example that each of its sequences carries; 0 if it has none
     sequence_fields: ClassVar[tuple[str, ...]] = ()
 
-    model: Any
-    mesh: ParallelMesh
-    config: Any
-    seed: int = 0
+    config: Config
+    model: Any = None
+    mesh: Any = None
 
     # ---------------------------------------------------------------- checks
 
-    @classmethod
-    def table(cls, config: Config) -> Any:
-        """Return the stage's own table of the configuration."""
-        return getattr(config, cls.name)
+    @cached_property
+    def table(self) -> Any:
+        """The stage's own table of the configuration."""
+        return getattr(self.config, self.name)
 
-    @classmethod
-    def check(cls, config: Config) -> Iterator[str]:
+    def check(self) -> Iterator[str]:
         """Yield the errors that follow from the configuration alone."""
         yield from ()
 
-    @classmethod
-    def check_models(cls, prepared: Any) -> Iterator[str]:
+    def check_models(self, prepared: Any) -> Iterator[str]:
         """Yield the errors that need what the other checks found: the models' shapes, or the tokenizer."""
-        for model in cls.requirements(prepared.config).models:
+        for model in self.requirements.models:
             if model.path:
                 yield from model.check(prepared)
 
-    @classmethod
-    def exported_config(cls, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
+    def exported_config(self, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
         """Return the model's configuration as the export's config.json describes it."""
         return model_config
 
     # ---------------------------------------------------------------- requirements of the planner and the builder
 
-    @classmethod
-    def requirements(cls, config: Config) -> Requirements:
-        """Return what follows from the settings; others call `requirements` of ulysses/run/registry.py."""
-        examples = config.batch.examples
-        return Requirements(config.data.max_length, examples, examples)
+    @property
+    def requirements(self) -> Requirements:
+        """What follows from the settings."""
+        examples = self.config.batch.examples
+        return Requirements(self.config.data.max_length, examples, examples)
 
-    @classmethod
-    def total_steps(cls, config: Config, loader: Any) -> int:
+    def total_steps(self, loader: Any) -> int:
         """Return the optimizer steps of the whole run."""
-        steps_per_epoch = loader.steps_per_epoch * cls.requirements(config).steps_per_load
-        return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
+        steps_per_epoch = loader.steps_per_epoch * self.requirements.steps_per_load
+        return self.config.run.steps or max(1, round(self.config.run.epochs * steps_per_epoch))
 
     # ---------------------------------------------------------------- construction
 
-    @classmethod
-    def extend_data(cls, run: Run) -> tuple[Any, Any]:
+    def extend_data(self, run: Run) -> tuple[Any, Any]:
         """Return the training and held-out data with what the losses need besides; all ranks call it together."""
         return run.train_data, run.eval_data
 
-    @classmethod
-    def build(cls, run: Run) -> "Stage":
-        """Construct the stage around its engine; all ranks call it together."""
-        return cls(run.engine, run.mesh, cls.table(run.config), **cls.arguments(run))
+    def build(self, run: Run) -> "Stage":
+        """Return the stage around its engine; all ranks call it together."""
+        return replace(self, model=run.engine, mesh=run.mesh, **self.arguments(run))
 
-    @classmethod
-    def arguments(cls, run: Run) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, Any]:
         """Return the further arguments of the stage's constructor, its frozen models under their roles among them."""
-        frozen = {m.role: run.frozen(m) for m in cls.requirements(run.config).models}
-        return {"seed": run.config.run.seed, **frozen}
+        return {model.role: run.frozen(model) for model in self.requirements.models}
 
     # ---------------------------------------------------------------- every step
 
