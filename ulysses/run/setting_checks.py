@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -83,10 +84,6 @@ def contradictions(config: Config) -> Iterator[str]:
             f'model.quantize is "{model.quantize}" but all weights are trained, which needs them as they are; set '
             'model.lora.rank, or model.quantize = "none"'
         )
-    adapters = model.lora.model_dump(exclude_defaults=True)
-    if adapters and not model.lora.rank:
-        keys = ", ".join(f"model.lora.{key}" for key in sorted(adapters))
-        yield f"{keys}: model.lora.rank is 0, which trains all weights; set the rank, or remove them"
     if config.optimizer.lr > MOST_LR:
         yield f"optimizer.lr is {config.optimizer.lr:g}, after which nothing of a model is left; rates lie below 1e-2"
     if memory.recompute == "none" and memory.offload == "checkpoints":
@@ -115,12 +112,18 @@ def contradictions(config: Config) -> Iterator[str]:
             f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "
             "0; set the one that you mean"
         )
-    for name in {*STAGES} - {stage}:
+    unread = {
+        name: f"stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
+        for name in {*STAGES} - {stage}
+    }
+    if not model.lora.rank:
+        unread["model.lora"] = (
+            "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
+        )
+    for table, reason in unread.items():
         # the defaults of a configuration that a run has written out are nobody's wish
-        given = getattr(config, name).model_dump(exclude_defaults=True)
-        if given:
-            keys = ", ".join(f"{name}.{key}" for key in sorted(given))
-            yield f"{keys}: stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
+        if given := attrgetter(table)(config).model_dump(exclude_defaults=True):
+            yield f"{', '.join(f'{table}.{key}' for key in sorted(given))}: {reason}"
     if data.eval and data.eval_fraction:
         yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
     if run.patience and not run.eval_every:
