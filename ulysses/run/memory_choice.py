@@ -108,7 +108,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         rollout=rollout,
         element_size=getattr(torch, config.model.dtype).itemsize,
         others=others,
-        teacher=next((frozen for model, frozen in auxiliary if model.gives_logits), None),
+        teacher=next((frozen for model, frozen in auxiliary if model.role == "teacher"), None),
         **config.memory.model_dump(exclude={"host_memory"}),
     )
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]

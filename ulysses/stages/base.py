@@ -84,14 +84,13 @@ class MetricSums:
 class AuxiliaryModel(NamedTuple):
     """A frozen model that the run reads besides the trained one: the checks, the planner and the builder ask this.
 
-    role: what it is for, which also says whether it is a language model or a reward model.
+    role: what it is for, which also says whether it is a language model or a reward model. A teacher's logits are
+        compared with the trained model's, tile by tile, so its vocabulary matrix stays whole until that head is done.
     setting: the setting that names it.
     path: its folder or hub id; an empty one is the initial policy.
     passes: its forward passes over each trained token.
     tokens: which tokens it must know: all of the tokenizer, all that the policy may sample, or exactly the policy's.
     shares_weights: the trained model itself serves as it, its adapters off; no other weights are held.
-    gives_logits: the loss compares its logits with the trained model's, tile by tile: its vocabulary matrix stays whole
-        until the trained model's head is done.
     """
 
     role: Literal["reference", "reward", "teacher"]
@@ -100,7 +99,6 @@ class AuxiliaryModel(NamedTuple):
     passes: float = 1.0
     tokens: Literal["tokenizer", "policy", "exact"] = "tokenizer"
     shares_weights: bool = False
-    gives_logits: bool = False
 
     @property
     def is_reward(self) -> bool:

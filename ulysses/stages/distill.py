@@ -52,9 +52,7 @@ class DistillStage(Stage):
 
     @property
     def requirements(self) -> Requirements:
-        teacher = AuxiliaryModel(
-            "teacher", "distill.teacher", self.table.teacher, gives_logits=True
-        )
+        teacher = AuxiliaryModel("teacher", "distill.teacher", self.table.teacher)
         return super().requirements._replace(models=(teacher,), logits_once=True)
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
