@@ -268,8 +268,9 @@ def make_stage(case: Case, engine: Any, mesh: Any, **others: Callable[..., Any])
 
     `others` replace those of FROZEN.
     """
-    values = {"stage": case.stage, case.stage: case.options, "run": {"seed": 0}}
-    stage = stage_of(check(values))
+    rate = {"lr": case.lr, "schedule": "constant", "warmup": 0}
+    values = {"stage": case.stage, case.stage: case.options, "optimizer": rate}
+    stage = stage_of(check(values | {"run": {"seed": 0}}))
     models = stage.requirements.models
     frozen = {m.role: (FROZEN | others)[m.role](case, mesh) for m in models}
     return replace(stage, model=engine, mesh=mesh, **frozen)
@@ -289,7 +290,7 @@ def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
     chain = CaptureChain()
     trainer = Trainer(
         stage=make_stage(case, engine, mesh), loader=loader, total_steps=max(2, case.steps),
-        learning_rate=lambda step: case.lr, policies=chain,
+        policies=chain,
     )  # fmt: skip
     return trainer, chain
 

@@ -19,7 +19,7 @@ from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
-from ulysses.config.schema import Config, RunSection
+from ulysses.config.schema import Config, OptimizerSection, RunSection
 from ulysses.config.stage_sections import PpoSection
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
@@ -141,8 +141,9 @@ def trainer_of(
     maker = maker_of(engine, mesh, config, budget, reference=reference, reward=reward)
     if reference_seed is None:
         maker.make = lambda *_: fixed_rollout(config, budget)  # type: ignore[method-assign]
+    rate = OptimizerSection(lr=lr, schedule="constant", warmup=0)
     stage = PpoStage(
-        Config(stage="ppo", ppo=config, run=RunSection(seed=0)),
+        Config(stage="ppo", ppo=config, run=RunSection(seed=0), optimizer=rate),
         engine,
         mesh,
         maker=maker,
@@ -162,7 +163,6 @@ def trainer_of(
         stage=stage,
         loader=stage.loader(loader),
         total_steps=6,
-        learning_rate=lambda step: lr,
         policies=chain,
     )
     return trainer, chain

@@ -25,7 +25,8 @@ from ulysses.parallel.batch import ShardedBatch, pack_shard
 from ulysses.parallel.random_keys import seed_of
 from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
 from ulysses.run.failure import grace_note
-from ulysses.run.metrics import MetricsLog
+from ulysses.run.metrics import MetricsLog, device_peak_flops
+from ulysses.run.optim import learning_rate
 from ulysses.run.watch import Watch
 from ulysses.stages.base import MetricSums, Stage, StepBatches
 from ulysses.zero.state import load_state
@@ -41,11 +42,9 @@ class Trainer:
     Args:
         loader: gives each step's micro-batches for this data-parallel group (ulysses.data.serve.steps.StepLoader).
         eval_loader: the same over held-out data, or None.
-        learning_rate: step -> learning rate, pure.
         policies: gradient policies, which act on the reduced gradient once per step.
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
             pass, for MFU.
-        peak_flops: of one device; None reports no MFU.
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
@@ -55,17 +54,15 @@ class Trainer:
     loader: Any
     eval_loader: Any = None
     total_steps: int
-    learning_rate: Callable[[int], float]
     policies: GradientPolicyChain
     flops: Callable[[float, float, float], float] = lambda *_: 0.0
-    peak_flops: float | None = None
     description: dict[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         self.mesh, self.engine = self.stage.mesh, self.stage.model
-        self.run = self.stage.config.run
+        self.run, self.peak_flops = self.stage.config.run, device_peak_flops()
         self.step = 0
         self.best: list[float] | None = None  # step, eval loss
         self.metrics: dict[str, float] = {}
@@ -198,7 +195,7 @@ class Trainer:
             step=step,
             total_steps=self.total_steps,
             loss=values["loss"],
-            lr=self.learning_rate(step),
+            lr=learning_rate(step, self.total_steps, self.stage.config.optimizer),
             seed=self.run.seed,
         )
         report = self.policies.apply(gradients, context)

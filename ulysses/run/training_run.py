@@ -30,8 +30,8 @@ from ulysses.run.memory_choice import (
     planner_case,
     this_machine,
 )
-from ulysses.run.metrics import MetricsLog, device_peak_flops, model_flops, slow_products
-from ulysses.run.optim import gradient_policies, learning_rate
+from ulysses.run.metrics import MetricsLog, model_flops, slow_products
+from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import prepare
 from ulysses.run.trainer import Trainer
 from ulysses.run.watch import Watch
@@ -155,7 +155,6 @@ class TrainingRun:
         stage = stage.build(self)
         train_data, eval_data = stage.extend_data(self)
         loader = self.loader(train_data)
-        total = stage.total_steps(loader)
         for line in prepared.remarks(loader):
             self.say(line)
         adapters = adapter_parameters(config, shape)
@@ -163,11 +162,9 @@ class TrainingRun:
             stage=stage,
             loader=stage.loader(loader),
             eval_loader=eval_data and self.loader(eval_data, evaluation=True),
-            total_steps=total,
-            learning_rate=lambda step: learning_rate(step, total, config.optimizer),
+            total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
             flops=partial(model_flops, shape, count_parameters(shape), adapters),
-            peak_flops=device_peak_flops(),
             description={
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
