@@ -19,17 +19,16 @@ from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, frozen_engine, trained_engine, whole_gradients
 from ulysses.config.command_line import check
-from ulysses.config.schema import LoraSection, RunSection
+from ulysses.config.schema import LoraSection
 from ulysses.data.serve.encode import Example
 from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.run.registry import STAGES
+from ulysses.run.registry import STAGES, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
-from ulysses.stages.referenced import cached_logps
 from ulysses.zero.construct import initialize_distributed
 from ulysses.zero.engine import ZeroEngine
 
@@ -157,7 +156,7 @@ def teacher(case: "Case", mesh: Any) -> ZeroEngine:
 
 # What makes a stage's frozen models of (case, mesh), by their roles; the examples carry the reference's values.
 FROZEN: dict[str, Callable[..., Any]] = {
-    "reference": lambda case, mesh: cached_logps,
+    "reference": lambda case, mesh: None,
     "teacher": teacher,
 }
 LABELS = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)  # KTO's, one per example
@@ -269,10 +268,12 @@ def make_stage(case: Case, engine: Any, mesh: Any, **others: Callable[..., Any])
 
     `others` replace those of FROZEN.
     """
-    stage, config = STAGES[case.stage], check({"stage": case.stage, case.stage: case.options})
-    models = stage.requirements(config).models
+    rate = {"lr": case.lr, "schedule": "constant", "warmup": 0}
+    values = {"stage": case.stage, case.stage: case.options, "optimizer": rate}
+    stage = stage_of(check(values | {"run": {"seed": 0}}))
+    models = stage.requirements.models
     frozen = {m.role: (FROZEN | others)[m.role](case, mesh) for m in models}
-    return stage(engine, mesh, stage.table(config), **frozen)
+    return replace(stage, model=engine, mesh=mesh, **frozen)
 
 
 def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
@@ -288,8 +289,8 @@ def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
     )  # fmt: skip
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh, engine=engine, stage=make_stage(case, engine, mesh), loader=loader, total_steps=max(2, case.steps),
-        learning_rate=lambda step: case.lr, policies=chain, run=RunSection(steps=1, seed=0),
+        stage=make_stage(case, engine, mesh), loader=loader, total_steps=max(2, case.steps),
+        policies=chain,
     )  # fmt: skip
     return trainer, chain
 

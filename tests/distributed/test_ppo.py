@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ulysses.gradients.skip import StopOnNonFinite
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
@@ -19,10 +20,9 @@ from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
-from ulysses.config.schema import RunSection
+from ulysses.config.schema import Config, OptimizerSection, RunSection
 from ulysses.config.stage_sections import PpoSection
 from ulysses.gradients.chain import GradientPolicyChain
-from ulysses.gradients.skip import StopOnNonFinite
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.engine_sampler import EngineSampler
@@ -142,10 +142,11 @@ def trainer_of(
     maker = maker_of(engine, mesh, config, budget, reference=reference, reward=reward)
     if reference_seed is None:
         maker.make = lambda *_: fixed_rollout(config, budget)  # type: ignore[method-assign]
+    rate = OptimizerSection(lr=lr, schedule="constant", warmup=0)
     stage = PpoStage(
+        Config(stage="ppo", ppo=config, run=RunSection(seed=0), optimizer=rate),
         engine,
         mesh,
-        config,
         maker=maker,
         tolerance=1e-5 if reference_seed == 0 else math.inf,
     )
@@ -160,14 +161,10 @@ def trainer_of(
     )
     chain = CaptureChain()
     trainer = Trainer(
-        mesh=mesh,
-        engine=engine,
         stage=stage,
         loader=stage.loader(loader),
         total_steps=6,
-        learning_rate=lambda step: lr,
         policies=chain,
-        run=RunSection(steps=1, seed=0),
     )
     return trainer, chain
 

@@ -154,7 +154,7 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path, uninterrupted
     """It comes just after a step's metrics were reduced: nobody may stop a step before the others."""
 
     def before(rank: int) -> None:
-        from ulysses.stages.metric_sums import MetricSums
+        from ulysses.stages.base import MetricSums
 
         reduce, count = MetricSums.reduce, [0]
 

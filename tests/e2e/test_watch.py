@@ -166,10 +166,10 @@ def test_no_process_group_gives_up_before_the_watch(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_behind_is_said() -> None:
     store, behind = dist.HashStore(), [True]
-    watch = Watch(store=store)
+    watch = Watch()
     watch.step_done(SimpleNamespace(query=lambda: not behind[0]))
     watch.phase("forward", 3)
-    watch.start()
+    watch.start(lambda: store)
     place, late = "step 3, forward", " (its GPU has not finished the step before)"
     for expected in (place + late, place):
         deadline = time.monotonic() + 20
@@ -187,9 +187,9 @@ def test_what_the_watch_reads_itself_is_no_progress(monkeypatch) -> None:
     """As many seconds as a stuck save may take pass in three: it reads its own counters in each."""
     monkeypatch.setattr("ulysses.run.watch.BEAT_SECONDS", 0.005)
     store = dist.HashStore()
-    watch = Watch(store=store)
+    watch = Watch()
     watch.phase("save")
-    watch.start()
+    watch.start(lambda: store)
     time.sleep(3)
     watch.stop()
     assert json.loads(store.get("ulysses/alive/0"))[2] > 2
@@ -212,10 +212,10 @@ def test_a_run_outside_of_with_ends_no_program(monkeypatch) -> None:
     """It does not belong to the run how long a program looks at its data; once it enters, it does."""
     ended: list[Any] = []
     monkeypatch.setattr(Watch, "_end", lambda self, _: ended.append(self.stop()))
-    watch = Watch(0, 1, dist.HashStore())
+    watch = Watch(0, 1)
     watch.phase("tokenising")
     watch.pause()
-    watch.start()
+    watch.start(dist.HashStore)
     time.sleep(3)
     assert not ended
     watch.phase("start")

@@ -16,7 +16,7 @@ from tests.engine_case import SHAPE, Case, dataset, make_stage
 from tests.stage_case import STAGE_CASES
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.base import MetricSums
 
 META = torch.device("meta")
 

@@ -16,6 +16,7 @@ from tests.engine_case import ListDataset, sequences
 from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.config.command_line import parse_command_line
+from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.data.serve.steps import StepLoader
@@ -26,7 +27,8 @@ from ulysses.rl.rewards import Rewards, gsm8k_reward, load_function
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion
 from ulysses.run.preflight import prepare
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.run.watch import Watch
+from ulysses.stages.base import MetricSums
 
 EOS = 2
 # Three ragged answers; the second is cut at the limit; the first prompt holds an EOS token itself.
@@ -169,7 +171,7 @@ def test_bounds_of_the_ratio_are_checked_before_the_run(tmp_path: Path) -> None:
         ({"ppo__policy_loss": "cispo", "ppo__dual_clip": 3.0}, "only the kind clip has it"),
     ):
         config = parse_command_line(tiny("ppo", tmp_path, **options)).config
-        assert any(complaint in error for error in PpoStage.check(config))
+        assert any(complaint in error for error in PpoStage(config).check())
 
 
 SEQUENCE = {"loss_aggregation": "sequence"}  # loss_type "grpo"
@@ -216,7 +218,7 @@ def test_losses_equal_trls(options: dict[str, Any], loss: float, gradient_norm: 
         rows += [made[-1], torch.zeros(1)]
     logps = torch.cat(rows)
     mesh, out = ParallelMesh(1), LogProbs(logps, torch.zeros_like(logps))
-    stage = PpoStage(lambda *_, **__: out, mesh, config)
+    stage = PpoStage(Config(stage="ppo", ppo=config), lambda *_, **__: out, mesh)
     batch = pack_shard(found, mesh, "cpu")
     terms = stage.losses(batch, MetricSums("cpu"))
     ours: Any = sum(term.value * term.weight for term in terms)
@@ -283,7 +285,7 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
 
 
 def test_first_step_identities():
-    made = PpoStage(None, None, PpoSection(), tolerance=1e-5)
+    made = PpoStage(Config(stage="ppo"), tolerance=1e-5)
     same = {"policy/logp_change": 1e-7, "reference_gap": 1e-7}
     made.check_first_step(same)
     made.check_first_step({})  # of a step that trains nothing
@@ -377,7 +379,7 @@ def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -
         answer=lambda number, *_: rounds[number % 2],
     )
     loader = SimpleNamespace(steps_per_epoch=2, dataset=None, indices=lambda *_: None)
-    metrics = PpoStage(None, None, section, maker=asked).evaluate(loader)
+    metrics = PpoStage(Config(stage="ppo", ppo=section), maker=asked).evaluate(loader)
     assert metrics["eval/objective/scores"] == pytest.approx(3.5 / 4) == -metrics["eval/loss"]
     assert metrics["eval/objective/scores/models/rm"] == 3
     assert metrics[f"eval/objective/scores/{HALF}"] == pytest.approx(3.5 / 4)
@@ -402,19 +404,15 @@ def test_answers_end_with_a_turn(tmp_path: Path) -> None:
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
     run: Any = SimpleNamespace(
-        config=plan.config,
-        model_config=plan.shape,
-        tokenizer=plan.tokenizer,
-        tokens_per_microbatch=plan.budget(),
+        prepared=plan,
         engine=None,
         mesh=None,
         frozen=lambda model: None,
         resources=ExitStack(),
-        phase=None,
-        renew=None,
+        watch=Watch(),
     )
     names = plan.tokenizer.convert_ids_to_tokens(
-        PpoStage.build(run).maker.sampler.options.stop_tokens
+        PpoStage(plan.config).build(run).maker.sampler.options.stop_tokens
     )
     assert sorted(names) == [
         "<|endoftext|>",

@@ -22,9 +22,9 @@ from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.run.build import InitialWeights
-from ulysses.run.registry import STAGES, requirements
+from ulysses.run.registry import STAGES, stage_of
+from ulysses.stages.base import MetricSums
 from ulysses.stages.kto import KtoStage, weight_hint
-from ulysses.stages.metric_sums import MetricSums
 from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
 from ulysses.stages.rm import RmStage
 
@@ -41,7 +41,7 @@ def test_the_tests_know_every_stage_and_its_frozen_models():
             continue
         assert len(dataset(name)) > 10
         for settings in (case.options, case.every_term):
-            found = requirements(check({"stage": name, name: settings}))
+            found = stage_of(check({"stage": name, name: settings})).requirements
             roles = {model.role for model in found.models} - {*FROZEN}
             assert not roles, f"FROZEN in tests/engine_case.py has no {roles} for {name}"
 
@@ -73,7 +73,8 @@ def test_score_is_read_at_the_last_token_whatever_it_is():
 def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     tokenizer: Any = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if eos else None)
     shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=tuple(eos), pad_token_id=9)
-    assert RmStage.exported_config(shape, tokenizer).pad_token_id == expected
+    config = check({"stage": "rm"})
+    assert RmStage(config).exported_config(shape, tokenizer).pad_token_id == expected
 
 
 @pytest.mark.parametrize("good, bad, weights, says", [
@@ -91,11 +92,11 @@ def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, say
 
 
 def test_kto_refuses_data_of_one_example():
-    run: Any = SimpleNamespace(train_data=[None], config=SimpleNamespace(kto=KtoSection()))
+    run: Any = SimpleNamespace(train_data=[None])
     with pytest.raises(
         ConfigError, match=r"data\.train has one example but kto's baseline pairs"
     ):
-        KtoStage.extend_data(run)
+        KtoStage(check({"stage": "kto"})).extend_data(run)
 
 
 @pytest.mark.parametrize("examples", [2, 3, 5, 6])

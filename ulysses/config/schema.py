@@ -265,7 +265,7 @@ class Options(Section):
 class Config(Section):
     """Settings of one training run."""
 
-    stage: Literal[stages.STAGES]
+    stage: Literal[*stages.LEARNING_RATES]
     """How the model is trained: pre-training, fine-tuning, distillation, reward modelling, DPO, KTO or PPO."""
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -288,19 +288,14 @@ class Config(Section):
     def _with_learning_rate(self) -> "Config":
         if self.optimizer.lr is not None:
             return self
-        optimizer = self.optimizer.model_copy(update={"lr": self.default_lr})
+        optimizer = self.optimizer.model_copy(update={"lr": self.usual_lr[0]})
         return self.model_copy(update={"optimizer": optimizer})
 
     @property
-    def default_lr(self) -> float:
-        """The stage's learning rate; adapters, which start from zero, take ten times as much."""
-        rate = self.stage_section.default_lr
-        return round(rate * (10 if self.model.lora.rank else 1), 12)
-
-    @property
-    def stage_section(self) -> Any:
-        """The table of the stage that is trained."""
-        return getattr(self, self.stage)
+    def usual_lr(self) -> tuple[float, str]:
+        """The stage's learning rate and its reason; adapters, which start from zero, take ten times as much."""
+        rate, reason = stages.LEARNING_RATES[self.stage]
+        return round(rate * (10 if self.model.lora.rank else 1), 12), reason
 
     @property
     def output(self) -> Path:

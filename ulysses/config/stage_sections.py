@@ -1,7 +1,7 @@
 """The tables of the stages: the settings that one training algorithm reads, and its usual learning rate."""
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -14,8 +14,22 @@ from pydantic import (
 
 from ulysses.config.section import Section
 
-# in the order of --help
-STAGES = ("pt", "sft", "distill", "rm", "dpo", "kto", "ppo")
+# Every stage in the order of --help, with its usual learning rate and the reason for it.
+LEARNING_RATES = {
+    "pt": (
+        2e-5,
+        "continued pre-training keeps what the model knows; from random weights 3e-4 is usual",
+    ),
+    "sft": (1e-5, "fine-tuning all weights of a pre-trained model commonly takes 1e-5 to 2e-5"),
+    "distill": (
+        1e-5,
+        "learning from a teacher is fine-tuning, whose usual rates are 1e-5 to 2e-5",
+    ),
+    "rm": (5e-6, "a reward model overfits its pairs within an epoch at higher rates"),
+    "dpo": (5e-7, "preference losses move far on small differences: 5e-7 to 1e-6 is usual"),
+    "kto": (5e-7, "its authors recommend 5e-7 to 5e-6, and the lowest is safe without tuning"),
+    "ppo": (1e-6, "the policy must stay close to the one that made the rollout"),
+}
 
 ADDRESS = r"^(vllm|sglang)\+https?://[^/\s]+/?$"
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -25,21 +39,11 @@ WEIGHED = BeforeValidator(
 
 
 class PtSection(Section):
-    default_lr: ClassVar[float] = 2e-5
-    lr_reason: ClassVar[str] = (
-        "continued pre-training keeps what the model knows; from random weights 3e-4 is usual"
-    )
-
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of mean log-sum-exp squared, which keeps logits small (PaLM uses 1e-4); 0 is off."""
 
 
 class SftSection(Section):
-    default_lr: ClassVar[float] = 1e-5
-    lr_reason: ClassVar[str] = (
-        "fine-tuning all weights of a pre-trained model commonly takes 1e-5 to 2e-5"
-    )
-
     loss_type: Literal["nll", "dft"] = "nll"
     """"nll", or "dft" (dynamic fine-tuning: each token's loss times its own probability)."""
     z_loss: NonNegativeFloat = 0.0
@@ -51,11 +55,6 @@ class SftSection(Section):
 
 
 class DistillSection(Section):
-    default_lr: ClassVar[float] = 1e-5
-    lr_reason: ClassVar[str] = (
-        "learning from a teacher is fine-tuning, whose usual rates are 1e-5 to 2e-5"
-    )
-
     teacher: str = ""
     """Folder or hub id of the model to learn from, which must have the student's tokenizer."""
     jsd_beta: float = Field(0.0, ge=0, le=1)
@@ -68,21 +67,11 @@ class DistillSection(Section):
 
 
 class RmSection(Section):
-    default_lr: ClassVar[float] = 5e-6
-    lr_reason: ClassVar[str] = (
-        "a reward model overfits its pairs within an epoch at higher rates"
-    )
-
     center_coefficient: NonNegativeFloat = 0.0
     """Weight of (chosen + rejected score)^2, which centres the scores (0.01 in arXiv 2312.09244); 0 is off."""
 
 
 class DpoSection(Section):
-    default_lr: ClassVar[float] = 5e-7
-    lr_reason: ClassVar[str] = (
-        "preference losses move far on small differences: 5e-7 to 1e-6 is usual"
-    )
-
     beta: PositiveFloat = 0.1
     """Strength of the implicit KL constraint."""
     loss_type: str | list[str] = "sigmoid"
@@ -112,11 +101,6 @@ class DpoSection(Section):
 
 
 class KtoSection(Section):
-    default_lr: ClassVar[float] = 5e-7
-    lr_reason: ClassVar[str] = (
-        "its authors recommend 5e-7 to 5e-6, and the lowest is safe without tuning"
-    )
-
     beta: PositiveFloat = 0.1
     """Strength of the implicit KL constraint."""
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
@@ -135,9 +119,6 @@ def is_function(reward: str) -> bool:
 
 
 class PpoSection(Section):
-    default_lr: ClassVar[float] = 1e-6
-    lr_reason: ClassVar[str] = "the policy must stay close to the one that made the rollout"
-
     reward: Annotated[dict[str, float], WEIGHED, ONE_OR_MORE] = {}
     """What scores an answer: module:function of (prompt, completion, row) or (prompts, completions, rows), a server's
     http://address, a reward model's folder or hub id, a list of these, whose scores are added, or {reward = weight}."""

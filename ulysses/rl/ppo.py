@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
-from ulysses.config.schema import Config
 from ulysses.config.stage_sections import is_function
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import ShardedBatch
@@ -31,8 +30,7 @@ from ulysses.rl.outside_sampler import OutsideSampler
 from ulysses.rl.rewards import Rewards
 from ulysses.rl.rollout import Rollout, RolloutMaker, answer_metrics
 from ulysses.rl.sampler import PREFILL_TOKENS, Completion, SamplingOptions
-from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Term
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Run, Term
 from ulysses.stages.referenced import ReferencedStage
 
 ROLLOUT = "rollout.safetensors"
@@ -84,9 +82,8 @@ class PpoStage(ReferencedStage):
 
     # ---------------------------------------------------------------- checks and facts
 
-    @classmethod
-    def check(cls, config: Config) -> Iterator[str]:
-        ppo, budget = config.ppo, config.batch.tokens_per_microbatch
+    def check(self) -> Iterator[str]:
+        ppo, budget = self.table, self.config.batch.tokens_per_microbatch
         functions = [*filter(is_function, ppo.reward)]
         if not ppo.reward or "" in ppo.reward:
             yield "ppo.reward is missing; name a function as module:function, or a reward model's folder or hub id"
@@ -100,7 +97,7 @@ class PpoStage(ReferencedStage):
                 f'ppo.advantage = "{ppo.advantage}" compares the answers to a prompt but ppo.answers_per_prompt is 1; '
                 "set it to at least 2 (commonly 8)"
             )
-        requirements = cls.requirements(config)
+        requirements = self.requirements
         longest, prompts = requirements.longest_example, requirements.examples_per_load
         if prompts < ppo.minibatches:
             yield (
@@ -117,15 +114,15 @@ class PpoStage(ReferencedStage):
         except ValueError as error:
             yield f"ppo: {error}"
         if ppo.kl_coefficient:
-            yield from super().check(config)
+            yield from super().check()
 
-    @classmethod
-    def needs_reference(cls, config: Config) -> bool:
-        return config.ppo.kl_coefficient > 0
+    @property
+    def needs_reference(self) -> bool:
+        return self.table.kl_coefficient > 0
 
-    @classmethod
-    def requirements(cls, config: Config) -> Requirements:
-        ppo, base = config.ppo, super().requirements(config)
+    @property
+    def requirements(self) -> Requirements:
+        ppo, base = self.table, super().requirements
         prompts, answers = base.longest_example, ppo.answers_per_prompt
         needs_value = ADVANTAGES[ppo.advantage].needs_value
         models = base.models
@@ -139,11 +136,11 @@ class PpoStage(ReferencedStage):
             prompts,
             ppo.max_new_tokens,
             PREFILL_TOKENS,
-            merged=config.model.lora.rank > 0,
+            merged=self.config.model.lora.rank > 0,
         )
         return base._replace(
             longest_example=prompts + ppo.max_new_tokens,
-            examples_per_step=-(-config.batch.examples // ppo.minibatches) * answers,
+            examples_per_step=-(-self.config.batch.examples // ppo.minibatches) * answers,
             steps_per_load=ppo.epochs * ppo.minibatches,
             # every model reads a rollout once, which is trained on `epochs` times
             extra_forwards=1 / ppo.epochs,
@@ -153,45 +150,48 @@ class PpoStage(ReferencedStage):
             rollout=None if ppo.sampler else sampled,
         )
 
-    @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, Any]:
         found = super().arguments(run)
-        config, ppo, budget = run.config, run.config.ppo, run.tokens_per_microbatch
+        ppo, budget = self.table, run.prepared.budget()
         reward, scorer = None, found.pop("reward", None)
         if functions := list(filter(is_function, ppo.reward)):
             reward = Rewards(
-                functions, run.tokenizer, ppo.reward_workers, ppo.reward_timeout, run.renew
+                functions,
+                run.prepared.tokenizer,
+                ppo.reward_workers,
+                ppo.reward_timeout,
+                run.watch.renew,
             )
             run.resources.callback(reward.close)
         found["maker"] = RolloutMaker(
             engine=run.engine,
             mesh=run.mesh,
             config=ppo,
-            sampler=cls._sampler(run),
+            sampler=self._sampler(run),
             budget=budget,
-            shared_budget=budget if config.batch.share_prompts else 0,
+            shared_budget=budget if self.config.batch.share_prompts else 0,
             reference=found.get("reference"),
             reward=reward,
             scorer=scorer,
-            phase=run.phase,
+            phase=run.watch.phase,
         )
         return found
 
-    @classmethod
-    def _sampler(cls, run: BuildContext) -> EngineSampler | OutsideSampler:
-        config, ppo, renew = run.config, run.config.ppo, run.renew
+    def _sampler(self, run: Run) -> EngineSampler | OutsideSampler:
+        config, ppo, renew = self.config, self.table, run.watch.renew
         options = SamplingOptions(
             ppo.max_new_tokens,
             ppo.temperature,
             ppo.top_p,
             ppo.top_k,
-            run.model_config.eos_token_id,
+            run.prepared.shape.eos_token_id,
             config.run.seed,
             ppo.planned_batch,
         )
         if ppo.sampler:
             folder = Path(ppo.sampler_folder or config.output / "sampler")
-            return OutsideSampler(ppo, run.export, folder, run.mesh.is_main, options, renew)
+            export = partial(run.export, for_servers=True)
+            return OutsideSampler(ppo, export, folder, run.mesh.is_main, options, renew)
         automatic = ppo.generation_batch == "auto"
         return EngineSampler(run.engine, run.mesh, options, automatic, config.model.lora, renew)
 
@@ -208,13 +208,13 @@ class PpoStage(ReferencedStage):
     # ---------------------------------------------------------------- the loss
 
     def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
-        per_answer = {"sequence": 1, "constant": self.config.max_new_tokens}
-        if count := per_answer.get(self.config.loss_aggregation):
+        per_answer = {"sequence": 1, "constant": self.table.max_new_tokens}
+        if count := per_answer.get(self.table.loss_aggregation):
             return {"tokens": self.on_first_rank(batch.num_sequences * count)}
         return super().normalisers(batch)
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        config, weights = self.config, batch.loss_weights
+        config, weights = self.table, batch.loss_weights
         # a batch without sequences has no columns
         columns = defaultdict(partial(torch.zeros_like, weights), batch.token_columns)
         old, advantages = columns["old_logps"], columns["advantages"]

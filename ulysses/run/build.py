@@ -22,7 +22,7 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import keyed_generator
 from ulysses.run.memory_choice import layer_memory, plain_model
 from ulysses.run.optim import adamw, parameter_groups
-from ulysses.run.registry import STAGES, requirements
+from ulysses.run.registry import stage_of
 from ulysses.zero.construct import build_partitioned
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
@@ -132,7 +132,7 @@ def build_engine(
     language model, a reward model, or a policy with a value. Without, it is a frozen causal language model, or a
     frozen reward model if `reward` says so.
     """
-    lora, shape, facts = config.model.lora, weights.shape, requirements(config)
+    lora, shape, stage = config.model.lora, weights.shape, stage_of(config)
     trained, sizes = memory is not None, plain_model(shape)
     settings = derive(
         dtype=getattr(torch, config.model.dtype),
@@ -145,11 +145,11 @@ def build_engine(
     kept = layer_memory(memory) if memory else LayerMemory()
     linear: Any = Linear
     if memory:
-        resident, reward = memory.resident, STAGES[config.stage].reward
+        resident, reward = memory.resident, stage.reward
         if config.model.quantize != "none":
             linear = partial(QuantizedLinear, kind=config.model.quantize)
     kind: Any = RewardModel if reward else CausalLM
-    if trained and facts.value:
+    if trained and stage.requirements.value:
         kind = PolicyValue
 
     def create() -> nn.Module:
@@ -164,7 +164,9 @@ def build_engine(
     model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None
     if trained:
         on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
-        groups = parameter_groups(model, config.optimizer.weight_decay, facts.scopes)
+        groups = parameter_groups(
+            model, config.optimizer.weight_decay, stage.requirements.scopes
+        )
         optimizer = adamw(groups, config.optimizer, on_gpu=on_gpu)
     else:
         model.requires_grad_(False)

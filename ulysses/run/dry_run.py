@@ -31,7 +31,6 @@ from ulysses.run.memory_choice import (
 )
 from ulysses.run.metrics import cpu_flops, slow_products
 from ulysses.run.preflight import Prepared, prepare
-from ulysses.run.registry import STAGES, requirements
 
 # exit code of a right configuration that names something which is not on this machine
 ABSENT = 3
@@ -73,7 +72,7 @@ def dry_run(config: Config, options: Options) -> int:
 def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Workload:
     """Print how the run is divided and how long it is; return the planner's view of its first step."""
     config, train = prepared.config, None
-    stage, run, facts = STAGES[config.stage], config.run, requirements(config)
+    stage, run, facts = prepared.stage, config.run, prepared.stage.requirements
     if not findings:
         try:
             train, _ = prepared.open_data()
@@ -87,7 +86,7 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
     if train:
         loader = prepared.loader(train, groups)
         per_epoch = loader.steps_per_epoch * facts.steps_per_load
-        total = stage.total_steps(config, loader)
+        total = stage.total_steps(loader)
         print(
             f"{len(train)} examples, {per_epoch} steps per epoch, {total} steps; {train.report}",
             *prepared.remarks(loader),
@@ -101,11 +100,10 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
         case = case._replace(micro_batches=math.ceil(tokens / (groups * case.tokens)))
     for finding in findings:
         print("finding:", finding)
-    if config.optimizer.lr == config.default_lr:
+    rate, reason = config.usual_lr
+    if config.optimizer.lr == rate:
         more = "; adapters take ten times as much" * bool(config.model.lora.rank)
-        print(
-            f"optimizer.lr {config.default_lr:g} is the default of {stage.name}: {config.stage_section.lr_reason}{more}"
-        )
+        print(f"optimizer.lr {rate:g} is the default of {stage.name}: {reason}{more}")
     return case
 
 
@@ -116,7 +114,7 @@ def _plan_memory(prepared: Prepared, case: Workload) -> None:
     """
     config, machine, model = prepared.config, case.machine, case.model
     world, batches = machine.gpus, case.micro_batches
-    sequences = STAGES[config.stage].sequences_per_example
+    sequences = prepared.stage.sequences_per_example
     if config.model.path and prepared.folder is None:
         print(f"\nthe model is planned with the published shape of {config.model.path}")
     print(

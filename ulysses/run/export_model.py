@@ -42,7 +42,7 @@ from ulysses.data.read.sources import parse_sources
 from ulysses.disk import check_files, writing
 from ulysses.run.checkpoint import read_run_state
 from ulysses.run.metrics import logged
-from ulysses.run.registry import STAGES
+from ulysses.run.registry import stage_of
 from ulysses.zero.state import SavedSlices
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def save_tokenizer(plan: "Prepared", target: Path) -> None:
     transformers 4 does not know, `model_input_names` if that class is a generic one, special tokens that differ, and
     `chat_template` if the run brings its own.
     """
-    tokenizer, stage, source = plan.tokenizer, STAGES[plan.config.stage], plan.tokenizer_place
+    tokenizer, stage, source = plan.tokenizer, plan.stage, plan.tokenizer_place
     special = {name: getattr(tokenizer, name) for name in SPECIAL_NAMES}
     chat = stage.dataset_type != "text"
     own_template = chat and plan.config.data.chat_template != "tokenizer"
@@ -161,7 +161,7 @@ def export_model(
         read: read(wanted) yields the policy's parameters in the model's order; only the first rank needs their values.
         merge: add adapters to their base's weights, as model.lora.merge does. Otherwise they are written alone.
     """
-    lora, stage = config.model.lora, STAGES[config.stage]
+    lora, stage = config.model.lora, stage_of(config)
     whole = merge or lora.merge or not lora.rank
     weights = read(lambda name: whole and ".lora_" not in name)
     if lora.rank:
@@ -194,7 +194,7 @@ def export_checkpoint(checkpoint: Path, out: Path, *, merge: bool = False) -> No
     state["config"]["model"]["lora"]["merge"] |= merge
     state["config"]["run"]["output"] = str(checkpoint.parent.parent)
     config, shape = check(state["config"]), ModelConfig.from_hf(state["shape"])
-    source, stage, saved = config.model, STAGES[config.stage], SavedSlices(checkpoint)
+    source, stage, saved = config.model, stage_of(config), SavedSlices(checkpoint)
     model = empty_model(shape, reward=stage.reward)
     if source.lora.rank:
         from models.lora import add_adapters, base_name

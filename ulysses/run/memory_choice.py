@@ -30,7 +30,7 @@ from ulysses.memory.plan import (
 )
 from ulysses.parallel.mesh import divisors, gather
 from ulysses.run.metrics import device_peak_flops
-from ulysses.run.registry import STAGES, requirements
+from ulysses.run.registry import stage_of
 from ulysses.stages.base import AuxiliaryModel
 
 ASSUMED_GIB = 80.0  # of a GPU, where there is none and --gpu-memory is not given
@@ -46,7 +46,8 @@ def adapter_parameters(config: Config, shape: ModelConfig) -> int:
         for name, module in empty_model(shape).named_modules()
         if name.rpartition(".")[2] in lora.targets
     )
-    has_score = STAGES[config.stage].reward or requirements(config).value
+    stage = stage_of(config)
+    has_score = stage.reward or stage.requirements.value
     return lora.rank * sum(sides) + shape.hidden_size * has_score
 
 
@@ -70,9 +71,10 @@ def plain_model(shape: ModelConfig, *, reward: bool = False) -> Model:
 
 def planner_model(config: Config, shape: ModelConfig) -> Model:
     """Return the planner's view of the trained model, the score head of PPO's value included."""
-    model = plain_model(shape, reward=STAGES[config.stage].reward)
+    stage = stage_of(config)
+    model = plain_model(shape, reward=stage.reward)
     adapters = adapter_parameters(config, shape)
-    whole = model.parameters + shape.hidden_size * requirements(config).value
+    whole = model.parameters + shape.hidden_size * stage.requirements.value
     return model._replace(
         parameters=whole + adapters, trained=adapters or whole, quantize=config.model.quantize
     )
@@ -83,7 +85,8 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
 
     The degree "auto" is the smallest whose plan fits, or all processes if none does.
     """
-    stage, facts = STAGES[config.stage], requirements(config)
+    stage = stage_of(config)
+    facts = stage.requirements
     degree = config.parallel.sequence_parallel_size
     auxiliary = [(model, _auxiliary_model(model, shape)) for model in facts.models]
     others = tuple(frozen for model, frozen in auxiliary if not model.shares_weights)
@@ -104,7 +107,7 @@ def planner_case(config: Config, shape: ModelConfig, machine: Machine, tokens: i
         rollout=rollout,
         element_size=getattr(torch, config.model.dtype).itemsize,
         others=others,
-        teacher=next((frozen for model, frozen in auxiliary if model.gives_logits), None),
+        teacher=next((frozen for model, frozen in auxiliary if model.role == "teacher"), None),
         **config.memory.model_dump(exclude={"host_memory"}),
     )
     degrees = divisors(machine.gpus) if degree == "auto" else [degree]

@@ -38,9 +38,9 @@ from ulysses.run.build import InitialWeights
 from ulysses.run.checkpoint import read_run_state, resume_point
 from ulysses.run.disk_space import check_disk
 from ulysses.run.optim import gradient_policies
-from ulysses.run.registry import STAGES, requirements
+from ulysses.run.registry import stage_of
 from ulysses.run.setting_checks import check_settings
-from ulysses.stages.base import AuxiliaryModel, CheckContext
+from ulysses.stages.base import AuxiliaryModel, Stage
 
 # What a run may only change between a checkpoint and its continuation if run.resume_anyway says so.
 ALLOWED_ANYWAY = ("stage", "batch.examples", "run.seed")
@@ -57,6 +57,7 @@ class Prepared:
     """What the checks of a run found; all of it is there unless a dry run reported findings."""
 
     config: Config
+    stage: Stage
     shape: ModelConfig | None = None
     folder: Path | None = None  # of the model; None for a shape given by name or keys
     tokenizer: Any = None
@@ -91,7 +92,7 @@ class Prepared:
             with error_context("data", absent=any(map(is_hub_id, sources))):
                 found = open_dataset(
                     sources,
-                    STAGES[self.config.stage].dataset_type,
+                    self.stage.dataset_type,
                     self.tokenizer,
                     settings,
                     data.cache,
@@ -136,10 +137,10 @@ class Prepared:
 
         "auto" is room for the longest example that the settings allow, and for the longest one of the data.
         """
-        stage, tokens = STAGES[self.config.stage], self.config.batch.tokens_per_microbatch
+        stage, tokens = self.stage, self.config.batch.tokens_per_microbatch
         if tokens != "auto":
             return tokens
-        longest = stage.sequences_per_example * requirements(self.config).longest_example
+        longest = stage.sequences_per_example * stage.requirements.longest_example
         return max([longest, *(int(data.lengths.max()) for data in datasets if data)])
 
     def squares(self, data: Any, tokens: int) -> float:
@@ -156,7 +157,7 @@ class Prepared:
         """Yield a line for every setting that has no effect, or not the one that its number promises."""
         if self.disk_warning:
             yield self.disk_warning
-        config, total = self.config, STAGES[self.config.stage].total_steps(self.config, loader)
+        config, total = self.config, self.stage.total_steps(loader)
         data = config.data
         if both := repeated_data(parse_sources(data.train), parse_sources(data.eval)):
             yield f"data.eval reads what data.train trains on, so it is not held out: {', '.join(both)}"
@@ -198,7 +199,7 @@ class Prepared:
         with error_context():
             return StepLoader(
                 dataset,
-                requirements(config).examples_per_load,
+                self.stage.requirements.examples_per_load,
                 tokens_per_microbatch=self.budget(dataset),
                 seed=config.run.seed,
                 data_parallel_size=groups,
@@ -224,11 +225,11 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     check_settings(config, world_size)
     strict, stage, model, data = (
         findings is None,
-        STAGES[config.stage],
+        stage_of(config),
         config.model,
         config.data,
     )
-    plan = Prepared(config)
+    plan = Prepared(config, stage)
     errors: list[Any] = []
     collect = partial(error_context, errors=errors)
     with collect("data"):
@@ -263,7 +264,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
     if plan.folder or model.tokenizer or not model.path:
         with collect():
             _read_tokenizer(plan)
-    for other in requirements(config).models:
+    for other in stage.requirements.models:
         if not other.path:
             continue
         with collect():
@@ -293,8 +294,7 @@ def prepare(config: Config, world_size: int = 0, findings: list[str] | None = No
         with collect():
             plan.resume_from = _find_checkpoint(config, plan.shape)
     if not errors:  # the last checks need everything that may be absent
-        shapes = {setting: weights.shape for setting, weights in plan.others.items()}
-        errors += stage.check_models(CheckContext(config, plan.shape, plan.tokenizer, shapes))
+        errors += stage.check_models(plan)
     if not errors:
         shape = stage.exported_config(plan.shape, plan.tokenizer)
         if plan.template and not stage.reward:
@@ -349,7 +349,7 @@ def _fit_window(config: Config, shape: ModelConfig, key: str) -> ModelConfig:
     Only random weights, which have no `key`, and a model that is to extrapolate learn a longer window; for others
     ConfigError refuses such a sequence.
     """
-    longest = requirements(config).longest_example
+    longest = stage_of(config).requirements.longest_example
     window, scaling = shape.max_position_embeddings, shape.rope_scaling
     if longest > window and key and not config.model.rope.extrapolate:
         original = scaling.original_max_position_embeddings if scaling else window
@@ -420,7 +420,7 @@ def _read_tokenizer(plan: Prepared) -> None:
         )
     with error_context("model.tokenizer"):
         tokenizer = load_tokenizer(place, **config.model.special_tokens)
-        if STAGES[config.stage].dataset_type != "text":
+        if plan.stage.dataset_type != "text":
             plan.template = ChatTemplate(tokenizer, config.data.chat_template)
     if len(tokenizer) > plan.shape.vocab_size:
         raise ConfigError(

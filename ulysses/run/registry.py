@@ -1,8 +1,8 @@
-"""The stages by name, and what each needs of the planner, the data loader and the builder."""
+"""The stages by name."""
 
 from ulysses.config.schema import Config
 from ulysses.rl.ppo import PpoStage
-from ulysses.stages.base import Requirements, Stage
+from ulysses.stages.base import Stage
 from ulysses.stages.distill import DistillStage
 from ulysses.stages.dpo import DpoStage
 from ulysses.stages.kto import KtoStage
@@ -16,6 +16,6 @@ STAGES: dict[str, type[Stage]] = {
 }
 
 
-def requirements(config: Config) -> Requirements:
-    """Return what follows from the stage's settings."""
-    return STAGES[config.stage].requirements(config)
+def stage_of(config: Config) -> Stage:
+    """Return the stage of a configuration, not yet built around an engine."""
+    return STAGES[config.stage](config)

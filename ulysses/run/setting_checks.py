@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ulysses.config.schema import Config
 from ulysses.config.section import error_context, refuse
 from ulysses.parallel.mesh import divisors
 from ulysses.run.optim import gradient_policies
-from ulysses.run.registry import STAGES
+from ulysses.run.registry import STAGES, stage_of
 from ulysses.zero.settings import check_raw
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -83,10 +84,6 @@ def contradictions(config: Config) -> Iterator[str]:
             f'model.quantize is "{model.quantize}" but all weights are trained, which needs them as they are; set '
             'model.lora.rank, or model.quantize = "none"'
         )
-    adapters = model.lora.model_dump(exclude_defaults=True)
-    if adapters and not model.lora.rank:
-        keys = ", ".join(f"model.lora.{key}" for key in sorted(adapters))
-        yield f"{keys}: model.lora.rank is 0, which trains all weights; set the rank, or remove them"
     if config.optimizer.lr > MOST_LR:
         yield f"optimizer.lr is {config.optimizer.lr:g}, after which nothing of a model is left; rates lie below 1e-2"
     if memory.recompute == "none" and memory.offload == "checkpoints":
@@ -115,12 +112,18 @@ def contradictions(config: Config) -> Iterator[str]:
             f"run.steps is {run.steps} and run.epochs is {run.epochs:g}, but exactly one of them must be above "
             "0; set the one that you mean"
         )
-    for name in {*STAGES} - {stage}:
+    unread = {
+        name: f"stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
+        for name in {*STAGES} - {stage}
+    }
+    if not model.lora.rank:
+        unread["model.lora"] = (
+            "model.lora.rank is 0, which trains all weights; set the rank, or remove them"
+        )
+    for table, reason in unread.items():
         # the defaults of a configuration that a run has written out are nobody's wish
-        given = getattr(config, name).model_dump(exclude_defaults=True)
-        if given:
-            keys = ", ".join(f"{name}.{key}" for key in sorted(given))
-            yield f"{keys}: stage {stage!r} reads no settings of {name}; remove them, or set stage = {name!r}"
+        if given := attrgetter(table)(config).model_dump(exclude_defaults=True):
+            yield f"{', '.join(f'{table}.{key}' for key in sorted(given))}: {reason}"
     if data.eval and data.eval_fraction:
         yield f"data.eval_fraction is {data.eval_fraction:g} but data.eval names held-out data; remove one of them"
     if run.patience and not run.eval_every:
@@ -134,11 +137,11 @@ def contradictions(config: Config) -> Iterator[str]:
             "data.eval_fraction, or run.eval_every = 0"
         )
     given = data.model_dump(include={"turns", "train_on"}, exclude_defaults=True)
-    for key in given if STAGES[config.stage].dataset_type != "sequence" else ():
+    for key in given if stage_of(config).dataset_type != "sequence" else ():
         yield f"data.{key} is {given[key]!r} but stage {stage!r} trains the last answer only; remove it"
     if data.turns == "separate" and data.train_on != "assistant":
         yield (
             f'data.turns is "separate" but data.train_on is {data.train_on!r}, which trains each conversation as '
             'one sequence; set data.train_on = "assistant"'
         )
-    yield from STAGES[config.stage].check(config)
+    yield from stage_of(config).check()

@@ -17,22 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ulysses.config.schema import RunSection
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.gradients.policy import StepContext
 from ulysses.parallel.batch import ShardedBatch, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.random_keys import seed_of
 from ulysses.run.checkpoint import check_share, read_run_state, save_checkpoint
 from ulysses.run.failure import grace_note
-from ulysses.run.metrics import MetricsLog
+from ulysses.run.metrics import MetricsLog, device_peak_flops
+from ulysses.run.optim import learning_rate
 from ulysses.run.watch import Watch
-from ulysses.stages.base import Stage
-from ulysses.stages.metric_sums import MetricSums, number
-from ulysses.zero.engine import ZeroEngine
+from ulysses.stages.base import MetricSums, Stage, StepBatches
 from ulysses.zero.state import load_state
 
 LOOK_AT = 8  # the step at which it is told if the host is too slow: kernels are compiled and graphs recorded by then
@@ -41,38 +37,32 @@ LEAST_WAIT = 0.05  # share of a step
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """Train one engine with one stage; all ranks call every method together.
+    """Train the engine that a stage is built around; all ranks call every method together.
 
     Args:
         loader: gives each step's micro-batches for this data-parallel group (ulysses.data.serve.steps.StepLoader).
         eval_loader: the same over held-out data, or None.
-        learning_rate: step -> learning rate, pure.
         policies: gradient policies, which act on the reduced gradient once per step.
         flops: (tokens, sum of squared lengths, tokens whose target is trained) -> model FLOPs of a forward and backward
             pass, for MFU.
-        peak_flops: of one device; None reports no MFU.
-        run: how often to evaluate, save and log, the run folder and the seed.
         description: what every checkpoint's run.json says about the run: its configuration and the model's shape.
         say: prints a line.
         watch: is told of every phase, and knows whether this process was asked to stop.
     """
 
-    mesh: ParallelMesh
-    engine: ZeroEngine
     stage: Stage
     loader: Any
     eval_loader: Any = None
     total_steps: int
-    learning_rate: Callable[[int], float]
     policies: GradientPolicyChain
     flops: Callable[[float, float, float], float] = lambda *_: 0.0
-    peak_flops: float | None = None
-    run: RunSection
     description: dict[str, Any] = field(default_factory=dict)
     say: Callable[[str], None] = print
     watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
+        self.mesh, self.engine = self.stage.mesh, self.stage.model
+        self.run, self.peak_flops = self.stage.config.run, device_peak_flops()
         self.step = 0
         self.best: list[float] | None = None  # step, eval loss
         self.metrics: dict[str, float] = {}
@@ -162,14 +152,14 @@ class Trainer:
         # Only dropout draws from this generator, so a resumed run needs no generator state.
         torch.manual_seed(seed_of(self.run.seed, step, self.mesh.rank))
         self.watch.phase("data", step + 1)
-        batches, kl_batches = self._next or self._prepare(self.loader, step)
-        self._next = None
-        of_step = self.stage.before_step(step, batches, kl_batches)
+        read = self._next or self._prepare(self.loader, step)
+        self._next, batches = None, read.batches
+        of_step = self.stage.before_step(read)
         normalisers = self._normalisers(batches)
         metrics = MetricSums(self.engine.device)
-        for i, batch in enumerate(batches):
+        for batch, known in zip(batches, of_step, strict=True):
             self.watch.phase("forward")
-            terms = self.stage.losses(batch, metrics, **of_step[i])
+            terms = self.stage.losses(batch, metrics, **known)
             metrics.add("projected", 0.0 if self.stage.reward else float(batch.num_valid))
             for name in ("tokens", "tokens_shared", "squares"):
                 metrics.add(
@@ -182,8 +172,8 @@ class Trainer:
                     "loss", self.stage.on_first_rank(value) if term.per_sequence else value
                 )
                 loss = loss + value
-            last = i == len(batches) - 1
             self.watch.phase("backward")
+            last = batch is batches[-1]
             self.engine.backward(loss * float(self.mesh.world_size), last=last)
         # Host work while the device still computes.
         if step + 1 < self.total_steps and self.stage.may_prepare(step + 1):
@@ -205,7 +195,7 @@ class Trainer:
             step=step,
             total_steps=self.total_steps,
             loss=values["loss"],
-            lr=self.learning_rate(step),
+            lr=learning_rate(step, self.total_steps, self.stage.config.optimizer),
             seed=self.run.seed,
         )
         report = self.policies.apply(gradients, context)
@@ -241,8 +231,8 @@ class Trainer:
         self.metrics = values
         return values
 
-    def _prepare(self, loader: Any, step: int) -> tuple[list[ShardedBatch], list[ShardedBatch]]:
-        """Return a step's micro-batches on this rank, and those of the stage's KL baseline."""
+    def _prepare(self, loader: Any, step: int) -> StepBatches:
+        """Return what a step reads on this rank."""
         position = divmod(step, loader.steps_per_epoch)
         batches = [
             pack_shard(
@@ -250,17 +240,18 @@ class Trainer:
             )
             for examples in loader.step(*position)
         ]
-        return batches, self.stage.kl_batches(loader, loader.indices(*position))
+        kl_batches = self.stage.kl_batches(loader, loader.indices(*position))
+        return StepBatches(step, batches, kl_batches)
 
     def _normalisers(self, batches: list[ShardedBatch]) -> dict[str, Tensor]:
         """Sum them over all micro-batches and ranks, before the first backward. One collective."""
-        own = [self.stage.normalisers(batch) for batch in batches]
-        sums = [sum(each[name] for each in own) for name in own[0]]
-        flat = torch.stack([number(value, self.engine.device) for value in sums])
-        if self.mesh.world_size > 1:
-            dist.all_reduce(flat)
+        found = MetricSums(self.engine.device)
+        for batch in batches:
+            for name, value in self.stage.normalisers(batch).items():
+                found.add(name, value)
+        totals = found.totals()
         # nothing to train on: zero loss, zero gradient
-        return dict(zip(own[0], flat.masked_fill(flat == 0, 1).float(), strict=True))
+        return dict(zip(found.sums, totals.masked_fill(totals == 0, 1).float(), strict=True))
 
     # ---------------------------------------------------------------- evaluation
 
@@ -274,9 +265,9 @@ class Trainer:
         sums = MetricSums(self.engine.device)
         with self.engine.inference():
             for k in range(self.eval_loader.steps_per_epoch):
-                batches, kl_batches = self._prepare(self.eval_loader, k)
-                of_step = self.stage.before_step(self.step, batches, kl_batches)
-                for batch, known in zip(batches, of_step, strict=True):
+                read = self._prepare(self.eval_loader, k)
+                of_step = self.stage.before_step(read)
+                for batch, known in zip(read.batches, of_step, strict=True):
                     normalisers = self.stage.normalisers(batch)
                     for i, term in enumerate(self.stage.losses(batch, sums, **known)):
                         value = term.value * term.weight

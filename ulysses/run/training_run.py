@@ -30,13 +30,12 @@ from ulysses.run.memory_choice import (
     planner_case,
     this_machine,
 )
-from ulysses.run.metrics import MetricsLog, device_peak_flops, model_flops, slow_products
-from ulysses.run.optim import gradient_policies, learning_rate
+from ulysses.run.metrics import MetricsLog, model_flops, slow_products
+from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import prepare
-from ulysses.run.registry import STAGES, requirements
 from ulysses.run.trainer import Trainer
 from ulysses.run.watch import Watch
-from ulysses.stages.base import AuxiliaryModel, BuildContext
+from ulysses.stages.base import AuxiliaryModel
 from ulysses.zero.canary import check_deepspeed
 from ulysses.zero.construct import (
     end_distributed,
@@ -97,7 +96,7 @@ class TrainingRun:
     def _build(self) -> Trainer:
         """Put all parts together, and restore the checkpoint that the run continues."""
         config, prepared, shape = self.config, self.prepared, self.prepared.shape
-        stage, resume_from = STAGES[config.stage], prepared.resume_from
+        stage, resume_from = prepared.stage, prepared.resume_from
         # refuse to start if the ranks differ
         agree(facts_of(prepared, self.data_names, verify=self.verify_weights))
         self.run_id, before = hold_output(config.output, self.resources)
@@ -126,7 +125,7 @@ class TrainingRun:
             heads.query,
             heads.key,
             shape.head_dim,
-            requirements(config).longest_example,
+            stage.requirements.longest_example,
         )
         check_deepspeed(self.device)
         if mesh.is_main:
@@ -153,25 +152,19 @@ class TrainingRun:
         self.resources.callback(self.engine.destroy)
         lift_time_limits()  # the groups exist, and the watch ends a run that does not move
         self.watch.phase("preparing the stage")
-        inputs = stage.extend_data(self._stage_inputs())
-        built = stage.build(inputs)
-        loader = self.loader(inputs.train_data)
-        total = STAGES[config.stage].total_steps(config, loader)
+        stage = stage.build(self)
+        train_data, eval_data = stage.extend_data(self)
+        loader = self.loader(train_data)
         for line in prepared.remarks(loader):
             self.say(line)
         adapters = adapter_parameters(config, shape)
         trainer = Trainer(
-            mesh=mesh,
-            engine=self.engine,
-            stage=built,
-            loader=built.loader(loader),
-            eval_loader=inputs.eval_data and self.loader(inputs.eval_data, evaluation=True),
-            total_steps=total,
-            learning_rate=lambda step: learning_rate(step, total, config.optimizer),
+            stage=stage,
+            loader=stage.loader(loader),
+            eval_loader=eval_data and self.loader(eval_data, evaluation=True),
+            total_steps=stage.total_steps(loader),
             policies=gradient_policies(config.gradients),
             flops=partial(model_flops, shape, count_parameters(shape), adapters),
-            peak_flops=device_peak_flops(),
-            run=config.run,
             description={
                 "run": self.run_id,
                 "config": config.model_dump(mode="json"),
@@ -188,31 +181,7 @@ class TrainingRun:
                 self.say(f"  changed since then: {change}")
         return trainer
 
-    # ---------------------------------------------------------------- what a stage is built from
-
-    def _stage_inputs(self) -> BuildContext:
-        """Return what the stage is built from; it needs the engine."""
-        prepared = self.prepared
-        return BuildContext(
-            config=self.config,
-            model_config=prepared.shape,
-            tokenizer=prepared.tokenizer,
-            engine=self.engine,
-            mesh=self.mesh,
-            tokens_per_microbatch=prepared.budget(),
-            train_data=self.train_data,
-            eval_data=self.eval_data,
-            loader=self.loader,
-            frozen=self.frozen,
-            weights_digest=prepared.weights.fingerprint,
-            kernel=prepared.kernel.name,
-            resumes=prepared.resume_from is not None,
-            export=partial(self.export, for_servers=True),
-            say=self.say,
-            resources=self.resources,
-            phase=self.watch.phase,
-            renew=self.watch.renew,
-        )
+    # ---------------------------------------------------------------- what a stage asks for
 
     def frozen(self, model: AuxiliaryModel) -> Any:
         """Build a frozen engine of another model, or find one of the initial policy."""

@@ -73,7 +73,6 @@ class Watch:
     Args:
         warning: seconds without progress after which a line names the victim; 0 says nothing.
         timeout: seconds without progress after which the process ends.
-        store: reaches all processes of the run, which all watch; None for one process.
 
     Attributes:
         stop_wanted: this process was asked to stop, by a signal or because its launcher is gone.
@@ -81,11 +80,11 @@ class Watch:
 
     warning: float = 60.0
     timeout: float = 600.0
-    store: Any = None
 
     def __post_init__(self) -> None:
         self._rank, self._local_rank = environment.rank(), environment.local_rank()
         self.stop_wanted = False
+        self.store: Any = None  # reaches all processes of the run; None for one process
         self._step, self._place, self._phases, self._moved = 0, "start", 0, monotonic()
         self._event: Any = None  # of the GPU, at the end of the last step
         self._begun = 0  # collectives
@@ -99,11 +98,11 @@ class Watch:
 
     # ---------------------------------------------------------------- the main thread
 
-    def start(self, meet: Callable[[], Any] | None = None) -> None:
+    def start(self, meet: Callable[[], Any]) -> None:
         """Start the threads; `meet`, which returns the store, waits for the other processes in one of them."""
         self._signals, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        for work in (self._look_after, partial(self._correspond, meet or (lambda: self.store))):
+        for work in (self._look_after, partial(self._correspond, meet)):
             threading.Thread(target=work, daemon=True, name="failure watch").start()
 
     def leave_witness(self) -> None:

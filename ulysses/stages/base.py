@@ -3,8 +3,8 @@
 A stage's file holds its checks, what it requires of the planner, its losses and its construction. Its table is in
 ulysses/config/stage_sections.py. The rest asks ulysses/run/registry.py and never compares `config.stage` with a name.
 
-before the run     check, check_models, requirements, ... (class methods on the configuration)
-construction       extend_data, build
+before the run     check, check_models, requirements, ...
+construction       build, extend_data
 every step         packed, kl_batches, before_step, normalisers, losses, finalise_metrics, after_step
 PPO only           loader, may_prepare, evaluate, save, load: a stage that makes its own data
 """
@@ -12,10 +12,12 @@ PPO only           loader, may_prepare, evaluate, save, load: a stage that makes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from models.arch import ModelConfig
@@ -23,7 +25,6 @@ from ulysses.config.schema import Config
 from ulysses.memory.plan import PlannedRollout
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.stages.metric_sums import MetricSums
 
 
 class Term(NamedTuple):
@@ -38,26 +39,58 @@ class Term(NamedTuple):
     per_sequence: bool = False
 
 
-class CheckContext(NamedTuple):
-    """What the checks of the models read; `auxiliary` holds configurations by the settings that name the models."""
+class MetricSums:
+    """Named sums and means of this rank, made global by `reduce` with one collective.
 
-    config: Config
-    model_config: ModelConfig
-    tokenizer: Any
-    auxiliary: dict[str, ModelConfig]
+    Every rank must add the same names in the same order; a rank without data adds zeros.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, Tensor] = {}
+
+    def add(
+        self, name: str, total: Tensor | float, count: Tensor | float | None = None
+    ) -> None:
+        """Add to a global mean of which `total` is a sum over `count` things, or without a count to a global sum."""
+        for sums, value in ((self.sums, total), (self.counts, count)):
+            if value is not None:
+                if isinstance(value, Tensor):
+                    new = value.detach().double()
+                else:  # without waiting for a GPU
+                    new = torch.full((), value, dtype=torch.float64, device=self.device)
+                sums[name] = sums[name] + new if name in sums else new
+
+    def totals(self) -> Tensor:
+        """Return the global sums, and then the counts, float64 on the device. One collective."""
+        flat = torch.stack([*self.sums.values(), *self.counts.values()])
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        return flat
+
+    def reduce(self) -> dict[str, float]:
+        """Return the global sums and means; a mean over nothing is left out. One collective and one host read."""
+        numbers = iter(self.totals().tolist())
+        found = dict(zip(self.sums, numbers))
+        for name, count in zip(self.counts, numbers):
+            if count:
+                found[name] /= count
+            else:
+                del found[name]
+        return found
 
 
 class AuxiliaryModel(NamedTuple):
     """A frozen model that the run reads besides the trained one: the checks, the planner and the builder ask this.
 
-    role: what it is for, which also says whether it is a language model or a reward model.
+    role: what it is for, which also says whether it is a language model or a reward model. A teacher's logits are
+        compared with the trained model's, tile by tile, so its vocabulary matrix stays whole until that head is done.
     setting: the setting that names it.
     path: its folder or hub id; an empty one is the initial policy.
     passes: its forward passes over each trained token.
     tokens: which tokens it must know: all of the tokenizer, all that the policy may sample, or exactly the policy's.
     shares_weights: the trained model itself serves as it, its adapters off; no other weights are held.
-    gives_logits: the loss compares its logits with the trained model's, tile by tile: its vocabulary matrix stays whole
-        until the trained model's head is done.
     """
 
     role: Literal["reference", "reward", "teacher"]
@@ -66,16 +99,15 @@ class AuxiliaryModel(NamedTuple):
     passes: float = 1.0
     tokens: Literal["tokenizer", "policy", "exact"] = "tokenizer"
     shares_weights: bool = False
-    gives_logits: bool = False
 
     @property
     def is_reward(self) -> bool:
         return self.role == "reward"
 
-    def check(self, found: CheckContext) -> Iterator[str]:
+    def check(self, prepared: Any) -> Iterator[str]:
         """Yield an error if its vocabulary is not the one that it needs."""
-        policy, own = found.model_config.vocab_size, found.auxiliary[self.setting].vocab_size
-        needed = len(found.tokenizer) if self.tokens == "tokenizer" else policy
+        policy, own = (p.shape.vocab_size for p in (prepared, prepared.others[self.setting]))
+        needed = len(prepared.tokenizer) if self.tokens == "tokenizer" else policy
         if self.tokens == "exact" and own != needed:
             yield (
                 f"{self.setting} {self.path} has {own} tokens and the policy {needed}, but it must read the policy's "
@@ -86,6 +118,14 @@ class AuxiliaryModel(NamedTuple):
                 f"{self.setting} {self.path} has {own} tokens but the policy {needed}; use a model with the policy's "
                 "tokenizer"
             )
+
+
+class StepBatches(NamedTuple):
+    """What one optimizer step reads on this rank: its micro-batches, and the sequences of `Stage.kl_batches`."""
+
+    step: int
+    batches: list[ShardedBatch]
+    kl_batches: list[ShardedBatch]
 
 
 class Requirements(NamedTuple):
@@ -115,56 +155,42 @@ class Requirements(NamedTuple):
     rollout: PlannedRollout | None = None
     logits_once: bool = False
 
-    def model(self, role: str) -> AuxiliaryModel | None:
-        """Return the auxiliary model of this role, or None if the run reads none."""
-        return next((model for model in self.models if model.role == role), None)
 
+class Run(Protocol):
+    """What a stage reads of the run that it is built for (ulysses.run.training_run.TrainingRun).
 
-class BuildContext(NamedTuple):
-    """What a stage is built from.
-
+    prepared: what the checks found: the model's shape, the tokenizer, the initial weights, the kernel, the tokens of a
+        micro-batch, the checkpoint to resume (ulysses.run.preflight.Prepared).
     engine: of the trained model.
-    tokens_per_microbatch: of a micro-batch that has room for the longest example that the settings allow.
     train_data, eval_data: TokenizedDatasets; the latter None without held-out data.
     loader: (dataset, evaluation=False) -> the StepLoader of this data-parallel group.
-    frozen: returns an engine of an auxiliary model; all ranks call it together.
-    weights_digest: computes a digest of the initial weights.
-    kernel: name of the attention kernel.
-    resumes: whether the run continues a checkpoint.
-    export: writes the current weights into a folder for sampling servers; all ranks call it together.
-    say: prints a line.
+    watch: is told of every phase, and that this process still works.
     resources: closed at the end of the run, whatever happens.
-    phase, renew: tell the watch of a phase by its name, and that this process still works.
+    frozen: returns an engine of an auxiliary model; all ranks call it together.
+    export: writes the current weights into a folder, for sampling servers too; all ranks call it together.
+    say: prints a line.
     """
 
-    config: Config
-    model_config: ModelConfig
-    tokenizer: Any
+    prepared: Any
     engine: Any
     mesh: ParallelMesh
-    tokens_per_microbatch: int
     train_data: Any
     eval_data: Any
     loader: Callable[..., Any]
-    frozen: Callable[[AuxiliaryModel], Any]
-    weights_digest: Callable[[], str]
-    kernel: str
-    resumes: bool
-    export: Callable[[Path], None]
-    say: Callable[[str], None]
+    watch: Any
     resources: ExitStack
-    phase: Callable[..., None]
-    renew: Callable[[], None]
+    frozen: Callable[[AuxiliaryModel], Any]
+    export: Callable[..., None]
+    say: Callable[[str], None]
 
 
 @dataclass(eq=False)
 class Stage:
-    """Base of all stages.
+    """Base of all stages: what follows from a configuration and, once it is built, a part of the run.
 
     Args:
-        model: the trained engine, called like the module it wraps.
-        config: the stage's own table.
-        seed: of noise that the stage itself draws.
+        config: of the run.
+        model: the trained engine, called like the module it wraps; None before the stage is built, as is the mesh.
     """
 
     name: ClassVar[str]  # of the stage and of its table
@@ -174,66 +200,57 @@ class Stage:
     # numbers of an example that each of its sequences carries; 0 if it has none
     sequence_fields: ClassVar[tuple[str, ...]] = ()
 
-    model: Any
-    mesh: ParallelMesh
-    config: Any
-    seed: int = 0
+    config: Config
+    model: Any = None
+    mesh: Any = None
 
     # ---------------------------------------------------------------- checks
 
-    @classmethod
-    def table(cls, config: Config) -> Any:
-        """Return the stage's own table of the configuration."""
-        return getattr(config, cls.name)
+    @cached_property
+    def table(self) -> Any:
+        """The stage's own table of the configuration."""
+        return getattr(self.config, self.name)
 
-    @classmethod
-    def check(cls, config: Config) -> Iterator[str]:
+    def check(self) -> Iterator[str]:
         """Yield the errors that follow from the configuration alone."""
         yield from ()
 
-    @classmethod
-    def check_models(cls, found: CheckContext) -> Iterator[str]:
-        """Yield the errors that need the models' configurations or the tokenizer."""
-        for model in cls.requirements(found.config).models:
+    def check_models(self, prepared: Any) -> Iterator[str]:
+        """Yield the errors that need what the other checks found: the models' shapes, or the tokenizer."""
+        for model in self.requirements.models:
             if model.path:
-                yield from model.check(found)
+                yield from model.check(prepared)
 
-    @classmethod
-    def exported_config(cls, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
+    def exported_config(self, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
         """Return the model's configuration as the export's config.json describes it."""
         return model_config
 
     # ---------------------------------------------------------------- requirements of the planner and the builder
 
-    @classmethod
-    def requirements(cls, config: Config) -> Requirements:
-        """Return what follows from the settings; others call `requirements` of ulysses/run/registry.py."""
-        examples = config.batch.examples
-        return Requirements(config.data.max_length, examples, examples)
+    @property
+    def requirements(self) -> Requirements:
+        """What follows from the settings."""
+        examples = self.config.batch.examples
+        return Requirements(self.config.data.max_length, examples, examples)
 
-    @classmethod
-    def total_steps(cls, config: Config, loader: Any) -> int:
+    def total_steps(self, loader: Any) -> int:
         """Return the optimizer steps of the whole run."""
-        steps_per_epoch = loader.steps_per_epoch * cls.requirements(config).steps_per_load
-        return config.run.steps or max(1, round(config.run.epochs * steps_per_epoch))
+        steps_per_epoch = loader.steps_per_epoch * self.requirements.steps_per_load
+        return self.config.run.steps or max(1, round(self.config.run.epochs * steps_per_epoch))
 
     # ---------------------------------------------------------------- construction
 
-    @classmethod
-    def extend_data(cls, run: BuildContext) -> BuildContext:
-        """Return the context with data that carry what the losses need besides; all ranks call it together."""
-        return run
+    def extend_data(self, run: Run) -> tuple[Any, Any]:
+        """Return the training and held-out data with what the losses need besides; all ranks call it together."""
+        return run.train_data, run.eval_data
 
-    @classmethod
-    def build(cls, run: BuildContext) -> "Stage":
-        """Construct the stage around its engine; all ranks call it together."""
-        return cls(run.engine, run.mesh, cls.table(run.config), **cls.arguments(run))
+    def build(self, run: Run) -> "Stage":
+        """Return the stage around its engine; all ranks call it together."""
+        return replace(self, model=run.engine, mesh=run.mesh, **self.arguments(run))
 
-    @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, Any]:
         """Return the further arguments of the stage's constructor, its frozen models under their roles among them."""
-        frozen = {m.role: run.frozen(m) for m in cls.requirements(run.config).models}
-        return {"seed": run.config.run.seed, **frozen}
+        return {model.role: run.frozen(model) for model in self.requirements.models}
 
     # ---------------------------------------------------------------- every step
 
@@ -255,14 +272,12 @@ class Stage:
         """
         return []
 
-    def before_step(
-        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
         """Return for each micro-batch the further arguments of `losses`: what it needs of the whole optimizer step.
 
         They are found without gradient.
         """
-        return [{}] * len(batches)
+        return [{}] * len(read.batches)
 
     def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         """Return this rank's own share of what each loss term is divided by, by default tokens.

@@ -9,24 +9,15 @@ both models read the same.
 """
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from losses.distill import distillation
 from losses.token_nll import weighted_sum
 from models.hf_format import folder_with, resolve_model
-from ulysses.config.schema import Config
-from ulysses.config.stage_sections import DistillSection
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.parallel.batch import ShardedBatch
-from ulysses.stages.base import (
-    AuxiliaryModel,
-    CheckContext,
-    Requirements,
-    Stage,
-    Term,
-)
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Stage, Term
 from ulysses.zero.engine import gathered
 
 
@@ -39,23 +30,19 @@ class DistillStage(Stage):
     """
 
     name, dataset_type = "distill", "sequence"
-    config: DistillSection
 
-    _: KW_ONLY
-    teacher: Any
+    teacher: Any = None
 
-    @classmethod
-    def check(cls, config: Config) -> Iterator[str]:
-        if not config.distill.teacher:
+    def check(self) -> Iterator[str]:
+        if not self.table.teacher:
             yield "distill.teacher is missing; set it to the folder or hub id of the model to learn from"
 
-    @classmethod
-    def check_models(cls, found: CheckContext) -> Iterator[str]:
-        yield from super().check_models(found)
-        path = found.config.distill.teacher
+    def check_models(self, prepared: Any) -> Iterator[str]:
+        yield from super().check_models(prepared)
+        path = self.table.teacher
         folder = resolve_model(path, need_weights=False, key="distill.teacher")
         words = load_tokenizer(folder_with(folder, "tokenizer*")).get_vocab()
-        for word, number in found.tokenizer.get_vocab().items():
+        for word, number in prepared.tokenizer.get_vocab().items():
             if words.get(word) != number:
                 yield (
                     f"distill.teacher {path} has another tokenizer: {word!r} is token {number} of the student and "
@@ -63,15 +50,13 @@ class DistillStage(Stage):
                 )
                 return
 
-    @classmethod
-    def requirements(cls, config: Config) -> Requirements:
-        teacher = AuxiliaryModel(
-            "teacher", "distill.teacher", config.distill.teacher, gives_logits=True
-        )
-        return super().requirements(config)._replace(models=(teacher,), logits_once=True)
+    @property
+    def requirements(self) -> Requirements:
+        teacher = AuxiliaryModel("teacher", "distill.teacher", self.table.teacher)
+        return super().requirements._replace(models=(teacher,), logits_once=True)
 
     def losses(self, batch: ShardedBatch, metrics: MetricSums) -> list[Term]:
-        config = self.config
+        config = self.table
         with self.teacher.inference():
             rows = self.teacher(batch, project=False)
         matrix = self.teacher.module.lm_head.weight

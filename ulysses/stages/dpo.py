@@ -22,21 +22,13 @@ from torch import Tensor
 
 from losses.dpo import REFERENCE_FREE, dpo_loss, ld_dpo_weights
 from losses.preference import aot_margins
-from ulysses.config.schema import Config
-from ulysses.config.stage_sections import DpoSection
 from ulysses.disk import write_json
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.mesh import gather
-from ulysses.stages.base import Term
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.base import MetricSums, StepBatches, Term
 from ulysses.stages.referenced import ReferencedStage
 
 STATE = "dpo.json"  # in a checkpoint
-
-
-def loss_options(config: DpoSection) -> dict[str, Any]:
-    """Return the arguments that the configuration fixes in `losses.dpo_loss`."""
-    return config.model_dump(exclude={"ld_alpha", "sft_weight", "reference"})
 
 
 class DpoStage(ReferencedStage):
@@ -44,31 +36,34 @@ class DpoStage(ReferencedStage):
 
     name, dataset_type = "dpo", "pair"
     sequences_per_example = 2
-    config: DpoSection
     # bco_pair: the mean reward of all steps so far, and their number
     rewards: tuple[float, int] = (0.0, 0)
 
-    @classmethod
-    def check(cls, config: Config) -> Iterator[str]:
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that the configuration fixes in `losses.dpo_loss`."""
+        return self.table.model_dump(exclude={"ld_alpha", "sft_weight", "reference"})
+
+    def check(self) -> Iterator[str]:
         one = torch.ones(1)
         try:
             dpo_loss(
-                -one, -one, -one, -one, chosen_lengths=one, rejected_lengths=one, **loss_options(config.dpo)
+                -one, -one, -one, -one, chosen_lengths=one, rejected_lengths=one, **self.options
             )  # fmt: skip
         except ValueError as error:
             yield f"dpo: {error}"
-        yield from super().check(config)
+        yield from super().check()
 
-    @classmethod
-    def needs_reference(cls, config: Config) -> bool:
-        return not {*config.dpo.loss_types} <= {*REFERENCE_FREE}
+    @property
+    def needs_reference(self) -> bool:
+        return not {*self.table.loss_types} <= {*REFERENCE_FREE}
 
-    @classmethod
-    def looks_ahead(cls, config: Config) -> bool:
-        return "aot" in config.dpo.loss_types
+    @property
+    def looks_ahead(self) -> bool:
+        return "aot" in self.table.loss_types
 
     def sequences(self, example: Any) -> list[Sequence]:
-        pair, alpha = super().sequences(example), self.config.ld_alpha
+        pair, alpha = super().sequences(example), self.table.ld_alpha
         if alpha == 1:
             return pair
         # the last position predicts nothing
@@ -87,16 +82,12 @@ class DpoStage(ReferencedStage):
             "chosen_tokens": chosen.sum(dtype=torch.float64),
         }
 
-    def before_step(
-        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
         """Return what aot compares each micro-batch's margins with: those of the whole step, sorted, [N/2] each."""
-        if "aot" not in self.config.loss_types:
-            return super().before_step(step, batches, kl_batches)
+        if not self.looks_ahead:
+            return super().before_step(read)
         with self.model.inference():
-            passes = [
-                (batch, self.model(batch).logps, self.reference(batch)) for batch in batches
-            ]
+            passes = [(b, self.model(b).logps, self.reference_logps(b)) for b in read.batches]
             own = [torch.stack(self.answer_sums(*each)[:2]).cpu() for each in passes]
         # all groups have as many micro-batches
         sums: list[Tensor] = sum(gather(own)[:: self.mesh.sequence_parallel_size], [])
@@ -109,7 +100,7 @@ class DpoStage(ReferencedStage):
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, reference_margins: Tensor | None = None
     ) -> list[Term]:
-        config, weights = self.config, batch.loss_weights
+        config, weights = self.table, batch.loss_weights
         logps, reference = self.both_logps(batch, metrics)
         policy, base, lengths = self.answer_sums(batch, logps, reference)
         chosen, rejected = policy[0::2], policy[1::2]
@@ -122,7 +113,7 @@ class DpoStage(ReferencedStage):
             rejected_lengths=lengths[1::2],
             bco_delta=self.rewards[0],
             aot_reference_margins=reference_margins,
-            **loss_options(config),
+            **self.options,
         )
         margins = chosen_rewards - rejected_rewards
         means = {

@@ -11,74 +11,53 @@ z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_un
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from losses.kto import kto_loss
-from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import KtoSection
 from ulysses.parallel.batch import Sequence, ShardedBatch, branch, common_prefix
-from ulysses.stages.base import BuildContext, Term
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.base import MetricSums, Run, StepBatches, Term
 from ulysses.stages.passes import packed_batches
-from ulysses.stages.referenced import (
-    Pairs,
-    ReferencedStage,
-    mismatched_lengths,
-    pairs_of_run,
-)
+from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
 
 
-@dataclass(eq=False)
 class KtoStage(ReferencedStage):
     """Preference optimisation on unpaired answers; with a cached reference, mismatched sequences carry its values too.
 
-    `share_prompts`: whether answers to one prompt that are in one micro-batch share it.
+    With batch.share_prompts, answers to one prompt that are in one micro-batch share it.
     """
 
     name, dataset_type = "kto", "unpaired"
     sequence_fields = ("label",)
-    config: KtoSection
-    share_prompts: bool = True
 
-    @classmethod
-    def check(cls, config: Config) -> Iterator[str]:
-        if config.kto.loss_type == "kto" and config.batch.examples < 2:
+    def check(self) -> Iterator[str]:
+        examples = self.config.batch.examples
+        if self.looks_ahead and examples < 2:
             yield (
-                f"batch.examples is {config.batch.examples} but kto's baseline pairs each example with another one "
+                f"batch.examples is {examples} but kto's baseline pairs each example with another one "
                 'of its step; set it to at least 2, or kto.loss_type to "apo_zero_unpaired"'
             )
-        if not config.kto.desirable_weight and not config.kto.undesirable_weight:
+        if not self.table.desirable_weight and not self.table.undesirable_weight:
             yield "kto.desirable_weight and kto.undesirable_weight are both 0; nothing would be trained, raise one"
-        yield from super().check(config)
+        yield from super().check()
 
-    @classmethod
-    def looks_ahead(cls, config: Config) -> bool:
-        return config.kto.loss_type == "kto"
+    @property
+    def looks_ahead(self) -> bool:
+        return self.table.loss_type == "kto"
 
-    @classmethod
-    def mismatched_pairs(cls, config: Config, loader: Any, steps: int) -> Pairs:
-        return pairs_of_run(loader, steps) if cls.looks_ahead(config) else []
-
-    @classmethod
-    def extend_data(cls, run: BuildContext) -> BuildContext:
-        if cls.looks_ahead(run.config) and len(run.train_data) < 2:
+    def extend_data(self, run: Run) -> tuple[Any, Any]:
+        if self.looks_ahead and len(run.train_data) < 2:
             raise ConfigError(
                 "data.train has one example but kto's baseline pairs each example with another; give it more"
             )
         good = run.train_data.columns["label"] > 0.5
-        if hint := weight_hint(int(good.sum()), int((~good).sum()), run.config.kto):
+        if hint := weight_hint(int(good.sum()), int((~good).sum()), self.table):
             run.say(hint)
         return super().extend_data(run)
-
-    @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
-        return {**super().arguments(run), "share_prompts": run.config.batch.share_prompts}
 
     def packed(self, examples: list[Any]) -> list[Sequence]:
         prompts = [example.columns["prompt_id"] for example in examples]
@@ -86,7 +65,7 @@ class KtoStage(ReferencedStage):
 
     def _shared(self, prompts: list[float], sequences: list[Sequence]) -> list[Sequence]:
         """Let sequences of one prompt leave it to the first of them; the order stays."""
-        if not self.share_prompts:
+        if not self.config.batch.share_prompts:
             return sequences
         owners = map(prompts.index, prompts)
         return [
@@ -95,7 +74,7 @@ class KtoStage(ReferencedStage):
         ]
 
     def kl_batches(self, loader: Any, indices: list[int]) -> list[ShardedBatch]:
-        if self.config.loss_type != "kto":
+        if not self.looks_ahead:
             return []
         dataset, pairs = loader.dataset, loader.mismatched_pairs(indices)
 
@@ -112,23 +91,20 @@ class KtoStage(ReferencedStage):
         )
         return [batch for _, batch in batches]
 
-    def before_step(
-        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[dict[str, Any]]:
+    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
         """Return z0, which is the same for every micro-batch."""
-        if self.config.loss_type != "kto":
-            return super().before_step(step, batches, kl_batches)
-        total = torch.zeros(2, dtype=torch.float64, device=self.model.device)
+        if not self.looks_ahead:
+            return super().before_step(read)
+        gaps = MetricSums(self.model.device)
         with self.model.inference():
-            for batch in kl_batches:
-                gap = self.model(batch).logps.double() - self.reference(batch).double()
-                total[0] += (gap * batch.loss_weights).sum()
-                total[1] += self.on_first_rank(float(batch.num_sequences))
-        if dist.is_initialized():
-            dist.all_reduce(total)
+            for batch in read.kl_batches:
+                gap = self.model(batch).logps.double() - self.reference_logps(batch).double()
+                count = self.on_first_rank(batch.num_sequences)
+                gaps.add("gap", (gap * batch.loss_weights).sum(), count)
+        total, count = gaps.totals()
         # 0 in a step without any mismatch
-        baseline = (total[0] / total[1].clamp(min=1)).clamp(min=0)
-        return [{"baseline": baseline}] * len(batches)
+        baseline = (total / count.clamp(min=1)).clamp(min=0)
+        return [{"baseline": baseline}] * len(read.batches)
 
     def normalisers(self, batch: ShardedBatch) -> dict[str, Tensor | float]:
         return {"examples": self.on_first_rank(batch.num_sequences)}
@@ -136,7 +112,7 @@ class KtoStage(ReferencedStage):
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, baseline: Tensor | None = None
     ) -> list[Term]:
-        config = self.config
+        config = self.table
         policy, base, _ = self.answer_sums(batch, *self.both_logps(batch, metrics))
         desirable = batch.sequence_columns.get("label", base) > 0.5
         # Both losses of every example, of which its label takes one: no index that the host would have to wait for.

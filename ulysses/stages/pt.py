@@ -6,7 +6,7 @@ Documents are packed with their own boundaries: no token attends to another docu
 data.max_length is cut into pieces that overlap by one token, so that every token but its first is predicted once.
 """
 
-from typing import Any
+from functools import cached_property
 
 from ulysses.config.stage_sections import SftSection
 from ulysses.stages.sft import SftStage
@@ -17,6 +17,6 @@ class PtStage(SftStage):
 
     name, dataset_type = "pt", "text"
 
-    @classmethod
-    def table(cls, config: Any) -> SftSection:
-        return SftSection(z_loss=config.pt.z_loss)
+    @cached_property
+    def table(self) -> SftSection:
+        return SftSection(z_loss=self.config.pt.z_loss)

@@ -16,7 +16,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, error_context
 from ulysses.data.cache import check_once
 from ulysses.disk import write_digested, write_json, writing
@@ -33,8 +32,7 @@ from ulysses.environment import local_rank
 from ulysses.parallel.batch import ShardedBatch
 from ulysses.parallel.mesh import gather
 from ulysses.parallel.sums import segment_sums
-from ulysses.stages.base import AuxiliaryModel, BuildContext, Requirements, Stage
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.base import AuxiliaryModel, MetricSums, Requirements, Run, Stage
 from ulysses.stages.passes import token_values
 
 CHUNK = 32  # items per data-parallel group that are computed before their values are written
@@ -50,129 +48,127 @@ class ReferencedStage(Stage):
     """A stage that compares the policy with a reference, token by token.
 
     Args:
-        reference: returns the reference's log-probabilities [S] of a batch's targets; None for a reference-free loss.
+        reference: computes the reference's log-probabilities [S] of a batch's targets, cached ones before the first
+            update only; None for a reference-free loss.
         tolerance: largest mean |policy - reference| per token allowed at step 0, where a reference that is no other
             model equals the policy.
     """
 
     reference_words: ClassVar[tuple[str, ...]] = ("cached", "live")
 
-    _: KW_ONLY
     reference: Callable[..., Tensor] | None = None
     tolerance: float = math.inf
 
     # ---------------------------------------------------------------- checks and requirements
 
-    @classmethod
-    def check(cls, config: Config) -> Iterator[str]:
-        reference = cls.table(config).reference
-        known = ", ".join(f'"{word}"' for word in cls.reference_words)
-        named = reference in cls.reference_words or "/" in reference or Path(reference).exists()
+    def check(self) -> Iterator[str]:
+        reference = self.table.reference
+        known = ", ".join(f'"{word}"' for word in self.reference_words)
+        named = (
+            reference in self.reference_words or "/" in reference or Path(reference).exists()
+        )
         if not named:
-            yield f"{cls.name}.reference is {reference!r} but must be {known} or a model's folder or hub id"
+            yield f"{self.name}.reference is {reference!r} but must be {known} or a model's folder or hub id"
 
-    @classmethod
-    def needs_reference(cls, config: Config) -> bool:
-        """Return whether the loss reads the reference at all."""
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the reference at all."""
         return True
 
-    @classmethod
-    def looks_ahead(cls, config: Config) -> bool:
-        """Return whether policy and reference read as much once more before the step's first backward."""
+    @property
+    def is_cached(self) -> bool:
+        """Whether the data carry what the reference says."""
+        return self.needs_reference and self.table.reference == "cached"
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether policy and reference read as much once more before the step's first backward."""
         return False
 
-    @classmethod
-    def mismatched_pairs(cls, config: Config, loader: Any, steps: int) -> Pairs:
-        """Return the mismatched sequences (KTO) that the first `steps` steps will ask for, each once."""
-        return []
-
-    @classmethod
-    def requirements(cls, config: Config) -> Requirements:
-        given, ahead = cls.table(config).reference, cls.looks_ahead(config)
+    @property
+    def requirements(self) -> Requirements:
+        given, ahead = self.table.reference, self.looks_ahead
         model = AuxiliaryModel(
             "reference",
-            f"{cls.name}.reference",
-            path="" if given in cls.reference_words else given,
+            f"{self.name}.reference",
+            path="" if given in self.reference_words else given,
             passes=(1.0 + ahead) * (given != "cached"),
             # a policy that is sampled may say any token of its vocabulary
-            tokens="policy" if cls.dataset_type == "prompt" else "tokenizer",
+            tokens="policy" if self.dataset_type == "prompt" else "tokenizer",
             shares_weights=given == "cached"
-            or (given == "live" and config.model.lora.rank > 0),
+            or (given == "live" and self.config.model.lora.rank > 0),
         )
-        return (
-            super()
-            .requirements(config)
-            ._replace(
-                extra_forwards=float(ahead),
-                models=(model,) if cls.needs_reference(config) else (),
-            )
-        )
+        models = (model,) if self.needs_reference else ()
+        return super().requirements._replace(extra_forwards=float(ahead), models=models)
 
     # ---------------------------------------------------------------- construction
 
-    @classmethod
-    def extend_data(cls, run: BuildContext) -> BuildContext:
+    def extend_data(self, run: Run) -> tuple[Any, Any]:
         """Let the data carry the initial policy's log-probabilities if they are to be cached.
 
         They are computed now, with the weights that are about to be trained, unless data.cache holds them.
         """
-        config, model = run.config, cls.requirements(run.config).model("reference")
-        if model is None or cls.table(config).reference != "cached":
-            return run
-        initial = logps_of(run.frozen(model))
+        config = self.config
+        if not self.is_cached:
+            return super().extend_data(run)
         # adapters, even switched off, take the base another way through the kernels
         adapted = config.model.lora.rank > 0
-        source = f"{run.weights_digest()} {config.model.dtype} {run.kernel} {adapted}"
+        plan, dtype = run.prepared, config.model.dtype
+        source = f"{plan.weights.fingerprint()} {dtype} {plan.kernel.name} {adapted}"
 
         def extended(data: Any, *, evaluation: bool = False) -> Any:
             loader = run.loader(data, evaluation=evaluation)
-            steps = loader.steps_per_epoch if evaluation else cls.total_steps(config, loader)
-            pairs = cls.mismatched_pairs(config, loader, steps)
+            steps = loader.steps_per_epoch if evaluation else self.total_steps(loader)
+            mismatched = data.kind == "unpaired" and self.looks_ahead
+            pairs = pairs_of_run(loader, steps) if mismatched else []
             key = hashlib.sha256(f"{source} {data.fingerprint} {pairs}".encode()).hexdigest()
             path = Path(config.data.cache).expanduser() / f"reference-{key[:24]}.bin"
             exists = path.with_suffix(".json").exists()
-            if run.resumes and not (config.model.lora.rank or exists):
+            if plan.resume_from and not (adapted or exists):
                 raise ConfigError(
                     f"the reference log-probabilities of this run are gone: there is no {path}, and resuming no "
-                    f"longer has the initial policy; restore data.cache, or set {cls.name}.reference to the "
+                    f"longer has the initial policy; restore data.cache, or set {self.name}.reference to the "
                     "initial model's path"
                 )
             values = read_reference(
                 data,
                 pairs,
                 path,
-                initial,
+                self.reference,
                 run.mesh,
                 run.engine.device,
-                run.tokens_per_microbatch,
+                plan.budget(),
                 run.say,
             )
             return data.with_column(COLUMN, *values)
 
-        return run._replace(
-            train_data=extended(run.train_data),
-            eval_data=run.eval_data and extended(run.eval_data, evaluation=True),
-        )
+        train = extended(run.train_data)
+        return train, run.eval_data and extended(run.eval_data, evaluation=True)
 
-    @classmethod
-    def arguments(cls, run: BuildContext) -> dict[str, Any]:
+    def arguments(self, run: Run) -> dict[str, Any]:
         found = super().arguments(run)
         if engine := found.get("reference"):
-            cached = cls.table(run.config).reference == "cached"
-            found["reference"] = cached_logps if cached else logps_of(engine)
-        return {**found, "tolerance": STEP0_TOLERANCE[run.config.model.dtype]}
+            found["reference"] = logps_of(engine)
+        return {**found, "tolerance": STEP0_TOLERANCE[self.config.model.dtype]}
 
     # ---------------------------------------------------------------- every step
+
+    def reference_logps(self, batch: ShardedBatch) -> Tensor:
+        """Return the reference's log-probabilities [S]; the batch's sequences carry them if they are cached."""
+        if self.is_cached:
+            # a batch without sequences has no columns
+            return batch.token_columns.get(COLUMN, torch.zeros_like(batch.loss_weights))
+        return self.reference(batch)
 
     def both_logps(self, batch: ShardedBatch, metrics: MetricSums) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities [S] of policy and reference, and add their mean gap per trained token.
 
         Without a reference its log-probabilities are zeros.
         """
-        if self.reference is None:
+        if not self.needs_reference:
             return self.model(batch).logps, torch.zeros_like(batch.loss_weights)
         # the reference comes first: it may be this very model with its adapters off
-        reference, logps = self.reference(batch), self.model(batch).logps
+        reference, logps = self.reference_logps(batch), self.model(batch).logps
         trained = batch.loss_weights != 0
         gap = (logps.detach() - reference).abs() * trained
         metrics.add("reference_gap", gap.sum(), trained.sum())
@@ -193,7 +189,7 @@ class ReferencedStage(Stage):
 
     def check_first_step(self, metrics: dict[str, float]) -> None:
         gap = metrics.get("reference_gap", 0.0)
-        if self.config.reference in self.reference_words and not gap <= self.tolerance:
+        if self.table.reference in self.reference_words and not gap <= self.tolerance:
             raise RuntimeError(
                 f"at step 0 the policy is the reference, but their log-probabilities differ by {gap:.3g} per token "
                 f"(at most {self.tolerance:g} is rounding): the reference belongs to other weights or the model is not "
@@ -209,12 +205,6 @@ def logps_of(engine: Any) -> Callable[..., Tensor]:
             return engine(batch, **options).logps
 
     return logps
-
-
-def cached_logps(batch: ShardedBatch) -> Tensor:
-    """Return the column of the reference's log-probabilities [S] that the batch's sequences carry."""
-    # a batch without sequences has no columns
-    return batch.token_columns.get(COLUMN, torch.zeros_like(batch.loss_weights))
 
 
 def pairs_of_run(loader: Any, steps: int) -> Pairs:

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from losses.reward_model import reward_loss
 from models.arch import ModelConfig
-from ulysses.config.stage_sections import RmSection
 from ulysses.parallel.batch import Sequence, ShardedBatch
 from ulysses.parallel.sums import sequence_last
-from ulysses.stages.base import Stage, Term
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.base import MetricSums, Stage, Term
 
 
 class RmStage(Stage):
@@ -28,10 +26,8 @@ class RmStage(Stage):
     reward = True
     sequences_per_example = 2
     sequence_fields = ("margin",)
-    config: RmSection
 
-    @classmethod
-    def exported_config(cls, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
+    def exported_config(self, model_config: ModelConfig, tokenizer: Any) -> ModelConfig:
         """Name a padding token that ends no sequence, or none.
 
         transformers reads the score at the last token that is not padding, so a padding token that also ends sequences
@@ -56,7 +52,7 @@ class RmStage(Stage):
         # a batch without sequences has no columns
         margins = batch.sequence_columns.get("margin", scores.detach())
         good, bad, margins = torch.broadcast_tensors(scores[:, None], scores, margins[:, None])
-        losses = reward_loss(good, bad, margins, self.config.center_coefficient) * pairs
+        losses = reward_loss(good, bad, margins, self.table.center_coefficient) * pairs
         difference = (good - bad) * pairs  # a tie is wrong
         means = {"accuracy": difference > 0, "margin": difference}
         self.add_means(metrics, means, pairs.sum())

@@ -16,19 +16,12 @@ from typing import Any
 import torch
 
 from losses.token_nll import dft_nll, label_smoothed_nll, token_nll, weighted_sum, z_loss
-from ulysses.config.stage_sections import SftSection
 from ulysses.parallel.batch import Sequence, ShardedBatch
-from ulysses.stages.base import Requirements, Stage, Term
-from ulysses.stages.metric_sums import MetricSums
+from ulysses.stages.base import MetricSums, Requirements, Stage, StepBatches, Term
 
 LARGEST_EXPONENT = 700.0  # e^700 is still finite
 # of positions, each twice as long as all before it
 OCTAVES = ["0-1k", *(f"{2**i}k-{2 ** (i + 1)}k" for i in range(13))]
-
-
-def _is_nll_alone(section: SftSection) -> bool:
-    """Whether the loss needs nothing of the head but its nll."""
-    return section.loss_type == "nll" and not (section.label_smoothing or section.z_loss)
 
 
 class SftStage(Stage):
@@ -38,39 +31,40 @@ class SftStage(Stage):
     """
 
     name, dataset_type = "sft", "sequence"
-    config: SftSection
 
-    @classmethod
-    def check(cls, config: Any) -> Iterator[str]:
-        if config.sft.loss_type == "dft" and config.sft.label_smoothing:
+    def check(self) -> Iterator[str]:
+        if self.table.loss_type == "dft" and self.table.label_smoothing:
             yield (
-                f'sft.label_smoothing is {config.sft.label_smoothing:g} but sft.loss_type "dft" has none; set it to 0 '
+                f'sft.label_smoothing is {self.table.label_smoothing:g} but sft.loss_type "dft" has none; set it to 0 '
                 'or use "nll"'
             )
 
-    @classmethod
-    def requirements(cls, config: Any) -> Requirements:
-        found = super().requirements(config)
-        return found._replace(logits_once=_is_nll_alone(cls.table(config)))
+    @property
+    def is_nll_alone(self) -> bool:
+        """Whether the loss needs nothing of the head but its nll."""
+        table = self.table
+        return table.loss_type == "nll" and not (table.label_smoothing or table.z_loss)
+
+    @property
+    def requirements(self) -> Requirements:
+        return super().requirements._replace(logits_once=self.is_nll_alone)
 
     def sequences(self, example: Any) -> list[Sequence]:
-        if not self.config.neftune_alpha:
+        if not self.table.neftune_alpha:
             return super().sequences(example)
         return [
             replace(s, columns={"noise_key": int(example.index)}) for s in example.sequences
         ]
 
-    def before_step(
-        self, step: int, batches: list[ShardedBatch], kl_batches: list[ShardedBatch]
-    ) -> list[dict[str, Any]]:
-        noise_seed = (self.seed * 1_000_003 + step) % (1 << 30)
-        return [{"noise_seed": noise_seed}] * len(batches)
+    def before_step(self, read: StepBatches) -> list[dict[str, Any]]:
+        noise_seed = (self.config.run.seed * 1_000_003 + read.step) % (1 << 30)
+        return [{"noise_seed": noise_seed}] * len(read.batches)
 
     def losses(
         self, batch: ShardedBatch, metrics: MetricSums, noise_seed: int = 0
     ) -> list[Term]:
-        config, weights = self.config, batch.loss_weights
-        smoothing, plain = config.label_smoothing, _is_nll_alone(config)
+        config, weights = self.table, batch.loss_weights
+        smoothing, plain = config.label_smoothing, self.is_nll_alone
         out = self.model(
             batch,
             nll=plain,
