@@ -57,7 +57,7 @@ class Record:
         prompt: the messages before the answer; they are not trained.
         answers: one list of messages (sequence, unpaired), chosen and rejected (pair), several (ranked), or an empty
             list (prompt). Their assistant messages are trained.
-        ranks: of ranked answers; the best have 0.
+        ranks: of the answers; the best have 0.
         columns: numbers that go with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
         where: file and row number, for messages; source: index of the source; row: as it was read.
@@ -72,7 +72,7 @@ class Record:
     where: str = ""
     source: int = 0
     row: Any = None
-    ranks: Sequence[int] = ()
+    ranks: Sequence[int] = (0, 1)
 
 
 @dataclass

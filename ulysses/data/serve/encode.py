@@ -118,13 +118,13 @@ def _example(
     events: list[Event],
 ) -> Example:
     """Make an example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
-    is_sequence, limit, longest = kind == "sequence", settings.max_length, 0
+    is_sequence = kind == "sequence"
     if is_sequence and settings.train_on == "all":
         sides = [(tokens, [1.0] * len(tokens)) for tokens, _ in sides]
         if record.answers[0][-1].role != "assistant":
             events.append(("notes", "turns after the last answer left out", record.where))
     sequences: list[Sequence] = []
-    problems = []
+    problems, longest = [], 0
     for group in [[side] for side in sides] if is_sequence else [sides]:
         try:
             found, start = _cut(group, record, kind, bos, settings)
@@ -135,10 +135,10 @@ def _example(
     if not sequences:
         raise problems[0]
     notes = [f"turns left out, {problem}" for problem in problems]
-    notes += ["conversations whose turns are trained separately"] * (
-        is_sequence and len(sides) > 1
-    )
-    notes += ["truncated"] * (longest > limit)
+    if is_sequence and len(sides) > 1:
+        notes.append("conversations whose turns are trained separately")
+    if longest > settings.max_length:
+        notes.append("truncated")
     events += [("notes", note, record.where) for note in notes]
     columns: dict[str, Any] = {**record.columns, "_source": record.source}
     if not is_sequence:
@@ -169,27 +169,26 @@ def _cut(
             "set data.truncation to keep_start, keep_end or drop"
         )
     # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
-    start, room = len(first), limit
+    start = longest
     if kind in ("pair", "ranked", "unpaired"):
         start = int((weights != 0).argmax())
         if len({(t[:start].tobytes(), (w != 0).argmax()) for t, w in arrays}) > 1:
             raise DropRowError(
                 "the prompts of chosen and rejected differ once the chat template is applied"
             )
-        room = max(limit - (longest - start), min(start, limit // 4), 1)
+    room = max(limit - (longest - start), min(start, limit // 4), 1)
     keeps_end = settings.truncation == "keep_end" or kind == "prompt"
     cut, after_bos = max(0, start - room) * keeps_end, int(first[0] == bos)
     removed = slice(after_bos, after_bos + cut)
     sequences = []
-    ranks = list(record.ranks or range(len(sides)))
-    for side, rank in zip(arrays, ranks):
+    for side, rank in zip(arrays, record.ranks):
         tokens, weights = (np.delete(array, removed)[:limit] for array in side)
         columns = {"rank": rank} if kind == "ranked" else {}
         sequences.append(Sequence(tokens, weights, columns=columns))
         if kind != "prompt" and not weights[1:].any():
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
-    answers = {(sequence.tokens.tobytes(), rank) for sequence, rank in zip(sequences, ranks)}
+    answers = {(s.tokens.tobytes(), rank) for s, rank in zip(sequences, record.ranks)}
     if len({tokens for tokens, _ in answers}) < len(answers):
         raise DropRowError("chosen and rejected are the same tokens")
     return sequences, start - cut
@@ -199,18 +198,13 @@ def encode_documents(
     records: Iterable[Record], encoder: TextEncoder
 ) -> list[tuple[str, int, np.ndarray]]:
     """Tokenise documents or parts of them; return where each stands, the index of its source, and its tokens."""
-    records = list(records)
-    texts = [
-        record.text if record.continues else encoder.begin(record.text) for record in records
-    ]
-    try:
-        tokens = encoder.encode_texts(texts)
-    except BadRowError:  # of which row?
-        for record in records:
-            with dropping([], record.where, "error"):
-                encoder.encode_texts([record.text])
-        raise
-    return [(r.where, r.source, np.asarray(ids, np.int32)) for r, ids in zip(records, tokens)]
+    found = []
+    for record in records:
+        text = record.text if record.continues else encoder.begin(record.text)
+        with dropping([], record.where, "error"):
+            (tokens,) = encoder.encode_texts([text])
+        found.append((record.where, record.source, np.asarray(tokens, np.int32)))
+    return found
 
 
 def cut_documents(
