@@ -24,7 +24,6 @@ from ulysses.config.section import AbsentError, ConfigError, error_context, flat
 from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate, load_tokenizer
 from ulysses.data.read.sources import (
-    is_hub_id,
     missing_sources,
     parse_sources,
     repeated_data,
@@ -88,7 +87,7 @@ class Prepared:
                 data.eval_fraction,
                 held_out,
             )
-            with error_context("data", absent=any(map(is_hub_id, sources))):
+            with error_context("data", absent=any(source.is_on_hub for source in sources)):
                 found = open_dataset(
                     sources,
                     STAGES[self.config.stage].dataset_type,

@@ -30,7 +30,6 @@ from ulysses.data.read.sources import (
     FORMATS,
     PROMPT_KEYS,
     Source,
-    is_hub_id,
     read_rows,
     source_files,
 )
@@ -133,13 +132,13 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
     for index, source in enumerate(sources):
         last = source.path
         try:
-            if is_hub_id(source):
+            if source.is_on_hub:
                 report.count(
                     "notes", f"data of the hub's commit {source.revision}", source.path
                 )
             else:
                 note = f"files left out, not of split {source.split}"
-                for file in source_files(source, left_out=True):
+                for file in source_files(source)[1]:
                     report.count("notes", note, str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):
                 continues = where == last  # a long document comes in several parts

@@ -27,6 +27,7 @@ from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.read.formats import Event, LocatedRow, Report, locate_rows, read_records
 from ulysses.data.read.sources import Source, count_rows, in_batches, pinned, source_digest
 from ulysses.data.serve.encode import (
+    Columns,
     DataSettings,
     Example,
     cut_documents,
@@ -35,7 +36,7 @@ from ulysses.data.serve.encode import (
 )
 from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
-from ulysses.parallel.batch import Sequence, common_prefix
+from ulysses.parallel.batch import Sequence
 
 FORMAT_VERSION = 8
 DIGESTS = "digests.json"  # of the other files
@@ -85,8 +86,7 @@ def open_dataset(
             records = read_records(batch, sources, kind, events, bad_rows=settings.bad_rows)
             if template is None:
                 return encode_documents(records, encoder), events
-            examples = encode_records(records, kind, template, settings, events)
-            return pack_examples(examples), events
+            return joined(encode_records(records, kind, template, settings, events)), events
 
         def encoded() -> Iterator[Any]:
             located = locate_rows(sources, report)
@@ -131,17 +131,11 @@ def part_of(
             report.count("notes", "in the other part of data.eval_fraction", where)
 
 
-def pack_examples(examples: Iterable[Example]) -> dict[str, Any]:
-    """Lay examples end to end as the files hold them, so that a process hands few objects to another."""
+def joined(examples: Iterable[Columns]) -> Columns:
+    """Lay the columns of examples end to end, so that a process hands few objects to another."""
     found: dict[str, list[Any]] = defaultdict(list)
     for example in examples:
-        first = example.sequences[0]
-        for sequence in example.sequences:
-            shared = 0 if sequence is first else common_prefix(first, sequence)
-            found["tokens"].append(sequence.tokens)
-            found["weights"].append(sequence.loss_weights)
-            found["_sizes"] += len(sequence.tokens), shared, sequence.columns.get("rank", 0)
-        for name, value in {**example.columns, "_counts": len(example.sequences)}.items():
+        for name, value in example.items():
             found[name].append(value)
     return {name: np.hstack(values) for name, values in found.items()}
 
@@ -149,7 +143,7 @@ def pack_examples(examples: Iterable[Example]) -> dict[str, Any]:
 def write_dataset(
     folder: Path,
     kind: str,
-    chunks: Iterable[dict[str, Any]],
+    chunks: Iterable[Columns],
     report: Report,
     sources: list[str],
 ) -> None:

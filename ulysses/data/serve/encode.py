@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -25,7 +25,7 @@ from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.bounded import bounded_time
 from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
 from ulysses.data.read.formats import Event, Record, dropping
-from ulysses.parallel.batch import Sequence
+from ulysses.parallel.batch import Sequence, common_prefix
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,16 @@ class DataSettings:
     held_out: bool = False
 
 
+# The columns of one example as the files of a dataset hold them (dataset.py): tokens, weights and numbers.
+Columns = dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Example:
     """One training example: its sequences (pair: chosen, rejected; separate turns: the last one first) and its numbers.
 
     columns: prompt_length, but not of a sequence; margin (ranked, whose sequences have the column rank); label, 1 or 0
-    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset. While it is
-    made it has other columns too, which dataset.py knows.
+    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset.
     """
 
     index: int
@@ -74,7 +77,7 @@ def encode_records(
     template: ChatTemplate,
     settings: DataSettings,
     events: list[Event],
-) -> Iterator[Example]:
+) -> Iterator[Columns]:
     """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
     rendered = []
     with bounded_time():
@@ -90,7 +93,7 @@ def encode_records(
     for record, sides in rendered:
         with dropping(events, record.where, settings.bad_rows):
             found = [next(encoded) for _ in sides] if encoded else encode(sides)
-            yield _example(record, kind, found, template.encoder.bos, settings, events)
+            yield _columns(record, kind, found, template.encoder.bos, settings, events)
 
 
 def _render(
@@ -109,15 +112,15 @@ def _render(
     return texts
 
 
-def _example(
+def _columns(
     record: Record,
     kind: str,
     sides: list[Encoded],
     bos: int | None,
     settings: DataSettings,
     events: list[Event],
-) -> Example:
-    """Make an example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
+) -> Columns:
+    """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
     is_sequence = kind == "sequence"
     if is_sequence and settings.train_on == "all":
         sides = [(tokens, [1.0] * len(tokens)) for tokens, _ in sides]
@@ -140,16 +143,27 @@ def _example(
     if longest > settings.max_length:
         notes.append("truncated")
     events += [("notes", note, record.where) for note in notes]
-    columns: dict[str, Any] = {**record.columns, "_source": record.source}
+    first, sizes = sequences[0], []
+    for sequence, rank in zip(sequences, record.ranks if kind == "ranked" else repeat(0)):
+        shared = 0 if sequence is first else common_prefix(first, sequence)
+        sizes += len(sequence.tokens), shared, rank
+    columns = {
+        **record.columns,
+        "tokens": np.concatenate([sequence.tokens for sequence in sequences]),
+        "weights": np.concatenate([sequence.loss_weights for sequence in sequences]),
+        "_sizes": sizes,
+        "_counts": len(sequences),
+        "_source": record.source,
+    }
     if not is_sequence:
         columns["prompt_length"] = start
     if kind in ("unpaired", "prompt"):
-        prompt = hashlib.sha256(sequences[0].tokens[:start].tobytes()).digest()
+        prompt = hashlib.sha256(first.tokens[:start].tobytes()).digest()
         columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
     if kind == "prompt":
         row = json.dumps(record.row, ensure_ascii=False, default=str).encode()
         columns |= {"_row_size": len(row), "_rows": np.frombuffer(row, np.uint8)}
-    return Example(0, tuple(sequences), columns)
+    return columns
 
 
 def _cut(
@@ -181,10 +195,9 @@ def _cut(
     cut, after_bos = max(0, start - room) * keeps_end, int(first[0] == bos)
     removed = slice(after_bos, after_bos + cut)
     sequences = []
-    for side, rank in zip(arrays, record.ranks):
+    for side in arrays:
         tokens, weights = (np.delete(array, removed)[:limit] for array in side)
-        columns = {"rank": rank} if kind == "ranked" else {}
-        sequences.append(Sequence(tokens, weights, columns=columns))
+        sequences.append(Sequence(tokens, weights))
         if kind != "prompt" and not weights[1:].any():
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
@@ -209,7 +222,7 @@ def encode_documents(
 
 def cut_documents(
     parts: Iterable[tuple[str, int, np.ndarray]], encoder: TextEncoder, limit: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Columns]:
     """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
 
     Truncation does not apply: no token is lost.
