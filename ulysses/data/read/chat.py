@@ -23,15 +23,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import digest_of_value
-from ulysses.data.read.bounded import ends, join_bounded, too_much
 from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import in_batches, safe_parts
 from ulysses.data.read.templates import (
     CLOSE,
     NAMED_TEMPLATES,
     OPEN,
+    ends,
+    join_bounded,
     template_environment,
     template_text,
+    too_much,
     with_marks,
 )
 

@@ -181,7 +181,7 @@ class TokenizedDataset:
         source_weights: how often the examples of each source are taken per epoch.
         max_length: where a mismatched sequence is cut.
         token_columns: {name: [tokens of all examples, end to end]}: further columns of the sequences.
-        mismatch_columns: {(index, other): columns} of mismatched sequences: those that can be asked for, or none.
+        mismatched: {name: {(index, other): column}}: the same columns of the mismatched sequences that are asked for.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class TokenizedDataset:
         self.folder = Path(folder)
         self.max_length = max_length
         self.token_columns: dict[str, np.ndarray] = {}
-        self.mismatch_columns: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self.mismatched: dict[str, dict[tuple[int, int], np.ndarray]] = {}
         self.fingerprint = f"{self.folder.name} {share_prompts}"
         index = json.loads((self.folder / "index.json").read_text())
         self.kind: str = index["kind"]
@@ -251,7 +251,7 @@ class TokenizedDataset:
         """Return this dataset with one more column of its tokens and of its mismatched sequences."""
         extended = copy(self)
         extended.token_columns = {**self.token_columns, name: values}
-        extended.mismatch_columns = {pair: {name: x} for pair, x in mismatched.items()}
+        extended.mismatched = {**self.mismatched, name: mismatched}
         return extended
 
     def row(self, index: int) -> dict[str, Any]:
@@ -266,5 +266,5 @@ class TokenizedDataset:
         tokens = [prompt.tokens[:head], answer.tokens[start:]]
         weights = [prompt.loss_weights[:head], answer.loss_weights[start:]]
         joined = (np.concatenate(parts)[: self.max_length] for parts in (tokens, weights))
-        found = self.mismatch_columns[index, other] if self.mismatch_columns else {}
-        return Sequence(*joined, found)
+        columns = {name: found[index, other] for name, found in self.mismatched.items()}
+        return Sequence(*joined, columns)

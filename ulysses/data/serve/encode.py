@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.bounded import bounded_time
 from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
 from ulysses.data.read.formats import Event, Record, dropping
+from ulysses.data.read.templates import bounded_time
 from ulysses.parallel.batch import Sequence, common_prefix
 
 
