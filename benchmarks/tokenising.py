@@ -29,9 +29,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.demo_data import COLOURS, MATERIALS, OWNERS, ROOMS, THINGS, write_demo
+from ulysses.config.schema import DataSection
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import open_dataset
-from ulysses.data.serve.encode import DataSettings
 
 ENDING = (
     r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -110,9 +110,10 @@ def cpu_seconds() -> float:
 
 def ours(tokenizer: Any, pattern: str, data: Path, workers: int, scratch: Path) -> int:
     """Read and tokenise the rows into a new cache; return the number of tokens."""
-    sources, settings = parse_sources(str(data)), DataSettings(1 << 20)
-    more = {"chat_template": pattern, "workers": workers}
-    dataset = open_dataset(sources, "sequence", tokenizer, settings, scratch, **more)
+    settings = DataSection(
+        max_length=1 << 20, cache=str(scratch), chat_template=pattern, workers=workers
+    )
+    dataset = open_dataset(parse_sources(str(data)), "sequence", tokenizer, settings)
     return dataset.report.tokens
 
 

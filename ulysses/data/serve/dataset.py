@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import asdict
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
@@ -28,7 +28,6 @@ from ulysses.data.read.formats import Event, LocatedRow, Report, locate_rows, re
 from ulysses.data.read.sources import Source, count_rows, in_batches, pinned, source_digest
 from ulysses.data.serve.encode import (
     Columns,
-    DataSettings,
     Example,
     cut_documents,
     encode_documents,
@@ -42,6 +41,8 @@ FORMAT_VERSION = 8
 DIGESTS = "digests.json"  # of the other files
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
+# of the [data] table, what decides tokens besides sources, tokenizer and template
+DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
@@ -49,28 +50,27 @@ def open_dataset(
     sources: list[Source],
     kind: str,
     tokenizer: Any,
-    settings: DataSettings,
-    cache: str | Path,
+    settings: DataSection,
     *,
-    chat_template: str = "tokenizer",
+    held_out: bool = False,
     share_prompts: bool = False,
-    workers: int | str = 1,
 ) -> "TokenizedDataset":
-    """Open the tokenised sources; the first process to come tokenises them if `cache` does not hold them yet.
+    """Open the tokenised sources; the first process to come tokenises them if data.cache does not hold them yet.
 
     Args:
         kind: text, sequence, pair, ranked, unpaired or prompt: what a stage needs.
-        workers: processes that tokenise; "auto" is one for each core. What they write does not depend on it.
+        settings: the [data] table, whose own sources are not read here.
+        held_out: take the share of the rows that is held out for evaluation, and not the others.
 
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
-    cache = Path(cache).expanduser()
+    cache = Path(settings.cache).expanduser()
     sources = [pinned(source) for source in sources]
-    template = None if kind == "text" else ChatTemplate(tokenizer, chat_template)
+    template = None if kind == "text" else ChatTemplate(tokenizer, settings.chat_template)
     content = [
         FORMAT_VERSION,
         kind,
-        asdict(settings),
+        {name: getattr(settings, name) for name in DECIDING} | {"held_out": held_out},
         [source_digest(source, cache) for source in sources],
         tokenizer_digest(tokenizer),
         template.text if template else None,
@@ -91,9 +91,10 @@ def open_dataset(
         def encoded() -> Iterator[Any]:
             located = locate_rows(sources, report)
             bar = {"desc": "tokenising", "unit": " rows", "delay": BAR_AFTER_SECONDS}
-            rows = part_of(tqdm(located, total=count_rows(sources), **bar), settings, report)
+            rows = tqdm(located, total=count_rows(sources), **bar)
+            rows = part_of(rows, settings.eval_fraction, held_out, report)
             batches = in_batches(rows, CHARACTERS_AT_ONCE)
-            for found, events in in_order(encode, batches, workers):
+            for found, events in in_order(encode, batches, settings.workers):
                 for event in events:
                     report.count(*event)
                 yield found
@@ -117,7 +118,7 @@ def open_dataset(
 
 
 def part_of(
-    rows: Iterable[LocatedRow], settings: DataSettings, report: Report
+    rows: Iterable[LocatedRow], share: float, held_out: bool, report: Report
 ) -> Iterator[LocatedRow]:
     """Yield the rows that are held out for evaluation, or the others; parts of a document stay together.
 
@@ -125,7 +126,7 @@ def part_of(
     every second or third row.
     """
     for number, (where, parts) in enumerate(groupby(rows, key=itemgetter(1))):
-        if (number * GOLDEN_RATIO % 1 < settings.eval_fraction) == settings.held_out:
+        if (number * GOLDEN_RATIO % 1 < share) == held_out:
             yield from parts
         else:
             report.count("notes", "in the other part of data.eval_fraction", where)

@@ -8,6 +8,10 @@ unpaired   prompt answer            the answer is trained
 prompt     prompt with the assistant's turn opened, nothing is trained
 text       BOS document EOS         cut into pieces of max_length that overlap by one token, so that every token but the
                                     first is predicted exactly once
+
+Of a sequence that is longer than data.max_length, "keep_start" cuts the end. "keep_end" cuts the beginning but keeps
+BOS; for pairs and unpaired answers it shortens the prompt from its beginning, to no less than a quarter of max_length,
+before it cuts the end of an answer. A prompt without an answer always keeps its end, which opens the assistant's turn.
 """
 
 import hashlib
@@ -21,38 +25,12 @@ from typing import Any
 
 import numpy as np
 
+from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
 from ulysses.data.read.formats import Event, Record, dropping
 from ulysses.data.read.templates import bounded_time
 from ulysses.parallel.batch import Sequence, common_prefix
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """What decides tokens besides sources, tokenizer and template.
-
-    Args:
-        max_length: the most tokens of one sequence (for pairs: of each side); at least 2.
-        truncation: what happens to a longer one. "keep_start" cuts its end. "keep_end" cuts its beginning but keeps
-            BOS; for pairs and unpaired answers it shortens the prompt from its beginning, to no less than a quarter
-            of max_length, before it cuts the end of an answer. "drop" leaves the example out, "error" stops. A
-            prompt without an answer always keeps its end, which opens the assistant's turn.
-        train_on: "assistant" (every assistant turn), "last" (the last one) or "all" (every token); sequences only.
-        bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
-        turns: whether the answers of a conversation that are trained share one sequence ("together"), each have their
-            own ("separate"), or only where the template rewrites earlier turns ("auto"); sequences only.
-        eval_fraction: the share of the rows that is held out; 0 takes all rows. `held_out` takes those, not the others.
-    """
-
-    max_length: int
-    truncation: str = "keep_start"
-    train_on: str = "assistant"
-    bad_rows: str = "error"
-    turns: str = "auto"
-    eval_fraction: float = 0.0
-    held_out: bool = False
-
 
 # The columns of one example as the files of a dataset hold them (dataset.py): tokens, weights and numbers.
 Columns = dict[str, Any]
@@ -75,7 +53,7 @@ def encode_records(
     records: Iterable[Record],
     kind: str,
     template: ChatTemplate,
-    settings: DataSettings,
+    settings: DataSection,
     events: list[Event],
 ) -> Iterator[Columns]:
     """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
@@ -97,7 +75,7 @@ def encode_records(
 
 
 def _render(
-    record: Record, kind: str, template: ChatTemplate, settings: DataSettings
+    record: Record, kind: str, template: ChatTemplate, settings: DataSection
 ) -> list[Rendered]:
     """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
     texts = []
@@ -117,7 +95,7 @@ def _columns(
     kind: str,
     sides: list[Encoded],
     bos: int | None,
-    settings: DataSettings,
+    settings: DataSection,
     events: list[Event],
 ) -> Columns:
     """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
@@ -167,7 +145,7 @@ def _columns(
 
 
 def _cut(
-    sides: list[Encoded], record: Record, kind: str, bos: int | None, settings: DataSettings
+    sides: list[Encoded], record: Record, kind: str, bos: int | None, settings: DataSection
 ) -> tuple[list[Sequence], int]:
     """Cut sequences with one prompt to max_length; return them and the prompt's length."""
     limit, longest = settings.max_length, max(len(tokens) for tokens, _ in sides)
