@@ -114,10 +114,11 @@ class Sampler:
             rollout and token number what is drawn.
         progress: is called with the number of new tokens at every look.
         graphs: capture the steps as CUDA graphs, on a GPU.
+        look: steps between two looks at what was drawn, for which the host waits for a GPU; 0 is LOOK there and 1 on a
+            CPU. It changes the speed only.
         prefill: tokens of prompts that are computed together; it bounds the memory.
 
     Attributes:
-        look: steps between two looks at what was drawn, for which the host waits for a GPU.
         waiting: what has not begun, the next one last.
         held: a prompt that is in the cache, and its slot.
         captured: the graphs of the steps by rows and columns of the cache; they share the memory `pool`.
@@ -135,6 +136,7 @@ class Sampler:
     rollout: int = 0
     progress: Callable[[int], object] = lambda tokens: None
     graphs: bool = True
+    look: int = 0
     prefill: int = PREFILL_TOKENS
 
     def __post_init__(self) -> None:
@@ -144,7 +146,7 @@ class Sampler:
         self.device = embedding.device
         on_gpu = self.device.type == "cuda"
         self.graphs = self.graphs and on_gpu
-        self.look = LOOK if on_gpu else 1
+        self.look = self.look or (LOOK if on_gpu else 1)
         prompts = {k: tuple(torch.as_tensor(p).tolist()) for k, p in self.prompts.items()}
         # equal prompts one after the other, and those of like length: they share the work, or its padding
         order = sorted((len(prompt), prompt, key) for key, prompt in prompts.items())

@@ -300,15 +300,14 @@ class ChatTemplate:
         """
         parts = {part for rendered in conversations for part, _ in rendered}
         texts = [part for part in parts if isinstance(part, str)]
-        ids: dict[Any, list[int]] = {part: [part] for part in parts if isinstance(part, int)}
-        ids |= zip(texts, self.encoder.encode_texts(texts))
+        ids: dict[Any, list[int]] = dict(zip(texts, self.encoder.encode_texts(texts)))
         encoded = []
         for rendered in conversations:
             tokens: list[int] = []
             weights: list[float] = []
             before: Any = 0
             for part, weight in rendered:
-                own, alone = ids[part], []
+                own, alone = ids.get(part, [part]), []
                 if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
                     alone = ids[before]
                     (own,) = self.encoder.encode_texts([f"{before}{part}"])
