@@ -221,10 +221,10 @@ def source_digest(source: Source, cache: Path) -> str:
     content = source.path
     if not source.is_on_hub:
         files, _ = source_files(source)
-        known = known_files(files, cache)
         if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
             content = _hash_files(files)
         else:
+            known = known_files(files, cache)
             build_once(known, lambda folder: (folder / "digest").write_text(_hash_files(files)))
             content = (known / "digest").read_text()
     return digest_of_value(vars(source) | {"path": content, "weight": 1})
