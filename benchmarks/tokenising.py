@@ -25,10 +25,10 @@ from typing import Any
 from common import add_options, plain_parser, say, table
 
 from examples.demo_data import COLOURS, MATERIALS, OWNERS, ROOMS, THINGS, write_demo
+from ulysses.config.schema import DataSection
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.read.sources import parse_sources
 from ulysses.data.serve.dataset import open_dataset
-from ulysses.data.serve.encode import DataSettings
 
 WORDS = (*COLOURS, *MATERIALS, *OWNERS, *ROOMS, *THINGS, "and,", "of 12.")
 
@@ -79,8 +79,8 @@ def cpu_seconds() -> float:
 
 def ours(tokenizer: Any, data: Path, workers: int, scratch: Path) -> int:
     """Read and tokenise the rows into a new cache; return the number of tokens."""
-    sources, settings = parse_sources(str(data)), DataSettings(1 << 20)
-    dataset = open_dataset(sources, "sequence", tokenizer, settings, scratch, workers=workers)
+    settings = DataSection(max_length=1 << 20, cache=str(scratch), workers=workers)
+    dataset = open_dataset(parse_sources(str(data)), "sequence", tokenizer, settings)
     return dataset.report.tokens
 
 

@@ -4,19 +4,20 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny_tokenizer import write_rows
+from ulysses.config.schema import DataSection
 from ulysses.data.read.sources import Source
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
-from ulysses.data.serve.encode import DataSettings
 
 
 def open_rows(
     rows: list | str, kind: str, length: int = 512, *, folder: Path, tokenizer: Any, name: str = "rows.jsonl",
-    cache: str = "cache", template: str = "chatml", share_prompts: bool = False, workers: int | str = 1,
+    cache: str = "cache", template: str = "chatml", share_prompts: bool = False, held_out: bool = False,
     **settings: Any,
 ) -> TokenizedDataset:  # fmt: skip
-    """Write rows to a file of the folder and tokenise it."""
+    """Write rows to a file of the folder and tokenise it; tests may cut shorter than a run may."""
     source = Source(write_rows(folder / name, rows))
+    given = {"workers": 1, "cache": str(folder / cache), "chat_template": template, **settings}
+    data = DataSection.model_construct(max_length=length, **given)
     return open_dataset(
-        [source], kind, tokenizer, DataSettings(length, **settings), folder / cache,
-        chat_template=template, share_prompts=share_prompts, workers=workers,
-    )  # fmt: skip
+        [source], kind, tokenizer, data, held_out=held_out, share_prompts=share_prompts
+    )

@@ -34,6 +34,7 @@ BATCH_FACTORS = (
 NOT_PLAIN = r"""[$`]|^(?:[^'"]|'[^']*'|"[^"]*")*?(?:[;|&<>()]|\s#)"""
 NOTHING = (None, "", "auto", -1, [], {})
 PROCESSES = re.compile(r"--(?:num_processes|nproc[-_]per[-_]node|num_gpus)[= ](\d+)")
+NAMES = foreign_names()
 UNKNOWN = "this setting is not known here; take it out if it does not change what is trained"
 
 
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--stage",
-        choices=foreign_names()["ours"]["stage"]["values"],
+        choices=NAMES["ours"]["stage"]["values"],
         help="if the file does not say it (TRL's do not)",
     )
     parser.add_argument(
@@ -101,20 +102,19 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def _command(text: str) -> tuple[str, str]:
     """Return the method that a shell text's only command trains by ("" if its file says it), and its arguments."""
-    names = foreign_names()
-    commands, scripts = names["commands"], names["scripts"]
+    commands, scripts = NAMES["commands"], NAMES["scripts"]
     starts, programs = ("|".join(map(re.escape, table)) for table in (commands, scripts))
     lines = text.replace("\\\n", " ").splitlines()
     lines = [line for line in lines if not re.match(r"\s*(#|export\s|set\s|$)", line)]
     # a launcher's own options lie before the first script or module
-    launched = rf"(?:{'|'.join(names['launchers'])})\s+(?:(?!\S*\.py\s|-m\s)\S+\s+)*?(?:-m\s+)?(?:\S*/)?({programs})"
+    launched = rf"(?:{'|'.join(NAMES['launchers'])})\s+(?:(?!\S*\.py\s|-m\s)\S+\s+)*?(?:-m\s+)?(?:\S*/)?({programs})"
     found = re.match(
         rf"\s*(?:\w+=\S*\s+)*(?:({starts})|{launched})(?:\s+(.*)|$)", "\n".join(lines)
     )
     if not found:
         raise ConfigError(
             f"no command here starts a trainer; what can be read is one command {', '.join(commands)}, or one of "
-            f"{', '.join(names['launchers'])} with one of {', '.join(scripts)}"
+            f"{', '.join(NAMES['launchers'])} with one of {', '.join(scripts)}"
         )
     start, script, arguments = found.groups(default="")
     # the shell would change them, or start something else besides
@@ -134,16 +134,15 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
 
     Raises ConfigError if no stage is named, or if the settings would train something else here.
     """
-    names = foreign_names()
-    system = _system(given, names)
-    given, method = _complete(given, system, path.parent, names)
+    system = _system(given)
+    given, method = _complete(given, system, path.parent)
     settings: dict[str, Any] = {}
     comments: dict[str, str] = {}
     remarks: list[str] = []
     refused: list[tuple[str, Any, str]] = []  # name, value and reason
     # other rules depend on the stage
     for name in sorted(given, key=lambda name: name not in ("stage", "rl")):
-        for value in [given[name]] if name in names["ours"] else _entries(given[name]):
+        for value in [given[name]] if name in NAMES["ours"] else _entries(given[name]):
             stage = settings.get("stage", "")
             places = (
                 f"{system}:{name}",
@@ -151,18 +150,18 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
                 f"{stage}.{name}={value}".lower(),
                 f"{stage}.{name}",
             )
-            kind, rule = _rule(name, value, places, stage, names["rules"])
+            kind, rule = _rule(name, value, places, stage)
             if kind == "ours":
                 if rule["key"] in ("data.train", "data.eval"):
                     sources = []
                     for entry in _entries(value):
                         if isinstance(entry, dict) and (unknown := entry.pop("unknown", "")):
                             remarks.append(f"{name} = {entry['path']}: {unknown}")
-                        source, wrong = _source(entry, stage, names)
+                        source, wrong = _source(entry, stage)
                         sources.append(source)
                         refused += wrong
                     value = sources[0] if len(sources) == 1 else sources
-                kind, rule, new = _ours(value, rule, given, stage, names["free_choice"])
+                kind, rule, new = _ours(value, rule, stage)
                 settings |= new
                 comments |= dict.fromkeys(new if rule else (), f"  # {name}: {rule}")
             if kind == "by_hand":
@@ -170,7 +169,7 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
             elif kind == "not_supported":
                 refused.append((name, value, rule))
     if not method:
-        methods = ", ".join(names["ours"]["stage"]["values"])
+        methods = ", ".join(NAMES["ours"]["stage"]["values"])
         raise ConfigError(f"no stage is named; add --stage with one of {methods}")
     text = path.read_text(encoding="utf-8-sig")
     if gpus is None:
@@ -181,7 +180,7 @@ def translate(given: dict[str, Any], path: Path, gpus: int | None) -> str:
     refuse([_refusal(*each, text) for each in refused])
     if not system:
         raise ConfigError(
-            f"whose settings these are cannot be told: none of the names that mark {', '.join(names['marks'])} is here"
+            f"whose settings these are cannot be told: none of the names that mark {', '.join(NAMES['marks'])} is here"
         )
     if "data.train" not in settings:
         raise ConfigError(
@@ -219,11 +218,9 @@ def _toml(settings: dict[str, Any], comments: dict[str, str], remarks: list[str]
     return "\n".join(lines)
 
 
-def _rule(
-    name: str, value: Any, places: tuple[str, ...], stage: str, rules: dict[str, Any]
-) -> tuple[str, Any]:
+def _rule(name: str, value: Any, places: tuple[str, ...], stage: str) -> tuple[str, Any]:
     """Return the rule that says most about a setting, and the table that it stands in."""
-    said, table = f"{name}={value}".lower(), name.partition(".")[0]
+    rules, said, table = NAMES["rules"], f"{name}={value}".lower(), name.partition(".")[0]
     place = next((place for place in (*places, said, name, table) if place in rules), said)
     kind, rule = rules.get(place, ("not_supported", UNKNOWN))
     if kind == "ours":
@@ -233,9 +230,7 @@ def _rule(
     return kind if value or "=" in place else "not_needed", rule
 
 
-def _ours(
-    value: Any, rule: dict[str, Any], given: dict[str, Any], stage: str, free: list[str]
-) -> tuple[str, str, dict[str, Any]]:
+def _ours(value: Any, rule: dict[str, Any], stage: str) -> tuple[str, str, dict[str, Any]]:
     """Apply a rule of `ours`: return which table's the setting is after all, a comment, and our settings."""
     key, choices, keys = rule["key"], rule.get("values"), (f"{key}." for key in known_keys())
     if not f"{key}.".startswith(tuple(keys)) or key.split(".")[0] in {*STAGES} - {stage}:
@@ -250,10 +245,9 @@ def _ours(
         said = [choice for choice in chosen if choice != ""] or [""]
         value = said[0] if len(said) == 1 else None
     if value is None:
-        listed = key.startswith(tuple(free))
-        kind, stands = (
-            ("by_hand", ", so its default stands") if listed else ("not_supported", "")
-        )
+        kind, stands = "not_supported", ""
+        if key.startswith(tuple(NAMES["free_choice"])):
+            kind, stands = "by_hand", ", so its default stands"
         todo = rule.get("else", "see train.py --help")
         return kind, f"{key} has no such choice{stands}; {todo}", {}
     new = value if choices and isinstance(value, dict) else {key: value}
@@ -302,19 +296,17 @@ def _refusal(name: str, value: Any, reason: str, text: str) -> str:
     return f"{line}{name} = {' '.join(str(value).split())} has no counterpart here; {reason}"
 
 
-def _system(given: dict[str, Any], names: dict[str, Any]) -> str:
+def _system(given: dict[str, Any]) -> str:
     """Tell whose settings these are, "" if nothing says it; ConfigError for those that are not translated."""
-    for name, marks in names["not_translated"].items():
+    for name, marks in NAMES["not_translated"].items():
         if found := sorted(given.keys() & marks):
             raise ConfigError(
                 f"{found[0]} is a setting of {name}, whose files are not translated; start from configs/"
             )
-    return next((name for name, marks in names["marks"].items() if given.keys() & marks), "")
+    return next((name for name, marks in NAMES["marks"].items() if given.keys() & marks), "")
 
 
-def _complete(
-    given: dict[str, Any], system: str, folder: Path, names: dict[str, Any]
-) -> tuple[dict[str, Any], str]:
+def _complete(given: dict[str, Any], system: str, folder: Path) -> tuple[dict[str, Any], str]:
     """Add what their trainer takes where the file says nothing and what other files say; remove what is void.
 
     Returns the settings and the method, which says more than our stage.
@@ -324,27 +316,24 @@ def _complete(
         given |= {"deepspeed": None, "deepspeed_json": json.loads(found.read_text())}
     # axolotl's table for GRPO holds TRL's names; keys of TOML have these letters only
     plain = re.compile(r"^trl\.|[^\w.-]", re.A)
-    given = {plain.sub("", name): _plain(value) for name, value in flat(given).items()}
+    named = {plain.sub("", name): _plain(value) for name, value in flat(given).items()}
     system = system or "trl"
-    given |= {
+    named |= {
         name: meant
-        for name, meant in names["null"].get(system, {}).items()
-        if given.get(name, 0) is None
+        for name, meant in NAMES["null"].get(system, {}).items()
+        if named.get(name, 0) is None
     }
     # "none" is a choice of scale_rewards
-    said = {name for name in given if given[name] not in NOTHING} | {"scale_rewards"}
-    given = {name: value for name, value in given.items() if name in said}
+    given = {n: v for n, v in named.items() if v not in NOTHING or n == "scale_rewards"}
     if "evaluation_strategy" in given:  # its older name
         given["eval_strategy"] = given.pop("evaluation_strategy")
-    defaults = names["defaults"]
-    for name, stage in names["implied"].items():
+    defaults = NAMES["defaults"]
+    for name, stage in NAMES["implied"].items():
         if given.get(name):
             given.setdefault("stage", stage)
     method = str(given.get("rl", given.get("stage", defaults[system].get("stage", ""))))
     for table in (f"{system}_{method}", method, system):
         given = defaults.get(table, {}) | given
-    if not given.get("beta"):
-        given.pop("use_bias_correction_kl", None)
     if "reward_funcs" in given:
         rewards = [
             re.sub(r"\.(\w+)$", r":\1", name) for name in _entries(given["reward_funcs"])
@@ -359,7 +348,7 @@ def _complete(
         given["reward_funcs"] = dict(zip(rewards, weights, strict=True))
     if system != "llamafactory_v1":
         given.setdefault("lora_alpha", 2 * given.get("lora_rank", 8))
-    for rule in names["replaces"]:
+    for rule in NAMES["replaces"]:
         value = str(given.get(rule["name"], 0)).lower()
         if value in rule["when"] if "when" in rule else value not in rule["unless"]:
             given = {name: given[name] for name in given if name not in rule["names"]}
@@ -393,18 +382,18 @@ def _complete(
     return given, method
 
 
-def _source(
-    entry: Any, stage: str, names: dict[str, Any]
-) -> tuple[Any, list[tuple[str, Any, str]]]:
+def _source(entry: Any, stage: str) -> tuple[Any, list[tuple[str, Any, str]]]:
     """Turn one of their data sets, a path or a description, into ours; name what would change its rows."""
     source: dict[str, Any] = {}
-    wrong, reasons = [], names["row_reasons"]
+    wrong, reasons = [], NAMES["row_reasons"]
     for name, value in flat({"path": entry} if isinstance(entry, str) else entry).items():
         name = name.removeprefix("columns.")
-        key = names["sources"].get(f"{stage}.{name}", names["sources"].get(name))
-        for pattern, means in names["row_settings"].items():
+        key, allowed = (
+            NAMES[table].get(f"{stage}.{name}", NAMES[table].get(name))
+            for table in ("sources", "rows")
+        )
+        for pattern, means in NAMES["row_settings"].items():
             source |= means if re.fullmatch(pattern, f"{key or name}={value}") else {}
-        allowed = names["rows"].get(f"{stage}.{name}", names["rows"].get(name))
         said = (f"{name}={entry}" for entry in _entries(value))
         wrong += [(name, value, reasons[each]) for each in said if each in reasons]
         if value in NOTHING or key == f"columns.{value}" or allowed == []:

@@ -7,12 +7,12 @@ import pytest
 
 from tests.harness import run_distributed
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
+from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.cache import build_once
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.read.sources import Source
 from ulysses.data.serve.dataset import open_dataset
-from ulysses.data.serve.encode import DataSettings
 from ulysses.disk import file_system
 
 
@@ -24,9 +24,7 @@ def open_on_rank(tokenizer_folder, source, cache):
             [Source(source)],
             "sequence",
             tokenizer,
-            DataSettings(256),
-            cache,
-            chat_template="chatml",
+            DataSection(max_length=256, cache=str(cache), chat_template="chatml"),
         )
     except DataError as error:
         return str(error)

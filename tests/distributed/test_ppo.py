@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ulysses.gradients.skip import StopOnNonFinite
 
 from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
@@ -23,6 +22,7 @@ from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
 from ulysses.config.schema import Config, OptimizerSection, RunSection
 from ulysses.config.stage_sections import PpoSection
 from ulysses.gradients.chain import GradientPolicyChain
+from ulysses.gradients.policies import StopOnNonFinite
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.engine_sampler import EngineSampler

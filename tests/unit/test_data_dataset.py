@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests.tiny_tokenizer import CHATML, write_tokenizer
+from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.read.sources import Source, safe_parts
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
-from ulysses.data.serve.encode import DataSettings
 from ulysses.data.serve.preview import preview_examples
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
@@ -298,12 +298,16 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(
     text = "".join(f"word {i}, and some more.\n" for i in range(3000))
     path = tmp_path / name
     path.write_text(text if name == "t.txt" else json.dumps({"text": text}))
-    arguments = [Source(str(path))], "text", tokenizer, DataSettings(1000)
-    whole = open_dataset(*arguments, tmp_path / "one")
+
+    def opened(cache):
+        data = DataSection(max_length=1000, cache=str(tmp_path / cache))
+        return open_dataset([Source(str(path))], "text", tokenizer, data)
+
+    whole = opened("one")
     monkeypatch.setattr("ulysses.data.read.sources.CHUNK_CHARACTERS", 5000)
     parts = list(safe_parts(text))
     assert "".join(parts) == text and len(parts) > 5 and max(map(len, parts)) <= 10_064
-    in_parts = open_dataset(*arguments, tmp_path / "two")
+    in_parts = opened("two")
     assert (whole.folder / "tokens.int32").read_bytes() == (
         in_parts.folder / "tokens.int32"
     ).read_bytes()

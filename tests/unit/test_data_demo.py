@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from examples.demo_data import main, write_demo
+from ulysses.config.schema import DataSection
 from ulysses.data.read.chat import load_tokenizer
 from ulysses.data.read.sources import Source
 from ulysses.data.serve.dataset import open_dataset
-from ulysses.data.serve.encode import DataSettings
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,8 @@ def test_same_seed_same_bytes(demo, monkeypatch):
 def test_chosen_and_rejected_have_the_same_lengths(demo, split):
     tokenizer = load_tokenizer(demo / "a" / "tokenizer")
     source = Source(str(demo / "a" / f"dpo_{split}.jsonl"))
-    dataset = open_dataset([source], "pair", tokenizer, DataSettings(128), demo / "c")
+    data = DataSection(max_length=128, cache=str(demo / "c"))
+    dataset = open_dataset([source], "pair", tokenizer, data)
     chosen, rejected = np.sort(dataset.sequence_lengths, axis=0).T
     assert (chosen == rejected).all() and len(set(chosen)) > 3 and len(dataset) >= 200
     assert dataset.report.dropped == {} and dataset.report.notes == {}

@@ -10,6 +10,7 @@ import datasets
 import pytest
 
 from tests.tiny_tokenizer import write_rows
+from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.formats import Report, locate_rows, read_records
 from ulysses.data.read.sources import (
@@ -20,7 +21,6 @@ from ulysses.data.read.sources import (
     source_digest,
 )
 from ulysses.data.serve.dataset import open_dataset
-from ulysses.data.serve.encode import DataSettings
 
 USER, BOT, OTHER = (
     {"role": r, "content": c}
@@ -532,7 +532,8 @@ def test_hub_data_are_those_of_the_commit_that_was_asked_for(
 
     def opened(path="org/data"):
         source = Source(path, split="test", revision="v1")
-        return open_dataset([source], "text", tokenizer, DataSettings(100), tmp_path / "cache")
+        data = DataSection(max_length=100, cache=str(tmp_path / "cache"))
+        return open_dataset([source], "text", tokenizer, data)
 
     found = [opened(), opened()]
     commit = "2" * 40

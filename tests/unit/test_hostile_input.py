@@ -96,9 +96,9 @@ def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
 def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
     tmp_path, open_rows, monkeypatch, workers, prints
 ):
-    monkeypatch.setattr("ulysses.data.read.bounded.RENDER_SECONDS", 60.0 if prints else 1.0)
-    monkeypatch.setattr("ulysses.data.read.bounded.TRIAL_SECONDS", 1.0)
-    monkeypatch.setattr("ulysses.data.read.bounded.RENDER_CHARACTERS", 100_000)
+    monkeypatch.setattr("ulysses.data.read.templates.RENDER_SECONDS", 60.0 if prints else 1.0)
+    monkeypatch.setattr("ulysses.data.read.templates.TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr("ulysses.data.read.templates.RENDER_CHARACTERS", 100_000)
     template = tmp_path / "loop.jinja"
     template.write_text(
         CHAT + ON_A_WORD.replace("LOOP", LOOP.replace("X", "X" if prints else ""))
@@ -122,7 +122,7 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
 def test_a_template_that_would_eat_time_or_memory_is_refused_by_its_name(
     tmp_path, open_rows, monkeypatch, text
 ):
-    monkeypatch.setattr("ulysses.data.read.bounded.TRIAL_SECONDS", 5.0)
+    monkeypatch.setattr("ulysses.data.read.templates.TRIAL_SECONDS", 5.0)
     template = tmp_path / "greedy.jinja"
     template.write_text(CHAT + "{{ " + text + " }}")
     began = time.monotonic()

@@ -24,13 +24,11 @@ from ulysses.config.section import AbsentError, ConfigError, error_context, flat
 from ulysses.config.stage_sections import is_function
 from ulysses.data.read.chat import ChatTemplate, load_tokenizer
 from ulysses.data.read.sources import (
-    is_hub_id,
     missing_sources,
     parse_sources,
     repeated_data,
 )
 from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
-from ulysses.data.serve.encode import DataSettings
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.kernels import KernelChoice, resolve_kernel
 from ulysses.rl.rewards import load_function
@@ -80,25 +78,14 @@ class Prepared:
 
         def opened(value: Any, held_out: bool = False) -> TokenizedDataset:
             sources = parse_sources(value)
-            settings = DataSettings(
-                data.max_length,
-                data.truncation,
-                data.train_on,
-                data.bad_rows,
-                data.turns,
-                data.eval_fraction,
-                held_out,
-            )
-            with error_context("data", absent=any(map(is_hub_id, sources))):
+            with error_context("data", absent=any(source.is_on_hub for source in sources)):
                 found = open_dataset(
                     sources,
                     self.stage.dataset_type,
                     self.tokenizer,
-                    settings,
-                    data.cache,
-                    chat_template=data.chat_template,
+                    data,
+                    held_out=held_out,
                     share_prompts=self.config.batch.share_prompts,
-                    workers=data.workers,
                 )
             self.loader(found)  # refuses an example that is longer than a micro-batch
             return found

@@ -23,15 +23,17 @@ from transformers import PreTrainedTokenizerFast
 
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.cache import digest_of_value
-from ulysses.data.read.bounded import ends, join_bounded, too_much
 from ulysses.data.read.messages import Message
 from ulysses.data.read.sources import in_batches, safe_parts
 from ulysses.data.read.templates import (
     CLOSE,
     NAMED_TEMPLATES,
     OPEN,
+    ends,
+    join_bounded,
     template_environment,
     template_text,
+    too_much,
     with_marks,
 )
 
@@ -300,15 +302,14 @@ class ChatTemplate:
         """
         parts = {part for rendered in conversations for part, _ in rendered}
         texts = [part for part in parts if isinstance(part, str)]
-        ids: dict[Any, list[int]] = {part: [part] for part in parts if isinstance(part, int)}
-        ids |= zip(texts, self.encoder.encode_texts(texts))
+        ids: dict[Any, list[int]] = dict(zip(texts, self.encoder.encode_texts(texts)))
         encoded = []
         for rendered in conversations:
             tokens: list[int] = []
             weights: list[float] = []
             before: Any = 0
             for part, weight in rendered:
-                own, alone = ids[part], []
+                own, alone = ids.get(part, [part]), []
                 if as_whole and weight and isinstance(before, str) and NEWLINE.match(str(part)):
                     alone = ids[before]
                     (own,) = self.encoder.encode_texts([f"{before}{part}"])

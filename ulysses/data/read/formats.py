@@ -30,7 +30,6 @@ from ulysses.data.read.sources import (
     FORMATS,
     PROMPT_KEYS,
     Source,
-    is_hub_id,
     read_rows,
     source_files,
 )
@@ -57,7 +56,7 @@ class Record:
         prompt: the messages before the answer; they are not trained.
         answers: one list of messages (sequence, unpaired), chosen and rejected (pair), several (ranked), or an empty
             list (prompt). Their assistant messages are trained.
-        ranks: of ranked answers; the best have 0.
+        ranks: of the answers; the best have 0.
         columns: numbers that go with the example, such as the margin of a pair.
         text: a document of stage pt, or a part of one, which `continues` the part before if that has the same `where`.
         where: file and row number, for messages; source: index of the source; row: as it was read.
@@ -72,7 +71,7 @@ class Record:
     where: str = ""
     source: int = 0
     row: Any = None
-    ranks: Sequence[int] = ()
+    ranks: Sequence[int] = (0, 1)
 
 
 @dataclass
@@ -133,13 +132,13 @@ def locate_rows(sources: Sequence[Source], report: Report) -> Iterator[LocatedRo
     for index, source in enumerate(sources):
         last = source.path
         try:
-            if is_hub_id(source):
+            if source.is_on_hub:
                 report.count(
                     "notes", f"data of the hub's commit {source.revision}", source.path
                 )
             else:
                 note = f"files left out, not data of split {source.split}"
-                for file in source_files(source, left_out=True):
+                for file in source_files(source)[1]:
                     report.count("notes", note, str(file))
             for where, row in islice(read_rows(source), source.max_examples or None):
                 continues = where == last  # a long document comes in several parts
@@ -262,18 +261,18 @@ def parse_row(row: Row, row_format: str, kind: str) -> list[Record]:
             f"has no {_either(LABEL_KEYS)} that is true for a desirable answer and false for an undesirable one "
             f"(it has {_keys(row)})"
         )
-    if not answers and row_format != "messages":
+    if not answers:
         raise BadRowError(f"has no answer: none of {', '.join(ANSWER_KEYS)}")
-    answer = sum(answers, [])
-    # the assistant's turns in the history of an alpaca row are training data too
-    if not answers or (row_format == "alpaca" and kind == "sequence"):
-        turns, begin = prompt + answer, 0 if kind == "sequence" else -1
-        prompt, answer = turns[:begin], turns[begin:]
-    if kind == "sequence" and label == 0:
+    if kind == "unpaired":
+        _check_answer(answers[0], kind)
+        return [replace(record, columns={"label": label})]
+    if label == 0:
         raise DropRowError("its label is false")
-    _check_answer(answer, kind)
-    columns = {} if kind == "sequence" else {"label": label}
-    return [replace(record, prompt=prompt, answers=[answer], columns=columns)]
+    # the assistant's turns in the history of an alpaca row are training data too
+    if row_format == "alpaca":
+        record = replace(record, prompt=[], answers=[prompt + answers[0]])
+    _check_answer(record.answers[0], kind)
+    return [record]
 
 
 def _comparisons(row: Row, kind: str, record: Record) -> list[Record]:
@@ -317,45 +316,55 @@ def _check_answer(answer: Messages, kind: str) -> None:
 
 
 def _read(row: Row, row_format: str, kind: str) -> tuple[Messages, list[Messages]]:
-    """Read the prompt and its answers; of rows with messages alone, the whole conversation as the prompt."""
+    """Read the prompt and its answers; what is trained of a row with messages alone is the answer."""
     prompt = PROMPTS[row_format](row)
     if row.get("system") and _role(prompt, 0) != "system":
         prompt.insert(0, Message("system", string(row["system"], "system")))
-    is_begun = _role(prompt, -1) == "assistant"
-    asked = {message.content for message in prompt if message.role != "system"}
+    ends_with_answer = _role(prompt, -1) == "assistant"
+    asks = any(message.role != "system" for message in prompt)
     values: list[tuple[str, Any]] = []
     # What else a prompt's row holds is for the reward function. The prompt of preference rows may be in their answers.
-    if kind != "prompt" or not asked or row_format == "preference":
+    if kind != "prompt" or not asks or row_format == "preference":
         values = _answer_values(row)
-    if row_format == "messages" and len(values) <= is_begun:
-        return prompt, []
-    may_hold_prompt = len(values) > 1 or not asked
+    if row_format == "messages" and len(values) <= ends_with_answer:
+        if kind == "prompt":
+            return prompt, []
+        begin = 0 if kind == "sequence" else len(prompt) - 1
+        return prompt[:begin], [prompt[begin:]]
+    may_hold_prompt = len(values) > 1 or not asks
     answers = [_answer(key, value, may_hold_prompt) for key, value in values]
     first_roles = {_role(answer, 0) for answer in answers}
-    if may_hold_prompt and first_roles and not first_roles & {"", "assistant"}:
-        for (key, _), conversation in zip(values, answers):
-            if _role(conversation, -1) != "assistant":
-                raise DropRowError(f"{key} does not end with an assistant message")
-        inner, *others = (conversation[:-1] for conversation in answers)
-        if any(other != inner for other in others):
-            raise DropRowError("the prompts of chosen and rejected differ")
-        if not asked <= {message.content for message in inner}:
-            raise DropRowError("the prompt differs from the one inside chosen and rejected")
-        if _role(inner, 0) != "system":
-            inner = [message for message in prompt if message.role == "system"] + inner
-        return inner, [conversation[-1:] for conversation in answers]
+    if may_hold_prompt and answers and not first_roles & {"", "assistant"}:
+        return _inner_prompt(prompt, [key for key, _ in values], answers)
     if not prompt:
         raise BadRowError(f"has no {_either(PROMPT_KEYS)} (it has {_keys(row)})")
-    if is_begun and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
+    if ends_with_answer and not prompt[-1].tool_calls and first_roles <= {"assistant"}:
         *prompt, begun = prompt
-        size = len(begun.content)
-        if kind == "prompt":
-            prompt.append(replace(begun, begun=size))
+        begun = replace(begun, begun=len(begun.content))
         for answer in answers:
-            text = begun.content + answer[0].content
-            more = {**begun.more, **answer[0].more}
-            answer[0] = replace(answer[0], content=text, more=more, begun=size)
+            text, more = begun.content + answer[0].content, {**begun.more, **answer[0].more}
+            answer[0] = replace(answer[0], content=text, more=more, begun=begun.begun)
+        prompt += [begun] * (kind == "prompt")
     return prompt, answers
+
+
+def _inner_prompt(
+    prompt: Messages, keys: list[str], conversations: list[Messages]
+) -> tuple[Messages, list[Messages]]:
+    """Take the prompt out of whole conversations, which have it in common and end with their answers."""
+    for key, conversation in zip(keys, conversations):
+        if _role(conversation, -1) != "assistant":
+            raise DropRowError(f"{key} does not end with an assistant message")
+    inner, *others = (conversation[:-1] for conversation in conversations)
+    if any(other != inner for other in others):
+        raise DropRowError("the prompts of chosen and rejected differ")
+    system = [message for message in prompt if message.role == "system"]
+    said = [message.content for message in inner]
+    if any(message.content not in said for message in prompt if message not in system):
+        raise DropRowError("the prompt differs from the one inside chosen and rejected")
+    if _role(inner, 0) != "system":
+        inner = system + inner
+    return inner, [conversation[-1:] for conversation in conversations]
 
 
 def _conversation(row: Row) -> Messages:
@@ -439,8 +448,8 @@ def _answer(key: str, value: Any, may_hold_prompt: bool) -> Messages:
 
 def _ranks(row: Row, count: int) -> list[int]:
     """Rank the answers, from 0, by `scores` (higher is better), `ranks` (lower) or their places in the list."""
-    scores = [-float(place) for place in range(count)]
-    for name, sign in (("scores", 1.0), ("ranks", -1.0)):
+    scores: list[float] = [*range(0, -count, -1)]
+    for name, sign in (("scores", 1), ("ranks", -1)):
         if name in row and not PAIR_KEYS <= row.keys():
             if not isinstance(row[name], list) or len(row[name]) != count:
                 raise BadRowError(

@@ -80,6 +80,23 @@ class Source:
         """The file or folder, which does not exist if the path is the id of a dataset on the hub."""
         return Path(self.path).expanduser()
 
+    @property
+    def is_on_hub(self) -> bool:
+        """True if the path is not a local file or folder but looks like the id of a dataset on the hub."""
+        is_id = bool(HUB_ID.match(self.path)) and self.place.suffix not in (*SUFFIXES, ".gz")
+        return is_id and not self.place.exists()
+
+    @property
+    def is_saved(self) -> bool:
+        """True for a folder saved by `datasets`."""
+        marks = ("state.json", "dataset_dict.json")
+        return any((self.place / mark).exists() for mark in marks)
+
+    @property
+    def is_one(self) -> bool:
+        """True if `datasets` reads the source as a whole."""
+        return self.is_on_hub or self.is_saved
+
 
 def parse_sources(value: Any) -> list[Source]:
     """Read a path, a table {path, format, weight, columns, split, ...}, or a list of both."""
@@ -97,18 +114,12 @@ def parse_sources(value: Any) -> list[Source]:
     return sources
 
 
-def is_hub_id(source: Source) -> bool:
-    """True if the path is not a local file or folder but looks like the id of a dataset on the hub."""
-    is_id = bool(HUB_ID.match(source.path)) and source.place.suffix not in (*SUFFIXES, ".gz")
-    return is_id and not source.place.exists()
-
-
 def pinned(source: Source) -> Source:
     """Return a dataset of the hub at the commit that its revision names at present, so that a later one is other data.
 
     Raises DataError: the hub does not answer or has no such dataset, and there is no copy of it in the hub's cache.
     """
-    if not is_hub_id(source):
+    if not source.is_on_hub:
         return source
     if not rank():
         print(f"asking the Hugging Face hub for the dataset {source.path}", flush=True)
@@ -138,10 +149,10 @@ def repeated_data(train: Iterable[Source], evaluation: Iterable[Source]) -> list
     def places(sources: Iterable[Source]) -> set[str]:
         found: set[str] = set()
         for source in sources:
-            if _is_one(source):
+            if source.is_one:
                 found.add(" ".join(filter(None, (source.path, source.subset, source.split))))
             else:
-                found.update(str(file.resolve()) for file in source_files(source))
+                found.update(str(file.resolve()) for file in source_files(source)[0])
         return found
 
     return sorted(places(train) & places(evaluation))
@@ -152,19 +163,18 @@ def missing_sources(sources: Iterable[Source]) -> list[str]:
     return [
         _absent(source)
         for source in sources
-        if not is_hub_id(source) and not source.place.exists()
+        if not source.is_on_hub and not source.place.exists()
     ]
 
 
-def source_files(source: Source, *, left_out: bool = False) -> list[Path]:
-    """List the files of a local source in reading order, of a folder those of its split, or all others (`left_out`).
+def source_files(source: Source) -> tuple[list[Path], list[Path]]:
+    """List the files of a local source in reading order, of a folder those of its split; then all others.
 
     Raises DataError if there are none, or no such split.
     """
     path = source.place
     if not path.exists():
         raise DataError(_absent(source))
-    is_saved = _is_saved_dataset(path)
     found = [p for p in (path, *path.rglob("[!.]*")) if p.is_file()]
     if packed := [
         p for p in found if p.suffix in NOT_UNPACKED and Path(p.stem).suffix in SUFFIXES
@@ -173,14 +183,15 @@ def source_files(source: Source, *, left_out: bool = False) -> list[Path]:
             f"{min(packed).absolute()} is compressed in a way that is not read; unpack it, compress it as .gz, or "
             "move it away"
         )
-    files = sorted(p for p in found if is_saved or _suffix(p) in SUFFIXES)
+    files = sorted(p for p in found if source.is_saved or _suffix(p) in SUFFIXES)
     if not files:
         raise DataError(
             f"{path.absolute()} is none of {', '.join(SUFFIXES)} (or .gz of one), nor a folder of them; "
             "convert or rename it"
         )
-    own = files if is_saved or path.is_file() else _chosen(source, _splits(path, files))
-    return sorted({*found} - {*own}) if left_out else own
+    one = source.is_saved or path.is_file()
+    own = files if one else _chosen(source, _splits(path, files))
+    return own, sorted({*found} - {*own})
 
 
 def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
@@ -217,10 +228,9 @@ def source_digest(source: Source, cache: Path) -> str:
     The bytes are read by one process of the node. The others, and later runs, find their hash in the folder `cache`
     under the names, sizes and times of the files. Files that changed a moment ago are always read.
     """
-    if is_hub_id(source):
-        content = source.path
-    else:
-        files = source_files(source)
+    content = source.path
+    if not source.is_on_hub:
+        files, _ = source_files(source)
         if time.time() - max(path.stat().st_ctime for path in files) < SETTLED_SECONDS:
             content = _hash_files(files)
         else:
@@ -270,7 +280,7 @@ def in_batches(items: Iterable[Any], characters: int) -> Iterator[list[Any]]:
     size = 0
     for item in items:
         batch.append(item)
-        size += len(item[-1] if isinstance(item[-1], str | bytes) else str(item[-1]))
+        size += len(str(item[-1]))
         if len(batch) == ITEMS_AT_ONCE or size >= characters:
             yield batch
             batch, size = [], 0
@@ -283,8 +293,8 @@ def read_rows(source: Source) -> Iterator[tuple[str, Any]]:
 
     Raises DataError: a file that does not exist or cannot be read.
     """
-    is_one = _is_one(source)
-    for file in [source.place] if is_one else source_files(source):
+    is_one = source.is_one
+    for file in [source.place] if is_one else source_files(source)[0]:
         read = _library_rows if is_one or _suffix(file) == ".parquet" else _file_rows
         with _explained(source, file):
             for number, row in read(source, file):
@@ -313,7 +323,7 @@ def count_rows(sources: Iterable[Source]) -> int | None:
     """Count the rows of files that have one on every line, for a progress bar; None if there are other sources."""
     total = 0
     for source in sources:
-        files = [] if is_hub_id(source) else source_files(source)
+        files = [] if source.is_on_hub else source_files(source)[0]
         if not {path.suffix for path in files} <= LINES or not files:
             return None
         rows = sum(1 for path in files for _ in path.open("rb"))
@@ -372,15 +382,6 @@ def _library_rows(source: Source, path: Path) -> Iterator[tuple[int, Any]]:
 
 def _suffix(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-
-
-def _is_one(source: Source) -> bool:
-    """Tell whether `datasets` reads the source as a whole."""
-    return is_hub_id(source) or _is_saved_dataset(source.place)
 
 
 def _absent(source: Source) -> str:

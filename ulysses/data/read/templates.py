@@ -1,20 +1,32 @@
-"""Find the text of a chat template, the tokenizer's own, a built-in one or a file, and say in what Jinja it is read."""
+"""Find the text of a chat template, the tokenizer's own, a built-in one or a file, and run it within bounds.
+
+A template that does not end is stopped: what it writes, its memory and its time are bounded.
+"""
 
 import json
+import os
 import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from jinja2 import Environment, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ulysses.data import DataError
+from ulysses.data import BadRowError, DataError
 
 NAMED_TEMPLATES = ("llama3", "llama3.1", "qwen2.5", "qwen3", "chatml", "plain")
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # marks in rendered text
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+RENDER_SECONDS = 60.0  # the sandbox of jinja2 bounds one loop, but not loops in loops
+RENDER_CHARACTERS = 1 << 30
+TRIAL_SECONDS, TRIAL_BYTES = 20.0, 1 << 30  # for a few rows, and of memory
 
 
 def template_text(tokenizer: Any, name: str) -> str:
@@ -58,3 +70,61 @@ def with_marks(text: str) -> str:
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
+
+
+@contextmanager
+def bounded_time() -> Iterator[None]:
+    """Raise BadRowError in the block whenever RENDER_SECONDS have passed; render one row, or a few thousand, in it.
+
+    It works in the main thread of any process, worker processes included, and does nothing in other threads.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, too_much)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS, RENDER_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def ends(job: Callable[[], Any]) -> bool:
+    """Call `job` in a forked process, and tell whether that ended without too much time, text and memory.
+
+    No signal's handler and no other thread can stop one long operation. Other errors of the job are left to the
+    caller, who calls it next.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
+            signal.setitimer(signal.ITIMER_REAL, TRIAL_SECONDS)
+            process = psutil.Process()
+            most = process.memory_info().vms + TRIAL_BYTES
+            process.rlimit(psutil.RLIMIT_AS, (most, most))
+            job()
+        except (MemoryError, BadRowError):
+            os._exit(1)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def join_bounded(parts: Iterator[str]) -> str:
+    """Return the parts as one text; BadRowError if it is longer than RENDER_CHARACTERS."""
+    texts, size = [], 0
+    for part in parts:
+        texts.append(part)
+        size += len(part)
+        if size > RENDER_CHARACTERS:
+            too_much()
+    return "".join(texts)
+
+
+def too_much(*_: Any) -> None:
+    """Raise BadRowError: the template did not end."""
+    raise BadRowError(
+        "runs the chat template without end: it was stopped after too much time, text or memory; mend its loops"
+    )

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import asdict
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -21,13 +20,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.cache import build_once, check_once, digest_of_value, discard
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, tokenizer_digest
 from ulysses.data.read.formats import Event, LocatedRow, Report, locate_rows, read_records
 from ulysses.data.read.sources import Source, count_rows, in_batches, pinned, source_digest
 from ulysses.data.serve.encode import (
-    DataSettings,
+    Columns,
     Example,
     cut_documents,
     encode_documents,
@@ -35,12 +35,14 @@ from ulysses.data.serve.encode import (
 )
 from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
-from ulysses.parallel.batch import Sequence, common_prefix
+from ulysses.parallel.batch import Sequence
 
 FORMAT_VERSION = 8
 DIGESTS = "digests.json"  # of the other files
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
+# of the [data] table, what decides tokens besides sources, tokenizer and template
+DECIDING = ("max_length", "truncation", "train_on", "bad_rows", "turns", "eval_fraction")
 GOLDEN_RATIO = (1 + 5**0.5) / 2
 
 
@@ -48,28 +50,27 @@ def open_dataset(
     sources: list[Source],
     kind: str,
     tokenizer: Any,
-    settings: DataSettings,
-    cache: str | Path,
+    settings: DataSection,
     *,
-    chat_template: str = "tokenizer",
+    held_out: bool = False,
     share_prompts: bool = False,
-    workers: int | str = 1,
 ) -> "TokenizedDataset":
-    """Open the tokenised sources; the first process to come tokenises them if `cache` does not hold them yet.
+    """Open the tokenised sources; the first process to come tokenises them if data.cache does not hold them yet.
 
     Args:
         kind: text, sequence, pair, ranked, unpaired or prompt: what a stage needs.
-        workers: processes that tokenise; "auto" is one for each core. What they write does not depend on it.
+        settings: the [data] table, whose own sources are not read here.
+        held_out: take the share of the rows that is held out for evaluation, and not the others.
 
     Raises DataError: missing or broken data, named by file and row, in every process.
     """
-    cache = Path(cache).expanduser()
+    cache = Path(settings.cache).expanduser()
     sources = [pinned(source) for source in sources]
-    template = None if kind == "text" else ChatTemplate(tokenizer, chat_template)
+    template = None if kind == "text" else ChatTemplate(tokenizer, settings.chat_template)
     content = [
         FORMAT_VERSION,
         kind,
-        asdict(settings),
+        {name: getattr(settings, name) for name in DECIDING} | {"held_out": held_out},
         [source_digest(source, cache) for source in sources],
         tokenizer_digest(tokenizer),
         template.text if template else None,
@@ -85,15 +86,15 @@ def open_dataset(
             records = read_records(batch, sources, kind, events, bad_rows=settings.bad_rows)
             if template is None:
                 return encode_documents(records, encoder), events
-            examples = encode_records(records, kind, template, settings, events)
-            return pack_examples(examples), events
+            return joined(encode_records(records, kind, template, settings, events)), events
 
         def encoded() -> Iterator[Any]:
             located = locate_rows(sources, report)
             bar = {"desc": "tokenising", "unit": " rows", "delay": BAR_AFTER_SECONDS}
-            rows = part_of(tqdm(located, total=count_rows(sources), **bar), settings, report)
+            rows = tqdm(located, total=count_rows(sources), **bar)
+            rows = part_of(rows, settings.eval_fraction, held_out, report)
             batches = in_batches(rows, CHARACTERS_AT_ONCE)
-            for found, events in in_order(encode, batches, workers):
+            for found, events in in_order(encode, batches, settings.workers):
                 for event in events:
                     report.count(*event)
                 yield found
@@ -117,7 +118,7 @@ def open_dataset(
 
 
 def part_of(
-    rows: Iterable[LocatedRow], settings: DataSettings, report: Report
+    rows: Iterable[LocatedRow], share: float, held_out: bool, report: Report
 ) -> Iterator[LocatedRow]:
     """Yield the rows that are held out for evaluation, or the others; parts of a document stay together.
 
@@ -125,23 +126,17 @@ def part_of(
     every second or third row.
     """
     for number, (where, parts) in enumerate(groupby(rows, key=itemgetter(1))):
-        if (number * GOLDEN_RATIO % 1 < settings.eval_fraction) == settings.held_out:
+        if (number * GOLDEN_RATIO % 1 < share) == held_out:
             yield from parts
         else:
             report.count("notes", "in the other part of data.eval_fraction", where)
 
 
-def pack_examples(examples: Iterable[Example]) -> dict[str, Any]:
-    """Lay examples end to end as the files hold them, so that a process hands few objects to another."""
+def joined(examples: Iterable[Columns]) -> Columns:
+    """Lay the columns of examples end to end, so that a process hands few objects to another."""
     found: dict[str, list[Any]] = defaultdict(list)
     for example in examples:
-        first = example.sequences[0]
-        for sequence in example.sequences:
-            shared = 0 if sequence is first else common_prefix(first, sequence)
-            found["tokens"].append(sequence.tokens)
-            found["weights"].append(sequence.loss_weights)
-            found["_sizes"] += len(sequence.tokens), shared, sequence.columns.get("rank", 0)
-        for name, value in {**example.columns, "_counts": len(example.sequences)}.items():
+        for name, value in example.items():
             found[name].append(value)
     return {name: np.hstack(values) for name, values in found.items()}
 
@@ -149,7 +144,7 @@ def pack_examples(examples: Iterable[Example]) -> dict[str, Any]:
 def write_dataset(
     folder: Path,
     kind: str,
-    chunks: Iterable[dict[str, Any]],
+    chunks: Iterable[Columns],
     report: Report,
     sources: list[str],
 ) -> None:
@@ -187,7 +182,7 @@ class TokenizedDataset:
         source_weights: how often the examples of each source are taken per epoch.
         max_length: where a mismatched sequence is cut.
         token_columns: {name: [tokens of all examples, end to end]}: further columns of the sequences.
-        mismatch_columns: {(index, other): columns} of mismatched sequences: those that can be asked for, or none.
+        mismatched: {name: {(index, other): column}}: the same columns of the mismatched sequences that are asked for.
     """
 
     def __init__(
@@ -200,7 +195,7 @@ class TokenizedDataset:
         self.folder = Path(folder)
         self.max_length = max_length
         self.token_columns: dict[str, np.ndarray] = {}
-        self.mismatch_columns: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self.mismatched: dict[str, dict[tuple[int, int], np.ndarray]] = {}
         self.fingerprint = f"{self.folder.name} {share_prompts}"
         index = json.loads((self.folder / "index.json").read_text())
         self.kind: str = index["kind"]
@@ -257,7 +252,7 @@ class TokenizedDataset:
         """Return this dataset with one more column of its tokens and of its mismatched sequences."""
         extended = copy(self)
         extended.token_columns = {**self.token_columns, name: values}
-        extended.mismatch_columns = {pair: {name: x} for pair, x in mismatched.items()}
+        extended.mismatched = {**self.mismatched, name: mismatched}
         return extended
 
     def row(self, index: int) -> dict[str, Any]:
@@ -272,5 +267,5 @@ class TokenizedDataset:
         tokens = [prompt.tokens[:head], answer.tokens[start:]]
         weights = [prompt.loss_weights[:head], answer.loss_weights[start:]]
         joined = (np.concatenate(parts)[: self.max_length] for parts in (tokens, weights))
-        found = self.mismatch_columns[index, other] if self.mismatch_columns else {}
-        return Sequence(*joined, found)
+        columns = {name: found[index, other] for name, found in self.mismatched.items()}
+        return Sequence(*joined, columns)

@@ -8,6 +8,10 @@ unpaired   prompt answer            the answer is trained
 prompt     prompt with the assistant's turn opened, nothing is trained
 text       BOS document EOS         cut into pieces of max_length that overlap by one token, so that every token but the
                                     first is predicted exactly once
+
+Of a sequence that is longer than data.max_length, "keep_start" cuts the end. "keep_end" cuts the beginning but keeps
+BOS; for pairs and unpaired answers it shortens the prompt from its beginning, to no less than a quarter of max_length,
+before it cuts the end of an answer. A prompt without an answer always keeps its end, which opens the assistant's turn.
 """
 
 import hashlib
@@ -15,43 +19,21 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from ulysses.config.schema import DataSection
 from ulysses.data import BadRowError, DataError, DropRowError
-from ulysses.data.read.bounded import bounded_time
 from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
 from ulysses.data.read.formats import Event, Record, dropping
-from ulysses.parallel.batch import Sequence
+from ulysses.data.read.templates import bounded_time
+from ulysses.parallel.batch import Sequence, common_prefix
 
-
-@dataclass(frozen=True)
-class DataSettings:
-    """What decides tokens besides sources, tokenizer and template.
-
-    Args:
-        max_length: the most tokens of one sequence (for pairs: of each side); at least 2.
-        truncation: what happens to a longer one. "keep_start" cuts its end. "keep_end" cuts its beginning but keeps
-            BOS; for pairs and unpaired answers it shortens the prompt from its beginning, to no less than a quarter
-            of max_length, before it cuts the end of an answer. "drop" leaves the example out, "error" stops. A
-            prompt without an answer always keeps its end, which opens the assistant's turn.
-        train_on: "assistant" (every assistant turn), "last" (the last one) or "all" (every token); sequences only.
-        bad_rows: "error" stops at a row that breaks its format, "drop" counts it.
-        turns: whether the answers of a conversation that are trained share one sequence ("together"), each have their
-            own ("separate"), or only where the template rewrites earlier turns ("auto"); sequences only.
-        eval_fraction: the share of the rows that is held out; 0 takes all rows. `held_out` takes those, not the others.
-    """
-
-    max_length: int
-    truncation: str = "keep_start"
-    train_on: str = "assistant"
-    bad_rows: str = "error"
-    turns: str = "auto"
-    eval_fraction: float = 0.0
-    held_out: bool = False
+# The columns of one example as the files of a dataset hold them (dataset.py): tokens, weights and numbers.
+Columns = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,8 +41,7 @@ class Example:
     """One training example: its sequences (pair: chosen, rejected; separate turns: the last one first) and its numbers.
 
     columns: prompt_length, but not of a sequence; margin (ranked, whose sequences have the column rank); label, 1 or 0
-    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset. While it is
-    made it has other columns too, which dataset.py knows.
+    (unpaired); prompt_id (unpaired, prompt), the same for equal prompts. index: its place in the dataset.
     """
 
     index: int
@@ -72,9 +53,9 @@ def encode_records(
     records: Iterable[Record],
     kind: str,
     template: ChatTemplate,
-    settings: DataSettings,
+    settings: DataSection,
     events: list[Event],
-) -> Iterator[Example]:
+) -> Iterator[Columns]:
     """Tokenise the conversations of one batch together; what cannot be trained on is dropped and counted."""
     rendered = []
     with bounded_time():
@@ -90,11 +71,11 @@ def encode_records(
     for record, sides in rendered:
         with dropping(events, record.where, settings.bad_rows):
             found = [next(encoded) for _ in sides] if encoded else encode(sides)
-            yield _example(record, kind, found, template.encoder.bos, settings, events)
+            yield _columns(record, kind, found, template.encoder.bos, settings, events)
 
 
 def _render(
-    record: Record, kind: str, template: ChatTemplate, settings: DataSettings
+    record: Record, kind: str, template: ChatTemplate, settings: DataSection
 ) -> list[Rendered]:
     """Render a record as one text for each of its answers, or as several texts for the turns of a sequence."""
     texts = []
@@ -109,22 +90,22 @@ def _render(
     return texts
 
 
-def _example(
+def _columns(
     record: Record,
     kind: str,
     sides: list[Encoded],
     bos: int | None,
-    settings: DataSettings,
+    settings: DataSection,
     events: list[Event],
-) -> Example:
-    """Make an example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
-    is_sequence, limit, longest = kind == "sequence", settings.max_length, 0
+) -> Columns:
+    """Make the example of one record; each sequence of separate turns is cut by itself, as a row of its own."""
+    is_sequence = kind == "sequence"
     if is_sequence and settings.train_on == "all":
         sides = [(tokens, [1.0] * len(tokens)) for tokens, _ in sides]
         if record.answers[0][-1].role != "assistant":
             events.append(("notes", "turns after the last answer left out", record.where))
     sequences: list[Sequence] = []
-    problems = []
+    problems, longest = [], 0
     for group in [[side] for side in sides] if is_sequence else [sides]:
         try:
             found, start = _cut(group, record, kind, bos, settings)
@@ -135,25 +116,36 @@ def _example(
     if not sequences:
         raise problems[0]
     notes = [f"turns left out, {problem}" for problem in problems]
-    notes += ["conversations whose turns are trained separately"] * (
-        is_sequence and len(sides) > 1
-    )
-    notes += ["truncated"] * (longest > limit)
+    if is_sequence and len(sides) > 1:
+        notes.append("conversations whose turns are trained separately")
+    if longest > settings.max_length:
+        notes.append("truncated")
     events += [("notes", note, record.where) for note in notes]
-    columns: dict[str, Any] = {**record.columns, "_source": record.source}
+    first, sizes = sequences[0], []
+    for sequence, rank in zip(sequences, record.ranks if kind == "ranked" else repeat(0)):
+        shared = 0 if sequence is first else common_prefix(first, sequence)
+        sizes += len(sequence.tokens), shared, rank
+    columns = {
+        **record.columns,
+        "tokens": np.concatenate([sequence.tokens for sequence in sequences]),
+        "weights": np.concatenate([sequence.loss_weights for sequence in sequences]),
+        "_sizes": sizes,
+        "_counts": len(sequences),
+        "_source": record.source,
+    }
     if not is_sequence:
         columns["prompt_length"] = start
     if kind in ("unpaired", "prompt"):
-        prompt = hashlib.sha256(sequences[0].tokens[:start].tobytes()).digest()
+        prompt = hashlib.sha256(first.tokens[:start].tobytes()).digest()
         columns["_prompt"] = np.frombuffer(prompt, np.int64)[0]
     if kind == "prompt":
         row = json.dumps(record.row, ensure_ascii=False, default=str).encode()
         columns |= {"_row_size": len(row), "_rows": np.frombuffer(row, np.uint8)}
-    return Example(0, tuple(sequences), columns)
+    return columns
 
 
 def _cut(
-    sides: list[Encoded], record: Record, kind: str, bos: int | None, settings: DataSettings
+    sides: list[Encoded], record: Record, kind: str, bos: int | None, settings: DataSection
 ) -> tuple[list[Sequence], int]:
     """Cut sequences with one prompt to max_length; return them and the prompt's length."""
     limit, longest = settings.max_length, max(len(tokens) for tokens, _ in sides)
@@ -169,27 +161,25 @@ def _cut(
             "set data.truncation to keep_start, keep_end or drop"
         )
     # The prompt ends and the answers begin at `start`; a sequence and a prompt alone are cut as one.
-    start, room = len(first), limit
+    start = longest
     if kind in ("pair", "ranked", "unpaired"):
         start = int((weights != 0).argmax())
         if len({(t[:start].tobytes(), (w != 0).argmax()) for t, w in arrays}) > 1:
             raise DropRowError(
                 "the prompts of chosen and rejected differ once the chat template is applied"
             )
-        room = max(limit - (longest - start), min(start, limit // 4), 1)
+    room = max(limit - (longest - start), min(start, limit // 4), 1)
     keeps_end = settings.truncation == "keep_end" or kind == "prompt"
     cut, after_bos = max(0, start - room) * keeps_end, int(first[0] == bos)
     removed = slice(after_bos, after_bos + cut)
     sequences = []
-    ranks = list(record.ranks or range(len(sides)))
-    for side, rank in zip(arrays, ranks):
+    for side in arrays:
         tokens, weights = (np.delete(array, removed)[:limit] for array in side)
-        columns = {"rank": rank} if kind == "ranked" else {}
-        sequences.append(Sequence(tokens, weights, columns=columns))
+        sequences.append(Sequence(tokens, weights))
         if kind != "prompt" and not weights[1:].any():
             after = " after truncation" if longest > limit else ""
             raise DropRowError(f"no trained token is left{after}")
-    answers = {(sequence.tokens.tobytes(), rank) for sequence, rank in zip(sequences, ranks)}
+    answers = {(s.tokens.tobytes(), rank) for s, rank in zip(sequences, record.ranks)}
     if len({tokens for tokens, _ in answers}) < len(answers):
         raise DropRowError("chosen and rejected are the same tokens")
     return sequences, start - cut
@@ -199,23 +189,18 @@ def encode_documents(
     records: Iterable[Record], encoder: TextEncoder
 ) -> list[tuple[str, int, np.ndarray]]:
     """Tokenise documents or parts of them; return where each stands, the index of its source, and its tokens."""
-    records = list(records)
-    texts = [
-        record.text if record.continues else encoder.begin(record.text) for record in records
-    ]
-    try:
-        tokens = encoder.encode_texts(texts)
-    except BadRowError:  # of which row?
-        for record in records:
-            with dropping([], record.where, "error"):
-                encoder.encode_texts([record.text])
-        raise
-    return [(r.where, r.source, np.asarray(ids, np.int32)) for r, ids in zip(records, tokens)]
+    found = []
+    for record in records:
+        text = record.text if record.continues else encoder.begin(record.text)
+        with dropping([], record.where, "error"):
+            (tokens,) = encoder.encode_texts([text])
+        found.append((record.where, record.source, np.asarray(tokens, np.int32)))
+    return found
 
 
 def cut_documents(
     parts: Iterable[tuple[str, int, np.ndarray]], encoder: TextEncoder, limit: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Columns]:
     """Join the parts of each document, and cut it into pieces of at most `limit` tokens, as the files hold them.
 
     Truncation does not apply: no token is lost.
