@@ -97,7 +97,7 @@ def test_every_shipped_configuration_can_be_planned(
 
 
 @pytest.mark.parametrize("document", READMES)
-def test_library_snippets_run(document: str, tmp_path: Path) -> None:
+def test_library_snippets_run(document: str) -> None:
     pieces, whole_run = blocks(document, "python")
     assert len(pieces.splitlines()) == 6
     names: dict[str, object] = {}
@@ -106,7 +106,7 @@ def test_library_snippets_run(document: str, tmp_path: Path) -> None:
     compile(whole_run, document, "exec")
 
 
-def test_gradient_policy_page(tmp_path: Path) -> None:
+def test_gradient_policy_page() -> None:
     for text in blocks("docs/gradients.md", "toml"):
         section = tomllib.loads(text)["gradients"]
         if "policies" in section:
