@@ -25,16 +25,17 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python examples/demo.py --output $(DEMO)
 
-# Two at a time, those that start no processes of their own.
-ALONE := tests/golden tests/parity tests/unit
+# Two at a time, those that start no groups of processes.
+ALONE := tests/golden tests/parity tests/unit $(addprefix tests/e2e/test_,packaging.py quiet.py readme.py)
+GROUPS := tests/distributed tests/e2e $(addprefix --ignore=,$(filter tests/e2e/%,$(ALONE)))
 
 test: install
 	$(BIN)/python -m pytest -q -n 2 $(ALONE)
-	$(BIN)/python -m pytest -q tests/distributed tests/e2e
+	$(BIN)/python -m pytest -q $(GROUPS)
 
 full: install
 	$(BIN)/python -m pytest -q -n 2 -m "full or not full" $(ALONE)
-	$(BIN)/python -m pytest -q -m "full or not full" tests/distributed tests/e2e
+	$(BIN)/python -m pytest -q -m "full or not full" $(GROUPS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,6 +1,9 @@
 """Shared test set-up: one thread per process, quiet libraries, no network."""
 
 import os
+import subprocess
+import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,3 +52,22 @@ def open_rows(tmp_path: Path, tokenizer: Any) -> Any:
     from tests.data_case import open_rows
 
     return partial(open_rows, folder=tmp_path, tokenizer=tokenizer)
+
+
+OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]
+# which huggingface_hub 0 needs and 1 does not
+BELOW = ["requests", "urllib3", "charset-normalizer"]
+
+
+@pytest.fixture(scope="session")
+def transformers4() -> Path:
+    """A folder to put first on PYTHONPATH: transformers 4.57 over this environment; made once, in ten seconds."""
+    from ulysses.run.export_model import whole_folder
+
+    made = f"{tempfile.gettempdir()}/ulysses-tests-transformers-4.57.6"
+    folder = Path(os.environ.get("TRANSFORMERS_4", made))
+    if not folder.exists():
+        with whole_folder(folder) as new:
+            line = [sys.executable, *"-m pip install -q --no-deps --target".split(), new]
+            subprocess.run([*line, *OLD, *BELOW], check=True, capture_output=True)
+    return folder

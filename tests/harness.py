@@ -35,6 +35,11 @@ RANK_DEVICE = "ULYSSES_TEST_RANK_DEVICE"  # set in a rank's own process
 AS_LARGE = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500}
 
 
+def full(*cases: tuple[Any, ...]) -> list[Any]:
+    """Cases of a parametrised test that run only when everything is asked for; the others have a reason each."""
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -119,12 +124,18 @@ def run_distributed(
 
 
 def preload(*names: str) -> None:
-    """Import deepspeed with what it imports late, and other modules, so that forked ranks need not."""
+    """Import deepspeed with what it imports late, and other modules, so that forked ranks need not.
+
+    Without GPUs it also asks once which of its operators this machine can build: it compiles a program to find out,
+    which every rank would do again at its start.
+    """
     late = ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "torch._dynamo",
             "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.superoffload.superoffload_stage3",
             "setuptools")  # fmt: skip
     for name in late + names:
         importlib.import_module(name)
+    if not torch.cuda.device_count():  # asking them would start CUDA here
+        _ = importlib.import_module("deepspeed.ops").__compatible_ops__
 
 
 def begin_rank() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness import device, need_gpus, run_distributed
+from tests.harness import device, full, need_gpus, run_distributed
 from tests.unit.test_kernels import gpu_kernels, naive
 from tests.unit.test_layout import HEADS, RAGGED, simulated_mesh
 from ulysses import ParallelMesh, SeqAllToAll4D, Sequence, UlyssesAttention, pack_shard
@@ -71,7 +71,7 @@ def compare(got, wanted, tolerance=1e-5):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("sp", range(1, 9))
+@pytest.mark.parametrize("sp", [1, 2, 3, 4, 6, 8, *full((5,), (7,))])
 def test_every_head_count_at_every_degree(sp):
     results = run_distributed(many_processes, sp, sp, HEADS, RAGGED)[0]
     for heads, got in zip(HEADS, results):

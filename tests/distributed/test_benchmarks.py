@@ -8,10 +8,14 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from models.arch import ModelConfig
-from tests.e2e.launch import ROOT, environment
+from tests.e2e.launch import ROOT, environment, ranks
 from tests.harness import run_distributed
 from tests.model_folder import write_model
 
@@ -51,15 +55,17 @@ def test_steps_are_measured_as_set() -> None:
         assert not {"seconds", "loss"} & {*fit}
 
 
-def printed(program: str, *arguments: object) -> str:
-    line = [sys.executable, f"benchmarks/{program}", *map(str, arguments)]
-    return subprocess.run(
-        line, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-
-
-def test_preferences_of_a_model_are_judged_before_and_after(tmp_path: Path) -> None:
+def test_preferences_of_a_model_are_judged_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The study of DPO: its held-out pairs rank better after training, with all weights and with adapters."""
+    import real_model
+
+    def forked(line: list[str], **_: Any) -> None:
+        launcher, arguments = line[: (at := line.index("ulysses.train"))], line[at + 1 :]
+        assert launcher[-1] == "-m" and "--nproc_per_node=1" in launcher
+        ranks(arguments, 1, tmp_path / "logs").check()
+
     demo, model = ROOT / "configs/demo", tmp_path / "model"
     shutil.copytree(demo / "data/tokenizer", model)
     write_model(
@@ -69,7 +75,13 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path: Path) -> N
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     toy = "--batch.examples 8 --model.dtype float32 --optimizer.lr 1e-2 --optimizer.warmup 2 --run.seed 0"
     pairs = tmp_path / "pairs.jsonl"
-    printed("real_model.py", "dpo", model, pairs, "--out", tmp_path, *toy.split())
+    words = ["real_model.py", "dpo", model, pairs, "--out", tmp_path, *toy.split()]
+    monkeypatch.setattr(sys, "argv", [*map(str, words)])
+    monkeypatch.setattr(real_model, "DEVICE", "cpu")
+    monkeypatch.setattr(real_model, "DTYPE", torch.float32)
+    stand_in = SimpleNamespace(run=forked, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(real_model, "subprocess", stand_in)
+    real_model.main()
     header, _, *lines = (tmp_path / "dpo/table.md").read_text().splitlines()
     assert "pairs ranked right (%)" in header and "gain in log-odds" in header
     names = [re.split(r" *\| *", line)[1] for line in lines]
@@ -80,8 +92,9 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path: Path) -> N
 
 
 def test_tokenising_is_compared_with_datasets_map() -> None:
-    lines = printed("tokenising.py", *"--rows 40 --rounds 1".split()).splitlines()
-    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    line = [sys.executable, "benchmarks/tokenising.py", *"--rows 40 --rounds 1".split()]
+    text = subprocess.check_output(line, cwd=ROOT, env=environment(), text=True)
+    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     found = [(row["workers"], row["who"]) for row in rows]
     assert found == [*product((1, 2), ("ours", "datasets.map"))]
     assert len({row["tokens"] for row in rows}) == 1

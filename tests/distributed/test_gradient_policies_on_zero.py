@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.engine_case import SHAPE, Case, build_trainer
-from tests.harness import run_distributed
+from tests.harness import full, run_distributed
 from tests.zero_case import whole
 from ulysses.config.schema import OptimizerSection
 from ulysses.gradients import GradientPolicyChain, Gradients, StepContext, build_chain
@@ -176,7 +176,7 @@ def drive(sizes: tuple[int, ...]) -> list[set[str]]:
     return acted
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(1, (1,)), (2, (1, 2)), (4, (1, 2))])
+@pytest.mark.parametrize(("world", "sizes"), [(1, (1,)), (4, (1, 2)), *full((2, (1, 2)))])
 def test_policies_do_the_same_to_partitions_and_to_the_whole_gradient(
     world: int, sizes: tuple[int, ...]
 ) -> None:

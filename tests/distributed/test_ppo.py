@@ -15,7 +15,7 @@ from losses.ppo import kl_estimate, ppo_policy_loss, ppo_value_loss
 from models.arch import ModelConfig
 from models.decoder import CausalLM, PolicyValue, RewardModel
 from tests.engine_case import SHAPE, CaptureChain, ListDataset
-from tests.harness import run_distributed
+from tests.harness import full, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, filled, frozen_engine, trained_engine
@@ -284,12 +284,9 @@ IN_LOSS = {"kl_in": "loss_with_ratio", "kl_estimator": "k3"}
         (4, 2, 128, 2, GSPO | {"loss_aggregation": "token", "mask_truncated": True}, SHAPE),
         (4, 2, 64, 1, RLOO, SHAPE),
         (2, 2, 128, 1, GROUPED | {"policy_loss": "cispo", "mask_truncated": True}, SHAPE),
-        (4, 2, 64, 1, GSPO | {"policy_loss": "cispo"}, SHAPE),
         (2, 1, 128, 1, GROUPED | {"dual_clip": 1.4, "ratio": "product"}, SHAPE),
         (1, 1, 128, None, FIXED, SHAPE),
         (4, 2, 64, 1, FIXED, SHAPE),
-        (2, 1, 512, 1, FIXED, SHAPE),
-        (4, 2, 128, 1, FIXED, ODD),
         (4, 4, 512, None, FIXED, ODD),
         (
             1,
@@ -327,6 +324,11 @@ IN_LOSS = {"kl_in": "loss_with_ratio", "kl_estimator": "k3"}
                 "max_new_tokens": 25,
             },
             SHAPE,
+        ),
+        *full(
+            (4, 2, 64, 1, GSPO | {"policy_loss": "cispo"}, SHAPE),
+            (2, 1, 512, 1, FIXED, SHAPE),
+            (4, 2, 128, 1, FIXED, ODD),
         ),
     ],
 )
@@ -399,12 +401,11 @@ def real(advantage: str) -> PpoSection:
 @pytest.mark.parametrize(
     ("world", "sp", "budget", "shape", "advantage"),
     [
-        (2, 2, 128, SHAPE, "gae"),
         (4, 2, 64, SHAPE, "gae"),
         (4, 4, 64, ODD, "gae"),
-        (2, 1, 128, SHAPE, "group"),
         (4, 2, 64, SHAPE, "leave_one_out"),
         (4, 4, 100, SHAPE, "group"),
+        *full((2, 2, 128, SHAPE, "gae"), (2, 1, 128, SHAPE, "group")),
     ],
 )
 def test_rollouts_do_not_depend_on_the_ranks(

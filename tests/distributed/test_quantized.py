@@ -9,21 +9,32 @@ from safetensors.torch import load_file
 from models.lora import is_adapter
 from tests.e2e.launch import metrics, ranks, tiny
 from tests.engine_case import Case, run_case
-from tests.harness import run_distributed
+from tests.harness import full, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import STAGE_CASES, Formula, compared
 from ulysses.config.schema import OptimizerSection
 
+ONCE = [
+    ("dpo", "nf4", 1, 1, "none"), ("dpo", "nf4", 3, 3, "none"), ("kto", "nf4", 2, 1, "keep_attention"),
+    ("rm", "nf4", 2, 2, "none"), ("pt", "fp8", 2, 2, "keep_attention"), ("distill", "nf4", 2, 2, "none"),
+]  # fmt: skip
+TWICE = [
+    ("dpo", "nf4", 2, 2, "block"), ("sft", "nf4", 4, 2, "pair"), ("dpo", "fp8", 4, 2, "block"),
+]  # fmt: skip
 
-@pytest.mark.parametrize(("stage", "quantize", "world", "sp", "recompute"), [
-    ("dpo", "nf4", 1, 1, "none"), ("dpo", "nf4", 2, 2, "block"), ("dpo", "nf4", 3, 3, "none"),
-    ("sft", "nf4", 4, 2, "pair"), ("kto", "nf4", 2, 1, "keep_attention"), ("rm", "nf4", 2, 2, "none"),
-    ("pt", "fp8", 2, 2, "keep_attention"), ("dpo", "fp8", 4, 2, "block"), ("distill", "nf4", 2, 2, "none"),
-])  # fmt: skip
-@pytest.mark.parametrize("resident", [False, True], ids=["sharded", "resident"])
+
+@pytest.mark.parametrize(
+    ("stage", "quantize", "world", "sp", "recompute", "resident"),
+    [
+        *((*case, False) for case in ONCE + TWICE),
+        *((*case, True) for case in TWICE),
+        *full(*((*case, True) for case in ONCE)),
+    ],
+)
 def test_gradients_are_those_of_the_dequantised_matrices(
     stage, quantize, world, sp, recompute, resident
 ) -> None:
+    """With the base in shards, which has every case, and with all of it on every rank."""
     options = STAGE_CASES[stage].options if stage in ("rm", "kto", "distill") else {}
     case = Case(
         stage,

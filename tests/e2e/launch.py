@@ -10,6 +10,7 @@ All of them run on the CPU, also where there are GPUs: these tests compare numbe
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -47,6 +48,11 @@ class Outcome:
     code: int
     stdout: str
     stderr: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The sentences that tell what went wrong; a progress bar may stand before one."""
+        return re.findall(r"error: .*", self.stderr)
 
     def check(self) -> "Outcome":
         assert self.code == 0, (
@@ -225,18 +231,21 @@ def _become_rank(
     os._exit(code)
 
 
-def steps_taken() -> Callable[[], int]:
-    """Return what tells a fault, planted in a rank before its run, how many steps this rank has taken."""
+def plant_in_losses(fault: Callable[[int, Callable[[], Any]], Any]) -> None:
+    """Call `fault(steps taken, compute)` in this rank wherever SFT asks for the loss terms, which `compute` returns."""
     from ulysses.run.trainer import Trainer
+    from ulysses.stages.sft import SftStage
 
-    train_step, trainers = Trainer.train_step, []
+    train_step, losses, trainers = Trainer.train_step, SftStage.losses, []
 
     def noted(trainer: Trainer) -> dict[str, float]:
         trainers[:] = [trainer]
         return train_step(trainer)
 
-    Trainer.train_step = noted
-    return lambda: trainers[0].step
+    def faulty(*batch: Any, **of_step: Any) -> Any:
+        return fault(trainers[0].step, lambda: losses(*batch, **of_step))
+
+    Trainer.train_step, SftStage.losses = noted, faulty
 
 
 def metrics(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:

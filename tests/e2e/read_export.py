@@ -1,6 +1,6 @@
 """Read exports with the transformers that is installed; test_export_elsewhere.py runs it in two environments.
 
-python read_export.py FOLDER...    prints one JSON object per folder
+python read_export.py FOLDER...    prints what `read_all` returns, as JSON
 """
 
 import json
@@ -57,11 +57,9 @@ def read(folder: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
-print(
-    json.dumps(
-        {
-            "version": transformers.__version__,
-            "found": [read(Path(folder)) for folder in sys.argv[1:]],
-        }
-    )
-)
+def read_all(folders: list[Path]) -> dict[str, object]:
+    return {"version": transformers.__version__, "found": [read(folder) for folder in folders]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(read_all([Path(folder) for folder in sys.argv[1:]])))

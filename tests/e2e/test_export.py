@@ -1,8 +1,6 @@
 """An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -14,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from models.arch import ModelConfig
 from models.decoder import empty_model, init_parameter
 from models.hf_format import WeightFiles, write_weights
-from tests.e2e.launch import environment, ranks, tiny
+from tests.e2e.launch import ranks, tiny
 from tests.harness import run_distributed
 from ulysses.config.command_line import check
 from ulysses.disk import write_json
@@ -50,16 +48,9 @@ def assert_same_folder(found: Path, expected: Path) -> None:
 
 
 def test_export_of_a_checkpoint_equals_the_runs_own(run: Path, tmp_path: Path) -> None:
-    line = [
-        sys.executable,
-        "-m",
-        "ulysses.export",
-        run / "checkpoints/step-2",
-        tmp_path / "out",
-    ]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # a kill cut the last line short
-    subprocess.run(line, env=environment(), check=True)
+    assert main([str(run / "checkpoints/step-2"), str(tmp_path / "out")]) == 0
     assert_same_folder(tmp_path / "out", run / "export")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 

@@ -1,13 +1,10 @@
 """Exports work elsewhere: in transformers 4.57 and 5 and PEFT, and as the model, reference or reward of another run."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles, read_config
 from tests.e2e.launch import ROOT, environment, metrics, ranks, tiny
+from tests.e2e.read_export import read_all
 from tests.model_folder import tiny_config, write_model
 from tests.tiny_tokenizer import CHATML, write_rows, write_tokenizer
 from ulysses.export import main
@@ -28,41 +26,9 @@ from ulysses.run.export_model import whole_folder
 from ulysses.run.preflight import read_other
 from ulysses.stages.base import AuxiliaryModel
 
-OLD = ["transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.2"]
-BELOW = [
-    "requests",
-    "urllib3",
-    "charset-normalizer",
-]  # which huggingface_hub 0 needs and 1 does not
 SHAPE = ModelConfig.from_hf(
     tiny_config(vocab_size=272, initializer_range=0.1, eos_token_id=256)
 )
-
-
-@pytest.fixture(scope="module")
-def transformers4() -> Path:
-    """A folder to put first on PYTHONPATH: transformers 4.57 over this environment; made once, in ten seconds."""
-    folder = Path(
-        os.environ.get(
-            "TRANSFORMERS_4", f"{tempfile.gettempdir()}/ulysses-tests-transformers-4.57.6"
-        )
-    )
-    if not folder.exists():
-        with whole_folder(folder) as new:
-            line = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "-q",
-                "--no-deps",
-                "--target",
-                new,
-                *OLD,
-                *BELOW,
-            ]
-            subprocess.run(line, check=True, capture_output=True)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -118,19 +84,6 @@ def command(*arguments: Any) -> int:
     return main([*map(str, arguments)])
 
 
-def test_the_oldest_transformers_that_is_stated(transformers4: Path) -> None:
-    """Chats, tokenizers and models with it; this environment's is the newest."""
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert OLD[0].replace("==", ">=") in needs
-    tests = ["tests/unit/test_data_chat.py", "tests/parity/test_model_parity.py"]
-    path = {"PYTHONPATH": f"{transformers4}:{ROOT}"}
-    line = [sys.executable, "-m", "pytest", "-q", "-x", *tests]
-    done = subprocess.run(
-        line, env=environment() | path, cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
 @pytest.fixture(scope="module")
 def stretched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The export of a run that stretches the window."""
@@ -144,15 +97,11 @@ def found(
     adapters: Path, merged: Path, stretched: Path, transformers4: Path
 ) -> dict[Path, list[dict[str, Any]]]:
     """What transformers 4.57 and 5 read from exports; tests/parity has every scaling and family as we write them."""
-    folders, texts = [adapters, merged, stretched], []
-    for path in ({"PYTHONPATH": str(transformers4)}, {}):
-        line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
-        texts.append(
-            subprocess.run(
-                line, env=environment() | path, stdout=subprocess.PIPE, check=True
-            ).stdout
-        )
-    old, new = (json.loads(text.splitlines()[-1]) for text in texts)
+    folders = [adapters, merged, stretched]
+    line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
+    path = environment() | {"PYTHONPATH": str(transformers4)}
+    text = subprocess.run(line, env=path, stdout=subprocess.PIPE, check=True).stdout
+    old, new = json.loads(text.splitlines()[-1]), read_all(folders)
     assert old["version"].startswith("4.57") and new["version"].startswith("5.")
     return dict(zip(folders, zip(old["found"], new["found"], strict=True), strict=True))
 

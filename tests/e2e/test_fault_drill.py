@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.e2e.launch import Ranks, metrics, steps_taken, tiny, without_times
+from tests.e2e.launch import Ranks, metrics, plant_in_losses, tiny, without_times
 
 CHAIN = [
     {"policy": "skip_non_finite"},
@@ -36,20 +36,17 @@ def start(tmp_path: Path, name: str, faults: dict[int, Any], **settings: Any) ->
 
     def before(rank: int) -> None:
         os.environ["ULYSSES_DEBUG"] = str(rank) if name == "whole" else "0"
-        from ulysses.stages.sft import SftStage
 
-        losses, taken = SftStage.losses, steps_taken()
-
-        def faulty(self: Any, *rest: Any, **of_step: Any) -> Any:
-            terms = losses(self, *rest, **of_step)
-            where, spoil = faults.get(taken() + 1, ((), None))
+        def faulty(taken: int, compute: Any) -> Any:
+            terms = compute()
+            where, spoil = faults.get(taken + 1, ((), None))
             return (
                 [term._replace(value=spoil(term.value)) for term in terms]
                 if rank in where
                 else terms
             )
 
-        SftStage.losses = faulty
+        plant_in_losses(faulty)
 
     return Ranks(arguments, 2, tmp_path / f"{name} logs", before=before)
 
@@ -68,9 +65,7 @@ def test_a_nan_on_one_rank_stops_all_with_one_sentence_before_the_update(
 ) -> None:
     outcome = start(tmp_path, "stop", {3: ((1,), nan)}).wait(60)
     assert outcome.code == 1
-    [told] = re.findall(
-        r"error: rank .*$", outcome.stderr, re.M
-    )  # perhaps behind an unfinished progress bar
+    [told] = outcome.errors
     bad = r"the loss is nan and \d+ gradient elements are inf or nan, in model\.embed_tokens"
     assert re.match(rf"error: rank \d, step 3: {bad}.*; examples \[\d+, ", told), told
     assert "Traceback" not in outcome.stderr

@@ -5,16 +5,20 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launch import metrics, ranks, run, tiny
+from tests.harness import full
 
 # (stage, launcher, processes per agent, agents, degree). "ranks" starts the processes without a launcher.
 CASES = [
-    ("dpo", "torchrun", 4, 1, 4),
-    ("dpo", "deepspeed", 2, 1, 2),
     ("sft", "torchrun", 2, 2, 4),
-    ("sft", "ranks", 4, 1, 1),
+    ("dpo", "deepspeed", 2, 1, 2),
     ("sft", "ranks", 4, 1, 2),
-    ("dpo", "ranks", 4, 1, 1),
-    ("dpo", "ranks", 4, 1, 2),
+    ("dpo", "ranks", 4, 1, 4),
+    *full(
+        ("dpo", "torchrun", 4, 1, 4),
+        ("sft", "ranks", 4, 1, 1),
+        ("dpo", "ranks", 4, 1, 1),
+        ("dpo", "ranks", 4, 1, 2),
+    ),
 ]
 
 
@@ -34,10 +38,9 @@ def one_process(folder: Path) -> dict[str, list[dict[str, float]]]:
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
-def test_same_numbers(case, one_process, folder) -> None:
-    stage, launcher, processes, agents, sp = case
-    output = folder / "-".join(map(str, case))
+@pytest.mark.parametrize(("stage", "launcher", "processes", "agents", "sp"), CASES)
+def test_same_numbers(stage, launcher, processes, agents, sp, one_process, folder) -> None:
+    output = folder / f"{stage}-{launcher}-{processes}-{agents}-{sp}"
     # another budget than the one process had: other micro-batches too
     changes = {
         "parallel__sequence_parallel_size": sp,

@@ -14,15 +14,11 @@ def arguments(folder: Path, **settings: object) -> list[str]:
     return tiny("sft", folder / "run", **{"run__steps": 2, "run__export": False, **settings})
 
 
-def errors(outcome) -> list[str]:
-    return re.findall(r"^error: .*$", outcome.stderr, re.M)
-
-
 def test_two_runs_do_not_share_a_folder_and_a_dead_one_is_succeeded(tmp_path: Path) -> None:
     first = Ranks(arguments(tmp_path, run__steps=100_000), 1, tmp_path / "first")
     first.until(lambda: (tmp_path / "run/metrics.jsonl").exists())
     outcome = ranks(arguments(tmp_path, run__resume="auto"), 2, tmp_path / "second")
-    [sentence] = errors(outcome)
+    [sentence] = outcome.errors
     assert outcome.code == 2
     assert re.search(
         rf"run.output: .*/run is in use by run [0-9a-f]{{8}}, process {first.processes[0].pid} on",
@@ -55,48 +51,32 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
     outcome = ranks(arguments(tmp_path), 2, tmp_path / "logs", before=before)
     sentence = r"error: run.output: .* is not the folder that rank 0 writes to; set it to a folder on a file system"
     assert (
-        outcome.code == 2
-        and len(errors(outcome)) == 1
-        and re.match(sentence, errors(outcome)[0])
+        outcome.code == 2 and len(outcome.errors) == 1 and re.match(sentence, outcome.errors[0])
     ), outcome.stderr
 
 
-@pytest.mark.parametrize(
-    ("fact", "sentence"),
-    [
-        (
-            "ulysses/run/trainer.py",
-            r"error: ulysses/run/trainer.py is 'x' on .* \(rank 1\) but '\w{32}' on",
-        ),
-        (
-            "the tokenizer",
-            r"error: the tokenizer is 'x' on .* \(rank 1\) but '\w{64}' on .* \(rank 0\); start all",
-        ),
-        (
-            "optimizer.lr",
-            r"error: optimizer.lr is 'x' on .* \(rank 1\) but [\d.e-]+ on .* \(rank 0\); start all",
-        ),
-        (
-            "torch",
-            r"error: torch is 'x' on \S+ \(rank 1\) but '[\d.]+\S*' on \S+ \(rank 0\); start all",
-        ),
-    ],
-)
-def test_what_differs_on_a_node_is_named(tmp_path: Path, fact: str, sentence: str) -> None:
+# What rank 1 says otherwise, and what rank 0 says of it.
+FACTS = {
+    "ulysses/run/trainer.py": r"'\w{32}'",
+    "the tokenizer": r"'\w{64}'",
+    "optimizer.lr": r"[\d.e-]+",
+    "torch": r"'[\d.]+\S*'",
+}
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_what_differs_on_a_node_is_named(tmp_path: Path, fact: str) -> None:
     def before(rank: int) -> None:
         import ulysses.run.training_run as run
 
         facts_of = run.facts_of
-        run.facts_of = lambda *data, **more: (
-            facts_of(*data, **more) | ({fact: "x"} if rank else {})
-        )
+        other = {fact: "x"} if rank else {}
+        run.facts_of = lambda *data, **more: facts_of(*data, **more) | other
 
     outcome = ranks(arguments(tmp_path), 2, tmp_path / "logs", before=before)
-    assert (
-        outcome.code == 2
-        and len(errors(outcome)) == 1
-        and re.match(sentence, errors(outcome)[0])
-    ), outcome.stderr
+    [sentence] = outcome.errors
+    wanted = rf"error: {fact} is 'x' on \S+ \(rank 1\) but {FACTS[fact]} on \S+ \(rank 0\); start all"
+    assert outcome.code == 2 and re.match(wanted, sentence), outcome.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -109,14 +89,13 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(
     ranks(arguments(tmp_path, data__train=str(data)), 1, tmp_path / "logs").check()
     more = {"data__train": str(data), "run__resume": "auto", "run__steps": 3}
     data.write_text("\n".join(rows[1:41]))
-    [sentence] = errors(ranks(arguments(tmp_path, **more), 1, tmp_path / "logs"))
+    [sentence] = ranks(arguments(tmp_path, **more), 1, tmp_path / "logs").errors
     assert re.match(
         r"error: run.resume: the training data or how they are tokenised have changed since .*step-2 was",
         sentence,
     )
-    [sentence] = errors(
-        ranks(arguments(tmp_path, **more, batch__examples=4), 1, tmp_path / "logs")
-    )
+    fewer = arguments(tmp_path, **more, batch__examples=4)
+    [sentence] = ranks(fewer, 1, tmp_path / "logs").errors
     assert (
         "had batch.examples 8 but this run has 4; set the same, or another run.output, or run.resume_anyway"
         in sentence
@@ -158,7 +137,7 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
 
     outcome = ranks(arguments(tmp_path, run__steps=50), 2, tmp_path / "logs", before=before)
     assert outcome.code == 1
-    [sentence] = errors(outcome)
+    [sentence] = outcome.errors
     assert re.match(
         rf"error: rank 0, .*/{file} cannot be written at step 3: No space left on device \(.* GiB are free",
         sentence,
@@ -198,7 +177,7 @@ def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path: Path, kind: st
 
     options = {"run__save_last": kind == "checkpoint", "run__export": kind == "export"}
     outcome = ranks(arguments(tmp_path, **options), 2, tmp_path / "logs", before=before)
-    [sentence] = errors(outcome)
+    [sentence] = outcome.errors
     place = (
         r"/checkpoints/.step-2.tmp cannot be written"
         if kind == "checkpoint"

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e2e.drills import Drills
-from tests.e2e.launch import ROOT, Ranks, metrics, steps_taken, tiny
+from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, tiny
 from ulysses.config.schema import RunSection
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.failure import grace_note, tell
@@ -67,14 +67,13 @@ def plant(name: str) -> Any:
 
     def before(rank: int) -> None:
         from ulysses.run.preflight import Prepared
-        from ulysses.stages.sft import SftStage
 
-        losses, opened, taken = SftStage.losses, Prepared.open_data, steps_taken()
+        opened = Prepared.open_data
 
-        def faulty(self: Any, *rest: Any, **of_step: Any) -> Any:
-            if taken() == (0 if "first" in name else 2):
+        def faulty(taken: int, compute: Any) -> Any:
+            if taken == (0 if "first" in name else 2):
                 strike(number)
-            return losses(self, *rest, **of_step)
+            return compute()
 
         def stopped(self: Any) -> Any:
             time.sleep(2)  # it has shown that it is alive
@@ -84,7 +83,7 @@ def plant(name: str) -> Any:
         if rank == victim and "tokenising" in name:
             Prepared.open_data = stopped
         elif rank == victim:
-            SftStage.losses = faulty
+            plant_in_losses(faulty)
 
     return before
 
@@ -118,7 +117,7 @@ def test_the_victim_is_named(name: str, drills: dict[str, Ranks]) -> None:
     run.until(lambda: run.codes[other] is not None, 90)
     assert run.codes[other] == 1
     run.send(signal.SIGKILL)
-    errors = re.findall(r"error: .*", run.wait().stderr)
+    errors = run.wait().errors
     assert len(errors) == 1 and re.match(f"error: {sentence}", errors[0]), errors
     if number == 0:
         # on a busy machine the start may be slow, and is told too

@@ -320,7 +320,7 @@ def test_a_shape_that_cannot_be_is_told_at_once(tmp_path, changes, sentence):
     assert time.monotonic() - began < 5
 
 
-def test_file_names_and_rows_cannot_steer_the_terminal(tmp_path, open_rows, tokenizer, capsys):
+def test_file_names_and_rows_cannot_steer_the_terminal(open_rows, tokenizer, capsys):
     """A line break forges no second error, and no escape sequence passes."""
     name = "a\nerror: all is lost\x1b[2J.jsonl"
     with pytest.raises(ConfigError) as caught, error_context("data"):
