@@ -140,6 +140,25 @@ def tokenizer_with(folder: Path, **changes) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{{ 'x'.index('y') }}", "substring not found"),
+        ("{{ 'x'.encode('zzz') }}", "unknown encoding"),
+    ],
+)
+def test_a_template_that_fails_in_its_own_way_is_refused_by_its_name(
+    tmp_path, open_rows, text, reason
+):
+    template = tmp_path / "broken.jinja"
+    template.write_text(CHAT + text)
+    with pytest.raises(
+        DataError, match=rf"broken.jinja cannot render one question: .*{reason}"
+    ):
+        open_rows([GOOD], "sequence", template=str(template))
+
+
 def test_a_tokenizer_that_grows_texts_is_refused(tmp_path):
     grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
     normalizer = {"type": "Sequence", "normalizers": [grows] * 6}

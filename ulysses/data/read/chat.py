@@ -484,7 +484,9 @@ class ChatTemplate:
             )
         except MemoryError:
             too_much()
-        except (TemplateError, TypeError, ArithmeticError) as error:
+        except BadRowError:
+            raise
+        except Exception as error:  # a template is code: it may fail in any way
             raise DropRowError(f"the chat template refuses it: {error}") from None
 
 
