@@ -235,6 +235,11 @@ def test_one_sentence(line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "\n" not in sentence and len(sentence) < 600 and "secret" not in sentence
 
 
+def test_a_switch_is_no_number() -> None:
+    with pytest.raises(ConfigError, match="optimizer.lr is True: this is a number or a text"):
+        parse_command_line(BASE.split(), **{"optimizer.lr": True})
+
+
 def test_all_mistakes_at_once() -> None:
     line = f"{BASE} --max_grad_norm 1 --run.seed -1 --run.stps 3 --dpo.beta x --use_dora --template llama3"
     with pytest.raises(ConfigError) as caught:
