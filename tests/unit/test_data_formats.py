@@ -63,6 +63,7 @@ def flat(record):
 
 Q, A, B, SYSTEM = ("user", "q"), ("assistant", "a"), ("assistant", "b"), ("system", "s")
 GOOD = {"instruction": "q", "input": "", "output": "a"}
+HH = "\n\nHuman: q\n\nAssistant: a"  # no transcript where it is an instruction
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ GOOD = {"instruction": "q", "input": "", "output": "a"}
         (GOOD, [], [Q, A]),
         ({"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]},
          [], [SYSTEM, ("user", "u"), ("assistant", "v"), ("user", "q\nmore"), A]),
+        ({"instruction": HH, "output": "a"}, [], [("user", HH), A]),
         ({"prompt": "q", "completion": "a"}, [Q], [A]),
         ({"prompt": [USER], "completion": [BOT]}, [Q], [A]),
         ({"question": "q", "answer": "a"}, [Q], [A]),

@@ -385,12 +385,12 @@ def _instruction(row: Row) -> Messages:
     said = [
         Message(role, string(text, "history")) for role, text in zip(roles, chain(*history))
     ]
-    return said + _question("\n".join(filter(None, _asked(row))))
+    return said + _user("\n".join(filter(None, _asked(row))))
 
 
 def _instruction_v1(row: Row) -> Messages:
     """Join instruction and input as LLaMA-Factory v1 does: nothing stands between them, and no history before."""
-    return [Message("user", "".join(_asked(row)))]
+    return _user("".join(_asked(row)))
 
 
 def _given_prompt(row: Row) -> Messages:
@@ -401,12 +401,16 @@ def _given_prompt(row: Row) -> Messages:
 
 def _question(text: str) -> Messages:
     """Read a prompt that is a text, which may be a transcript with the assistant's turn opened at its end."""
-    if not text.strip():
-        raise DropRowError("empty prompt")
-    turns = parse_transcript(text) or [Message("user", text)]
+    turns = parse_transcript(text) or _user(text)
     if turns[-1].is_empty:
         del turns[-1]
     return turns
+
+
+def _user(text: str) -> Messages:
+    if not text.strip():
+        raise DropRowError("empty prompt")
+    return [Message("user", text)]
 
 
 PROMPTS = {

@@ -37,7 +37,7 @@ from ulysses.data.serve.workers import in_order
 from ulysses.disk import digest_of
 from ulysses.parallel.batch import Sequence
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 DIGESTS = "digests.json"  # of the other files
 BAR_AFTER_SECONDS = 2.0
 CHARACTERS_AT_ONCE = 1 << 21  # of rows
