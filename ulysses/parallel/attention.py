@@ -11,6 +11,7 @@ K kv heads, E head dim, U head-parallel and R row-parallel size.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ class UlyssesAttention(nn.Module):
     `kernel` is "auto" or a name from kernels.py. `mesh=None` is plain attention in this process.
     Raises ValueError if the heads do not fit the mesh.
     """
+
+    # what nn.Module would call Any
+    __call__: Callable[..., Tensor]
 
     def __init__(
         self,

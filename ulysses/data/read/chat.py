@@ -56,8 +56,7 @@ SAMPLE = printable * 100
 # settings of a tokenizer's parts with which it puts no space before a text
 NO_SPACE = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
 Span = tuple[int, int]  # start and stop
-# texts, and ids of special tokens, with their weights in the loss
-Rendered = list[tuple[str | int, float]]
+Rendered = list[tuple[str | int, float]]  # texts, or ids of special tokens, and their weights
 Encoded = tuple[list[int], list[float]]  # tokens and their weights
 
 
@@ -73,9 +72,9 @@ def load_tokenizer(path: str | Path, **special: str) -> PreTrainedTokenizerFast:
     try:
         if place.is_file():
             tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(place))
-        # vocab.json, merges.txt
+        # vocab.json, merges.txt; few folders need the import, which takes seconds
         elif place.is_dir() and not (place / "tokenizer.json").exists():
-            from transformers import AutoTokenizer  # takes seconds, and few folders need it
+            from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(str(place), trust_remote_code=False)
         else:
