@@ -422,6 +422,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := {*options.names} - {*DRILLS}:
         parser.error(f"no such drill: {', '.join(sorted(unknown))}")
+    # a shell has the programs in its background ignore it, and they their own programs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     chosen, refused = options.names or [*DRILLS], ""
     if NAMESPACES & {*chosen} and INSIDE not in os.environ:
         unshare = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
