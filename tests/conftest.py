@@ -35,6 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in gone]
 
 
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """What a test draws without a generator of its own is the same in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tokenizer of bytes whose turns are ChatML's."""
