@@ -152,14 +152,14 @@ def build_engine(
     if trained and stage.requirements.value:
         kind = PolicyValue
 
+    adapted = trained and lora.rank
+    if adapted:  # peft is optional, and its imports fail while DeepSpeed replaces the constructors of tensors
+        from models.lora import add_adapters
+
     def create() -> nn.Module:
         given = {"attention": config.model.attention, "memory": kept, "linear": linear}
         model = kind(shape, mesh, **given)
-        if trained and lora.rank:
-            from models.lora import add_adapters  # peft is an optional dependency
-
-            model = add_adapters(model, lora)
-        return model
+        return add_adapters(model, lora) if adapted else model
 
     model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None
     if trained:
