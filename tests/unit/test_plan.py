@@ -100,9 +100,13 @@ def measured(row: dict[str, Any]) -> Workload:
     ),
 )
 def test_measured_steps_are_predicted(row):
-    """Memory within 5%, time within 15%. What a CUDA graph holds for itself counts as reserved only."""
+    """Memory within 5%, time within 15%. What a CUDA graph holds for itself counts as reserved only.
+
+    Rows with `first_s` alone are first steps, which compile kernels and pin host memory as well.
+    """
     asked = measured(row)
-    assert step_seconds(asked) == pytest.approx(row["seconds"], rel=0.15)
+    if "seconds" in row:
+        assert step_seconds(asked) == pytest.approx(row["seconds"], rel=0.15)
     assert not row.get("weights") or asked.graphs == row["graphs"]
     found = row.get("reserved_gib" if row.get("graphs") else "peak_gib")
     if found:
