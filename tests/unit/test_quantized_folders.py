@@ -1,6 +1,7 @@
 """A quantised base: its bytes, folders of bitsandbytes, and what is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from models.arch import ModelConfig
 from models.decoder import CausalLM
 from models.hf_format import WeightFiles
-from models.lora import add_adapters, save_adapters
-from models.quantized import pack, packed_parts, unpack
+from models.lora import add_adapters, is_adapter, save_adapters
+from models.quantized import QuantizedLinear, pack, packed_parts, unpack
 from tests.model_folder import tiny_config, write_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.config.section import ConfigError
 from ulysses.export import main
+from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights
 from ulysses.run.preflight import prepare
 
@@ -108,6 +111,48 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     query = MATRIX.replace("mlp.up", "self_attn.q")
     torch.testing.assert_close(found.read(query), whole.read(query) + lora.alpha)
     assert "differ by at most 0 " in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path: Path) -> None:
+    """What transformers, bitsandbytes and peft compute from the original weights and our export is what we trained."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    # whole blocks in every row, where bitsandbytes is right on CPUs
+    config = ModelConfig.from_hf(tiny_config(hidden_size=64, intermediate_size=128))
+    write_model(base := tmp_path / "base", config)
+    lora, draw = LoraSection(rank=2), torch.Generator().manual_seed(4)
+    model = CausalLM(config, linear=partial(QuantizedLinear, kind="nf4"))
+    weights = InitialWeights(config, 0, base, "nf4")
+    for name, parameter in model.named_parameters():
+        weights.fill(name, parameter.shape, 0, parameter.view(-1))
+    adapters = {n: p for n, p in add_adapters(model, lora).named_parameters() if is_adapter(n)}
+    for parameter in adapters.values():
+        parameter.normal_(0, 0.1, generator=draw)
+    (folder := tmp_path / "adapter").mkdir()
+    section = ModelSection(path=str(base), lora=lora, quantize="nf4")
+    save_adapters(folder, adapters, section, reward=False)
+    row = torch.randint(97, (30,), generator=draw)
+
+    quantized = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=quantized, dtype=torch.float32, device_map="cpu"
+    )
+
+    def logps() -> torch.Tensor:
+        return theirs(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+
+    without = logps()
+    theirs = PeftModel.from_pretrained(theirs, folder).eval()
+    ours = model(pack_shard([Sequence(row, torch.ones(30))], ParallelMesh())).logps[:-1]
+    assert (ours - without).abs().max() > 0.1
+    torch.testing.assert_close(ours, logps(), rtol=1e-5, atol=1e-5)
 
 
 def plan(folder: Path, **settings: Any) -> Any:
