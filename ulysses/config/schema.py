@@ -142,7 +142,8 @@ class BatchSection(Section):
     tokens_per_microbatch: PositiveInt | Literal["auto"] = "auto"
     """Longest packed sequence of a micro-batch in tokens; "auto" makes room for one example of the greatest length."""
     share_prompts: bool = True
-    """Compute a prompt once for all of its answers in a micro-batch; the same losses and gradients in less time."""
+    """Compute a prompt once for all of its answers in a micro-batch, where that takes less time than CUDA graphs over
+    whole sequences; losses and gradients are the same."""
 
 
 class OptimizerSection(Section):

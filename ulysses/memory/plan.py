@@ -228,6 +228,15 @@ class Workload(NamedTuple):
         return is_short and self.element_size == 2 and self.machine.is_gpu
 
     @property
+    def launched_tokens(self) -> float:
+        """The tokens that the GPU computes while its host launches all layers, where CUDA graphs spare it that.
+
+        With shared prompts, which the graphs do not know, a layer has twice the launches.
+        """
+        seconds = 2 * LAUNCH_RESIDENT * self.graphs
+        return seconds * MATRICES * self.machine.peak_flops / (6 * self.model.layer_parameters)
+
+    @property
     def name(self) -> str:
         """The levels in short: "block", or "block*20+none*12" where the layers differ."""
         if len({*self.levels}) == 1:

@@ -22,6 +22,7 @@ from ulysses.memory.plan import (
 )
 from ulysses.run.checkpoint import resume_point
 from ulysses.run.memory_choice import (
+    choose,
     choose_memory,
     first_fit,
     longest_sequence,
@@ -84,7 +85,8 @@ def _plan_steps(prepared: Prepared, machine: Machine, findings: list[str]) -> Wo
         f"{machine.gpus} processes: data parallel {groups} x sequence parallel {case.sp}, among neighbours"
     )
     if train:
-        loader = prepared.loader(train, groups)
+        launched = choose(case).launched_tokens
+        loader = prepared.loader(train, groups, launched_tokens=launched)
         per_epoch = loader.steps_per_epoch * facts.steps_per_load
         total = stage.total_steps(loader)
         print(

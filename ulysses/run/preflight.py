@@ -176,7 +176,13 @@ class Prepared:
             )
 
     def loader(
-        self, dataset: Any, groups: int = 1, group: int = 0, *, evaluation: bool = False
+        self,
+        dataset: Any,
+        groups: int = 1,
+        group: int = 0,
+        *,
+        evaluation: bool = False,
+        launched_tokens: float = 0.0,
     ) -> StepLoader:
         """Serve the dataset's steps to one of several data-parallel groups.
 
@@ -193,6 +199,7 @@ class Prepared:
                 dp_rank=group,
                 shuffle=not evaluation,
                 attention_length=12.0 * self.shape.hidden_size,
+                launched_tokens=launched_tokens,
             )
 
 

@@ -154,7 +154,7 @@ class TrainingRun:
         self.watch.phase("preparing the stage")
         stage = stage.build(self)
         train_data, eval_data = stage.extend_data(self)
-        loader = self.loader(train_data)
+        loader = self.loader(train_data, launched_tokens=memory.launched_tokens)
         for line in prepared.remarks(loader):
             self.say(line)
         adapters = adapter_parameters(config, shape)

@@ -162,6 +162,7 @@ class Run(Protocol):
     prepared: what the checks found: the model's shape, the tokenizer, the initial weights, the kernel, the tokens of a
         micro-batch, the checkpoint to resume (ulysses.run.preflight.Prepared).
     engine: of the trained model.
+    memory: what its layers keep, and how they run (ulysses.memory.plan.Workload).
     train_data, eval_data: TokenizedDatasets; the latter None without held-out data.
     loader: (dataset, evaluation=False) -> the StepLoader of this data-parallel group.
     watch: is told of every phase, and that this process still works.
@@ -173,6 +174,7 @@ class Run(Protocol):
 
     prepared: Any
     engine: Any
+    memory: Any
     mesh: ParallelMesh
     train_data: Any
     eval_data: Any

@@ -11,6 +11,7 @@ z0 carries no gradient. Source: Ethayarajh et al. 2024 (2402.01306); apo_zero_un
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +26,21 @@ from ulysses.stages.passes import packed_batches
 from ulysses.stages.referenced import ReferencedStage, mismatched_lengths
 
 
+@dataclass(eq=False)
 class KtoStage(ReferencedStage):
     """Preference optimisation on unpaired answers; with a cached reference, mismatched sequences carry its values too.
 
     With batch.share_prompts, answers to one prompt that are in one micro-batch share it.
+
+    Args:
+        graphs: whether the layers run as CUDA graphs, which do not know shared prompts; then only passes without
+            gradient share them.
     """
 
     name, dataset_type = "kto", "unpaired"
     sequence_fields = ("label",)
+
+    graphs: bool = False
 
     def check(self) -> Iterator[str]:
         examples = self.config.batch.examples
@@ -59,9 +67,13 @@ class KtoStage(ReferencedStage):
             run.say(hint)
         return super().extend_data(run)
 
+    def arguments(self, run: Run) -> dict[str, Any]:
+        return super().arguments(run) | {"graphs": run.memory.graphs}
+
     def packed(self, examples: list[Any]) -> list[Sequence]:
         prompts = [example.columns["prompt_id"] for example in examples]
-        return self._shared(prompts, super().packed(examples))
+        sequences = super().packed(examples)
+        return sequences if self.graphs else self._shared(prompts, sequences)
 
     def _shared(self, prompts: list[float], sequences: list[Sequence]) -> list[Sequence]:
         """Let sequences of one prompt leave it to the first of them; the order stays."""

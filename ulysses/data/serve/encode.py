@@ -17,7 +17,7 @@ before it cuts the end of an answer. A prompt without an answer always keeps its
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, repeat
 from operator import itemgetter
@@ -30,7 +30,7 @@ from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.chat import ChatTemplate, Encoded, Rendered, TextEncoder
 from ulysses.data.read.formats import Event, Record, dropping
 from ulysses.data.read.templates import bounded_time
-from ulysses.parallel.batch import Sequence, common_prefix
+from ulysses.parallel.batch import Sequence, common_prefix, restored
 
 # The columns of one example as the files of a dataset hold them (dataset.py): tokens, weights and numbers.
 Columns = dict[str, Any]
@@ -47,6 +47,12 @@ class Example:
     index: int
     sequences: tuple[Sequence, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> "Example":
+        """The same example whose sequences share no prompt."""
+        owners = (self.sequences[i - s.prefix_owner] for i, s in enumerate(self.sequences))
+        return replace(self, sequences=tuple(map(restored, self.sequences, owners)))
 
 
 def encode_records(

@@ -32,6 +32,9 @@ class StepLoader:
         examples_per_step: examples of one optimizer step, over all groups; at least 1.
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
         shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
+        launched_tokens: the tokens that the GPU computes while its host launches the kernels of a micro-batch with
+            shared prompts, if CUDA graphs launch those of one without them; a step whose prompts are computed again
+            in less time than that shares none.
         attention_length: number of tokens at which attention costs as much as the rest of the model.
 
     Attributes:
@@ -50,6 +53,7 @@ class StepLoader:
     dp_rank: int = 0
     shuffle: bool = True
     attention_length: float = ATTENTION_LENGTH
+    launched_tokens: float = 0.0
     holds = "the data"  # what its examples are numbered in
 
     def __post_init__(self) -> None:
@@ -87,14 +91,23 @@ class StepLoader:
         """Pack some examples of a dataset for all groups, and return this group's micro-batches."""
         lengths = dataset.sequence_lengths[indices]
         prefixes = dataset.prefix_lengths[indices]
+        groups = self._pack(lengths, prefixes)
+        whole = lengths + prefixes
+        fits = whole.sum(axis=1).max(initial=0) <= self.tokens_per_microbatch
+        launches = self.launched_tokens * sum(map(len, groups))
+        restore = fits and prefixes.any() and whole.sum() <= launches
+        if restore:
+            groups = self._pack(whole, 0 * prefixes)
+        found = [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
+        return [[example.whole for example in few] for few in found] if restore else found
+
+    def _pack(self, lengths: np.ndarray, prefixes: np.ndarray) -> list[list[list[int]]]:
+        """Deal examples of these sequences to groups and micro-batches."""
         costs = sequence_cost(lengths, prefixes, self.attention_length).sum(axis=1)
-        groups = pack_step(
-            lengths.sum(axis=1).tolist(),
-            costs.tolist(),
-            self.tokens_per_microbatch,
-            self.data_parallel_size,
+        tokens = lengths.sum(axis=1)
+        return pack_step(
+            tokens.tolist(), costs.tolist(), self.tokens_per_microbatch, self.data_parallel_size
         )
-        return [[dataset[indices[i]] for i in members] for members in groups[self.dp_rank]]
 
     def mismatched_pairs(self, indices: list[int]) -> list[tuple[int, int]]:
         """Pair each example of a step with the one whose completion it takes for KTO's baseline.

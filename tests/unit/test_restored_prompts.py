@@ -1,0 +1,131 @@
+"""Steps that are too short for the GPU to wait for their launches are given whole sequences, for CUDA graphs."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_array_equal
+
+from models.arch import architecture
+from tests.data_case import open_rows
+from tests.engine_case import dataset
+from ulysses.config.command_line import check
+from ulysses.data.serve.dataset import TokenizedDataset
+from ulysses.data.serve.steps import StepLoader
+from ulysses.memory.plan import GIB, Machine, Workload
+from ulysses.parallel.batch import pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.rl.rollout import Completion, Rollout
+from ulysses.run.memory_choice import choose, plain_model
+from ulysses.stages.kto import KtoStage
+
+WORDS = "lamp", "shelf", "the red box in the hall", "garden"
+ROWS = [
+    {"prompt": f"Where is the key of room {n}?", "chosen": WORDS[n % 4], "rejected": "Not here"}
+    for n in range(6)
+]
+
+
+@pytest.fixture
+def pairs(tmp_path, tokenizer) -> tuple[TokenizedDataset, TokenizedDataset]:
+    """The same pairs with whole and with shared prompts, and a column of their tokens each."""
+    whole = open_rows(ROWS, "pair", folder=tmp_path, tokenizer=tokenizer)
+    shared = TokenizedDataset(whole.folder, share_prompts=True)
+    # what a model would say of a token depends on the tokens before it alone
+    values = [np.cumsum(s.tokens) for i in range(len(whole)) for s in whole[i].sequences]
+    kept = [
+        x[s.prefix_length :]
+        for i in range(len(whole))
+        for s, x in zip(shared[i].sequences, values[2 * i :])
+    ]
+    return (
+        whole.with_column("sums", np.concatenate(values), {}),
+        shared.with_column("sums", np.concatenate(kept), {}),
+    )
+
+
+def served(dataset: Any, budget: int = 10_000, **options: Any) -> list[list[Any]]:
+    loader = StepLoader(dataset, 6, tokens_per_microbatch=budget, seed=1, **options)
+    return loader.step(0, 0)
+
+
+def test_a_short_step_shares_no_prompt(pairs) -> None:
+    whole, shared = pairs
+    found, expected = served(shared, launched_tokens=1e9), served(whole)
+    assert [[e.index for e in few] for few in found] == [
+        [e.index for e in few] for few in expected
+    ]
+    for few, others in zip(found, expected):
+        for example, other in zip(few, others):
+            assert example.columns == other.columns
+            for sequence, same in zip(example.sequences, other.sequences, strict=True):
+                assert not sequence.prefix_length
+                assert_array_equal(sequence.tokens, same.tokens)
+                assert_array_equal(sequence.loss_weights, same.loss_weights)
+                assert_array_equal(sequence.token_columns["sums"], same.token_columns["sums"])
+        pack = pack_shard([s for example in few for s in example.sequences], ParallelMesh())
+        assert pack.num_tokens_shared == 0 and not pack.attention_plan.prefix_calls
+
+
+@pytest.mark.parametrize("options", [
+    {},  # nothing says that the host is slow
+    {"launched_tokens": 100.0},  # computing the prompts again takes longer than the launches
+    {"launched_tokens": 1e9, "budget": "shared"},  # a whole pair does not fit
+])  # fmt: skip
+def test_other_steps_share_them(pairs, options: dict[str, Any]) -> None:
+    whole, shared = pairs
+    options = options.copy()
+    if options.pop("budget", ""):
+        options["budget"] = int(shared.lengths.max())
+        assert options["budget"] < whole.lengths.max()
+    found = served(shared, **options)
+    assert any(s.prefix_length for few in found for e in few for s in e.sequences)
+
+
+def test_answers_of_a_rollout_are_restored_too() -> None:
+    prompts = [torch.arange(5), torch.arange(7)]
+    answers = [Completion([n, n + 1], [0.0, 0.0], True) for n in range(4)]
+    rollout = Rollout.of(0, prompts, answers, budget=100)
+    whole = Rollout.of(0, prompts, answers)
+    loader = StepLoader(
+        TwoPrompts(), 2, tokens_per_microbatch=100, launched_tokens=1e9, shuffle=False
+    )
+    found = [
+        s for few in loader.micro_batches(rollout, [0, 2]) for e in few for s in e.sequences
+    ]
+    expected = [whole[n].sequences[0] for n in range(4)]
+    for sequence, same in zip(found, expected, strict=True):
+        assert sequence.tokens.tolist() == same.tokens.tolist()
+        assert sequence.loss_weights.tolist() == same.loss_weights.tolist()
+
+
+class TwoPrompts:
+    """What a StepLoader asks of the prompts."""
+
+    lengths = np.array([5, 7])
+    sources, source_weights = np.zeros(2, int), (1.0,)
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_only_graphs_are_worth_it() -> None:
+    gpu = Machine(1, 139.8 * GIB)
+    small = plain_model(architecture("qwen2.5-0.5b"))
+    case = choose(Workload(small, gpu, 8192))
+    assert case.graphs and 1e4 < case.launched_tokens < 1e6
+    seconds = 6 * case.launched_tokens * small.layer_parameters / (0.6 * 989e12)
+    assert seconds == pytest.approx(6e-3)
+    assert choose(Workload(small, Machine(1, float("inf")), 8192)).launched_tokens == 0
+    large = plain_model(architecture("llama3-8b"))
+    assert choose(Workload(large, gpu, 65536)).launched_tokens == 0
+
+
+def test_kto_shares_no_prompt_in_graphs_either() -> None:
+    data, stage = dataset("kto"), KtoStage(check({"stage": "kto"}))
+    examples = [data[i] for i in range(len(data))]
+    assert any(sequence.prefix_length for sequence in stage.packed(examples))
+    found = replace(stage, graphs=True).packed(examples)
+    assert not any(sequence.prefix_length for sequence in found)
