@@ -3,8 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,9 +27,7 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
-def adapter_by_peft(
-    base: Path, folder: Path, task: str = "CAUSAL_LM", **options: Any
-) -> dict[str, torch.Tensor]:
+def adapter_by_peft(base, folder, task="CAUSAL_LM", **options):
     """Save an adapter of PEFT's own over the base; return the weights that PEFT merges, in float32."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

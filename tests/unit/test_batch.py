@@ -33,11 +33,7 @@ def sequences(lengths):
 
 def test_pack_shifts_targets_inside_each_sequence():
     first = Sequence([7, 8, 9], [9.0, 1.0, 0.5], {"c": [1, 2, 3]})
-    given = [
-        first,
-        Sequence([5], [1.0], {"c": [4]}),
-        Sequence([3, 0], [0, 1], {"c": [5, 6]}),
-    ]
+    given = [first, Sequence([5], [1.0], {"c": [4]}), Sequence([3, 0], [0, 1], {"c": [5, 6]})]
     batch = pack_shard(given, ParallelMesh())
     assert batch.tokens.tolist() == [7, 8, 9, 5, 3, 0]
     assert batch.targets.tolist() == [
@@ -50,14 +46,14 @@ def test_pack_shifts_targets_inside_each_sequence():
     ]  # token 0 is a word like any other
     assert batch.loss_weights.tolist() == [1, 0.5, 0, 0, 1, 0]
     assert batch.positions.tolist() == [0, 1, 2, 0, 0, 1]
-    assert batch.sequence_ids.tolist() == [
-        0,
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 1, 2, 2] and batch.is_last.tolist() == [
         0,
         0,
         1,
-        2,
-        2,
-    ] and batch.is_last.tolist() == [0, 0, 1, 1, 0, 1]
+        1,
+        0,
+        1,
+    ]
     assert batch.cu_seqlens.tolist() == [0, 3, 4, 6] and batch.cu_seqlens.dtype == torch.int32
     assert batch.token_columns["c"].tolist() == [1, 2, 3, 4, 5, 6]
     assert (batch.num_sequences, batch.num_tokens, batch.num_valid) == (3, 6, 3)

@@ -1,6 +1,6 @@
 """Configuration from TOML and arguments."""
 
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_names_that_the_configuration_writes_out_are_those_of_the_registries():
     """It imports none of them, so that it can be read before torch is."""
     keys = known_keys()
 
-    def listed(key: str) -> list[str]:
+    def listed(key):
         return keys[key].description.rpartition(": ")[2].rstrip(".").split(", ")
 
     assert get_args(keys["stage"].annotation) == (*STAGES,)
@@ -122,7 +122,7 @@ def test_a_run_whose_code_ends_the_process_has_failed(code, monkeypatch, capsys)
     """As a reward function that calls sys.exit(0) does: torchrun would take it for a good end."""
 
     class Ends:
-        def __init__(self, *_: Any, **__: Any) -> None:
+        def __init__(self, *_, **__):
             raise SystemExit(code)
 
     monkeypatch.setattr("ulysses.run.training_run.TrainingRun", Ends)

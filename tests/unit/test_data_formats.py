@@ -104,10 +104,7 @@ def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(tmp_path):
     }
     path = write_rows(tmp_path / "a.jsonl", [row, {"instruction": "q", "output": "a"}])
     records, _ = load(path, "sequence", format="alpaca_v1")
-    assert [flat(r) for r in records] == [
-        ([SYSTEM, ("user", "qmore")], [[A]]),
-        ([Q], [[A]]),
-    ]
+    assert [flat(r) for r in records] == [([SYSTEM, ("user", "qmore")], [[A]]), ([Q], [[A]])]
 
 
 PAIR = ([Q], [[A], [B]])

@@ -12,10 +12,7 @@ from ulysses.data.serve.steps import StepLoader, pack_step, sequence_cost, shuff
 
 def packed_lengths(lengths, budget, groups, attention_length=50_000.0):
     return pack_step(
-        lengths,
-        [sequence_cost(n, 0, attention_length) for n in lengths],
-        budget,
-        groups,
+        lengths, [sequence_cost(n, 0, attention_length) for n in lengths], budget, groups
     )
 
 

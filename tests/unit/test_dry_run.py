@@ -5,7 +5,6 @@ import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,12 +20,12 @@ DEMO = Path(__file__).resolve().parents[2] / "configs/demo"
 NODE = ["--gpus", 8, "--gpu-memory", 139.8, "--host-memory", 550]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+def run(capsys, *arguments):
     code = dry_run(*parse_command_line([*map(str, arguments), "--dry-run"]))
     return code, capsys.readouterr().out
 
 
-def arch(stage: str = "sft", length: int = 131072, sp: int | str = 8) -> list[str]:
+def arch(stage="sft", length=131072, sp=8):
     return f"""--stage {stage} --model.arch llama3-8b --model.init random --run.steps 7 --data.max_length {length}
         --parallel.sequence_parallel_size {sp}""".split()
 
@@ -117,7 +116,7 @@ def test_absent_weights_and_data_are_findings(name, finding, plan, capsys, tmp_p
         assert said in text
 
 
-def demo(folder: Path) -> list[str]:
+def demo(folder):
     line = f"--config {DEMO}/sft.toml --gpus 2 --data.cache {folder} --run.output {folder}/run"
     return line.split()
 

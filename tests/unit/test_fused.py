@@ -38,20 +38,18 @@ def in_float64(function, inputs, *grads):
     return *values, *torch.autograd.grad(values, exact, [g.double() for g in grads])
 
 
-def draw(
-    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> list[torch.Tensor]:
+def draw(*shapes, dtype=torch.float32, device="cpu"):
     generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-def neighbours(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def neighbours(*tensors):
     """Leaves that lie one after the other in memory."""
     parts = torch.cat([t.flatten() for t in tensors]).split([t.numel() for t in tensors])
     return [part.view_as(t) for part, t in zip(parts, tensors)]
 
 
-def turns(rows: int, pairs: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def turns(rows, pairs, device):
     angles = torch.rand(rows, pairs, generator=torch.Generator().manual_seed(0)).to(device) * 7
     return angles.cos(), angles.sin()
 
@@ -62,7 +60,7 @@ def turned(x, cos, sin):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def normalised(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 

@@ -14,17 +14,8 @@ from ulysses.gradients import TorchGradients, build_chain
 def test_statistics_are_exact_with_one_collective_each(size):
     named, world = parameters(SHAPES | LARGE), FakeWorld(size)
     grads = [p.grad.double() for p in named.values()]
-    norms, means = (
-        [g.norm().item() for g in grads],
-        [g.abs().mean().item() for g in grads],
-    )
-    wanted = [
-        norms,
-        means,
-        [0] * len(grads),
-        math.hypot(*norms),
-        sum(means) / len(means),
-    ]
+    norms, means = ([g.norm().item() for g in grads], [g.abs().mean().item() for g in grads])
+    wanted = [norms, means, [0] * len(grads), math.hypot(*norms), sum(means) / len(means)]
 
     def ask(rank):
         view = world.view(named, rank)

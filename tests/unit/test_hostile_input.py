@@ -133,7 +133,7 @@ def test_a_template_that_would_eat_time_or_memory_is_refused_by_its_name(
     assert time.monotonic() - began < 30
 
 
-def tokenizer_with(folder: Path, **changes) -> Path:
+def tokenizer_with(folder, **changes):
     """The tiny tokenizer with other parts in its tokenizer.json."""
     path = write_tokenizer(folder, CHATML) / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -197,7 +197,7 @@ print(opened_alone(sys.argv[1], sys.argv[2], int(sys.argv[3])))
 """
 
 
-def opened_alone(folder: str, kind: str, size: int) -> int:
+def opened_alone(folder, kind, size):
     """Tokenise a row of `size` bytes, and return by how many bytes the process grew at its greatest."""
     import resource
 

@@ -204,9 +204,7 @@ def choice(name="auto", device="cuda", dtype=torch.bfloat16, head_dim=64, **more
 
 def machine_without(monkeypatch, *absent):
     monkeypatch.setattr(
-        kernels,
-        "why_missing",
-        lambda name, device: "absent" if name in absent else None,
+        kernels, "why_missing", lambda name, device: "absent" if name in absent else None
     )
 
 
@@ -244,14 +242,8 @@ def test_auto_takes_the_fastest_kernel_by_measured_speeds_and_says_why(monkeypat
 @pytest.mark.parametrize(
     "asked, message",
     [
-        (
-            {"name": "flash3"},
-            "'flash3' is unknown; set auto, flash4, cudnn, torch, reference",
-        ),
-        (
-            {"name": "flash4", "dtype": torch.float32},
-            "flash4 needs float16 or bfloat16",
-        ),
+        ({"name": "flash3"}, "'flash3' is unknown; set auto, flash4, cudnn, torch, reference"),
+        ({"name": "flash4", "dtype": torch.float32}, "flash4 needs float16 or bfloat16"),
         ({"name": "cudnn", "head_dim": 256}, "a multiple of 8 and at most 128"),
         *(
             ({"name": "flash4", "head_dim": e}, "for head dims 32, 64, 128")

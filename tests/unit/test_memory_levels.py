@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from models.arch import ModelConfig
 from models.lora import add_adapters
 from models.rope import rotary_table
 from tests.memory_case import (
@@ -102,14 +101,14 @@ def test_each_level_runs_what_it_says(level, attends, passes, calls):
     assert calls[24, 40] == down * tiles_of_a_pass
 
 
-def kept_on_the_host(level: str, chunk_bytes: int, config: ModelConfig = CONFIG) -> int:
+def kept_on_the_host(level, chunk_bytes, config=CONFIG):
     """Return the host memory that a forward pass fills when every layer keeps what it keeps there."""
     offloader = Offloader("cpu", chunk_bytes=chunk_bytes)
     logps = build(config=config, recompute=level, offloader=offloader)(batch()).logps
     return offloader.allocated if logps.requires_grad else 0
 
 
-def held_by_autograd(config: ModelConfig, rank: int = 0) -> int:
+def held_by_autograd(config, rank=0):
     """Return the bytes of distinct storages that a layer's ordinary graph holds, weights and rotary table aside."""
     model, packed, storages = build(config=config), batch(), {}
     if rank:
@@ -117,7 +116,7 @@ def held_by_autograd(config: ModelConfig, rank: int = 0) -> int:
     rope = rotary_table(packed.positions, config)
     shared = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *rope)}
 
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def note(x):
         storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,10 +14,10 @@ from models.arch import architecture
 from tests.engine_case import SHAPE
 from tests.harness import run_distributed
 from ulysses.config.command_line import check
-from ulysses.config.schema import Config, Options
+from ulysses.config.schema import Options
 from ulysses.config.section import ConfigError
 from ulysses.memory.levels import LayerMemory
-from ulysses.memory.plan import GIB, Machine, Workload, predict
+from ulysses.memory.plan import GIB, Machine, predict
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights, build_engine
 from ulysses.run.memory_choice import (
@@ -36,9 +35,7 @@ LLAMA = architecture("llama3-8b")
 CPU = torch.device("cpu")
 
 
-def config(
-    stage: str = "sft", lora: int = 0, sp: int | str = 1, dtype: str = "float32", **memory: Any
-) -> Config:
+def config(stage="sft", lora=0, sp=1, dtype="float32", **memory):
     model = {"arch": "llama3-8b", "init": "random", "dtype": dtype, "lora": {"rank": lora}}
     given = {
         "stage": stage,
@@ -51,9 +48,7 @@ def config(
     return check(given)
 
 
-def chosen(
-    tokens: int, gib: float = 139.8, host_gib: float = 0.0, *, gpus: int = 8, **settings: Any
-) -> Workload:
+def chosen(tokens, gib=139.8, host_gib=0.0, *, gpus=8, **settings):
     machine = Machine(gpus, gib * GIB, host_gib * GIB)
     return choose_memory(
         planner_case(config(sp=gpus, dtype="bfloat16", **settings), LLAMA, machine, tokens)
@@ -158,7 +153,7 @@ def test_a_node_s_host_memory_can_be_told():
     assert host() > 0
 
 
-def seen() -> Any:
+def seen():
     """What a rank of a node of 2, or of one of 1, takes for the machine, had it a GPU."""
     device, rank = SimpleNamespace(type="cuda"), dist.get_rank()
     os.environ["LOCAL_WORLD_SIZE"] = "21"[rank // 2]
@@ -168,7 +163,7 @@ def seen() -> Any:
         mock.patch("torch.cuda.get_device_properties", lambda _: gpu),
         mock.patch("torch.cuda.get_per_process_memory_fraction", lambda _: share),
     ):
-        return this_machine(device, 100.0 - rank)  # type: ignore[arg-type]
+        return this_machine(device, 100.0 - rank)
 
 
 def test_ranks_of_unequal_nodes_see_one_machine():
@@ -177,7 +172,7 @@ def test_ranks_of_unequal_nodes_see_one_machine():
     assert run_distributed(seen, 3, cpu=True) == [machine] * 3
 
 
-def stage_case(stage: str, lora: int = 0, sp: int = 1, **section: Any) -> Workload:
+def stage_case(stage, lora=0, sp=1, **section):
     base = config(stage, lora, sp).model_dump()
     base[stage] |= section
     return planner_case(check(base), LLAMA, Machine(8, GIB), 8192)
@@ -243,7 +238,7 @@ def test_models_with_other_heads_share_the_mesh_and_change_its_split(tmp_path):
 MIXED = ("keep_attention",) + ("none",) * (SHAPE.num_hidden_layers - 1)
 
 
-def settings_of_layers(rank: int = 0) -> list[Any]:
+def settings_of_layers(rank=0):
     from ulysses.zero.construct import initialize_distributed
 
     initialize_distributed()

@@ -7,15 +7,12 @@ import subprocess
 import sys
 import tomllib
 from operator import attrgetter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.e2e.launch import ROOT
 from ulysses.config.command_line import check
-from ulysses.config.schema import Config
 from ulysses.migrate import main
 
 LLAMAFACTORY_DPO = """
@@ -191,13 +188,13 @@ DATASETS = {
 }  # fmt: skip
 
 
-def write_datasets(folder: Path) -> None:
+def write_datasets(folder):
     (folder / "data").mkdir()
     (folder / "data/dataset_info.json").write_text(json.dumps(DATASETS))
 
 
 @pytest.fixture
-def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def migrate(tmp_path, capsys):
     """Return a function from a file's text to our configuration and all that was printed."""
     write_datasets(tmp_path)
     offload = {"device": "cpu", "pin_memory": True}
@@ -206,7 +203,7 @@ def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     path = tmp_path / "ds_z3_offload_config.json"
     path.write_text(json.dumps(deepspeed | {"zero_optimization": zero}))
 
-    def migrated(text: str, *options: str, name: str = "run.yaml") -> tuple[Config, str]:
+    def migrated(text, *options, name="run.yaml"):
         path = tmp_path / name
         path.write_text(text)
         assert main([str(path), *options]) == 0
@@ -217,10 +214,10 @@ def migrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 @pytest.fixture
-def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def refusal(tmp_path, capsys):
     """Return a function from a file's text to the one line of its refusal, with which nothing is translated."""
 
-    def refused(text: str, *options: str, name: str = "run.yaml", lines: int = 1) -> str:
+    def refused(text, *options, name="run.yaml", lines=1):
         (tmp_path / name).write_text(text)
         assert main([str(tmp_path / name), *options]) == 2
         shown = capsys.readouterr()
@@ -231,14 +228,14 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return refused
 
 
-def holds(config: Config, settings: dict[str, Any]) -> bool:
+def holds(config, settings):
     """Compare settings by their keys, with a difference that pytest shows."""
     found = {key: attrgetter(key)(config) for key in settings}
     assert found == settings
     return True
 
 
-def test_llamafactory_dpo_on_all_weights(migrate: Any, tmp_path: Path) -> None:
+def test_llamafactory_dpo_on_all_weights(migrate, tmp_path):
     config, shown = migrate(LLAMAFACTORY_DPO, "--gpus", "8")
     demo, own = str(tmp_path / "data/dpo_en_demo.json"), {"instruction": "question"}
     assert holds(config, {
@@ -257,7 +254,7 @@ def test_llamafactory_dpo_on_all_weights(migrate: Any, tmp_path: Path) -> None:
     assert "a mean over the tokens of the whole step" in shown
 
 
-def test_llamafactory_lora(migrate: Any, tmp_path: Path) -> None:
+def test_llamafactory_lora(migrate, tmp_path):
     config, shown = migrate(LLAMAFACTORY_LORA)
     data, columns = tmp_path / "data", {"messages": "conversations"}
     assert holds(config, {
@@ -272,14 +269,14 @@ def test_llamafactory_lora(migrate: Any, tmp_path: Path) -> None:
         assert remark in shown
 
 
-def test_llamafactory_kto_has_the_betas_own_section(migrate: Any) -> None:
+def test_llamafactory_kto_has_the_betas_own_section(migrate):
     config, _ = migrate(LLAMAFACTORY_KTO)
     wanted = {"stage": "kto", "kto.beta": 0.1, "kto.desirable_weight": 1.5, "batch.examples": 8}
     assert holds(config, wanted | {"model.lora.rank": 8})
     assert len(config.model.lora.targets) == 7
 
 
-def test_a_table_of_settings_and_data_that_nothing_describes(migrate: Any) -> None:
+def test_a_table_of_settings_and_data_that_nothing_describes(migrate):
     rope = "rope_scaling: {rope_type: yarn, factor: 4.0}"
     text = LLAMAFACTORY_LORA.replace("dataset: identity", f"dataset: nowhere\n{rope}")
     config, shown = migrate(text)
@@ -289,7 +286,7 @@ def test_a_table_of_settings_and_data_that_nothing_describes(migrate: Any) -> No
     assert "nowhere: dataset_info.json does not describe it, so write its path" in shown
 
 
-def test_trl_yaml_and_a_command_that_names_it(migrate: Any, tmp_path: Path) -> None:
+def test_trl_yaml_and_a_command_that_names_it(migrate, tmp_path):
     config, shown = migrate(TRL_DPO, "--stage", "dpo")
     source = {"path": "trl-lib/ultrafeedback_binarized", "split": "train"}
     assert holds(config, {
@@ -307,7 +304,7 @@ def test_trl_yaml_and_a_command_that_names_it(migrate: Any, tmp_path: Path) -> N
     assert holds(config, {"dpo.beta": 0.3, "optimizer.lr": 1e-6, "data.max_length": 2048})
 
 
-def test_trl_command_line(migrate: Any) -> None:
+def test_trl_command_line(migrate):
     config, shown = migrate(TRL_SFT, name="sft.sh")
     assert holds(config, {
         "stage": "sft", "optimizer.lr": 2e-5, "batch.examples": 8, "model.lora.rank": 32,
@@ -320,7 +317,7 @@ def test_trl_command_line(migrate: Any) -> None:
     assert config.data.train_on == "assistant"
 
 
-def test_axolotl(migrate: Any) -> None:
+def test_axolotl(migrate):
     config, shown = migrate(AXOLOTL_SFT, "--gpus", "8")
     own = {"path": "data/own.jsonl", "columns": {"messages": "conversation"}}
     assert holds(config, {
@@ -336,7 +333,7 @@ def test_axolotl(migrate: Any) -> None:
     assert holds(config, {"stage": "dpo", "dpo.loss_type": "ipo"})
 
 
-def test_a_redirected_translation_holds_nothing_else(tmp_path: Path) -> None:
+def test_a_redirected_translation_holds_nothing_else(tmp_path):
     (tmp_path / "run.yaml").write_text(LLAMAFACTORY_KTO)
     loud = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     line = [sys.executable, "-m", "ulysses.cli", "migrate", "run.yaml"]
@@ -345,7 +342,7 @@ def test_a_redirected_translation_holds_nothing_else(tmp_path: Path) -> None:
     assert tomllib.loads(shown)["stage"] == "kto"
 
 
-def test_what_cannot_be_read_is_one_sentence(refusal: Any) -> None:
+def test_what_cannot_be_read_is_one_sentence(refusal):
     for name, text, sentence in (
         ("a.yaml", TRL_DPO, "no stage is named; add --stage"),
         ("b.yaml", "- 1", "this file holds no settings"),
@@ -356,7 +353,7 @@ def test_what_cannot_be_read_is_one_sentence(refusal: Any) -> None:
     assert "whose settings these are cannot be told" in refusal("seed: 3", "--stage", "sft")
 
 
-def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate: Any) -> None:
+def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate):
     text = LLAMAFACTORY_DPO.replace("template: llama3", "flash_attn: fa9")
     text = text.replace("pref_beta: 0.2", "loss_type: exo_pair")
     said = "flash_attn = fa9: model.attention has no such choice, so its default stands"
@@ -365,7 +362,7 @@ def test_what_is_still_wrong_and_choices_that_are_not_ours_are_listed(migrate: A
     assert "\n#   dpo: loss_type 'exo_pair' is infinite at label_smoothing 0" in shown
 
 
-def test_grpo_of_trl_with_its_own_defaults(migrate: Any) -> None:
+def test_grpo_of_trl_with_its_own_defaults(migrate):
     config, shown = migrate(GRPO, name="grpo.sh")
     assert holds(config, {
         "ppo.advantage": "group", "ppo.kl_coefficient": 0, "ppo.epochs": 1, "ppo.minibatches": 1,
@@ -378,7 +375,7 @@ def test_grpo_of_trl_with_its_own_defaults(migrate: Any) -> None:
     assert not re.search("kl_estimator|data.max_length|Without a counterpart", shown)
 
 
-def test_grpo_of_trl_with_everything_set(migrate: Any) -> None:
+def test_grpo_of_trl_with_everything_set(migrate):
     command = """trl grpo --model_name_or_path m --dataset_name d --output_dir out --reward_model_name_or_path rm
         --reward_funcs os.path.basename --reward_weights 0.5 2 --beta 0.04 --use_bias_correction_kl false --epsilon 0.1
         --epsilon_high 0.28 --loss_type dr_grpo --scale_rewards none --max_completion_length 1024 --temperature 0.9
@@ -407,12 +404,12 @@ def test_grpo_of_trl_with_everything_set(migrate: Any) -> None:
     ("theirs", "ours"),
     [("grpo", "sequence"), ("dapo", "token"), ("bnpo", "token"), ("dr_grpo", "constant")],
 )
-def test_grpo_losses(migrate: Any, theirs: str, ours: str) -> None:
+def test_grpo_losses(migrate, theirs, ours):
     config, _ = migrate(f"{GRPO.strip()} --loss_type {theirs}", name="grpo.sh")
     assert config.ppo.loss_aggregation == ours
 
 
-def test_ratios_of_trl(migrate: Any) -> None:
+def test_ratios_of_trl(migrate):
     line = f"{GRPO.strip()} --importance_sampling_level sequence --mask_truncated_completions --delta 4"
     config, _ = migrate(line, name="grpo.sh")
     assert holds(config, {
@@ -420,7 +417,7 @@ def test_ratios_of_trl(migrate: Any) -> None:
     })  # fmt: skip
 
 
-def test_rloo_of_trl(migrate: Any) -> None:
+def test_rloo_of_trl(migrate):
     config, _ = migrate(GRPO.replace("trl grpo", "trl rloo"), "--gpus", "2", name="rloo.sh")
     assert holds(config, {
         "ppo.advantage": "leave_one_out", "ppo.answers_per_prompt": 2, "ppo.kl_coefficient": 0.05,
@@ -429,7 +426,7 @@ def test_rloo_of_trl(migrate: Any) -> None:
     })  # fmt: skip
 
 
-def test_grpo_of_axolotl_and_of_a_yaml_file(migrate: Any) -> None:
+def test_grpo_of_axolotl_and_of_a_yaml_file(migrate):
     table = "trl: {beta: 0.0, num_generations: 4, max_completion_length: 64, reward_funcs: [os.path.basename]}"
     config, _ = migrate(AXOLOTL_SFT.replace("chat_template: llama3", f"rl: grpo\n{table}"))
     assert holds(config, {
@@ -481,23 +478,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("lines", REFUSED)
-def test_what_would_train_something_else_is_refused_with_its_line(
-    lines: str, refusal: Any
-) -> None:
+def test_what_would_train_something_else_is_refused_with_its_line(lines, refusal):
     stage = [] if "stage:" in lines or "rl:" in lines else ["--stage", "sft"]
     text = f"# use_dora: true, max_prompt_length: 9\n{lines}\n"
     assert REFUSED[lines] in refusal(text, *stage)
 
 
-def test_all_that_is_refused_is_named_at_once(refusal: Any) -> None:
+def test_all_that_is_refused_is_named_at_once(refusal):
     error = refusal("stage: dpo\nuse_dora: true\nsync_ref_model: true\n", lines=4)
     for said in ("2 settings are wrong", "line 2: use_dora", "line 3: sync_ref_model"):
         assert said in error
 
 
-def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(
-    migrate: Any,
-) -> None:
+def test_switches_that_are_off_and_values_that_change_nothing_are_not_refused(migrate):
     text = """finetuning_type: full\ndo_train: true\ndo_predict: true\nuse_dora: false\nuse_galore: false
 roles_to_train: [assistant, gpt]\noptim: adamw_torch\nsync_ref_model: false\nnew_special_tokens: null
 save_strategy: epoch"""
@@ -535,13 +528,13 @@ NO_COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_that_are_known(migrate: Any, command: str) -> None:
+def test_commands_that_are_known(migrate, command):
     options = "--model_name_or_path m --dataset_name d --eos_token '<|im_end|>' --max_steps 3 --output_dir out"
     config, _ = migrate(f"{command} {options}", name="go.sh")
     assert (config.stage, config.run.steps, config.model.path) == (COMMANDS[command], 3, "m")
 
 
-def test_commands_that_name_a_file(migrate: Any, tmp_path: Path) -> None:
+def test_commands_that_name_a_file(migrate, tmp_path):
     (tmp_path / "kto.yaml").write_text(LLAMAFACTORY_KTO)
     (tmp_path / "axolotl.yaml").write_text(AXOLOTL_SFT)
     for command, stage in {
@@ -558,14 +551,14 @@ def test_commands_that_name_a_file(migrate: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", NO_COMMANDS)
-def test_other_shell_text_is_refused(command: str, refusal: Any) -> None:
+def test_other_shell_text_is_refused(command, refusal):
     assert NO_COMMANDS[command] in refusal(command, name="go.sh")
 
 
 @pytest.mark.parametrize(
     "end", ["\n", "\r", "\v", "\f", "\0", "\x1b", "\x85", "\u2028", "\\", '"', '"""\n', "'''\n"]
 )
-def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> None:
+def test_nothing_breaks_out_of_a_comment_or_a_string(migrate, end):
     evil = f"x{end}run.overwrite = true{end}#{end}"
     given = yaml.safe_load(LLAMAFACTORY_KTO) | {
         "save_strategy": evil, "wandb_project": evil,
@@ -579,13 +572,13 @@ def test_nothing_breaks_out_of_a_comment_or_a_string(migrate: Any, end: str) -> 
 
 
 @pytest.mark.parametrize("end", ["\n", "\r", "\0", "\x1b", "\u2028", '"""\n'])
-def test_what_would_break_out_is_refused_without_a_translation(end: str, refusal: Any) -> None:
+def test_what_would_break_out_is_refused_without_a_translation(end, refusal):
     evil, given = f"x{end}run.overwrite = true{end}#{end}", yaml.safe_load(LLAMAFACTORY_KTO)
     for more in {"unknown_to_all": evil}, {f"unknown{evil}": 1}, {"chat_template": evil}:
         refusal(json.dumps(given | more), name="run.json")
 
 
-def test_a_list_of_choices_is_the_one_that_is_not_the_default(migrate: Any) -> None:
+def test_a_list_of_choices_is_the_one_that_is_not_the_default(migrate):
     text = LLAMAFACTORY_KTO.replace("template: llama3", "report_to: [tensorboard, wandb]")
     assert migrate(text)[0].run.wandb == "ulysses"
     text = LLAMAFACTORY_KTO.replace("template: llama3", "report_to: [tensorboard]")
@@ -594,7 +587,7 @@ def test_a_list_of_choices_is_the_one_that_is_not_the_default(migrate: Any) -> N
     assert migrate(weights, "--stage", "dpo")[0].dpo.loss_weights == [1.0]
 
 
-def test_documents_are_named_by_the_column_of_their_text(migrate: Any, tmp_path: Path) -> None:
+def test_documents_are_named_by_the_column_of_their_text(migrate, tmp_path):
     text = "model_name_or_path: m\nstage: pt\ndo_train: true\ndataset: c4_demo, books\n"
     config, shown = migrate(text + "finetuning_type: full\noutput_dir: out\n")
     assert "packing = True: a packed sequence counts as one example there" in shown
@@ -604,7 +597,7 @@ def test_documents_are_named_by_the_column_of_their_text(migrate: Any, tmp_path:
     ]
 
 
-def test_the_mixture_of_alignment_handbook(migrate: Any) -> None:
+def test_the_mixture_of_alignment_handbook(migrate):
     mixture = """dataset_mixture:
   datasets:
     - id: own/pairs
@@ -625,7 +618,7 @@ def test_the_mixture_of_alignment_handbook(migrate: Any) -> None:
     assert config.data.eval_fraction == 0.1
 
 
-def test_version_1_of_llamafactory(migrate: Any, tmp_path: Path) -> None:
+def test_version_1_of_llamafactory(migrate, tmp_path):
     (tmp_path / "data/demo.yaml").write_text(
         "chats: {path: own/chats, source: hf_hub, converter: sharegpt, size: 50}\n"
     )
@@ -654,7 +647,7 @@ max_steps: 10
 V1 = "model: m\nmodel_class: llm\ntrain_dataset: data/demo.yaml\noutput_dir: out\nmicro_batch_size: 2\nmax_steps: 10\n"
 
 
-def test_own_examples_of_version_1_describe_alpaca_rows(migrate: Any, tmp_path: Path) -> None:
+def test_own_examples_of_version_1_describe_alpaca_rows(migrate, tmp_path):
     """Nothing stands between instruction and input there, and a degree inside dist_config shares the batch."""
     (tmp_path / "data/demo.yaml").write_text(
         "identity: {path: data/identity.json, source: local, converter: alpaca}\n"
@@ -686,7 +679,7 @@ def test_own_examples_of_version_1_describe_alpaca_rows(migrate: Any, tmp_path: 
         assert said in shown
 
 
-def test_what_an_empty_setting_means(migrate: Any) -> None:
+def test_what_an_empty_setting_means(migrate):
     """An empty norm does not clip; an empty length, which cuts nothing, is refused (below)."""
     config, _ = migrate(TRL_DPO + "max_grad_norm: null\n", "--stage", "dpo")
     assert config.gradients.max_norm == 0
@@ -694,7 +687,7 @@ def test_what_an_empty_setting_means(migrate: Any) -> None:
     assert migrate(AXOLOTL_SFT + "max_grad_norm:\n")[0].gradients.max_norm == 1
 
 
-def test_the_constant_schedule_has_no_warmup(migrate: Any) -> None:
+def test_the_constant_schedule_has_no_warmup(migrate):
     for base, name, stage in (
         (TRL_DPO, "lr_scheduler_type", ["--stage", "dpo"]),
         (AXOLOTL_SFT, "lr_scheduler", []),
@@ -703,7 +696,7 @@ def test_the_constant_schedule_has_no_warmup(migrate: Any) -> None:
         assert migrate(text, *stage)[0].optimizer.warmup == 0
 
 
-def test_rows_as_their_loaders_give_them(migrate: Any, tmp_path: Path) -> None:
+def test_rows_as_their_loaders_give_them(migrate, tmp_path):
     """Every line of a text is a row, and pairs that are too long are left out."""
     text = "model_name_or_path: m\nstage: pt\nfinetuning_type: full\noutput_dir: out\npacking: false\n"
     config, shown = migrate(f"{text}dataset: notes,c4_demo\nmax_samples: 100\n")
@@ -720,9 +713,7 @@ def test_rows_as_their_loaders_give_them(migrate: Any, tmp_path: Path) -> None:
     assert "there it is left out" in shown
 
 
-def test_a_deepspeed_file_with_a_schedule_or_optimizer_of_its_own(
-    refusal: Any, tmp_path: Path
-) -> None:
+def test_a_deepspeed_file_with_a_schedule_or_optimizer_of_its_own(refusal, tmp_path):
     (tmp_path / "own.json").write_text(
         json.dumps(
             {"optimizer": {"type": "Lamb"}, "scheduler": {"type": "WarmupLR", "params": {}}}
@@ -732,7 +723,7 @@ def test_a_deepspeed_file_with_a_schedule_or_optimizer_of_its_own(
     assert "optimizer.type = Lamb" in said and "it replaces lr_scheduler_type there" in said
 
 
-def test_trl_evaluates_only_if_a_strategy_says_so(migrate: Any) -> None:
+def test_trl_evaluates_only_if_a_strategy_says_so(migrate):
     silent = TRL_DPO.replace("eval_strategy: steps\n", "")
     config, shown = migrate(silent, "--stage", "dpo")
     assert (config.run.eval_every, config.data.eval) == (0, [])
@@ -741,19 +732,19 @@ def test_trl_evaluates_only_if_a_strategy_says_so(migrate: Any) -> None:
     assert config.run.eval_every == 50 and config.data.eval["split"] == "test"
 
 
-def test_shares_of_all_steps_are_listed(migrate: Any) -> None:
+def test_shares_of_all_steps_are_listed(migrate):
     config, shown = migrate(TRL_DPO + "save_steps: 0.5\n", "--stage", "dpo")
     assert config.run.save_every == 0
     assert "save_steps = 0.5: a share of all steps there; set run.save_every in steps" in shown
 
 
-def test_a_launcher_says_how_many_gpus_there_are(migrate: Any) -> None:
+def test_a_launcher_says_how_many_gpus_there_are(migrate):
     command = TRL_SFT.replace("--config_file zero3.yaml", "--num_processes 8")
     assert migrate(command, name="go.sh")[0].batch.examples == 64
     assert migrate(command, "--gpus", "2", name="go.sh")[0].batch.examples == 16
 
 
-def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate: Any) -> None:
+def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate):
     text = TRL_DPO.replace("beta: 0.05", "label_smoothing: 0.1")
     assert migrate(text, "--stage", "dpo")[0].dpo.label_smoothing == 0
     text = text.replace("loss_type: [sigmoid]", "loss_type: [robust]")
@@ -784,9 +775,7 @@ def test_label_smoothing_that_trl_does_not_read_is_left_out(migrate: Any) -> Non
         ("- a: [", "expected"),
     ],
 )  # fmt: skip
-def test_what_is_not_known_is_refused(
-    text: str, sentence: str, refusal: Any, tmp_path: Path
-) -> None:
+def test_what_is_not_known_is_refused(text, sentence, refusal, tmp_path):
     write_datasets(tmp_path)
     base = "finetuning_type: full\nstage: sft\ndataset: identity\n"
     assert sentence in refusal(f"{base}{text}\n")

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -202,7 +200,7 @@ MISTAKES = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "quotes.toml").write_text("stage = dpo\n")
     (folder / "latin1.toml").write_bytes('stage = "dpo"  # für'.encode("latin-1"))
@@ -216,7 +214,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def typed(line: str, place: Path) -> list[str]:
+def typed(line, place):
     stages = {"DEMO": "dpo", "KTO": "kto", "SFT": "sft", "PPO": "ppo"}
     first, *rest = line.replace("PLACE", str(place)).split() or [""]
     return [
@@ -226,7 +224,7 @@ def typed(line: str, place: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_one_sentence(line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sentence(line, place, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ConfigError) as caught:
         prepare(parse_command_line(typed(line, place)).config).open_data()
@@ -235,12 +233,12 @@ def test_one_sentence(line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "\n" not in sentence and len(sentence) < 600 and "secret" not in sentence
 
 
-def test_a_switch_is_no_number() -> None:
+def test_a_switch_is_no_number():
     with pytest.raises(ConfigError, match="optimizer.lr is True: this is a number or a text"):
         parse_command_line(BASE.split(), **{"optimizer.lr": True})
 
 
-def test_all_mistakes_at_once() -> None:
+def test_all_mistakes_at_once():
     line = f"{BASE} --max_grad_norm 1 --run.seed -1 --run.stps 3 --dpo.beta x --use_dora --template llama3"
     with pytest.raises(ConfigError) as caught:
         parse_command_line(line.split())
@@ -259,9 +257,7 @@ def test_all_mistakes_at_once() -> None:
     ("--data.train PLACE/none.jsonl --model.tokenizer PLACE/nowhere --run.resume PLACE --model.attention flash4",
      ["data: ", "model.tokenizer is", "model.attention: ", "run.resume: "]),
 ])  # fmt: skip
-def test_what_the_checks_find_is_told_at_once(
-    line: str, starts: list[str], place: Path
-) -> None:
+def test_what_the_checks_find_is_told_at_once(line, starts, place):
     """Settings that do not fit each other, and what they name."""
     with pytest.raises(ConfigError) as caught:
         prepare(parse_command_line(typed(f"DEMO {line}", place)).config, 8)
@@ -275,7 +271,7 @@ def test_what_the_checks_find_is_told_at_once(
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_files_as_other_systems_write_them(encoding: str, tmp_path: Path) -> None:
+def test_files_as_other_systems_write_them(encoding, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text(
         'stage = "sft"\r\nmodel.path = "für"\r\nrun.steps = 5\r\n', encoding=encoding
@@ -283,7 +279,7 @@ def test_files_as_other_systems_write_them(encoding: str, tmp_path: Path) -> Non
     assert parse_command_line(["--config", str(path)]).config.model.path == "für"
 
 
-def test_deep_columns(place: Path, tmp_path: Path) -> None:
+def test_deep_columns(place, tmp_path):
     train = {"path": str(place / "chats.jsonl"), "columns": {"messages": "conv.messages"}}
     line = tiny("sft", tmp_path / "run", data__train=train)
     train, _ = prepare(parse_command_line(line).config, 1).open_data()
@@ -291,9 +287,9 @@ def test_deep_columns(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGE_CASES)
-def test_learning_rate_suits_the_stage(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_learning_rate_suits_the_stage(stage, capsys):
     lr, model = STAGE_CASES[stage].rate, {"arch": "llama3-8b", "init": "random"}
-    values: dict[str, Any] = {
+    values = {
         "stage": stage,
         "model": model,
         "run": {"steps": 1},
@@ -312,9 +308,7 @@ def test_learning_rate_suits_the_stage(stage: str, capsys: pytest.CaptureFixture
     )
 
 
-def test_a_taken_folder_can_be_planned_and_inspected(
-    place: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_taken_folder_can_be_planned_and_inspected(place, tmp_path, capsys):
     (tmp_path / "run/checkpoints/step-3").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-3/run.json").write_text("{}")
     line = f"""--config {ROOT}/configs/demo/dpo.toml --dry-run --gpus 2 --run.output {tmp_path}/run --run.resume never

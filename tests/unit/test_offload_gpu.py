@@ -11,7 +11,7 @@ from tests.memory_case import all_chunks_are_free
 from tests.model_folder import init_weights
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Group, Offloader
-from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 
 LAYERS, TOKENS = 8, 6000
@@ -28,7 +28,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def packs() -> list[ShardedBatch]:
+def packs():
     """Steps of different lengths, so that host chunks and device memory are used again for other sizes."""
     draw = torch.Generator().manual_seed(0)
     rows = [
@@ -41,9 +41,7 @@ def packs() -> list[ShardedBatch]:
     ]
 
 
-def train(
-    level: str, dtype: torch.dtype, offloader: Offloader | None, away: int | None = None
-) -> tuple[list[torch.Tensor], int]:
+def train(level, dtype, offloader, away=None):
     """Return the gradients of every step, and the most bytes that were allocated beside weights and gradients."""
     model = CausalLM(
         SHAPE, attention="reference", memory=LayerMemory(level, 1000, offloader, away)

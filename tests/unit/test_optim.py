@@ -12,8 +12,8 @@ from ulysses.run.optim import learning_rate, parameter_groups
 TOTAL = 100
 
 
-def rates(**settings: object) -> list[float]:
-    config = OptimizerSection(lr=2.0, **settings)  # type: ignore[arg-type]
+def rates(**settings):
+    config = OptimizerSection(lr=2.0, **settings)
     return [learning_rate(step, TOTAL, config) for step in range(TOTAL + 1)]
 
 

@@ -1,9 +1,7 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,21 +34,16 @@ ROWS = [([5, EOS, 7], [8, 9, EOS]), ([4], [11, 12, 13, 14]), ([6, 6], [EOS])]
 PREDICTED_AT = [2, 3, 4, 6, 7, 8, 9, 12]
 
 
-def answered(
-    rows: Any = ROWS, number: int = 0, answers_per_prompt: int = 1, **rest: Any
-) -> Rollout:
+def answered(rows=ROWS, number=0, answers_per_prompt=1, **rest):
     scored = zip(rows, (1.0, 2.0, -0.5) * len(rows), (True, False, True) * len(rows))
     answers = [Completion(a, [0.0] * len(a), ended, score) for (_, a), score, ended in scored]
     return Rollout.of(
-        number,
-        [torch.tensor(p) for p, _ in rows[::answers_per_prompt]],
-        answers,
-        **rest,
+        number, [torch.tensor(p) for p, _ in rows[::answers_per_prompt]], answers, **rest
     )
 
 
-def maker(**options: Any) -> RolloutMaker:
-    rest: Any = dict.fromkeys(("engine", "mesh", "sampler", "budget"))
+def maker(**options):
+    rest = dict.fromkeys(("engine", "mesh", "sampler", "budget"))
     return RolloutMaker(config=PpoSection(**options), **rest)
 
 
@@ -137,7 +130,7 @@ def test_advantages_without_a_value(advantage, kl_in):
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_answers_that_were_cut_are_left_out(kl_in: str) -> None:
+def test_answers_that_were_cut_are_left_out(kl_in):
     """They keep their place in the comparison but neither weight nor columns, and their KL lowers no reward."""
     rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
     options = {
@@ -165,7 +158,7 @@ def test_answers_that_were_cut_are_left_out(kl_in: str) -> None:
         assert plain[name][6:8].all()
 
 
-def test_bounds_of_the_ratio_are_checked_before_the_run(tmp_path: Path) -> None:
+def test_bounds_of_the_ratio_are_checked_before_the_run(tmp_path):
     for options, complaint in (
         ({"ppo__dual_clip": 1.2}, "ppo: dual_clip is 1.2 but must be above 1 + clip_high, 1.2"),
         ({"ppo__policy_loss": "cispo", "ppo__dual_clip": 3.0}, "only the kind clip has it"),
@@ -194,7 +187,7 @@ GSPO = SEQUENCE | {"ratio": "mean", "kl_in": "loss_with_ratio"}
         (SEQUENCE | {"dual_clip": 1.4}, -0.023195110626355153, 0.1522880172104637),
     ],
 )
-def test_losses_equal_trls(options: dict[str, Any], loss: float, gradient_norm: float) -> None:
+def test_losses_equal_trls(options, loss, gradient_norm):
     """Eight answers to two prompts, with k3 of 0.04 in the loss and DAPO's clip range."""
     lengths = (3, 1, 4, 2, 4, 2, 1, 3)
     scores = torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1]).double()
@@ -221,7 +214,7 @@ def test_losses_equal_trls(options: dict[str, Any], loss: float, gradient_norm: 
     stage = PpoStage(Config(stage="ppo", ppo=config), lambda *_, **__: out, mesh)
     batch = pack_shard(found, mesh, "cpu")
     terms = stage.losses(batch, MetricSums("cpu"))
-    ours: Any = sum(term.value * term.weight for term in terms)
+    ours = sum(term.value * term.weight for term in terms)
     ours = ours / stage.normalisers(batch)["tokens"]
     ours.backward()
     norm = torch.cat([x.grad for x in made]).norm()
@@ -266,7 +259,7 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     data = ListDataset("prompt", [(s,) for s in sequences(25, 0)])
     prompts, made = StepLoader(data, 10, tokens_per_microbatch=128, seed=3), []
 
-    def make(number: int, dataset: Any, indices: list[int]) -> Rollout:
+    def make(number, dataset, indices):
         assert dataset is data and indices == prompts.indices(*divmod(number, 3))
         made.append(number)
         return answered([([1, 2], [3])] * len(indices), number)
@@ -296,21 +289,21 @@ def test_first_step_identities():
 
 
 class Letters:
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens, skip_special_tokens):
         return "".join(map(chr, tokens))
 
 
 HALF, ALL = (f"tests.reward_functions:{name}" for name in ("half", "all_at_once"))
 
 
-def answers(*scales: float, **row: Any) -> tuple[list[Any], ...]:
+def answers(*scales, **row):
     """The same prompt and answer for every scale: prompts, answers, rows and indices."""
     count = len(scales)
     rows = [{"scale": x, **row} for x in scales]
     return [[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)]
 
 
-def test_reward_functions() -> None:
+def test_reward_functions():
     names = (HALF, "http://localhost:1/score", "meta-llama/reward", "C:/x y")
     assert [is_function(name) for name in names] == [True, True, False, False]
     both = Rewards([HALF, ALL], Letters())(*answers(2, 4))
@@ -329,14 +322,14 @@ def test_reward_functions() -> None:
             Rewards([name], Letters())(*asked)
 
 
-def test_a_function_that_has_moved_is_named_by_its_new_place() -> None:
+def test_a_function_that_has_moved_is_named_by_its_new_place():
     with pytest.raises(
         ConfigError, match=r"it has moved: write ulysses\.rl\.rewards:gsm8k_reward$"
     ):
         load_function("ulysses.training.rewards:gsm8k_reward")
 
 
-def test_rewards_in_workers() -> None:
+def test_rewards_in_workers():
     rewards = Rewards([HALF], Letters(), workers=2, timeout=20)
     try:
         assert rewards(*answers(1, 2, 4)) == [{HALF: 2.0}, {HALF: 1.0}, {HALF: 0.5}]
@@ -348,7 +341,7 @@ def test_rewards_in_workers() -> None:
         rewards.close()
 
 
-def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_of_a_server(monkeypatch):
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     server = SamplingServer()
     url = f"{server.address}/score"
@@ -367,14 +360,14 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         Rewards([url], Letters())(*answers(1))
 
 
-def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -> None:
+def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     section = PpoSection(reward={"models/rm": 0.5, HALF: 2.0})
     assert section.reward_model == "models/rm"
     assert PpoSection(reward=[HALF, ALL]).reward == {HALF: 1.0, ALL: 1.0}
     rounds = [answered(), answered(ROWS[:1])]
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
-    asked: Any = SimpleNamespace(
+    asked = SimpleNamespace(
         sampler=SimpleNamespace(synchronise=lambda: None),
         answer=lambda number, *_: rounds[number % 2],
     )
@@ -399,11 +392,11 @@ def test_verifiable_reward(completion, answer, score):
     assert gsm8k_reward("", completion, {"answer": answer}) == score
 
 
-def test_answers_end_with_a_turn(tmp_path: Path) -> None:
+def test_answers_end_with_a_turn(tmp_path):
     folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
-    run: Any = SimpleNamespace(
+    run = SimpleNamespace(
         prepared=plan,
         engine=None,
         mesh=None,

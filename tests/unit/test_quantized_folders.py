@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,12 +24,12 @@ from ulysses.run.preflight import prepare
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 
-def matrix(rows: int, columns: int) -> torch.Tensor:
+def matrix(rows, columns):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
 
 
 @pytest.mark.parametrize("rows, columns", [(8, 64), (48, 32), (300, 96)])
-def test_nf4_is_what_bitsandbytes_makes(rows: int, columns: int) -> None:
+def test_nf4_is_what_bitsandbytes_makes(rows, columns):
     whole = matrix(rows, columns)
     data = pack("nf4", whole)
     assert data.numel() == sum(packed_parts("nf4", whole.shape))
@@ -44,18 +43,18 @@ def test_nf4_is_what_bitsandbytes_makes(rows: int, columns: int) -> None:
     assert 0.01 < error < 0.2
 
 
-def test_fp8_has_a_scale_for_each_row() -> None:
+def test_fp8_has_a_scale_for_each_row():
     whole = matrix(8, 64) * torch.logspace(-4, 4, 8)[:, None]
     near = unpack("fp8", pack("fp8", whole), whole.shape, torch.float32)
     assert ((near - whole).abs().amax(1) <= whole.abs().amax(1) / 16).all()
 
 
 @pytest.fixture
-def packed_folder(tmp_path: Path) -> Path:
+def packed_folder(tmp_path):
     """Return a model whose layers' matrices bitsandbytes has quantised, with the original beside it."""
     config = ModelConfig.from_hf(tiny_config())
     write_model(tmp_path / "original", config)
-    weights: dict[str, torch.Tensor] = {}
+    weights = {}
     for name, weight in load_file(tmp_path / "original/model.safetensors").items():
         if name.endswith("_proj.weight"):
             weight, state = quantize_4bit(
@@ -77,7 +76,7 @@ def packed_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder: Path) -> None:
+def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
     config = ModelConfig.from_hf(tiny_config())
     size = sum(packed_parts("nf4", torch.Size((48, 32))))
     ours, theirs = torch.empty(2, size, dtype=torch.uint8)
@@ -94,8 +93,8 @@ def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder: Pa
 
 
 def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
-    packed_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    packed_folder, tmp_path, capsys
+):
     lora = LoraSection(rank=2, targets=["q_proj"])
     model = add_adapters(CausalLM(ModelConfig.from_hf(tiny_config())), lora)
     adapters = {n: torch.ones(p.shape) for n, p in model.named_parameters() if ".lora_" in n}
@@ -110,7 +109,7 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     assert "differ by at most 0 " in capsys.readouterr().out
 
 
-def plan(folder: Path, **settings: Any) -> Any:
+def plan(folder, **settings):
     rows = folder / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
     given = {"stage": "pt", "model.path": str(folder), "data.train": str(rows), "run.steps": 1}
@@ -120,7 +119,7 @@ def plan(folder: Path, **settings: Any) -> Any:
 
 
 LORA = {"model.lora.rank": 2}
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+REFUSED = {
     'model.quantize is "nf4" but all weights are trained': (
         "original",
         {"model.quantize": "nf4"},
@@ -131,16 +130,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_what_cannot_be_quantised_is_one_sentence(sentence: str, packed_folder: Path) -> None:
+def test_what_cannot_be_quantised_is_one_sentence(sentence, packed_folder):
     name, settings = REFUSED[sentence]
     with pytest.raises(ConfigError, match=sentence):
         plan(packed_folder.parent / name, **settings)
 
 
-def test_bitsandbytes_is_asked_for(
-    packed_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent(name: str, *rest: Any) -> Any:
+def test_bitsandbytes_is_asked_for(packed_folder, monkeypatch):
+    def absent(name, *rest):
         return None if name == "bitsandbytes" else found(name, *rest)
 
     import importlib.util
@@ -152,6 +149,6 @@ def test_bitsandbytes_is_asked_for(
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "compressed-tensors"])
-def test_checkpoints_of_others_are_refused_by_name(method: str) -> None:
+def test_checkpoints_of_others_are_refused_by_name(method):
     with pytest.raises(ValueError, match=f"quantised by {method}, but only bitsandbytes' NF4"):
         ModelConfig.from_hf(tiny_config(quantization_config={"quant_method": method}))

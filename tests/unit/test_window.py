@@ -4,17 +4,15 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from models.arch import ModelConfig, RopeScaling
 from tests.model_folder import tiny_config, write_model
 from ulysses.config.command_line import parse_command_line
-from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError
 from ulysses.run.dry_run import dry_run, inspect
-from ulysses.run.preflight import Prepared, prepare
+from ulysses.run.preflight import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = tiny_config(model_type="qwen2", vocab_size=704, max_position_embeddings=128)
@@ -24,19 +22,19 @@ YARN, DYNAMIC = {"type": "yarn", "factor": 4.0}, {"type": "dynamic", "factor": 2
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     write_model(tmp_path / "model", ModelConfig.from_hf(TINY))
     return tmp_path / "model"
 
 
-def edit(model: Path, **changes: Any) -> Path:
+def edit(model, **changes):
     """Change config.json, and leave nothing of the rotary tables that we write."""
     raw = json.loads((model / "config.json").read_text()) | {"rope_parameters": None} | changes
     (model / "config.json").write_text(json.dumps(raw))
     return model
 
 
-def config(model: Path, *settings: str, stage: str = "sft", toml: str = "") -> Config:
+def config(model, *settings, stage="sft", toml=""):
     """A demo stage from a pretrained model, as a TOML file in the dotted style."""
     data = ROOT / "configs/demo/data"
     path = model.parent / "run.toml"
@@ -53,18 +51,16 @@ def config(model: Path, *settings: str, stage: str = "sft", toml: str = "") -> C
     return parse_command_line(["--config", str(path), *settings]).config
 
 
-def rope(settings: str) -> list[str]:
+def rope(settings):
     return [f"--model.rope.{setting}" for setting in settings.split()]
 
 
-def prepared(model: Path, *settings: str, **more: str) -> Prepared:
+def prepared(model, *settings, **more):
     return prepare(config(model, *settings, **more), 1)
 
 
 @pytest.mark.parametrize("length, factor", [(129, "2.0"), (256, "2.0"), (500, "4.0")])
-def test_a_sequence_beyond_the_window_is_refused_with_what_mends_it(
-    length: int, factor: str, model: Path
-) -> None:
+def test_a_sequence_beyond_the_window_is_refused_with_what_mends_it(length, factor, model):
     assert prepared(model, "--data.max_length", "128").shape.max_position_embeddings == 128
     asked = "--data.max_length", str(length)
     with pytest.raises(ConfigError) as error:
@@ -85,7 +81,7 @@ def test_a_sequence_beyond_the_window_is_refused_with_what_mends_it(
     assert shape.rope_scaling is None and shape.max_position_embeddings == length
 
 
-def test_ppo_counts_its_answers(model: Path) -> None:
+def test_ppo_counts_its_answers(model):
     more = [
         "--ppo.reward",
         "examples.demo_data:politeness_reward",
@@ -104,7 +100,7 @@ def test_ppo_counts_its_answers(model: Path) -> None:
     )
 
 
-def test_a_reference_has_a_window_of_its_own(model: Path) -> None:
+def test_a_reference_has_a_window_of_its_own(model):
     asked = ["--data.max_length", "256", *rope("type=yarn factor=2")]
     other = ["--dpo.reference", str(shutil.copytree(model, model.parent / "other"))]
     assert prepared(model, *asked, stage="dpo").shape.max_position_embeddings == 256
@@ -122,9 +118,7 @@ def test_a_reference_has_a_window_of_its_own(model: Path) -> None:
     )
 
 
-def test_random_weights_have_no_window_and_their_export_has_the_trained_one(
-    model: Path,
-) -> None:
+def test_random_weights_have_no_window_and_their_export_has_the_trained_one(model):
     found = prepared(model, "--data.max_length", "700", "--model.init", "random").shape
     assert found.rope_scaling is None and found.to_hf()["max_position_embeddings"] == 700
     arch = parse_command_line(
@@ -159,9 +153,7 @@ def test_random_weights_have_no_window_and_their_export_has_the_trained_one(
         (YARN, "theta=5000", RopeScaling("yarn", 4.0, 128), 512),
     ],
 )  # fmt: skip
-def test_the_configuration_lies_over_the_file(
-    file, settings, scaling, window, model: Path
-) -> None:
+def test_the_configuration_lies_over_the_file(file, settings, scaling, window, model):
     edit(model, rope_scaling=file)
     shape = prepared(model, "--data.max_length", "16", *rope(settings)).shape
     assert (shape.rope_scaling, shape.max_position_embeddings) == (scaling, window)
@@ -169,9 +161,7 @@ def test_the_configuration_lies_over_the_file(
     assert ModelConfig.from_hf(shape.to_hf()) == shape
 
 
-def test_the_dry_run_and_the_samples_show_window_and_factor(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_and_the_samples_show_window_and_factor(model, capsys):
     stretched = ["--data.max_length", "200", *rope("type=yarn factor=2")]
     line = "window: 256 tokens (yarn rope, factor 2 over 128 tokens, theta 10,000)\n"
     path = str(model.parent / "run.toml")
@@ -184,9 +174,7 @@ def test_the_dry_run_and_the_samples_show_window_and_factor(
     assert "window: 128 tokens (default rope, theta 10,000)\n" in capsys.readouterr().out
 
 
-def test_the_readmes_example_fits_its_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readmes_example_fits_its_model(tmp_path, capsys):
     """Qwen2.5's chat models have a window of 32,768 tokens, also where only their published shape is known."""
     for page in ("README.md", "README.zh-CN.md"):
         (toml,) = re.findall(
