@@ -30,10 +30,9 @@ def write(folder, tensors, **options):
 
 @pytest.mark.parametrize("limit", [1 << 30, 100])
 def test_what_is_written_is_read_by_safetensors_and_by_us(tmp_path, limit):
-    generator = torch.Generator().manual_seed(0)
     tensors = {
-        "a": torch.randn(7, 5, generator=generator),
-        "b": torch.randn(3, 4, 2, generator=generator).bfloat16(),
+        "a": torch.randn(7, 5),
+        "b": torch.randn(3, 4, 2).bfloat16(),
         "c": torch.tensor(2.5, dtype=torch.float64),
         "d": torch.empty(0, 4),
     }

@@ -12,6 +12,7 @@ import yaml
 
 from tests.e2e.launch import ROOT
 from ulysses.config.command_line import check
+from ulysses.disk import write_json
 from ulysses.migrate import main
 
 LLAMAFACTORY_DPO = """
@@ -202,8 +203,8 @@ DEEPSPEED = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_opti
 def run_migrate(tmp_path, capsys):
     """Translate a text beside the files that texts here name; return the exit code and what was printed."""
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text(json.dumps(DATASETS))
-    (tmp_path / "ds_z3_offload_config.json").write_text(json.dumps(DEEPSPEED))
+    write_json(tmp_path / "data/dataset_info.json", DATASETS)
+    write_json(tmp_path / "ds_z3_offload_config.json", DEEPSPEED)
     for name, text in DESCRIBED.items():
         (tmp_path / f"data/{name}.yaml").write_text(text)
     for name, text in {"kto": LLAMAFACTORY_KTO, "axolotl": AXOLOTL_SFT, "dpo": TRL_DPO}.items():

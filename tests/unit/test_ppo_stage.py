@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import ulysses.rl.servers as servers
 from losses.logprobs import LogProbs
@@ -56,8 +57,8 @@ def maker(**options):
 )
 def test_rewards_advantages_and_returns_against_the_formula(options):
     """One answer at a time; prompts take no part, and advantages are whitened over the whole rollout."""
-    draw, c = torch.Generator().manual_seed(1), PpoSection(**options)
-    flat = torch.randn(3, 14, generator=draw)
+    c = PpoSection(**options)
+    flat = torch.randn(3, 14)
     rollout = answered()
     maker(**options).finish(rollout, *flat)
     old, values, reference = flat[:, PREDICTED_AT].double()
@@ -78,7 +79,7 @@ def test_rewards_advantages_and_returns_against_the_formula(options):
     for name, wanted in expected.items():
         column = rollout.columns[name]
         found = column[PREDICTED_AT].double()
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert not column.index_fill(0, torch.tensor(PREDICTED_AT), 0).any()
     expected = {
         "objective/rlhf_reward": float(rewards.sum()) / 3,
@@ -106,8 +107,7 @@ def test_advantages_without_a_value(advantage, kl_in):
     scores = torch.tensor((1.0, 2.0, -0.5) * 2, dtype=torch.float64)
     rollout = answered(rows, answers_per_prompt=3)
     predicts = rollout.columns["weights"].roll(-1).bool()
-    draw = torch.Generator().manual_seed(2)
-    old, reference = torch.randn(2, len(predicts), generator=draw)
+    old, reference = torch.randn(2, len(predicts))
     made = maker(advantage=advantage, **options)
     made.finish(rollout, old, torch.zeros_like(old), reference)
     lengths = torch.tensor([len(a) for _, a in rows])
@@ -120,12 +120,12 @@ def test_advantages_without_a_value(advantage, kl_in):
         earned = scores - torch.stack([gap[0] for gap in to_come])
         wanted = group_advantages(earned, 3, advantage).repeat_interleave(lengths)
     found = rollout.columns["advantages"][predicts].double()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert ("reference_logps" in rollout.columns) == (kl_in == "loss")
     assert "returns" not in rollout.columns
     ratio = old[predicts].exp()  # the sampler said 0 for every token
     importance = rollout.columns["importance"][predicts]
-    torch.testing.assert_close(importance, ratio.clamp(max=1.1))
+    assert_close(importance, ratio.clamp(max=1.1))
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
@@ -138,11 +138,11 @@ def test_answers_that_were_cut_are_left_out(kl_in):
         "kl_in": kl_in,
         "kl_coefficient": 0.3,
     }
-    found = []
+    found, drawn = [], torch.randn(2, 12)
     for masked in (False, True):
         rollout = answered(rows, answers_per_prompt=3)
         in_answer = rollout.columns["weights"] != 0
-        old, reference = torch.randn(2, 12, generator=torch.Generator().manual_seed(2))
+        old, reference = drawn.clone()
         if masked:  # the second answer's tokens
             reference[6:8] = old[6:8]
         made = maker(mask_truncated=not masked, **options)
@@ -153,7 +153,7 @@ def test_answers_that_were_cut_are_left_out(kl_in):
     assert plain["weights"][in_answer].tolist() == [1] * 6
     kept = left_out["weights"].roll(-1) != 0
     for name in ("advantages", "old_logps"):
-        torch.testing.assert_close(left_out[name], plain[name] * kept)
+        assert_close(left_out[name], plain[name] * kept)
         assert plain[name][6:8].all()
 
 

@@ -1,12 +1,12 @@
 """A quantised base: its bytes, folders of bitsandbytes, and what is refused."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
@@ -17,6 +17,7 @@ from tests.model_folder import tiny_config, write_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.config.section import ConfigError
+from ulysses.disk import write_json
 from ulysses.export import main
 from ulysses.run.build import InitialWeights
 from ulysses.run.preflight import prepare
@@ -24,13 +25,9 @@ from ulysses.run.preflight import prepare
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 
-def matrix(rows, columns):
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
-
-
 @pytest.mark.parametrize("rows, columns", [(8, 64), (48, 32), (300, 96)])
 def test_nf4_is_what_bitsandbytes_makes(rows, columns):
-    whole = matrix(rows, columns)
+    whole = torch.randn(rows, columns)
     data = pack("nf4", whole)
     assert data.numel() == sum(packed_parts("nf4", whole.shape))
     # as rows of one block, where bitsandbytes is right on CPUs
@@ -38,13 +35,13 @@ def test_nf4_is_what_bitsandbytes_makes(rows, columns):
         whole.view(-1, 64), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
     theirs = dequantize_4bit(codes, state).view(rows, columns)
-    torch.testing.assert_close(unpack("nf4", data, whole.shape, torch.float32), theirs)
+    assert_close(unpack("nf4", data, whole.shape, torch.float32), theirs)
     error = (theirs - whole).abs().max() / whole.abs().max()
     assert 0.01 < error < 0.2
 
 
 def test_fp8_has_a_scale_for_each_row():
-    whole = matrix(8, 64) * torch.logspace(-4, 4, 8)[:, None]
+    whole = torch.randn(8, 64) * torch.logspace(-4, 4, 8)[:, None]
     near = unpack("fp8", pack("fp8", whole), whole.shape, torch.float32)
     assert ((near - whole).abs().amax(1) <= whole.abs().amax(1) / 16).all()
 
@@ -72,7 +69,7 @@ def packed_folder(tmp_path):
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
     }
-    (folder / "config.json").write_text(json.dumps(tiny_config(quantization_config=method)))
+    write_json(folder / "config.json", tiny_config(quantization_config=method))
     return folder
 
 
@@ -86,7 +83,7 @@ def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
     assert torch.equal(ours, theirs)
     whole = WeightFiles(packed_folder).read(MATRIX)
     original = WeightFiles(packed_folder.parent / "original").read(MATRIX)
-    torch.testing.assert_close(
+    assert_close(
         whole,
         unpack("nf4", pack("nf4", original.view(48, 32)), (48, 32), torch.float32).view(-1),
     )
@@ -105,7 +102,7 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     found, whole = WeightFiles(tmp_path / "out"), WeightFiles(packed_folder)
     assert torch.equal(found.read(MATRIX), whole.read(MATRIX))
     query = MATRIX.replace("mlp.up", "self_attn.q")
-    torch.testing.assert_close(found.read(query), whole.read(query) + lora.alpha)
+    assert_close(found.read(query), whole.read(query) + lora.alpha)
     assert "differ by at most 0 " in capsys.readouterr().out
 
 
