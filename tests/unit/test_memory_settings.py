@@ -96,6 +96,7 @@ def test_weights_stay_where_that_is_faster_and_fits():
     short, long = chosen(1 << 15), chosen(1 << 20)
     assert short.resident and memory_line(short).endswith("; weights resident")
     assert not long.resident and long == chosen(1 << 20, weights="sharded")
+    assert f"memory: recompute {long.name} (auto: " in memory_line(long)
     # what does not fit on every GPU is sharded, unless that is asked for
     assert not chosen(1 << 13, 30.0).resident and chosen(1 << 13, 30.0, recompute="block")
     with pytest.raises(ConfigError, match="weights, optimizer and gradients"):

@@ -212,6 +212,18 @@ def test_losses_equal_trls(options, loss, gradient_norm):
     assert found == pytest.approx([loss, gradient_norm], rel=1e-6)
 
 
+def test_answers_share_their_prompt_within_the_budget():
+    rows = [([5, 7, 6], [8] * n) for n in (3, 2, 4, 1)]
+    rows += [([4], [6, 6])] * 4
+    rollout = answered(rows, answers_per_prompt=4, budget=12)
+    # 6 tokens, then 1 + 2 more; then 7 and 1 + 1 more; a prompt of one token is kept by every answer
+    assert rollout.owners.tolist() == [0, 0, 2, 2, 4, 4, 4, 4]
+    assert rollout.prefixes.tolist() == [0, 2, 0, 2, 0, 0, 0, 0]
+    lengths = rollout.sequence_lengths[[0, 2, 4]].tolist()
+    assert lengths == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]
+    assert rollout.examples([1, 0]) == [4, 0, 2]
+
+
 def test_the_score_is_earned_by_the_eos_token_itself():
     """Without KL, discount or values, every prediction of an answer returns its score, the last one being EOS's."""
 

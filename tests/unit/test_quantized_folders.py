@@ -22,6 +22,7 @@ from ulysses.export import main
 from ulysses.run.build import InitialWeights
 from ulysses.run.preflight import prepare
 
+SHAPE = ModelConfig.from_hf(tiny_config())
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -49,8 +50,7 @@ def test_fp8_has_a_scale_for_each_row():
 @pytest.fixture
 def packed_folder(tmp_path):
     """Return a model whose layers' matrices bitsandbytes has quantised, with the original beside it."""
-    config = ModelConfig.from_hf(tiny_config())
-    write_model(tmp_path / "original", config)
+    write_model(tmp_path / "original", SHAPE)
     weights = {}
     for name, weight in load_file(tmp_path / "original/model.safetensors").items():
         if name.endswith("_proj.weight"):
@@ -74,11 +74,10 @@ def packed_folder(tmp_path):
 
 
 def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
-    config = ModelConfig.from_hf(tiny_config())
     size = sum(packed_parts("nf4", torch.Size((48, 32))))
     ours, theirs = torch.empty(2, size, dtype=torch.uint8)
     for folder, out in (("original", ours), ("packed", theirs)):
-        weights = InitialWeights(config, 0, packed_folder.parent / folder, "nf4")
+        weights = InitialWeights(SHAPE, 0, packed_folder.parent / folder, "nf4")
         weights.fill(MATRIX, torch.Size((size,)), 0, out)
     assert torch.equal(ours, theirs)
     whole = WeightFiles(packed_folder).read(MATRIX)
@@ -93,7 +92,7 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     packed_folder, tmp_path, capsys
 ):
     lora = LoraSection(rank=2, targets=["q_proj"])
-    model = add_adapters(CausalLM(ModelConfig.from_hf(tiny_config())), lora)
+    model = add_adapters(CausalLM(SHAPE), lora)
     adapters = {n: torch.ones(p.shape) for n, p in model.named_parameters() if ".lora_" in n}
     (folder := tmp_path / "adapter").mkdir()
     base = ModelSection(path=str(packed_folder), lora=lora, quantize="nf4")

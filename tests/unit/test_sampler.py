@@ -61,6 +61,11 @@ def exact(model, asked, answers, temperature):
     return model(batch, temperature=temperature).logps[batch.loss_weights != 0].detach()
 
 
+def next_token_logps(model, prompt, temperature=1.0):
+    """The training model's log-probabilities of every token after a prompt."""
+    return exact(model, [prompt] * 97, [[token] for token in range(97)], temperature)
+
+
 YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
 
 
@@ -113,7 +118,7 @@ def test_draws_follow_the_distribution():
     count, prompt = 4000, [3, 14, 15, 92]
     found = sampled(model, [prompt] * count, 1, temperature=1.3, batch=1000)
     share = np.bincount([c.tokens[0] for c in found], minlength=97) / count
-    p = exact(model, [prompt] * 97, [[v] for v in range(97)], 1.3).exp().numpy()
+    p = next_token_logps(model, prompt, 1.3).exp().numpy()
     assert abs(p.sum() - 1) < 1e-5
     assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / count) + 1e-3).all()
 
@@ -178,12 +183,9 @@ def test_slots_that_fit():
 def test_truncation_of_the_distribution():
     model = build(config=SHAPE)
     asked = prompts(20)
-    likeliest = [
-        int(exact(model, [p] * 97, [[v] for v in range(97)], 1.0).argmax()) for p in asked
-    ]
+    likeliest = [int(next_token_logps(model, prompt).argmax()) for prompt in asked]
     for options in ({"top_k": 1}, {"top_p": 1e-9}, {}):
-        assert (
-            [c.tokens[0] for c in sampled(model, asked, 1, **options)] == likeliest
-        ) == bool(options)
+        drawn = [c.tokens[0] for c in sampled(model, asked, 1, **options)]
+        assert (drawn == likeliest) == bool(options)
     few = sampled(model, [asked[0]] * 300, 1, temperature=3.0, top_k=3)
     assert len({c.tokens[0] for c in few}) == 3
