@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from models.arch import ARCHITECTURES, ModelConfig, RopeScaling
+from models.fused import RotateNode
 from models.rope import rope_parameters, rotary_table
 
 PI = Fraction("3.14159265358979323846264338327950288419716939937510582097494459")
@@ -83,3 +84,18 @@ def test_angles_are_exact_at_four_million_tokens(scaling):
     assert (naive - sin / factor).abs().max() > (
         0.01 if scaling is None else 0.001
     )  # what float32 angles would do
+
+
+def test_rotated_queries_are_those_of_float64():
+    """Float32 queries at distant positions against the same rotation in float64, where yarn's factor comes last."""
+    config = replace(ARCHITECTURES["qwen2.5-7b"], rope_scaling=RopeScaling("yarn", 4.0, 32768))
+    positions = torch.tensor([0, 1_000_002, 1_000_003, 4_194_302, 4_194_303])
+    heads = torch.randn(2, 5, 2, 128, dtype=torch.float64)
+    query, key = RotateNode.apply(*heads.float(), *rotary_table(positions, config))
+    frequencies, factor = rope_parameters(config)
+    angles = positions[:, None, None] * frequencies.double()
+    expected = torch.complex(*heads.chunk(2, -1)) * torch.polar(
+        torch.full_like(angles, factor), angles
+    )
+    expected = torch.cat([expected.real, expected.imag], -1)
+    assert (torch.stack([query, key]) - expected).abs().max() < 1e-6
