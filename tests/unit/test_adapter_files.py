@@ -2,13 +2,11 @@
 
 import json
 import re
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
@@ -19,6 +17,7 @@ from models.quantized import pack, unpack
 from tests.model_folder import tiny_config, write_model
 from ulysses import export
 from ulysses.config.schema import LoraSection, ModelSection
+from ulysses.disk import write_json
 
 SHAPE = ModelConfig.from_hf(tiny_config(vocab_size=64, hidden_size=16))
 
@@ -29,9 +28,7 @@ def base(tmp_path):
     return tmp_path / "base"
 
 
-def adapter_by_peft(
-    base: Path, folder: Path, task: str = "CAUSAL_LM", **options: Any
-) -> dict[str, torch.Tensor]:
+def adapter_by_peft(base, folder, task="CAUSAL_LM", **options):
     """Save an adapter of PEFT's own over the base; return the weights that PEFT merges, in float32."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -47,6 +44,20 @@ def adapter_by_peft(
     return dict(adapted.merge_and_unload().named_parameters())
 
 
+@pytest.fixture
+def merge(tmp_path, capsys):
+    """A function that merges an adapter's folder into `out`, or is refused; it returns what was said."""
+
+    def merge(folder, code):
+        capsys.readouterr()
+        assert export.main(["--merge", str(folder), str(tmp_path / "out")]) == code
+        assert (tmp_path / "out").exists() == (code == 0)
+        said = capsys.readouterr()
+        return said.err or said.out
+
+    return merge
+
+
 @pytest.mark.parametrize(
     "task, rslora", [("CAUSAL_LM", False), ("CAUSAL_LM", True), ("SEQ_CLS", False)]
 )
@@ -57,10 +68,10 @@ def test_an_adapter_is_read_as_peft_merges_it(base, tmp_path, task, rslora):
     files.check({name: p.shape for name, p in whole.items()})
     for name, expected in whole.items():
         found = files.read(name)
-        torch.testing.assert_close(found.float(), expected.view(-1), rtol=1e-6, atol=1e-7)
+        assert_close(found.float(), expected.view(-1), rtol=1e-6, atol=1e-7)
         for start, stop in ((0, 3), (5, 40), (17, 18), (30, None), (4, 4)):
             part = files.read(name, start, stop)
-            torch.testing.assert_close(part, found[start:stop], rtol=1e-6, atol=1e-7)
+            assert_close(part, found[start:stop], rtol=1e-6, atol=1e-7)
     moved = [
         n for n in plain.tensors if not torch.equal(plain.read(n), files.read(n).bfloat16())
     ]
@@ -80,7 +91,7 @@ def test_adapters_scale_alike_in_training_export_and_peft(base, tmp_path, rslora
     stem = "model.layers.0.self_attn.q_proj"
     change = whole[f"{stem}.weight"] - weights[f"{stem}.base_layer.weight"]
     x, layer = torch.randn(5, 16), model.get_submodule(stem)
-    torch.testing.assert_close(layer(x), x @ whole[f"{stem}.weight"].T, rtol=1e-4, atol=1e-4)
+    assert_close(layer(x), x @ whole[f"{stem}.weight"].T, rtol=1e-4, atol=1e-4)
     (tmp_path / "out").mkdir()
     save_adapters(
         tmp_path / "out", adapters, ModelSection(path=str(base), lora=section), reward=False
@@ -89,79 +100,58 @@ def test_adapters_scale_alike_in_training_export_and_peft(base, tmp_path, rslora
         WeightFiles(tmp_path / "out").read(f"{stem}.weight")
         - WeightFiles(base).read(f"{stem}.weight").float()
     )
-    torch.testing.assert_close(read, change.view(-1), rtol=1e-3, atol=1e-4)
+    assert_close(read, change.view(-1), rtol=1e-3, atol=1e-4)
 
 
-def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, monkeypatch, capsys):
+def test_adapters_that_are_more_than_lora_are_refused(base, tmp_path, merge):
     folder, absent = tmp_path / "adapter", str(tmp_path / "absent")
     adapter_by_peft(base, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     weights = load_file(folder / "adapter_model.safetensors")
 
     def refused(part, kind=ValueError, more=None, **changes):
-        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+        write_json(folder / "adapter_config.json", config | changes)
         save_file(weights | (more or {}), folder / "adapter_model.safetensors")
-        with pytest.raises(kind) as error:
+        with pytest.raises(kind, match=part) as error:
             WeightFiles(folder)
-        assert (
-            part in str(error.value)
-            and "\n" not in str(error.value)
-            and str(tmp_path) in str(error.value)
-        )
+        assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
-    for field, value in {"use_dora": True, "peft_type": "LOHA", "alpha_pattern": {"q_proj": 1},
-                         "init_lora_weights": "pissa"}.items():  # fmt: skip
-        refused(f"{field} = ", **{field: value})
+    refused("use_dora = ", use_dora=True)
+    refused("peft_type = ", peft_type="LOHA")
+    refused("alpha_pattern = ", alpha_pattern={"q_proj": 1})
+    refused("init_lora_weights = ", init_lora_weights="pissa")
     refused("there is no folder", FileNotFoundError, base_model_name_or_path=absent)
-    monkeypatch.setattr(
-        sys, "argv", ["ulysses.export", "--merge", str(folder), str(tmp_path / "out")]
-    )
-    assert export.main() == 2 and not (tmp_path / "out").exists()
-    assert (
-        f"base_model_name_or_path in {folder / 'adapter_config.json'} is '{absent}'"
-        in capsys.readouterr().err
-    )
+    said = f"base_model_name_or_path in {folder / 'adapter_config.json'} is '{absent}'"
+    assert said in merge(folder, 2)
     refused("is missing", base_model_name_or_path=None)
     refused("does not fit", r=4)
-    refused(
-        "neither a LoRA matrix", more={"base_model.model.model.norm.weight": torch.ones(16)}
-    )
+    norm = {"base_model.model.model.norm.weight": torch.ones(16)}
+    refused("neither a LoRA matrix", more=norm)
     (folder / "model.safetensors").touch()
     refused("an adapter and a whole model")
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"adapter_model\.safetensors; convert the adapter to safetensors",
-    ):
+    advice = r"adapter_model\.safetensors; convert the adapter to safetensors"
+    with pytest.raises(FileNotFoundError, match=advice):
         WeightFiles(folder)
 
 
-def test_a_model_without_adapters_is_not_merged(base, tmp_path, capsys):
-    assert export.main(["--merge", str(base), str(tmp_path / "out")]) == 2
-    assert "is a model without adapters; nothing is to be merged" in capsys.readouterr().err
+def test_a_model_without_adapters_is_not_merged(base, merge):
+    assert "is a model without adapters; nothing is to be merged" in merge(base, 2)
 
 
-def test_an_adapter_that_is_not_finite_is_not_merged(base, tmp_path, capsys):
+def test_an_adapter_that_is_not_finite_is_not_merged(base, tmp_path, merge):
     adapter_by_peft(base, folder := tmp_path / "adapter")
-    capsys.readouterr()
     weights = load_file(folder / "adapter_model.safetensors")
     next(iter(weights.values()))[0, 0] = torch.nan
     save_file(weights, folder / "adapter_model.safetensors")
-    assert (
-        export.main(["--merge", str(folder), str(tmp_path / "out")]) == 2
-        and not (tmp_path / "out").exists()
-    )
-    said = capsys.readouterr().err
-    assert (
-        said.count("\n") == 1
-        and "lora_A.weight in " in said
-        and "holds infinite weights, or some" in said
-    )
+    said = merge(folder, 2)
+    assert said.count("\n") == 1 and "lora_A.weight in " in said
+    assert "holds infinite weights, or some" in said
 
 
 def test_merging_onto_the_original_weights_says_what_it_did_to_the_logits(
-    base, tmp_path, capsys
+    base, tmp_path, merge
 ):
     """Adapters of a run on NF4 know it; transformers computes the same difference from whole matrices."""
     from transformers import AutoModelForCausalLM
@@ -174,8 +164,7 @@ def test_merging_onto_the_original_weights_says_what_it_did_to_the_logits(
     (folder := tmp_path / "adapter").mkdir()
     settings = ModelSection(path=str(base), lora=section, quantize="nf4")
     save_adapters(folder, adapters, settings, reward=False)
-    assert export.main(["--merge", str(folder), str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
+    said = merge(folder, 0)
     originals, files = WeightFiles(base), WeightFiles(folder)
     trained = {}
     for name, stored in originals.tensors.items():

@@ -17,6 +17,7 @@ from tests.tiny_tokenizer import CHATML, LLAMA3, write_tokenizer
 from ulysses.data import BadRowError, DataError, DropRowError
 from ulysses.data.read.chat import ChatTemplate, TextEncoder, load_tokenizer
 from ulysses.data.read.messages import Message
+from ulysses.disk import write_json
 
 TOOLS = [
     {
@@ -91,6 +92,12 @@ def encode(template, messages, tools=(), generation_prompt=False):
     return encode_all(template, template.render(messages, tools, answers))[0]
 
 
+def written(tokenizer, name, messages, tools=(), **options):
+    """The text that a built-in template makes of a conversation."""
+    encoded = encode(ChatTemplate(tokenizer, name), messages, tools, **options)
+    return tokenizer.decode(encoded.tokens)
+
+
 def answers(tokenizer, encoded):
     return [tokenizer.decode(encoded.tokens[a:b]) for a, b in encoded.spans]
 
@@ -148,17 +155,11 @@ def test_tools_and_calls_are_rendered_like_transformers(tokenizers, name):
 def test_known_renderings(tokenizers):
     """The strings the published models were trained on."""
     messages = [Message("system", "S"), Message("user", "U"), Message("assistant", "A")]
-    text = tokenizers["llama3"].decode(
-        encode(ChatTemplate(tokenizers["llama3"], "llama3"), messages).tokens
-    )
-    assert text == (
+    assert written(tokenizers["llama3"], "llama3", messages) == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|><|start_header_id|>user"
         "<|end_header_id|>\n\nU<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>"
     )
-    text = tokenizers["qwen2.5"].decode(
-        encode(ChatTemplate(tokenizers["qwen2.5"], "qwen2.5"), messages[1:]).tokens
-    )
-    assert text == (
+    assert written(tokenizers["qwen2.5"], "qwen2.5", messages[1:]) == (
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
         "<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>"
     )
@@ -375,10 +376,8 @@ def test_qwen3_writes_what_is_published(tokenizers):
         encode(template, messages)
     tools = texts(tokenizer, template, messages[1:2], "auto", [])[0]
     assert tools == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    with_tools = tokenizer.decode(
-        encode(template, messages[1:2], TOOLS, generation_prompt=True).tokens
-    )
-    assert with_tools == (
+    asked = messages[1:2]
+    assert written(tokenizer, "qwen3", asked, TOOLS, generation_prompt=True) == (
         "<|im_start|>system\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are "
         "provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
         '{"type": "function", '
@@ -395,9 +394,8 @@ def test_llama31_writes_what_is_published(tokenizers):
     template = ChatTemplate(tokenizer, "llama3.1")
     messages = [Message("user", " q "), Message("assistant", "", None, (CALL,)), Message("tool", "7"),
                 Message("assistant", "a")]  # fmt: skip
-    text = tokenizer.decode(encode(template, messages, TOOLS).tokens)
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    assert text == (
+    assert written(tokenizer, "llama3.1", messages, TOOLS) == (
         "<|begin_of_text|>" + header.format("system") + "Environment: ipython\nCutting Knowledge Date: December 2023\n"
         "Today Date: 26 Jul 2024\n\n<|eot_id|>" + header.format("user") + "Given the following functions, please "
         "respond with a JSON for a function call with its proper arguments that best answers the given prompt.\n\n"
@@ -414,17 +412,12 @@ def test_llama31_writes_what_is_published(tokenizers):
 
 
 def test_built_in_templates_keep_system_messages_where_they_are(tokenizers):
-    late = [
-        Message("system", ""),
-        Message("user", "q"),
-        Message("system", "s"),
-        Message("assistant", "a"),
-    ]
+    roles = ["system", "user", "system", "assistant"]
+    late = [Message(role, text) for role, text in zip(roles, ("", "q", "s", "a"))]
     for name in ("llama3", "chatml", "qwen2.5", "qwen3"):
         tokenizer = tokenizers["qwen2.5" if name == "qwen3" else name]
-        text = tokenizer.decode(encode(ChatTemplate(tokenizer, name), late).tokens)
-        roles = re.findall(r"<\|(?:im_start|start_header_id)\|>(\w+)", text)
-        assert roles == [message.role for message in late], text
+        text = written(tokenizer, name, late)
+        assert re.findall(r"<\|(?:im_start|start_header_id)\|>(\w+)", text) == roles, text
 
 
 def test_thinking_that_a_template_always_cuts_off_is_trained_where_the_model_writes_it(
@@ -481,7 +474,7 @@ def test_an_answer_that_begins_with_a_newline_has_the_tokens_of_the_whole_text(t
     text["pre_tokenizer"]["use_regex"] = (
         False  # so that two newlines are one word, as in Llama-3 and Qwen
     )
-    (folder / "tokenizer.json").write_text(json.dumps(text))
+    write_json(folder / "tokenizer.json", text)
     tokenizer = load_tokenizer(folder, eos_token="<|im_end|>")
     template = ChatTemplate(tokenizer, "chatml")
     rendered = template.render(conversation("q", "\na"), (), [1])

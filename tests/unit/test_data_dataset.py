@@ -17,18 +17,20 @@ from ulysses.data.serve.preview import preview_examples
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
 
-def trained(tokenizer, sequence):
-    return tokenizer.decode(
+@pytest.fixture
+def trained(tokenizer):
+    """A function from a sequence to the text of its trained tokens."""
+    return lambda sequence: tokenizer.decode(
         [int(t) for t, w in zip(sequence.tokens, sequence.loss_weights) if w]
     )
 
 
-def test_sft_trains_every_answer_or_the_last_or_all(tokenizer, open_rows):
+def test_sft_trains_every_answer_or_the_last_or_all(trained, open_rows):
     row = {
         "messages": [USER, BOT, USER, {"role": "assistant", "content": "last", "weight": 0.25}]
     }
     sequence = open_rows([row], "sequence")[0].sequences[0]
-    assert trained(tokenizer, sequence) == "answer<|im_end|>last<|im_end|>"
+    assert trained(sequence) == "answer<|im_end|>last<|im_end|>"
     assert set(np.unique(sequence.loss_weights)) == {0.0, 1.0, 0.25}
     assert open_rows([row], "sequence", train_on="all")[0].sequences[0].loss_weights.all()
     history = {"instruction": "i", "output": "o", "history": [["u", "a"]]}
@@ -39,10 +41,7 @@ def test_sft_trains_every_answer_or_the_last_or_all(tokenizer, open_rows):
         (completion, "assistant", "answer<|im_end|>"),
     ):
         assert (
-            trained(
-                tokenizer, open_rows([given], "sequence", train_on=train_on)[0].sequences[0]
-            )
-            == text
+            trained(open_rows([given], "sequence", train_on=train_on)[0].sequences[0]) == text
         )
 
 
@@ -76,7 +75,7 @@ def thought(thinking, answer, **more):
     }
 
 
-def test_turns_that_the_template_rewrites_are_sequences_of_one_example(tokenizer, open_rows):
+def test_turns_that_the_template_rewrites_are_sequences_of_one_example(trained, open_rows):
     """The same tokens and weights as rows of their own, with the history that inference will see."""
     messages = [
         USER,
@@ -100,9 +99,7 @@ def test_turns_that_the_template_rewrites_are_sequences_of_one_example(tokenizer
         assert list(sequence.tokens) == list(alone.tokens) and list(
             sequence.loss_weights
         ) == list(alone.loss_weights)
-    assert (
-        trained(tokenizer, dataset[0].sequences[1]) == "<think>\ny\n</think>\n\ntwo<|im_end|>"
-    )
+    assert trained(dataset[0].sequences[1]) == "<think>\ny\n</think>\n\ntwo<|im_end|>"
 
     # the history of a later turn holds the prompts of earlier ones, which are computed once
     shared = TokenizedDataset(dataset.folder, share_prompts=True)
@@ -126,10 +123,10 @@ def test_turns_after_the_last_answer_are_counted_where_all_is_trained(open_rows,
     assert dataset.report.notes == left
 
 
-def test_a_turn_that_is_too_long_is_left_out_alone(tokenizer, open_rows):
+def test_a_turn_that_is_too_long_is_left_out_alone(trained, open_rows):
     row = {"messages": [USER, thought("x" * 200, "one"), USER, thought("y", "two")]}
     dataset = open_rows([row], "sequence", 150, template="qwen3", truncation="drop")
-    assert [trained(tokenizer, s) for s in dataset[0].sequences] == [
+    assert [trained(s) for s in dataset[0].sequences] == [
         "<think>\ny\n</think>\n\ntwo<|im_end|>"
     ]
     assert dataset.report.notes == {"turns left out, longer than max_length": 1,
@@ -138,7 +135,7 @@ def test_a_turn_that_is_too_long_is_left_out_alone(tokenizer, open_rows):
 
 
 @pytest.mark.parametrize("kind", ["pair", "unpaired", "prompt"])
-def test_prompts_of_preferences_are_those_of_inference(tokenizer, open_rows, kind):
+def test_prompts_of_preferences_are_those_of_inference(trained, tokenizer, open_rows, kind):
     """Earlier thinking is gone, the answer's own is trained."""
     said = [thought("y", "two")]
     row = {"prompt": [USER, thought("x", "one"), USER]}
@@ -154,7 +151,7 @@ def test_prompts_of_preferences_are_those_of_inference(tokenizer, open_rows, kin
         "<|im_end|>\n<|im_start|>assistant\n")  # fmt: skip
     wanted = {"pair": ["<think>\ny\n</think>\n\ntwo<|im_end|>", "<think>\n\n</think>\n\nbad<|im_end|>"],
               "unpaired": ["<think>\ny\n</think>\n\ntwo<|im_end|>"], "prompt": [""]}  # fmt: skip
-    assert [trained(tokenizer, sequence) for sequence in example.sequences] == wanted[kind]
+    assert [trained(sequence) for sequence in example.sequences] == wanted[kind]
 
 
 def test_what_the_template_does_not_show_is_refused_or_counted(open_rows):
@@ -167,7 +164,7 @@ def test_what_the_template_does_not_show_is_refused_or_counted(open_rows):
     assert len(open_rows([bad], "sequence", template="qwen3")) == 1
 
 
-def test_pairs_share_their_prompt_tokens(tokenizer, open_rows):
+def test_pairs_share_their_prompt_tokens(trained, open_rows):
     dataset = open_rows(
         [{"prompt": [USER, BOT, USER], "chosen": "good", "rejected": "not so good"}] * 2, "pair"
     )
@@ -175,10 +172,7 @@ def test_pairs_share_their_prompt_tokens(tokenizer, open_rows):
     head = int(example.columns["prompt_length"])
     chosen, rejected = example.sequences
     assert list(chosen.tokens[:head]) == list(rejected.tokens[:head])
-    assert (
-        trained(tokenizer, chosen) == "good<|im_end|>"
-        and trained(tokenizer, rejected) == "not so good<|im_end|>"
-    )
+    assert trained(chosen) == "good<|im_end|>" and trained(rejected) == "not so good<|im_end|>"
     assert not chosen.loss_weights[:head].any() and chosen.loss_weights[head:].all()
     assert dataset.lengths[1] == len(chosen.tokens) + len(rejected.tokens)
     flat = np.fromfile(dataset.folder / "tokens.int32", np.int32)
@@ -215,7 +209,7 @@ def test_truncated_pairs_stay_trainable_and_keep_one_prompt(open_rows, truncatio
     )
 
 
-def test_sft_truncation_policies(tokenizer, open_rows):
+def test_sft_truncation_policies(trained, open_rows):
     rows = [
         {"messages": [USER, BOT]},
         {"messages": [USER, {"role": "assistant", "content": "a" * 100}]},
@@ -227,7 +221,7 @@ def test_sft_truncation_policies(tokenizer, open_rows):
     assert start.report.notes == {"truncated": 1}
     assert "rows.jsonl row 3" in str(start.report)
     end = open_rows(rows, "sequence", 60, truncation="keep_end")
-    assert len(end) == 3 and trained(tokenizer, end[2].sequences[0]) == "answer<|im_end|>"
+    assert len(end) == 3 and trained(end[2].sequences[0]) == "answer<|im_end|>"
     assert end.report.notes == {"truncated": 2}
     drop = open_rows(rows, "sequence", 60, truncation="drop")
     assert len(drop) == 1 and drop.report.dropped == {"longer than max_length": 2}
@@ -314,7 +308,7 @@ def test_huge_text_is_tokenised_part_by_part_like_the_whole(
     assert len(whole) == -(-len(text) // 999) and in_parts.report.read == 1
 
 
-def test_unpaired_and_mismatched_completions(tokenizer, open_rows):
+def test_unpaired_and_mismatched_completions(trained, tokenizer, open_rows):
     rows = [
         {"prompt": f"p{i // 2}", "completion": f"c{i}" * 5, "label": i % 2 == 0}
         for i in range(6)
@@ -325,7 +319,7 @@ def test_unpaired_and_mismatched_completions(tokenizer, open_rows):
     mixed = dataset.mismatch(0, 3)
     text = tokenizer.decode(mixed.tokens.tolist())
     assert "p0" in text and "c3c3" in text and "c0" not in text
-    assert trained(tokenizer, mixed) == "c3" * 5 + "<|im_end|>"
+    assert trained(mixed) == "c3" * 5 + "<|im_end|>"
     dataset.max_length = 25
     assert len(mixed.tokens) == 32 and len(dataset.mismatch(0, 3).tokens) == 25
 

@@ -39,18 +39,25 @@ PAIR_ROW = {"prompt": "q", "chosen": "a", "rejected": "b"}
 def load(path, kind="text", bad_rows="error", **source):
     report = Report()
     sources = [Source(str(path), **source)]
-    records = list(
-        read_records(
-            locate_rows(sources, report), sources, kind, events := [], bad_rows=bad_rows
-        )
-    )
+    rows = locate_rows(sources, report)
+    records = [*read_records(rows, sources, kind, events := [], bad_rows=bad_rows)]
     for event in events:
         report.count(*event)
     return records, report
 
 
-def read(tmp_path, rows, kind, **source):
-    return load(write_rows(tmp_path / "rows.jsonl", rows), kind, **source)
+@pytest.fixture
+def read(tmp_path):
+    """A function from rows to their records and the report."""
+    return lambda rows, kind, **source: load(
+        write_rows(tmp_path / "rows.jsonl", rows), kind, **source
+    )
+
+
+@pytest.fixture
+def read_flat(read):
+    """A function from rows to the prompts and answers of their records."""
+    return lambda *rows, **source: [flat(record) for record in read(*rows, **source)[0]]
 
 
 def turns(messages):
@@ -66,16 +73,24 @@ GOOD = {"instruction": "q", "input": "", "output": "a"}
 HH = "\n\nHuman: q\n\nAssistant: a"  # no transcript where it is an instruction
 
 
+PARTS = [[{"type": "text", "value": "q"}], [{"type": "text", "text": "a"}]]
+MORE = {
+    "instruction": "q",
+    "input": "more",
+    "output": "a",
+    "system": "s",
+    "history": [["u", "v"]],
+}
+
+
 @pytest.mark.parametrize(
     "row, prompt, answer",
     [
         ({"messages": [USER, BOT]}, [], [Q, A]),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]},
-                       {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]}, [], [Q, A]),
+        ({"messages": [turn | {"content": part} for turn, part in zip((USER, BOT), PARTS)]}, [], [Q, A]),
         ({"conversations": [HUMAN, GPT], "system": "s"}, [], [SYSTEM, Q, A]),
         (GOOD, [], [Q, A]),
-        ({"instruction": "q", "input": "more", "output": "a", "system": "s", "history": [["u", "v"]]},
-         [], [SYSTEM, ("user", "u"), ("assistant", "v"), ("user", "q\nmore"), A]),
+        (MORE, [], [SYSTEM, ("user", "u"), ("assistant", "v"), ("user", "q\nmore"), A]),
         ({"instruction": HH, "output": "a"}, [], [("user", HH), A]),
         ({"prompt": "q", "completion": "a"}, [Q], [A]),
         ({"prompt": [USER], "completion": [BOT]}, [Q], [A]),
@@ -85,29 +100,18 @@ HH = "\n\nHuman: q\n\nAssistant: a"  # no transcript where it is an instruction
         ({"instruction": "q", "output": "a", "kto_tag": 1}, [Q], [A]),
     ],
 )  # fmt: skip
-def test_prompt_and_answer(tmp_path, row, prompt, answer):
+def test_prompt_and_answer(read, row, prompt, answer):
     """KTO's prompt is everything before the last answer."""
     label = row.get("label", row.get("kto_tag"))
-    records, report = read(tmp_path, [row], "sequence" if label is None else "unpaired")
+    records, report = read([row], "sequence" if label is None else "unpaired")
     assert flat(records[0]) == (prompt, [answer]) and records[0].columns.get("label") == label
     assert (report.read, sum(report.dropped.values())) == (1, 0)
 
 
-def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(tmp_path):
+def test_alpaca_rows_as_version_1_of_llamafactory_writes_them(read_flat):
     """Nothing stands between instruction and input, and the history is not read."""
-    row = {
-        "instruction": "q",
-        "input": "more",
-        "output": "a",
-        "system": "s",
-        "history": [["u", "v"]],
-    }
-    path = write_rows(tmp_path / "a.jsonl", [row, {"instruction": "q", "output": "a"}])
-    records, _ = load(path, "sequence", format="alpaca_v1")
-    assert [flat(r) for r in records] == [
-        ([SYSTEM, ("user", "qmore")], [[A]]),
-        ([Q], [[A]]),
-    ]
+    found = read_flat([MORE, GOOD], "sequence", format="alpaca_v1")
+    assert found == [([SYSTEM, ("user", "qmore")], [[A]]), ([Q], [[A]])]
 
 
 PAIR = ([Q], [[A], [B]])
@@ -130,15 +134,12 @@ CONVERSATIONS = {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT_OTHER}
         {"prompt": "q", "responses": ["b", "a"], "ranks": [2, 1]},
     ],
 )  # fmt: skip
-def test_preference_formats(tmp_path, row):
-    records, _ = read(tmp_path, [row], "pair")
-    assert [flat(r) for r in records] == [PAIR]
-    unpaired, _ = read(tmp_path, [row], "unpaired")
-    assert [(flat(r), r.columns["label"]) for r in unpaired] == [
-        (([Q], [[A]]), 1.0),
-        (([Q], [[B]]), 0.0),
-    ]
-    prompts, _ = read(tmp_path, [row], "prompt")
+def test_preference_formats(read, read_flat, row):
+    assert read_flat([row], "pair") == [PAIR]
+    unpaired, _ = read([row], "unpaired")
+    assert [flat(record) for record in unpaired] == [([Q], [[A]]), ([Q], [[B]])]
+    assert [record.columns["label"] for record in unpaired] == [1.0, 0.0]
+    prompts, _ = read([row], "prompt")
     assert [flat(r) for r in prompts] == [([Q], [[]])] and prompts[0].row == row
 
 
@@ -150,53 +151,51 @@ def test_preference_formats(tmp_path, row):
         ({"messages": [USER, BOT, USER], "chosen": BOT, "rejected": OTHER}, [Q, A]),
     ],
 )  # fmt: skip
-def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(tmp_path, row, history):
+def test_one_side_of_a_pair_is_trained_on_as_the_refusal_advises(read_flat, row, history):
     """The chosen answer alone, and not the turns before it."""
-    with pytest.raises(
-        DataError, match=r'to train on one set columns = \{completion = "chosen"\}'
-    ):
-        read(tmp_path, [row], "sequence")
-    records, _ = read(tmp_path, [row], "sequence", columns={"completion": "chosen"})
-    assert [flat(r) for r in records] == [([*history, Q], [[A]])]
+    advice = r'to train on one set columns = \{completion = "chosen"\}'
+    with pytest.raises(DataError, match=advice):
+        read_flat([row], "sequence")
+    found = read_flat([row], "sequence", columns={"completion": "chosen"})
+    assert found == [([*history, Q], [[A]])]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"answer": 42},
-        {"label": "cat"},
-        {"answers": ["4", "four"]},
-        {"response": {"x": 1}},
-        {"margin": "wide"},
-    ],
-)
+OWN = {
+    "answer": 42,
+    "label": "cat",
+    "answers": ["4", "four"],
+    "response": {"x": 1},
+    "margin": "wide",
+}
+
+
+@pytest.mark.parametrize("key", OWN)
 @pytest.mark.parametrize("form", [{"prompt": "q"}, {"messages": [USER]}, {"instruction": "q"}])
-def test_what_stands_beside_a_prompt_is_the_rewards_own(tmp_path, form, more):
-    records, _ = read(tmp_path, [form | more], "prompt")
-    assert [flat(r) for r in records] == [([Q], [[]])] and records[0].row == form | more
+def test_what_stands_beside_a_prompt_is_the_rewards_own(read, form, key):
+    row = form | {key: OWN[key]}
+    records, _ = read([row], "prompt")
+    assert [flat(r) for r in records] == [([Q], [[]])] and records[0].row == row
 
 
-def test_ranked_lists(tmp_path):
+def test_ranked_lists(read):
     """They give all their pairs, or stay one list with its ranks; a pair is a list of two."""
     row = {"prompt": "q", "completions": ["x", "y", "z"], "scores": [1, 3, 1]}
-    records, report = read(tmp_path, [row], "pair")
+    records, report = read([row], "pair")
     assert [[a[0].content for a in r.answers] for r in records] == [["y", "x"], ["y", "z"]]
     assert report.notes == {"rows that gave several examples": 1}
-    records, _ = read(tmp_path, [row, PAIR_ROW | {"margin": 0.5}], "ranked")
+    records, _ = read([row, PAIR_ROW | {"margin": 0.5}], "ranked")
     assert [(len(r.answers), r.ranks, r.columns["margin"]) for r in records] == [
         (3, [1, 0, 1], 0),
         (2, [0, 1], 0.5),
     ]
 
 
-def test_tools_and_function_calls(tmp_path):
+def test_tools_and_function_calls(read):
     called = {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}
     turns = [HUMAN, called, {"from": "observation", "value": "7"}, GPT]
-    row = {
-        "conversations": turns,
-        "tools": '[{"name": "f", "description": "d", "parameters": {}}]',
-    }
-    (record,), _ = read(tmp_path, [row], "sequence")
+    tools = '[{"name": "f", "description": "d", "parameters": {}}]'
+    row = {"conversations": turns, "tools": tools}
+    (record,), _ = read([row], "sequence")
     (messages,) = record.answers
     assert [m.role for m in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[1].tool_calls == (
@@ -205,78 +204,53 @@ def test_tools_and_function_calls(tmp_path):
     assert record.tools[0]["function"]["name"] == "f"
 
 
-def test_keys_of_messages_are_kept_for_the_template(tmp_path):
-    called = {
-        "role": "assistant",
-        "content": None,
-        "reasoning_content": "t",
-        "audio": None,
-        "function_call": {"name": "f", "arguments": '{"x": 1}'},
-    }
+def test_keys_of_messages_are_kept_for_the_template(read):
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    thought = {"content": None, "reasoning_content": "t", "audio": None, "function_call": call}
     told = {"role": "tool", "content": "7", "tool_call_id": "c"}
-    identified = {
-        "role": "assistant",
-        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
-    }
-    row = {"messages": [USER, called, told, identified], "image": None, "images": []}
-    messages = read(tmp_path, [row], "sequence")[0][0].answers[0]
-    assert [dict(m.more) for m in messages] == [
-        {},
-        {"reasoning_content": "t"},
-        {"tool_call_id": "c"},
-        {},
-    ]
-    assert messages[1].tool_calls[0]["function"] == {"name": "f", "arguments": {"x": 1}}
-    assert messages[3].tool_calls[0]["id"] == "c"
+    identified = {"tool_calls": [{"id": "c", "function": call}]}
+    turns = [USER, BOT | thought, told, {"role": "assistant"} | identified]
+    (record,), _ = read([{"messages": turns, "image": None, "images": []}], "sequence")
+    _, first, _, last = messages = record.answers[0]
+    more = [{}, {"reasoning_content": "t"}, {"tool_call_id": "c"}, {}]
+    assert [dict(m.more) for m in messages] == more
+    assert first.tool_calls[0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert last.tool_calls[0]["id"] == "c"
 
 
-def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(tmp_path):
-    begun = [USER, {"role": "assistant", "content": "Sure, "}]
-    for prompt, end in ((begun, "Sure, "), ("\n\nHuman: q\n\nAssistant: Sure,", "Sure,")):
-        rows = [
-            {"prompt": prompt, "completion": "a"},
-            {"prompt": prompt, "completion": [BOT, USER, OTHER]},
-        ]
-        first, second = read(tmp_path, rows, "sequence")[0]
-        assert flat(first) == ([Q], [[("assistant", end + "a")]]) and first.answers[0][
-            0
-        ].begun == len(end)
-        assert flat(second) == ([Q], [[("assistant", end + "a"), Q, B]])
-        pair = {"prompt": prompt, "chosen": "a", "rejected": [OTHER]}
-        assert flat(read(tmp_path, [pair], "pair")[0][0]) == (
-            [Q],
-            [[("assistant", end + x)] for x in ("a", "b")],
-        )
-        for row in (pair, {"prompt": prompt, "answer": "for the reward"}):
-            found = read(tmp_path, [row], "prompt")[0][0]
-            assert flat(found) == ([Q, ("assistant", end)], [[]]) and found.prompt[
-                -1
-            ].begun == len(end)
-    empty = {"prompt": begun, "completion": " "}
-    assert read(tmp_path, [empty], "sequence")[1].dropped == {"empty answer": 1}
-    later = {
-        "prompt": begun,
-        "completion": [USER, BOT],
-    }  # a new question, so the prompt's turn is a whole one
-    assert flat(read(tmp_path, [later], "sequence")[0][0]) == (
-        [Q, ("assistant", "Sure, ")],
-        [[Q, A]],
-    )
+@pytest.mark.parametrize(
+    "prompt, begun",
+    [
+        ([USER, {"role": "assistant", "content": "Sure, "}], "Sure, "),
+        ("\n\nHuman: q\n\nAssistant: Sure,", "Sure,"),
+    ],
+)
+def test_a_prompt_that_ends_with_the_assistant_begins_its_answers(
+    read, read_flat, prompt, begun
+):
+    first, second = (("assistant", begun + answer) for answer in "ab")
+    row = {"prompt": prompt}
+    (record,), _ = read([row | {"completion": "a"}], "sequence")
+    assert flat(record) == ([Q], [[first]]) and record.answers[0][0].begun == len(begun)
+    several = row | {"completion": [BOT, USER, OTHER]}
+    assert read_flat([several], "sequence") == [([Q], [[first, Q, B]])]
+    pair = row | {"chosen": "a", "rejected": [OTHER]}
+    assert read_flat([pair], "pair") == [([Q], [[first], [second]])]
+    for asked in (pair, row | {"answer": "for the reward"}):
+        (record,), _ = read([asked], "prompt")
+        assert flat(record) == ([Q, ("assistant", begun)], [[]])
+        assert record.prompt[-1].begun == len(begun)
+    assert read([row | {"completion": " "}], "sequence")[1].dropped == {"empty answer": 1}
+    # a new question, so the prompt's turn is a whole one
+    later = row | {"completion": [USER, BOT]}
+    assert read_flat([later], "sequence") == [([Q, ("assistant", begun)], [[Q, A]])]
 
 
-def test_message_weights(tmp_path):
-    row = {
-        "messages": [
-            USER | {"loss_weight": 0.0},
-            BOT | {"train": False},
-            USER,
-            BOT | {"weight": 0.5},
-            USER,
-            BOT,
-        ]
-    }
-    records, _ = read(tmp_path, [row], "sequence")
-    assert [m.weight for m in records[0].answers[0]] == [0.0, 0.0, None, 0.5, None, None]
+def test_message_weights(read):
+    turns = [USER | {"loss_weight": 0.0}, BOT | {"train": False}]
+    turns += [USER, BOT | {"weight": 0.5}, USER, BOT]
+    (record,), _ = read([{"messages": turns}], "sequence")
+    assert [m.weight for m in record.answers[0]] == [0.0, 0.0, None, 0.5, None, None]
 
 
 def message(**keys):
@@ -328,9 +302,9 @@ def message(**keys):
         (PAIR_ROW | {"video": "a.mp4"}, "prompt", "the column 'video'"),
     ],
 )
-def test_bad_rows_are_errors_that_name_the_row(tmp_path, row, kind, sentence):
+def test_bad_rows_are_errors_that_name_the_row(read, tmp_path, row, kind, sentence):
     with pytest.raises(DataError, match=sentence) as caught:
-        read(tmp_path, [row], kind)
+        read([row], kind)
     assert str(tmp_path / "rows.jsonl") in str(caught.value)
 
 
@@ -353,25 +327,19 @@ def test_bad_rows_are_errors_that_name_the_row(tmp_path, row, kind, sentence):
         ),
     ],
 )
-def test_rows_without_use_are_dropped_and_reported(tmp_path, row, kind, reason):
-    records, report = read(tmp_path, [row], kind)
+def test_rows_without_use_are_dropped_and_reported(read, tmp_path, row, kind, reason):
+    records, report = read([row], kind)
     assert records == [] and report.dropped == {reason: 1}
     assert report.examples[reason] == [f"{tmp_path / 'rows.jsonl'} row 1"]
     assert reason in str(report) and "row 1" in str(report)
 
 
-def test_transcripts_with_different_prompts_or_empty_answers_are_dropped(tmp_path):
+def test_transcripts_with_different_prompts_or_empty_answers_are_dropped(read):
     opened = "\n\nHuman: q\n\nAssistant: a\n\nHuman: more\n\nAssistant:"
-    rows = [
-        {"chosen": opened + " x", "rejected": opened + " y"},
-        {"chosen": opened + " x", "rejected": "\n\nHuman: q\n\nAssistant: a"},
-        {"chosen": opened + " x", "rejected": opened},
-        {"chosen": opened + " x", "rejected": opened + " y\n\nHuman: bye"},
-    ]
-    records, report = read(tmp_path, rows, "pair")
-    assert [flat(r) for r in records] == [
-        ([Q, A, ("user", "more")], [[("assistant", "x")], [("assistant", "y")]])
-    ]
+    rejected = (opened + " y", HH, opened, opened + " y\n\nHuman: bye")
+    records, report = read([{"chosen": opened + " x", "rejected": r} for r in rejected], "pair")
+    answers = [[("assistant", "x")], [("assistant", "y")]]
+    assert [flat(r) for r in records] == [([Q, A, ("user", "more")], answers)]
     assert report.dropped == {
         "the prompts of chosen and rejected differ": 1,
         "empty answer": 1,
@@ -391,9 +359,9 @@ def test_broken_json_line_is_named_or_dropped(tmp_path):
         load(path)
 
 
-def test_file_kinds_give_the_same_records(tmp_path):
+def test_file_kinds_give_the_same_records(tmp_path, read_flat):
     rows = [{"prompt": f"q{i}", "completion": f"a,\n{i}"} for i in range(3)]
-    expected = [flat(r) for r in read(tmp_path, rows, "sequence")[0]]
+    expected = read_flat(rows, "sequence")
     lines = "\n".join(json.dumps(row) for row in rows)
     (tmp_path / "lines.json").write_text(lines)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))

@@ -5,7 +5,6 @@ import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,18 +20,24 @@ DEMO = Path(__file__).resolve().parents[2] / "configs/demo"
 NODE = ["--gpus", 8, "--gpu-memory", 139.8, "--host-memory", 550]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
-    code = dry_run(*parse_command_line([*map(str, arguments), "--dry-run"]))
-    return code, capsys.readouterr().out
+@pytest.fixture
+def run(capsys):
+    """A function that plans a run and returns the exit code and what was printed."""
+
+    def run(*arguments):
+        code = dry_run(*parse_command_line([*map(str, arguments), "--dry-run"]))
+        return code, capsys.readouterr().out
+
+    return run
 
 
-def arch(stage: str = "sft", length: int = 131072, sp: int | str = 8) -> list[str]:
+def arch(stage="sft", length=131072, sp=8):
     return f"""--stage {stage} --model.arch llama3-8b --model.init random --run.steps 7 --data.max_length {length}
         --parallel.sequence_parallel_size {sp}""".split()
 
 
-def test_plan_by_architecture_alone(capsys):
-    code, text = run(capsys, *arch(), *NODE, "--debug")
+def test_plan_by_architecture_alone(run):
+    code, text = run(*arch(), *NODE, "--debug")
     assert code == 3  # neither tokenizer nor data
     assert '"sequence_parallel_size": 8' in text
     assert "8 processes: data parallel 1 x sequence parallel 8" in text
@@ -50,21 +55,21 @@ def test_plan_by_architecture_alone(capsys):
 
 
 @pytest.mark.parametrize("length, degree", [(8192, 1), (524288, 2)])
-def test_an_automatic_degree_is_planned(length, degree, capsys):
-    _, text = run(capsys, *arch(length=length, sp="auto"), *NODE)
+def test_an_automatic_degree_is_planned(length, degree, run):
+    _, text = run(*arch(length=length, sp="auto"), *NODE)
     assert f"8 processes: data parallel {8 // degree} x sequence parallel {degree}" in text
     assert f"longest sequence at sequence_parallel_size {degree}:" in text
 
 
-def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(capsys):
-    code, text = run(capsys, *arch("dpo", 65536), "--dpo.reference", "/no/such/model", *NODE)
+def test_pairs_hold_two_sequences_and_an_absent_reference_is_a_finding(run):
+    code, text = run(*arch("dpo", 65536), "--dpo.reference", "/no/such/model", *NODE)
     assert "the fullest: 131,072 tokens in 2 sequences" in text
     assert "tokens on each side of a pair" in text
     finding = "finding: dpo.reference is '/no/such/model': there is no folder /no/such/model"
     assert code == 3 and finding in text
 
 
-def test_seconds_know_that_answers_attend_to_their_shared_prompt(capsys, tmp_path):
+def test_seconds_know_that_answers_attend_to_their_shared_prompt(run, tmp_path):
     """Two short answers to one long prompt take about as long as one text of as many tokens."""
     words = "the quick brown fox jumps over the lazy dog " * 5000
     row = {"prompt": words, "chosen": "yes", "rejected": "no"}
@@ -76,22 +81,22 @@ def test_seconds_know_that_answers_attend_to_their_shared_prompt(capsys, tmp_pat
             --model.tokenizer {DEMO / "data/tokenizer"} --batch.examples 1
             --run.export false --run.save_last false --run.save_minutes 0"""
         common = [*arch(stage, 1 << 17), *own.split(), "--batch.tokens_per_microbatch", 1 << 17]
-        code, text = run(capsys, *common, *NODE)
+        code, text = run(*common, *NODE)
         assert code == 0 and "1 micro-batch per group" in text
         seconds.append(float(re.search(r"^  none .* ([\d.]+)$", text, re.MULTILINE)[1]))
     assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
 
 
-def test_what_does_not_fit_is_refused_with_what_to_change(capsys):
+def test_what_does_not_fit_is_refused_with_what_to_change(run, capsys):
     sentence = r"needs \d+\.\d GiB on each GPU .* but a GPU has 80.0 GiB; .*offload_optimizer = true.* --gpu-memory"
     with pytest.raises(ConfigError, match=sentence):
-        run(capsys, *arch(length=4096, sp=1), "--gpus", 1)
+        run(*arch(length=4096, sp=1), "--gpus", 1)
     text = capsys.readouterr().out
     parts = "finding: ", "1 GPU of 80.0 GiB (--gpu-memory)", "does not fit"
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     with pytest.raises(ConfigError, match="on each GPU with .* but a GPU has 8.0 GiB"):
-        run(capsys, *arch(length=4096, sp=1), "--gpus", 1, "--gpu-memory", 8)
+        run(*arch(length=4096, sp=1), "--gpus", 1, "--gpu-memory", 8)
 
 
 @pytest.mark.parametrize(
@@ -106,33 +111,31 @@ def test_what_does_not_fit_is_refused_with_what_to_change(capsys):
         ("other", "finding: model.path is", "there is no plan of its memory"),
     ],
 )
-def test_absent_weights_and_data_are_findings(name, finding, plan, capsys, tmp_path):
+def test_absent_weights_and_data_are_findings(name, finding, plan, run, tmp_path):
     shutil.copytree(DEMO / "model", tmp_path / "model")
     line = f"""--stage sft --run.steps 2 --data.max_length 2048 --model.path {tmp_path / name}
         --model.tokenizer {DEMO / "data/tokenizer"}
         --data.train {tmp_path / "none.jsonl"} --run.output {tmp_path / "run"}"""
-    code, text = run(capsys, *line.split(), *NODE)
+    code, text = run(*line.split(), *NODE)
     assert code == 3
     for said in ("finding: data: ", "none.jsonl", finding, plan):
         assert said in text
 
 
-def demo(folder: Path) -> list[str]:
+def demo(folder):
     line = f"--config {DEMO}/sft.toml --gpus 2 --data.cache {folder} --run.output {folder}/run"
     return line.split()
 
 
-def test_everything_present_is_zero(capsys, tmp_path):
-    code, text = run(capsys, *demo(tmp_path))
+def test_everything_present_is_zero(run, tmp_path):
+    code, text = run(*demo(tmp_path))
     assert text.splitlines()[-1] == "verdict: the run can start" and '"stage"' not in text
     assert code == 0 and "finding" not in text
     assert re.search(r"\d+ examples, \d+ steps per epoch, \d+ steps", text)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(
-    capsys, tmp_path, monkeypatch
-):
+def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(run, tmp_path, monkeypatch):
     rates = {"float32": 1e9, "bfloat16": 1e8}
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for module in ("dry_run", "metrics"):
@@ -141,45 +144,45 @@ def test_a_machine_without_a_gpu_is_timed_and_its_slow_dtype_named(
     line += ["--parallel.sequence_parallel_size", "1"]
     found = {}
     for dtype in rates:
-        _, text = run(capsys, *line, "--model.dtype", dtype)
+        _, text = run(*line, "--model.dtype", dtype)
         [(seconds, rest)] = re.findall(
             r"this machine's CPU a step takes about ([\d.]+) s(.*)", text
         )
         found[dtype] = float(seconds), rest
     assert found["bfloat16"][0] == pytest.approx(10 * found["float32"][0], abs=1)
     assert not found["float32"][1] and "are 10 times slower than" in found["bfloat16"][1]
-    assert "CPU" not in run(capsys, *line, "--gpus", 2)[1].rpartition("predicted")[2]
+    assert "CPU" not in run(*line, "--gpus", 2)[1].rpartition("predicted")[2]
 
 
-def test_settings_that_do_nothing_are_named(capsys, tmp_path):
+def test_settings_that_do_nothing_are_named(run, tmp_path):
     settings = "--run.steps 3 --optimizer.warmup 9 --batch.examples 5000".split()
-    _, text = run(capsys, *demo(tmp_path), *settings)
+    _, text = run(*demo(tmp_path), *settings)
     assert "optimizer.warmup is 9 steps but the run has 3: the learning rate" in text
     said = (
         r"a step takes 5000 examples \(batch.examples\) but the data has only \d+: every step"
     )
     assert re.search(said, text)
-    _, text = run(capsys, *demo(tmp_path), "--optimizer.lr", 0)
+    _, text = run(*demo(tmp_path), "--optimizer.lr", 0)
     assert "optimizer.lr is 0: no weight will change" in text and "every step" not in text
-    _, text = run(capsys, *demo(tmp_path), "--gpus", 8, "--batch.examples", 3)
+    _, text = run(*demo(tmp_path), "--gpus", 8, "--batch.examples", 3)
     assert "a step has 3 examples for 4 data-parallel groups: 1 of them compute nothing" in text
 
 
-def test_a_tokenizer_of_another_model_is_named(capsys, tmp_path):
+def test_a_tokenizer_of_another_model_is_named(run, tmp_path):
     config = json.loads((DEMO / "model/config.json").read_text()) | {"vocab_size": 4096}
     write_model(tmp_path / "model", ModelConfig.from_hf(config))
     line = [*demo(tmp_path), "--model.path", tmp_path / "model", "--model.init", "pretrained"]
-    _, text = run(capsys, *line, "--model.tokenizer", DEMO / "data/tokenizer")
+    _, text = run(*line, "--model.tokenizer", DEMO / "data/tokenizer")
     assert re.search(
         r"model.tokenizer has \d+ tokens but the model's vocabulary has 4096", text
     )
 
 
 def test_a_disk_without_room_for_a_tiny_model_is_told_in_its_own_unit(
-    capsys, tmp_path, monkeypatch
+    run, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(1 << 20))
-    code, text = run(capsys, *demo(tmp_path))
+    code, text = run(*demo(tmp_path))
     assert code == 3 and "has 1.0 MiB free but" in text and " 0.0 GiB free" not in text
 
 
@@ -217,14 +220,14 @@ KEPT = "(run.keep = 2 and one being written)"
     ],
 )  # fmt: skip
 def test_the_disk_must_hold_what_is_saved_by_step_and_the_timer_only_warns(
-    code, settings, said, capsys, tmp_path, monkeypatch
+    code, settings, said, run, tmp_path, monkeypatch
 ):
     """Four steps of a model as large as a benchmark's, on a disk of 64 GiB (14 GiB for adapters)."""
     free = (64 << 30) if "lora" not in settings else (14 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(free))
     own = f"""--model.config.num_hidden_layers 8 --run.steps 4 --model.tokenizer {DEMO}/data/tokenizer
         --data.train {DEMO}/data/sft_eval.jsonl --data.cache {tmp_path} --run.output {tmp_path}/run {settings}"""
-    found, text = run(capsys, *arch(length=4096), *own.split(), *NODE)
+    found, text = run(*arch(length=4096), *own.split(), *NODE)
     assert found == code
     wanted = f"run.output {tmp_path} has 64.0 GiB free but {said}, or use another disk"
     lines = [line for line in text.splitlines() if "run.output" in line]

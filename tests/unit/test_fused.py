@@ -14,7 +14,13 @@ from models.half_blocks import (
 )
 from ulysses.memory.tiling import add_by_tiles
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+each_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+apart_and_together = pytest.mark.parametrize(
+    "together", [False, True], ids=["apart", "together"]
+)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 
 
@@ -38,21 +44,18 @@ def in_float64(function, inputs, *grads):
     return *values, *torch.autograd.grad(values, exact, [g.double() for g in grads])
 
 
-def draw(
-    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(sum(map(sum, shapes)))
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+def draw(*shapes, dtype=torch.float32, device="cpu"):
+    return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
-def neighbours(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def neighbours(*tensors):
     """Leaves that lie one after the other in memory."""
     parts = torch.cat([t.flatten() for t in tensors]).split([t.numel() for t in tensors])
     return [part.view_as(t) for part, t in zip(parts, tensors)]
 
 
-def turns(rows: int, pairs: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.rand(rows, pairs, generator=torch.Generator().manual_seed(0)).to(device) * 7
+def turns(rows, pairs, device):
+    angles = torch.rand(rows, pairs).to(device) * 7
     return angles.cos(), angles.sin()
 
 
@@ -62,11 +65,11 @@ def turned(x, cos, sin):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def normalised(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@each_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 96), (20_001, 128), (1037, 896), (300, 3584), (5, 8192)])
 def test_norm_gradient(device, dtype, shape):
@@ -81,8 +84,8 @@ def test_norm_gradient(device, dtype, shape):
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_device
+@each_dtype
 @pytest.mark.parametrize("heads, width", [((4, 2), 64), ((28, 4), 128), ((14, 2), 96)])
 def test_rotation(device, dtype, heads, width):
     q, k = draw((19, heads[0], width), (19, 2 * heads[1], width), dtype=dtype, device=device)
@@ -99,11 +102,11 @@ def test_rotation(device, dtype, heads, width):
     all_near(inside, wanted, dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_device
+@each_dtype
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms of heads"])
 @pytest.mark.parametrize("heads, kv_heads, width", [(4, 2, 16), (32, 8, 128), (3, 1, 12)])
-@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@apart_and_together
 def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together):
     rows, kv = heads * width, kv_heads * width
     matrices, biases = [(rows, 32), (kv, 32), (kv, 32)], [(rows,), (kv,), (kv,)]
@@ -133,10 +136,10 @@ def test_projecting_half(device, dtype, normed, heads, kv_heads, width, together
     all_near((*found, *torch.autograd.grad(found, inputs, grads)), wanted, dtype, factor)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_device
+@each_dtype
 @pytest.mark.parametrize("tile", [40, 16])
-@pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
+@apart_and_together
 def test_feed_forward_half(device, dtype, tile, together):
     # not whole blocks of the kernels
     shapes = [(40, 32)] * 2 + [(32,), (97, 32), (97, 32), (32, 97)]
@@ -179,18 +182,18 @@ def test_feed_forward_half(device, dtype, tile, together):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 def test_kernels_run_where_the_current_device_is_another():
+    drawn = draw((40, 96), (40, 96), (40, 96), (96,))
+
     def run(device):
-        x, up, grad, weight = draw((40, 96), (40, 96), (40, 96), (96,), device=device)
+        x, up, grad, weight = (tensor.to(device) for tensor in drawn)
         q, angles = x.view(40, 2, 48), up[:, :24]
-        found = [
+        found = (
             rms_norm(x, weight, 1e-5),
             rms_norm_backward(grad.clone(), x, weight, 1e-5)[0],
             activate(x, up),
-        ]
-        found += [
             *activate_backward(grad, x, up),
             *rotate_pair(q, q, angles.cos(), angles.sin()),
-        ]
+        )
         return [tensor.cpu() for tensor in found]
 
     all_near(run("cuda:1"), run("cpu"), torch.float32)

@@ -34,10 +34,7 @@ def test_clip_global_norm_equals_torch():
     assert_same_gradients(grads_of(ours), grads_of(theirs))
     assert report["grad_norm"] == pytest.approx(float(total)) and report["grad/clipped"] == 1
     for off in (0.0, 1e9):
-        assert act(ClipGlobalNorm(off), theirs)[0] == {
-            "grad/clip_factor": 1,
-            "grad/clipped": 0,
-        }
+        assert act(ClipGlobalNorm(off), theirs)[0] == {"grad/clip_factor": 1, "grad/clipped": 0}
         assert_same_gradients(grads_of(theirs), grads_of(ours))
 
 

@@ -10,13 +10,7 @@ from tests.fake_ranks import FakeWorld, assert_same_gradients, grads_of, paramet
 from ulysses.gradients import StepContext, build_chain
 
 STEPS, MAX_NORM, SEED = 50, 1.0, 11
-SHAPES = {
-    "embed": (37, 12),
-    "wide": (300, 250),
-    "norm": (10,),
-    "proj": (6, 5, 2),
-    "bias": (1,),
-}
+SHAPES = {"embed": (37, 12), "wide": (300, 250), "norm": (10,), "proj": (6, 5, 2), "bias": (1,)}
 
 
 def block_noise(name, numel, step):
@@ -64,10 +58,7 @@ def phase(step):
 
 def gradients_at(step):
     named = parameters(SHAPES, seed=100 + step, scale=phase(step))
-    for name in (
-        "wide",
-        "proj",
-    ):  # so that at some steps only some parameters count as small
+    for name in ("wide", "proj"):  # so that at some steps only some parameters count as small
         named[name].grad *= 1e-2
     return named
 

@@ -6,35 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fake_ranks import LARGE, SHAPES, FakeWorld, context, grads_of, parameters
+from tests.fake_ranks import SHAPES, FakeWorld, context, grads_of, parameters
 from ulysses.gradients import TorchGradients, build_chain
-
-
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_statistics_are_exact_with_one_collective_each(size):
-    named, world = parameters(SHAPES | LARGE), FakeWorld(size)
-    grads = [p.grad.double() for p in named.values()]
-    norms, means = (
-        [g.norm().item() for g in grads],
-        [g.abs().mean().item() for g in grads],
-    )
-    wanted = [
-        norms,
-        means,
-        [0] * len(grads),
-        math.hypot(*norms),
-        sum(means) / len(means),
-    ]
-
-    def ask(rank):
-        view = world.view(named, rank)
-        first, second = (view.measure("norm", "mean_abs", "nonfinite") for _ in range(2))
-        assert first == second
-        return [*first, view.norm(), view.mean_abs()]
-
-    for found in world.run(ask):
-        assert found == [pytest.approx(value, rel=1e-6) for value in wanted]
-    assert world.calls == 1
 
 
 def test_statistics_follow_edits():
@@ -85,7 +58,7 @@ def test_plain_view_leaves_out_frozen_and_untouched_parameters():
 def test_large_slices_are_summed_accurately(dtype):
     """torch's own CPU norm is off by parts in a thousand here."""
     p = nn.Parameter(torch.empty(40_000_003, dtype=dtype))
-    p.grad = torch.empty_like(p).normal_(generator=torch.Generator().manual_seed(0))
+    p.grad = torch.empty_like(p).normal_()
     norms, sums = zip(
         *(
             (x.double().norm().item(), x.double().abs().sum().item())

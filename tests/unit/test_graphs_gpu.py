@@ -11,7 +11,7 @@ from tests.memory_case import assert_same_gradients
 from tests.model_folder import init_weights
 from ulysses.memory.graphs import padded
 from ulysses.memory.levels import LayerMemory
-from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
+from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 
 SHAPE = ModelConfig.from_hf({
@@ -21,19 +21,19 @@ SHAPE = ModelConfig.from_hf({
 QWEN3 = replace(SHAPE, model_type="qwen3", attention_bias=False, qk_norm=True)
 
 
-def pack(*lengths: int, seed: int = 0) -> ShardedBatch:
+def pack(*lengths, seed=0):
     draw = torch.Generator().manual_seed(seed)
     rows = [torch.randint(0, 512, (n,), generator=draw) for n in lengths]
     return pack_shard([Sequence(r, torch.ones(len(r))) for r in rows], ParallelMesh(), "cuda")
 
 
-def model(shape: ModelConfig, graphs: bool) -> CausalLM:
+def model(shape, graphs):
     made = CausalLM(shape, memory=LayerMemory(graphs=graphs)).to("cuda", torch.bfloat16)
     init_weights(made, seed=1)
     return made
 
 
-def step(trained: CausalLM, batch: ShardedBatch) -> list[torch.Tensor]:
+def step(trained, batch):
     """Return the log-probabilities and all gradients of a batch."""
     logps = trained(batch).logps
     (logps * torch.linspace(0.5, 1.5, len(logps), device="cuda")).sum().backward()
@@ -42,7 +42,7 @@ def step(trained: CausalLM, batch: ShardedBatch) -> list[torch.Tensor]:
     return found
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def assert_same(found, expected):
     """Kernels may choose other tiles for other numbers of rows, so bits may differ."""
     of_found, of_expected = (
         {str(number): x for number, x in enumerate(some)} for some in (found, expected)
@@ -52,9 +52,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [SHAPE, QWEN3], ids=["qwen2", "qwen3"])
-def test_packs_of_many_sizes_weights_that_change_and_passes_in_between(
-    shape: ModelConfig,
-) -> None:
+def test_packs_of_many_sizes_weights_that_change_and_passes_in_between(shape):
     graphs, plain = model(shape, True), model(shape, False)
     layers = graphs.model.graphs
     packs = [
@@ -81,7 +79,7 @@ def test_packs_of_many_sizes_weights_that_change_and_passes_in_between(
 
 
 @pytest.mark.gpu
-def test_what_graphs_cannot_do_runs_without_them() -> None:
+def test_what_graphs_cannot_do_runs_without_them():
     graphs, plain, batch = model(SHAPE, True), model(SHAPE, False), pack(100, 200)
     for _ in range(2):
         step(graphs, batch)
@@ -101,7 +99,7 @@ def test_what_graphs_cannot_do_runs_without_them() -> None:
             trained(one).logps.sum().backward()
     assert_same([p.grad for p in graphs.parameters()], [p.grad for p in plain.parameters()])
     # a hook sees every call
-    seen: list[int] = []
+    seen = []
     handle = graphs.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
     graphs(batch)
     handle.remove()
@@ -117,7 +115,7 @@ def test_what_graphs_cannot_do_runs_without_them() -> None:
         assert_same(step(graphs, batch), step(plain, batch))
 
 
-def test_sizes_are_few_and_at_most_an_eighth_too_large() -> None:
+def test_sizes_are_few_and_at_most_an_eighth_too_large():
     for count in (1, 127, 128, 129, 1000, 6500, 7168, 100_001):
         size = padded(count, 128, 8)
         assert count <= size < max(count + 128, 1.125 * count) and padded(size, 128, 8) == size
@@ -125,7 +123,7 @@ def test_sizes_are_few_and_at_most_an_eighth_too_large() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_is_recorded_while_an_ordinary_pass_is_referred_to() -> None:
+def test_a_graph_is_recorded_while_an_ordinary_pass_is_referred_to():
     """As in a step whose first micro-batch has a new size and whose second one has a size seen once."""
     graphs, plain, batch = model(SHAPE, True), model(SHAPE, False), pack(100, 200)
     step(graphs, batch)

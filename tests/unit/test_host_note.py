@@ -12,9 +12,7 @@ from ulysses.run.trainer import Trainer
     ("device", "waits", "told"),
     [("cuda", (0.9, 0.5), False), ("cuda", (0.01, 0.03), True), ("cpu", (0.0, 0.0), False)],
 )
-def test_only_a_gpu_that_waits_for_its_host_is_told_of(
-    device: str, waits: tuple[float, ...], told: bool
-) -> None:
+def test_only_a_gpu_that_waits_for_its_host_is_told_of(device, waits, told):
     trainer = SimpleNamespace(
         _waits=deque(waits), engine=SimpleNamespace(device=SimpleNamespace(type=device))
     )

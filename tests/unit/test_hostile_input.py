@@ -1,7 +1,9 @@
 """Rows, templates and model folders made to hurt: one sentence that names file and row, in bounded time and memory."""
 
 import json
+import math
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -20,9 +22,16 @@ from ulysses.config.section import ConfigError, error_context
 from ulysses.data import DataError
 from ulysses.data.read.chat import TextEncoder, load_tokenizer
 from ulysses.data.serve.preview import preview_examples
+from ulysses.disk import write_json
 from ulysses.run.preflight import check_weights
 
-GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+def chat(answer, question="q"):
+    turns = {"user": question, "assistant": answer}
+    return {"messages": [{"role": r, "content": c} for r, c in turns.items()]}
+
+
+GOOD = chat("a")
 CALL = {"name": "f", "arguments": "[" * 700 + "]" * 700}
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -35,56 +44,26 @@ LOOP = (
 ON_A_WORD = "{% if messages[0].content == 'hurt' %}LOOP{% endif %}"
 
 
+DEEP = "is not valid JSON: maximum recursion depth"
+WEIGHT = '{"messages": [{"role": "assistant", "content": "a", "weight": %s}]}'
+PAIR = {"prompt": "q", "chosen": "a", "rejected": "b"}
+
+
 @pytest.mark.parametrize(
-    "row, kind, sentence",
+    "row, good, kind, sentence",
     [
-        (
-            '{"messages": ' + "[" * 100_000,
-            "sequence",
-            "row 2 is not valid JSON: maximum recursion depth",
-        ),
-        (
-            '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}",
-            "text",
-            "row 2 is not valid JSON: maximum recursion depth",
-        ),
-        (
-            json.dumps(
-                {
-                    "messages": [
-                        *GOOD["messages"][:1],
-                        {"role": "assistant", "tool_calls": [CALL]},
-                    ]
-                }
-            ),
-            "sequence",
-            "row 2 is nested too deeply",
-        ),
-        (
-            '{"messages": [{"role": "assistant", "content": "a", "weight": 1e999}]}',
-            "sequence",
-            "row 2 'weight' is inf, not a finite number",
-        ),
-        (
-            '{"messages": [{"role": "assistant", "content": "a", "weight": 1%s}]}'
-            % ("0" * 400),
-            "sequence",
-            "row 2 'weight' is 1000*, not a finite number",
-        ),
-        (
-            '{"prompt": "q", "chosen": "a", "rejected": "b", "margin": -Infinity}',
-            "ranked",
-            "row 2 'margin' is -inf, not a finite number",
-        ),
+        ('{"messages": ' + "[" * 100_000, GOOD, "sequence", DEEP),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", {"text": "a"}, "text", DEEP),
+        (json.dumps({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}), GOOD, "sequence",
+         "is nested too deeply"),
+        (WEIGHT % "1e999", GOOD, "sequence", "'weight' is inf, not a finite number"),
+        (WEIGHT % ("1" + "0" * 400), GOOD, "sequence", "'weight' is 1000*, not a finite number"),
+        (json.dumps(PAIR | {"margin": -math.inf}), PAIR, "ranked", "'margin' is -inf, not a finite number"),
     ],
-)
-def test_rows_that_hurt_are_named(open_rows, row, kind, sentence):
-    good = {
-        "ranked": {"prompt": "q", "chosen": "a", "rejected": "b"},
-        "text": {"text": "a"},
-    }.get(kind, GOOD)
+)  # fmt: skip
+def test_rows_that_hurt_are_named(open_rows, row, good, kind, sentence):
     rows = json.dumps(good) + "\n" + row + "\n"
-    with pytest.raises(DataError, match=rf"rows.jsonl {sentence}") as caught:
+    with pytest.raises(DataError, match=f"rows.jsonl row 2 {sentence}") as caught:
         open_rows(rows, kind)
     assert len(str(caught.value)) < 500
     dropped = open_rows(rows, kind, bad_rows="drop").report.dropped
@@ -103,8 +82,7 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
     template.write_text(
         CHAT + ON_A_WORD.replace("LOOP", LOOP.replace("X", "X" if prints else ""))
     )
-    hurt = {"messages": [{"role": "user", "content": "hurt"}, GOOD["messages"][1]]}
-    rows = [GOOD] * (3000 if workers > 1 else 1) + [hurt]
+    rows = [GOOD] * (3000 if workers > 1 else 1) + [chat("a", "hurt")]
     sentence = rf"rows.jsonl row {len(rows)} runs the chat template without end: it was stopped after .* mend its loops"
     with pytest.raises(DataError, match=sentence):
         open_rows(rows, "sequence", template=str(template), workers=workers)
@@ -117,57 +95,42 @@ def test_a_template_that_does_not_end_is_stopped_and_names_its_row(
 
 
 @pytest.mark.parametrize(
-    "text", ["'' if tools else 9**(9**9)", "'x' * 60000000000", "'x'|center(6000000000)"]
-)
-def test_a_template_that_would_eat_time_or_memory_is_refused_by_its_name(
-    tmp_path, open_rows, monkeypatch, text
-):
-    monkeypatch.setattr("ulysses.data.read.templates.TRIAL_SECONDS", 5.0)
-    template = tmp_path / "greedy.jinja"
-    template.write_text(CHAT + "{{ " + text + " }}")
-    began = time.monotonic()
-    with pytest.raises(
-        DataError, match=r"chat template .*greedy.jinja cannot render one question: runs the"
-    ):
-        open_rows([GOOD], "sequence", template=str(template))
-    assert time.monotonic() - began < 30
-
-
-def tokenizer_with(folder: Path, **changes) -> Path:
-    """The tiny tokenizer with other parts in its tokenizer.json."""
-    path = write_tokenizer(folder, CHATML) / "tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return folder
-
-
-@pytest.mark.parametrize(
     "text, reason",
     [
+        ("{{ '' if tools else 9**(9**9) }}", "runs the"),
+        ("{{ 'x' * 60000000000 }}", "runs the"),
+        ("{{ 'x'|center(6000000000) }}", "runs the"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
         ("{{ 'x'.index('y') }}", "substring not found"),
         ("{{ 'x'.encode('zzz') }}", "unknown encoding"),
     ],
 )
-def test_a_template_that_fails_in_its_own_way_is_refused_by_its_name(
-    tmp_path, open_rows, text, reason
+def test_a_template_that_fails_or_would_eat_time_or_memory_is_refused_by_its_name(
+    tmp_path, open_rows, monkeypatch, text, reason
 ):
+    monkeypatch.setattr("ulysses.data.read.templates.TRIAL_SECONDS", 2.0)
     template = tmp_path / "broken.jinja"
     template.write_text(CHAT + text)
-    with pytest.raises(
-        DataError, match=rf"broken.jinja cannot render one question: .*{reason}"
-    ):
+    began = time.monotonic()
+    sentence = rf"chat template .*broken.jinja cannot render one question: .*{reason}"
+    with pytest.raises(DataError, match=sentence):
         open_rows([GOOD], "sequence", template=str(template))
+    assert time.monotonic() - began < 30
+
+
+def tokenizer_with(folder, **changes):
+    """The tiny tokenizer with other parts in its tokenizer.json."""
+    path = write_tokenizer(folder, CHATML) / "tokenizer.json"
+    write_json(path, json.loads(path.read_text()) | changes)
+    return load_tokenizer(folder, eos_token="<|im_end|>")
 
 
 def test_a_tokenizer_that_grows_texts_is_refused(tmp_path):
     grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
     normalizer = {"type": "Sequence", "normalizers": [grows] * 6}
-    tokenizer = load_tokenizer(
-        tokenizer_with(tmp_path / "t", normalizer=normalizer), eos_token="<|im_end|>"
-    )
-    with pytest.raises(
-        DataError, match="the tokenizer takes too much time or memory for 10,00"
-    ):
+    tokenizer = tokenizer_with(tmp_path / "t", normalizer=normalizer)
+    sentence = "the tokenizer takes too much time or memory for 10,00"
+    with pytest.raises(DataError, match=sentence):
         TextEncoder(tokenizer)
 
 
@@ -179,51 +142,51 @@ def test_a_row_on_which_the_tokenizer_breaks_is_named(tmp_path, kind):
         "behavior": "Isolated",
         "invert": False,
     }
-    folder = tokenizer_with(tmp_path / "t", pre_tokenizer=evil)
-    tokenizer = load_tokenizer(folder, eos_token="<|im_end|>")
+    tokenizer = tokenizer_with(tmp_path / "t", pre_tokenizer=evil)
     hurt = "x" * 40
-    answer = {"role": "assistant", "content": hurt}
-    rows = [GOOD, {"messages": [GOOD["messages"][0], answer]}, GOOD]
-    if kind == "text":
-        rows = [{"text": "a"}, {"text": hurt}]
+    rows = {"text": [{"text": "a"}, {"text": hurt}], "sequence": [GOOD, chat(hurt), GOOD]}
     with pytest.raises(DataError, match="rows.jsonl row 2 cannot be tokenised"):
-        data_case.open_rows(rows, kind, folder=tmp_path, tokenizer=tokenizer)
+        data_case.open_rows(rows[kind], kind, folder=tmp_path, tokenizer=tokenizer)
 
 
 MEMORY = """
-import json, resource, sys
+import sys
 from tests.unit.test_hostile_input import opened_alone
-print(opened_alone(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+print(opened_alone(sys.argv[1], int(sys.argv[2])))
 """
+SIZES = 1_000_000, 4_000_000
 
 
-def opened_alone(folder: str, kind: str, size: int) -> int:
-    """Tokenise a row of `size` bytes, and return by how many bytes the process grew at its greatest."""
-    import resource
-
+def opened_alone(folder, size):
+    """Tokenise a long row of the kind that the folder is named by; return by how many bytes the process grew."""
     place = Path(folder)
-    tokenizer = load_tokenizer(
-        write_tokenizer(place / "tokenizer", CHATML), eos_token="<|im_end|>"
-    )
+    tokenizer = tokenizer_with(place / "tokenizer")
     said = "word " * (size // 5)
-    rows = [{"text": said}, {"text": "a"}]
-    if kind == "sequence":
-        rows = [
-            {"messages": [GOOD["messages"][0], {"role": "assistant", "content": said}]},
-            GOOD,
-        ]
+    rows = {
+        "text": [{"text": said}, {"text": "a"}],
+        "sequence": [chat(said), GOOD],
+    }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    data_case.open_rows(rows, kind, 256, folder=place, tokenizer=tokenizer, truncation="drop")
+    data_case.open_rows(
+        rows[place.name], place.name, 256, folder=place, tokenizer=tokenizer, truncation="drop"
+    )
     return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 @pytest.mark.parametrize("kind", ["text", "sequence"])
 def test_a_long_row_costs_a_bounded_multiple_of_its_size(tmp_path, kind):
-    """The published bound is for 100 MB; the same multiple holds for 4 MB, which a test can afford."""
-    size = 4_000_000
-    line = [sys.executable, "-c", MEMORY, str(tmp_path), kind, str(size)]
-    grown = int(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
-    assert grown < 40 * size, f"{grown / size:.0f} times its size"
+    """The published bound is for 100 MB, of which what any first row costs, such as imports, is no part."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEMORY, tmp_path / str(size) / kind, str(size)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for size in SIZES
+    ]
+    least, most = (int(process.communicate()[0]) for process in started)
+    multiple = (most - least) / (SIZES[1] - SIZES[0])
+    assert multiple < 40, f"{multiple:.0f} times its size"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +279,7 @@ def test_weight_files_have_the_modes_of_any_new_file(tmp_path, mask, mode):
     ids=["above", "absolute", "number", "null", "integer", "empty"],
 )
 def test_an_index_names_files_of_its_own_folder_only(tmp_path, table):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": table})
     sentence = "index.json must hold a weight_map from parameters to names of files in its own folder|there is no 5 in"
     with pytest.raises((ValueError, FileNotFoundError), match=sentence):
         WeightFiles(tmp_path)
@@ -332,7 +295,7 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path, table):
 )  # fmt: skip
 def test_a_shape_that_cannot_be_is_told_at_once(tmp_path, changes, sentence):
     write_model(tmp_path, ModelConfig.from_hf(tiny_config()))
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config(**changes)))
+    write_json(tmp_path / "config.json", tiny_config(**changes))
     began = time.monotonic()
     with pytest.raises(ValueError, match=sentence):
         check_weights(read_config(tmp_path), tmp_path, reward=False)
@@ -345,8 +308,7 @@ def test_file_names_and_rows_cannot_steer_the_terminal(open_rows, tokenizer, cap
     with pytest.raises(ConfigError) as caught, error_context("data"):
         raise DataError(f"{name} does not exist")
     assert str(caught.value) == r"data: a\nerror: all is lost\x1b[2J.jsonl does not exist"
-    answer = {"role": "assistant", "content": "red \x1b[31m\x07 end\nnext"}
-    data = open_rows([{"messages": [GOOD["messages"][0], answer]}], "sequence")
+    data = open_rows([chat("red \x1b[31m\x07 end\nnext")], "sequence")
     preview_examples(data, tokenizer, 1)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and "end\nnext" in shown

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.harness import full
 from ulysses.parallel import exchange
 from ulysses.parallel.layout import head_layout, packed_plan, row_sets, shard_ranges
 
@@ -125,7 +126,10 @@ def cost_spread(cu, sets):
     return max(abs(cost * len(sets) / int(before[-1]) - 1) for cost in costs)
 
 
-@pytest.mark.parametrize("sp", range(1, 17))
+# the others deal rows to as many sets as one of these, or to a number of sets between two of these
+@pytest.mark.parametrize(
+    "sp", [1, 2, 3, 4, 6, 8, 13, *full(*zip([5, 7, 9, 10, 11, 12, 14, 15, 16]))]
+)
 def test_causal_cost_is_balanced(sp):
     """Every token on one rank, equal shards, equal work, few pieces, for long sequences and for many documents."""
     draw = random.Random(sp)

@@ -5,7 +5,6 @@ values decide. `torch.tensor` on a device copies from pageable memory, which wai
 """
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +23,7 @@ META = torch.device("meta")
 class Waits(TorchFunctionMode):
     """Refuse what torch does for a device only by waiting for it."""
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         assert (
             function not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None
@@ -37,11 +34,11 @@ class Waits(TorchFunctionMode):
 class FrozenModel:
     """A model with the face of a frozen engine whose weights stay."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module):
         self.module, self.inference = module, torch.no_grad
         self.weights = SimpleNamespace(wait=lambda: None)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
 

@@ -9,10 +9,9 @@ from models.arch import ModelConfig
 from models.decoder import CausalLM
 from tests.memory_case import all_chunks_are_free
 from tests.model_folder import init_weights
+from tests.unit.test_graphs_gpu import pack
 from ulysses.memory.levels import LayerMemory
 from ulysses.memory.offload import Group, Offloader
-from ulysses.parallel.batch import Sequence, ShardedBatch, pack_shard
-from ulysses.parallel.mesh import ParallelMesh
 
 LAYERS, TOKENS = 8, 6000
 SHAPE = ModelConfig.from_hf({
@@ -28,28 +27,14 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def packs() -> list[ShardedBatch]:
-    """Steps of different lengths, so that host chunks and device memory are used again for other sizes."""
-    draw = torch.Generator().manual_seed(0)
-    rows = [
-        [torch.randint(0, 512, (n,), generator=draw) for n in (1, TOKENS - 7 * i, 2000)]
-        for i in range(3)
-    ]
-    return [
-        pack_shard([Sequence(r, torch.ones(len(r))) for r in lengths], ParallelMesh(), "cuda")
-        for lengths in rows
-    ]
-
-
-def train(
-    level: str, dtype: torch.dtype, offloader: Offloader | None, away: int | None = None
-) -> tuple[list[torch.Tensor], int]:
+def train(level, dtype, offloader, away=None):
     """Return the gradients of every step, and the most bytes that were allocated beside weights and gradients."""
     model = CausalLM(
         SHAPE, attention="reference", memory=LayerMemory(level, 1000, offloader, away)
     ).to("cuda", dtype)
     init_weights(model, seed=1)
-    steps = packs()
+    # steps of different lengths, so that host chunks and device memory are used again for other sizes
+    steps = [pack(1, TOKENS - 7 * i, 2000, seed=i) for i in range(3)]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)  # from the start, so that the peak is one of activations
     torch.cuda.reset_peak_memory_stats()

@@ -6,14 +6,15 @@ import pytest
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
+from tests.model_folder import tiny_config
 from ulysses.config.schema import OptimizerSection
 from ulysses.run.optim import learning_rate, parameter_groups
 
 TOTAL = 100
 
 
-def rates(**settings: object) -> list[float]:
-    config = OptimizerSection(lr=2.0, **settings)  # type: ignore[arg-type]
+def rates(**settings):
+    config = OptimizerSection(lr=2.0, **settings)
     return [learning_rate(step, TOTAL, config) for step in range(TOTAL + 1)]
 
 
@@ -44,17 +45,8 @@ def test_wsd_is_constant_then_falls():
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():
-    shape = {
-        "model_type": "qwen2",
-        "vocab_size": 11,
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-    }
-    model = CausalLM(ModelConfig.from_hf(shape))
+    qwen = tiny_config(model_type="qwen2", num_hidden_layers=1, tie_word_embeddings=True)
+    model = CausalLM(ModelConfig.from_hf(qwen))
     decay, rest = parameter_groups(model, 0.3)
     assert (decay["weight_decay"], rest["weight_decay"]) == (0.3, 0.0)
     without = {

@@ -1,9 +1,6 @@
 """Servers that sample for PPO: what is asked of them, and what their failures cost."""
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -21,20 +18,20 @@ PROMPTS = {n: torch.arange(4, 5 + n) for n in (0, 1, 5)}
 
 
 @pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pause(monkeypatch):
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     monkeypatch.setattr(servers, "MOST_BYTES", 1 << 20)
 
 
 @pytest.fixture
-def server() -> Iterator[SamplingServer]:
+def server():
     found = SamplingServer()
     yield found
     found.close()
 
 
-def sampler(folder: Path, *addresses: str, main: bool = True, **options: Any) -> OutsideSampler:
-    def export(to: Path) -> None:
+def sampler(folder, *addresses, main=True, **options):
+    def export(to):
         to.mkdir(exist_ok=True)
         (to / "config.json").write_text("{}")
 
@@ -43,9 +40,7 @@ def sampler(folder: Path, *addresses: str, main: bool = True, **options: Any) ->
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_prompts_go_out_and_tokens_come_back(
-    tmp_path: Path, server: SamplingServer, dialect: str
-) -> None:
+def test_prompts_go_out_and_tokens_come_back(tmp_path, server, dialect):
     found = sampler(tmp_path, f"{dialect}+{server.address}").sample(PROMPTS, 2)
     assert [(len(c.tokens), c.ended) for c in found.values()] == [
         (2, True),
@@ -65,7 +60,7 @@ def test_prompts_go_out_and_tokens_come_back(
         assert all(b["return_token_ids"] is True for b in bodies)
 
 
-def test_weights_go_by_disk_to_every_server(tmp_path: Path, server: SamplingServer) -> None:
+def test_weights_go_by_disk_to_every_server(tmp_path, server):
     addresses = [f"{dialect}+{server.address}" for dialect in ("sglang", "vllm")]
     sampler(tmp_path, *addresses).synchronise()
     folder = str((tmp_path / "policy").absolute())
@@ -104,16 +99,10 @@ def test_weights_go_by_disk_to_every_server(tmp_path: Path, server: SamplingServ
         ("nan", 1, "answered prompt 0 with log-probabilities that are not finite or above 0"),
         ("no stop token", 1, "an end but without the token that ends it"),
         ("gone", 0, "refused"),
-        (
-            "no fields",
-            1,
-            "answered prompt 0 with JSON of another form .KeyError..meta_info",
-        ),
+        ("no fields", 1, "answered prompt 0 with JSON of another form .KeyError..meta_info"),
     ],
 )
-def test_a_servers_fault_is_one_sentence(
-    tmp_path: Path, server: SamplingServer, fault: str, attempts: int, complaint: str
-) -> None:
+def test_a_servers_fault_is_one_sentence(tmp_path, server, fault, attempts, complaint):
     server.fault = fault
     if fault == "gone":
         server.close()
@@ -128,21 +117,17 @@ def test_a_servers_fault_is_one_sentence(
     )
 
 
-def test_a_server_that_comes_back_is_asked_again(
-    tmp_path: Path, server: SamplingServer, monkeypatch
-) -> None:
+def test_a_server_that_comes_back_is_asked_again(tmp_path, server, monkeypatch):
     server.fault = "refuse"
     monkeypatch.setattr(servers.time, "sleep", lambda _: setattr(server, "fault", ""))
     found = sampler(tmp_path, f"sglang+{server.address}").sample({0: PROMPTS[0]})
     assert len(found[0].tokens) == 2
 
 
-def test_a_server_that_cannot_be_reached_in_time_is_asked_once(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_server_that_cannot_be_reached_in_time_is_asked_once(tmp_path, monkeypatch):
     asked = []
 
-    def unreachable(*_: Any, timeout: float, **__: Any) -> None:
+    def unreachable(*_, timeout, **__):
         asked.append(timeout)
         raise httpx.ConnectTimeout("timed out")
 

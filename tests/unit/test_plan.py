@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,9 +13,7 @@ from ulysses.memory.plan import (
     GIB,
     PROCESS_BYTES,
     Machine,
-    Model,
     PlannedRollout,
-    Prediction,
     Workload,
     predict,
     step_flops,
@@ -29,21 +26,14 @@ LLAMA = plain_model(architecture("llama3-8b"))
 ADAPTERS = LLAMA._replace(trained=10**7)
 
 
-def node(gpus: int = 8, gib: float = 139.8, host_gib: float = 0) -> Machine:
+def node(gpus=8, gib=139.8, host_gib=0):
     return Machine(gpus, gib * GIB, host_gib * GIB)
 
 
 NODE = node()
 
 
-def case(
-    tokens: int,
-    level: str = "none",
-    model: Model = LLAMA,
-    machine: Machine = NODE,
-    sp: int = 0,
-    **more: Any,
-) -> Workload:
+def case(tokens, level="none", model=LLAMA, machine=NODE, sp=0, **more):
     return Workload(
         model,
         machine,
@@ -53,11 +43,11 @@ def case(
     )
 
 
-def predicted(*arguments: Any, **more: Any) -> Prediction:
+def predicted(*arguments, **more):
     return predict(case(*arguments, **more))
 
 
-def measured(row: dict[str, Any]) -> Workload:
+def measured(row):
     """Return what the planner is asked about a measured row; keys that are absent mean the plain case."""
     hf = {**architecture(row["arch"]).to_hf(), "num_hidden_layers": row["layers"]}
     hf |= {"vocab_size": row.get("vocab_size", hf["vocab_size"]), **row.get("config", {})}
@@ -73,7 +63,7 @@ def measured(row: dict[str, Any]) -> Workload:
     if adapters := row.get("adapters"):
         base, total = row["quantize"], model.parameters + adapters
         model = model._replace(parameters=total, trained=adapters, quantize=base)
-    levels: tuple[str, ...] = ()
+    levels = ()
     for part in row["recompute"].split("+"):
         level, _, count = part.partition("*")
         levels += (level,) * int(count or row["layers"])
@@ -207,7 +197,7 @@ def test_links_between_nodes_are_slower():
     assert slow > 1.5 * fast
 
 
-def chosen(tokens: int, machine: Machine = NODE, **more: Any) -> Workload:
+def chosen(tokens, machine=NODE, **more):
     choice = choose(case(tokens, machine=machine, **more))
     assert predict(choice).fits
     return choice

@@ -1,12 +1,11 @@
 """PPO outside the loop: what a rollout holds, which steps it gives, where its scores come from, what is refused."""
 
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import ulysses.rl.servers as servers
 from losses.logprobs import LogProbs
@@ -17,13 +16,12 @@ from tests.sampling_server import SamplingServer
 from tests.tiny_tokenizer import CHATML, write_tokenizer
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import Config
-from ulysses.config.section import ConfigError
 from ulysses.config.stage_sections import PpoSection, is_function
 from ulysses.data.serve.steps import StepLoader
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.rl.ppo import PpoStage
-from ulysses.rl.rewards import Rewards, gsm8k_reward, load_function
+from ulysses.rl.rewards import Rewards, gsm8k_reward
 from ulysses.rl.rollout import Rollout, RolloutMaker
 from ulysses.rl.sampler import Completion
 from ulysses.run.preflight import prepare
@@ -36,21 +34,16 @@ ROWS = [([5, EOS, 7], [8, 9, EOS]), ([4], [11, 12, 13, 14]), ([6, 6], [EOS])]
 PREDICTED_AT = [2, 3, 4, 6, 7, 8, 9, 12]
 
 
-def answered(
-    rows: Any = ROWS, number: int = 0, answers_per_prompt: int = 1, **rest: Any
-) -> Rollout:
+def answered(rows=ROWS, number=0, answers_per_prompt=1, **rest):
     scored = zip(rows, (1.0, 2.0, -0.5) * len(rows), (True, False, True) * len(rows))
     answers = [Completion(a, [0.0] * len(a), ended, score) for (_, a), score, ended in scored]
     return Rollout.of(
-        number,
-        [torch.tensor(p) for p, _ in rows[::answers_per_prompt]],
-        answers,
-        **rest,
+        number, [torch.tensor(p) for p, _ in rows[::answers_per_prompt]], answers, **rest
     )
 
 
-def maker(**options: Any) -> RolloutMaker:
-    rest: Any = dict.fromkeys(("engine", "mesh", "sampler", "budget"))
+def maker(**options):
+    rest = dict.fromkeys(("engine", "mesh", "sampler", "budget"))
     return RolloutMaker(config=PpoSection(**options), **rest)
 
 
@@ -64,8 +57,8 @@ def maker(**options: Any) -> RolloutMaker:
 )
 def test_rewards_advantages_and_returns_against_the_formula(options):
     """One answer at a time; prompts take no part, and advantages are whitened over the whole rollout."""
-    draw, c = torch.Generator().manual_seed(1), PpoSection(**options)
-    flat = torch.randn(3, 14, generator=draw)
+    c = PpoSection(**options)
+    flat = torch.randn(3, 14)
     rollout = answered()
     maker(**options).finish(rollout, *flat)
     old, values, reference = flat[:, PREDICTED_AT].double()
@@ -86,7 +79,7 @@ def test_rewards_advantages_and_returns_against_the_formula(options):
     for name, wanted in expected.items():
         column = rollout.columns[name]
         found = column[PREDICTED_AT].double()
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert not column.index_fill(0, torch.tensor(PREDICTED_AT), 0).any()
     expected = {
         "objective/rlhf_reward": float(rewards.sum()) / 3,
@@ -114,8 +107,7 @@ def test_advantages_without_a_value(advantage, kl_in):
     scores = torch.tensor((1.0, 2.0, -0.5) * 2, dtype=torch.float64)
     rollout = answered(rows, answers_per_prompt=3)
     predicts = rollout.columns["weights"].roll(-1).bool()
-    draw = torch.Generator().manual_seed(2)
-    old, reference = torch.randn(2, len(predicts), generator=draw)
+    old, reference = torch.randn(2, len(predicts))
     made = maker(advantage=advantage, **options)
     made.finish(rollout, old, torch.zeros_like(old), reference)
     lengths = torch.tensor([len(a) for _, a in rows])
@@ -128,16 +120,16 @@ def test_advantages_without_a_value(advantage, kl_in):
         earned = scores - torch.stack([gap[0] for gap in to_come])
         wanted = group_advantages(earned, 3, advantage).repeat_interleave(lengths)
     found = rollout.columns["advantages"][predicts].double()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert ("reference_logps" in rollout.columns) == (kl_in == "loss")
     assert "returns" not in rollout.columns
     ratio = old[predicts].exp()  # the sampler said 0 for every token
     importance = rollout.columns["importance"][predicts]
-    torch.testing.assert_close(importance, ratio.clamp(max=1.1))
+    assert_close(importance, ratio.clamp(max=1.1))
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
-def test_answers_that_were_cut_are_left_out(kl_in: str) -> None:
+def test_answers_that_were_cut_are_left_out(kl_in):
     """They keep their place in the comparison but neither weight nor columns, and their KL lowers no reward."""
     rows = [([5, 7], a) for a in ([8, 9, EOS], [11, 12], [EOS])]
     options = {
@@ -146,11 +138,11 @@ def test_answers_that_were_cut_are_left_out(kl_in: str) -> None:
         "kl_in": kl_in,
         "kl_coefficient": 0.3,
     }
-    found = []
+    found, drawn = [], torch.randn(2, 12)
     for masked in (False, True):
         rollout = answered(rows, answers_per_prompt=3)
         in_answer = rollout.columns["weights"] != 0
-        old, reference = torch.randn(2, 12, generator=torch.Generator().manual_seed(2))
+        old, reference = drawn.clone()
         if masked:  # the second answer's tokens
             reference[6:8] = old[6:8]
         made = maker(mask_truncated=not masked, **options)
@@ -161,17 +153,8 @@ def test_answers_that_were_cut_are_left_out(kl_in: str) -> None:
     assert plain["weights"][in_answer].tolist() == [1] * 6
     kept = left_out["weights"].roll(-1) != 0
     for name in ("advantages", "old_logps"):
-        torch.testing.assert_close(left_out[name], plain[name] * kept)
+        assert_close(left_out[name], plain[name] * kept)
         assert plain[name][6:8].all()
-
-
-def test_bounds_of_the_ratio_are_checked_before_the_run(tmp_path: Path) -> None:
-    for options, complaint in (
-        ({"ppo__dual_clip": 1.2}, "ppo: dual_clip is 1.2 but must be above 1 + clip_high, 1.2"),
-        ({"ppo__policy_loss": "cispo", "ppo__dual_clip": 3.0}, "only the kind clip has it"),
-    ):
-        config = parse_command_line(tiny("ppo", tmp_path, **options)).config
-        assert any(complaint in error for error in PpoStage(config).check())
 
 
 SEQUENCE = {"loss_aggregation": "sequence"}  # loss_type "grpo"
@@ -194,7 +177,7 @@ GSPO = SEQUENCE | {"ratio": "mean", "kl_in": "loss_with_ratio"}
         (SEQUENCE | {"dual_clip": 1.4}, -0.023195110626355153, 0.1522880172104637),
     ],
 )
-def test_losses_equal_trls(options: dict[str, Any], loss: float, gradient_norm: float) -> None:
+def test_losses_equal_trls(options, loss, gradient_norm):
     """Eight answers to two prompts, with k3 of 0.04 in the loss and DAPO's clip range."""
     lengths = (3, 1, 4, 2, 4, 2, 1, 3)
     scores = torch.tensor([1, 0, 0.5, 2, 0, -1, 1, 1]).double()
@@ -221,7 +204,7 @@ def test_losses_equal_trls(options: dict[str, Any], loss: float, gradient_norm: 
     stage = PpoStage(Config(stage="ppo", ppo=config), lambda *_, **__: out, mesh)
     batch = pack_shard(found, mesh, "cpu")
     terms = stage.losses(batch, MetricSums("cpu"))
-    ours: Any = sum(term.value * term.weight for term in terms)
+    ours = sum(term.value * term.weight for term in terms)
     ours = ours / stage.normalisers(batch)["tokens"]
     ours.backward()
     norm = torch.cat([x.grad for x in made]).norm()
@@ -239,10 +222,6 @@ def test_answers_share_their_prompt_within_the_budget():
     lengths = rollout.sequence_lengths[[0, 2, 4]].tolist()
     assert lengths == [[6, 3, 0, 0], [7, 2, 0, 0], [3, 3, 3, 3]]
     assert rollout.examples([1, 0]) == [4, 0, 2]
-    first, second = rollout[2].sequences
-    assert first.tokens.tolist() == [5, 7, 6, 8, 8, 8, 8]
-    assert second.tokens.tolist() == [6, 8]
-    assert (second.prefix_length, second.prefix_owner) == (2, 1)
 
 
 def test_the_score_is_earned_by_the_eos_token_itself():
@@ -266,7 +245,7 @@ def test_every_pass_takes_every_answer_once_in_new_minibatches(monkeypatch):
     data = ListDataset("prompt", [(s,) for s in sequences(25, 0)])
     prompts, made = StepLoader(data, 10, tokens_per_microbatch=128, seed=3), []
 
-    def make(number: int, dataset: Any, indices: list[int]) -> Rollout:
+    def make(number, dataset, indices):
         assert dataset is data and indices == prompts.indices(*divmod(number, 3))
         made.append(number)
         return answered([([1, 2], [3])] * len(indices), number)
@@ -296,21 +275,21 @@ def test_first_step_identities():
 
 
 class Letters:
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, tokens, skip_special_tokens):
         return "".join(map(chr, tokens))
 
 
 HALF, ALL = (f"tests.reward_functions:{name}" for name in ("half", "all_at_once"))
 
 
-def answers(*scales: float, **row: Any) -> tuple[list[Any], ...]:
+def answers(*scales, **row):
     """The same prompt and answer for every scale: prompts, answers, rows and indices."""
     count = len(scales)
     rows = [{"scale": x, **row} for x in scales]
     return [[97]] * count, [[98, 99]] * count, rows, [*range(4, 4 + count)]
 
 
-def test_reward_functions() -> None:
+def test_reward_functions():
     names = (HALF, "http://localhost:1/score", "meta-llama/reward", "C:/x y")
     assert [is_function(name) for name in names] == [True, True, False, False]
     both = Rewards([HALF, ALL], Letters())(*answers(2, 4))
@@ -329,14 +308,7 @@ def test_reward_functions() -> None:
             Rewards([name], Letters())(*asked)
 
 
-def test_a_function_that_has_moved_is_named_by_its_new_place() -> None:
-    with pytest.raises(
-        ConfigError, match=r"it has moved: write ulysses\.rl\.rewards:gsm8k_reward$"
-    ):
-        load_function("ulysses.training.rewards:gsm8k_reward")
-
-
-def test_rewards_in_workers() -> None:
+def test_rewards_in_workers():
     rewards = Rewards([HALF], Letters(), workers=2, timeout=20)
     try:
         assert rewards(*answers(1, 2, 4)) == [{HALF: 2.0}, {HALF: 1.0}, {HALF: 0.5}]
@@ -348,7 +320,7 @@ def test_rewards_in_workers() -> None:
         rewards.close()
 
 
-def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_of_a_server(monkeypatch):
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     server = SamplingServer()
     url = f"{server.address}/score"
@@ -367,14 +339,14 @@ def test_rewards_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         Rewards([url], Letters())(*answers(1))
 
 
-def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name() -> None:
+def test_several_rewards_have_weights_and_held_out_prompts_show_each_by_name():
     section = PpoSection(reward={"models/rm": 0.5, HALF: 2.0})
     assert section.reward_model == "models/rm"
     assert PpoSection(reward=[HALF, ALL]).reward == {HALF: 1.0, ALL: 1.0}
     rounds = [answered(), answered(ROWS[:1])]
     for answer in rounds[0].answers + rounds[1].answers:
         answer.scores = {"models/rm": 3.0, HALF: answer.score}
-    asked: Any = SimpleNamespace(
+    asked = SimpleNamespace(
         sampler=SimpleNamespace(synchronise=lambda: None),
         answer=lambda number, *_: rounds[number % 2],
     )
@@ -399,11 +371,11 @@ def test_verifiable_reward(completion, answer, score):
     assert gsm8k_reward("", completion, {"answer": answer}) == score
 
 
-def test_answers_end_with_a_turn(tmp_path: Path) -> None:
+def test_answers_end_with_a_turn(tmp_path):
     folder = write_tokenizer(tmp_path, CHATML, eos_token="<|endoftext|>")
     line = tiny("ppo", tmp_path, model__tokenizer=folder, data__chat_template="chatml")
     plan = prepare(parse_command_line(line).config, 1)
-    run: Any = SimpleNamespace(
+    run = SimpleNamespace(
         prepared=plan,
         engine=None,
         mesh=None,

@@ -1,14 +1,13 @@
 """A quantised base: its bytes, folders of bitsandbytes, and what is refused."""
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 from models.arch import ModelConfig
 from models.decoder import CausalLM
@@ -19,22 +18,20 @@ from tests.model_folder import tiny_config, write_model
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.schema import LoraSection, ModelSection
 from ulysses.config.section import ConfigError
+from ulysses.disk import write_json
 from ulysses.export import main
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
 from ulysses.run.build import InitialWeights
 from ulysses.run.preflight import prepare
 
+SHAPE = ModelConfig.from_hf(tiny_config())
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 
 
-def matrix(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(3))
-
-
 @pytest.mark.parametrize("rows, columns", [(8, 64), (48, 32), (300, 96)])
-def test_nf4_is_what_bitsandbytes_makes(rows: int, columns: int) -> None:
-    whole = matrix(rows, columns)
+def test_nf4_is_what_bitsandbytes_makes(rows, columns):
+    whole = torch.randn(rows, columns)
     data = pack("nf4", whole)
     assert data.numel() == sum(packed_parts("nf4", whole.shape))
     # as rows of one block, where bitsandbytes is right on CPUs
@@ -42,23 +39,22 @@ def test_nf4_is_what_bitsandbytes_makes(rows: int, columns: int) -> None:
         whole.view(-1, 64), blocksize=64, compress_statistics=True, quant_type="nf4"
     )
     theirs = dequantize_4bit(codes, state).view(rows, columns)
-    torch.testing.assert_close(unpack("nf4", data, whole.shape, torch.float32), theirs)
+    assert_close(unpack("nf4", data, whole.shape, torch.float32), theirs)
     error = (theirs - whole).abs().max() / whole.abs().max()
     assert 0.01 < error < 0.2
 
 
-def test_fp8_has_a_scale_for_each_row() -> None:
-    whole = matrix(8, 64) * torch.logspace(-4, 4, 8)[:, None]
+def test_fp8_has_a_scale_for_each_row():
+    whole = torch.randn(8, 64) * torch.logspace(-4, 4, 8)[:, None]
     near = unpack("fp8", pack("fp8", whole), whole.shape, torch.float32)
     assert ((near - whole).abs().amax(1) <= whole.abs().amax(1) / 16).all()
 
 
 @pytest.fixture
-def packed_folder(tmp_path: Path) -> Path:
+def packed_folder(tmp_path):
     """Return a model whose layers' matrices bitsandbytes has quantised, with the original beside it."""
-    config = ModelConfig.from_hf(tiny_config())
-    write_model(tmp_path / "original", config)
-    weights: dict[str, torch.Tensor] = {}
+    write_model(tmp_path / "original", SHAPE)
+    weights = {}
     for name, weight in load_file(tmp_path / "original/model.safetensors").items():
         if name.endswith("_proj.weight"):
             weight, state = quantize_4bit(
@@ -76,31 +72,30 @@ def packed_folder(tmp_path: Path) -> Path:
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
     }
-    (folder / "config.json").write_text(json.dumps(tiny_config(quantization_config=method)))
+    write_json(folder / "config.json", tiny_config(quantization_config=method))
     return folder
 
 
-def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder: Path) -> None:
-    config = ModelConfig.from_hf(tiny_config())
+def test_a_folder_of_bitsandbytes_holds_the_bytes_that_we_make(packed_folder):
     size = sum(packed_parts("nf4", torch.Size((48, 32))))
     ours, theirs = torch.empty(2, size, dtype=torch.uint8)
     for folder, out in (("original", ours), ("packed", theirs)):
-        weights = InitialWeights(config, 0, packed_folder.parent / folder, "nf4")
+        weights = InitialWeights(SHAPE, 0, packed_folder.parent / folder, "nf4")
         weights.fill(MATRIX, torch.Size((size,)), 0, out)
     assert torch.equal(ours, theirs)
     whole = WeightFiles(packed_folder).read(MATRIX)
     original = WeightFiles(packed_folder.parent / "original").read(MATRIX)
-    torch.testing.assert_close(
+    assert_close(
         whole,
         unpack("nf4", pack("nf4", original.view(48, 32)), (48, 32), torch.float32).view(-1),
     )
 
 
 def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
-    packed_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    packed_folder, tmp_path, capsys
+):
     lora = LoraSection(rank=2, targets=["q_proj"])
-    model = add_adapters(CausalLM(ModelConfig.from_hf(tiny_config())), lora)
+    model = add_adapters(CausalLM(SHAPE), lora)
     adapters = {n: torch.ones(p.shape) for n, p in model.named_parameters() if ".lora_" in n}
     (folder := tmp_path / "adapter").mkdir()
     base = ModelSection(path=str(packed_folder), lora=lora, quantize="nf4")
@@ -109,12 +104,12 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     found, whole = WeightFiles(tmp_path / "out"), WeightFiles(packed_folder)
     assert torch.equal(found.read(MATRIX), whole.read(MATRIX))
     query = MATRIX.replace("mlp.up", "self_attn.q")
-    torch.testing.assert_close(found.read(query), whole.read(query) + lora.alpha)
+    assert_close(found.read(query), whole.read(query) + lora.alpha)
     assert "differ by at most 0 " in capsys.readouterr().out
 
 
 @torch.no_grad()
-def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path: Path) -> None:
+def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
     """What transformers, bitsandbytes and peft compute from the original weights and our export is what we trained."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -145,7 +140,7 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path: Path) -> Non
         base, quantization_config=quantized, dtype=torch.float32, device_map="cpu"
     )
 
-    def logps() -> torch.Tensor:
+    def logps():
         return theirs(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
 
     without = logps()
@@ -155,7 +150,7 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path: Path) -> Non
     torch.testing.assert_close(ours, logps(), rtol=1e-5, atol=1e-5)
 
 
-def plan(folder: Path, **settings: Any) -> Any:
+def plan(folder, **settings):
     rows = folder / "rows.jsonl"
     rows.write_text('{"text": "a"}\n')
     given = {"stage": "pt", "model.path": str(folder), "data.train": str(rows), "run.steps": 1}
@@ -165,7 +160,7 @@ def plan(folder: Path, **settings: Any) -> Any:
 
 
 LORA = {"model.lora.rank": 2}
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+REFUSED = {
     'model.quantize is "nf4" but all weights are trained': (
         "original",
         {"model.quantize": "nf4"},
@@ -176,16 +171,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_what_cannot_be_quantised_is_one_sentence(sentence: str, packed_folder: Path) -> None:
+def test_what_cannot_be_quantised_is_one_sentence(sentence, packed_folder):
     name, settings = REFUSED[sentence]
     with pytest.raises(ConfigError, match=sentence):
         plan(packed_folder.parent / name, **settings)
 
 
-def test_bitsandbytes_is_asked_for(
-    packed_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def absent(name: str, *rest: Any) -> Any:
+def test_bitsandbytes_is_asked_for(packed_folder, monkeypatch):
+    def absent(name, *rest):
         return None if name == "bitsandbytes" else found(name, *rest)
 
     import importlib.util
@@ -197,6 +190,6 @@ def test_bitsandbytes_is_asked_for(
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "mxfp4", "compressed-tensors"])
-def test_checkpoints_of_others_are_refused_by_name(method: str) -> None:
+def test_checkpoints_of_others_are_refused_by_name(method):
     with pytest.raises(ValueError, match=f"quantised by {method}, but only bitsandbytes' NF4"):
         ModelConfig.from_hf(tiny_config(quantization_config={"quant_method": method}))

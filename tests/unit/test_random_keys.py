@@ -6,12 +6,7 @@ import torch
 from ulysses.parallel.random_keys import STEP, scatter_bits, uniform_bits, wrapped
 
 # the first outputs of splitmix64 from seed 0, as in Vigna's reference implementation
-SPLITMIX64 = [
-    0xE220A8397B1DCDAF,
-    0x6E789E6AA1B965F4,
-    0x06C45D188009454F,
-    0xF88BB8A8724C81EC,
-]
+SPLITMIX64 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
 
 
 def test_hashes_are_splitmix64_on_torch_and_numpy():

@@ -5,16 +5,14 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from ulysses.report import draw_figure, main, read_run
 
 
-def write(folder: Path, rows: list[dict[str, Any] | str]) -> Path:
+def write(folder, rows):
     """A run folder; rows that are texts are written as they are, without a line end."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = (row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
@@ -22,7 +20,7 @@ def write(folder: Path, rows: list[dict[str, Any] | str]) -> Path:
     return folder
 
 
-def training(steps: int, **more: Any) -> list[dict[str, Any] | str]:
+def training(steps, **more):
     return [
         {
             "step": s,
@@ -38,12 +36,12 @@ def training(steps: int, **more: Any) -> list[dict[str, Any] | str]:
     ]
 
 
-def axes(*folders: Path) -> dict[str, Axes]:
+def axes(*folders):
     figure = draw_figure({folder.name: read_run(folder) for folder in folders})
     return {axis.get_title(loc="left"): axis for axis in figure.axes}
 
 
-def curve(axis: Axes, number: int) -> list[tuple[float, float]]:
+def curve(axis, number):
     return [(float(x), float(y)) for x, y in zip(*axis.lines[number].get_data(), strict=True)]
 
 

@@ -1,23 +1,21 @@
 """A checkpoint that this run cannot continue is refused by its run.json, before any work."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from models.arch import ARCHITECTURES
 from ulysses.config.command_line import check, put
-from ulysses.config.schema import Config
 from ulysses.config.section import ConfigError, flat
+from ulysses.disk import write_json
 from ulysses.run.checkpoint import FORMAT
 from ulysses.run.optim import gradient_policies
 from ulysses.run.preflight import prepare
 
 
-def config(output: Path, **changes: Any) -> Config:
+def config(output, **changes):
     """A run by shape alone; tokenizer and data are absent."""
-    values: dict[str, Any] = {
+    values = {
         "stage": "dpo",
         "model": {"arch": "llama3-8b", "init": "random"},
         "run": {"steps": 4, "output": str(output), "resume": "auto"},
@@ -40,7 +38,7 @@ def checkpoint(tmp_path):
         "shape": ARCHITECTURES["llama3-8b"].to_hf(),
         "policies": gradient_policies(own.gradients).state_dict(),
     }
-    (folder / "run.json").write_text(json.dumps(state))
+    write_json(folder / "run.json", state)
     return folder
 
 
@@ -81,7 +79,7 @@ def test_another_runs_checkpoint_is_refused(changes, sentence, checkpoint, tmp_p
 
 def test_a_checkpoint_of_an_older_format_is_refused(checkpoint, tmp_path):
     state = json.loads((checkpoint / "run.json").read_text())
-    (checkpoint / "run.json").write_text(json.dumps({**state, "format": 1}))
+    write_json(checkpoint / "run.json", {**state, "format": 1})
     with pytest.raises(
         ConfigError,
         match="has checkpoint format 1, but this version reads format 4; continue it with the version",

@@ -1,20 +1,17 @@
 """The sampler: the model's own distribution, drawn by a key that no batch and no process changes."""
 
-from collections.abc import Sequence as Many
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from models.arch import ModelConfig, RopeScaling
-from models.decoder import CausalLM
+from models.arch import RopeScaling
 from tests.engine_case import QWEN3, SHAPE
 from tests.memory_case import build
 from ulysses.parallel.batch import Sequence, pack_shard
 from ulysses.parallel.mesh import ParallelMesh
-from ulysses.rl.sampler import Completion, Sampler, SamplingOptions, fitting_slots
+from ulysses.rl.sampler import Sampler, SamplingOptions, fitting_slots
 
 QWEN = replace(
     SHAPE,
@@ -26,27 +23,27 @@ QWEN = replace(
 )
 
 
-def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
+def weights_of(model):
     return {n: p.detach() for n, p in model.named_parameters()}
 
 
-def prompts(count: int) -> list[list[int]]:
+def prompts(count):
     draw = np.random.default_rng(0)
     return [draw.integers(0, 97, int(n)).tolist() for n in draw.integers(1, 30, count)]
 
 
 def sampled(
-    model: CausalLM,
-    asked: Many[Many[int]],
-    new_tokens: int,
+    model,
+    asked,
+    new_tokens,
     *,
-    weights: Any = None,
-    graphs: bool = True,
-    look: int = 0,
-    prefill: int = 8192,
-    progress: Any = lambda tokens: None,
-    **options: Any,
-) -> list[Completion]:
+    weights=None,
+    graphs=True,
+    look=0,
+    prefill=8192,
+    progress=lambda tokens: None,
+    **options,
+):
     """One completion per prompt, whose key is its place."""
     given = model.config, weights or weights_of(model), dict(enumerate(asked))
     chosen = SamplingOptions(new_tokens, **options)
@@ -54,12 +51,7 @@ def sampled(
     return [found[i] for i in range(len(asked))]
 
 
-def exact(
-    model: CausalLM,
-    asked: Many[Many[int]],
-    answers: Many[Many[int]],
-    temperature: float,
-) -> torch.Tensor:
+def exact(model, asked, answers, temperature):
     """The training model's log-probabilities of all answers' tokens, packed."""
     rows = [
         Sequence(torch.tensor([*p, *a]), torch.tensor([0.0] * len(p) + [1.0] * len(a)))
@@ -67,6 +59,11 @@ def exact(
     ]
     batch = pack_shard(rows, ParallelMesh(1))
     return model(batch, temperature=temperature).logps[batch.loss_weights != 0].detach()
+
+
+def next_token_logps(model, prompt, temperature=1.0):
+    """The training model's log-probabilities of every token after a prompt."""
+    return exact(model, [prompt] * 97, [[token] for token in range(97)], temperature)
 
 
 YARN = replace(SHAPE, rope_scaling=RopeScaling("yarn", 4.0, 10))
@@ -121,7 +118,7 @@ def test_draws_follow_the_distribution():
     count, prompt = 4000, [3, 14, 15, 92]
     found = sampled(model, [prompt] * count, 1, temperature=1.3, batch=1000)
     share = np.bincount([c.tokens[0] for c in found], minlength=97) / count
-    p = exact(model, [prompt] * 97, [[v] for v in range(97)], 1.3).exp().numpy()
+    p = next_token_logps(model, prompt, 1.3).exp().numpy()
     assert abs(p.sum() - 1) < 1e-5
     assert (np.abs(share - p) < 5 * np.sqrt(p * (1 - p) / count) + 1e-3).all()
 
@@ -131,22 +128,15 @@ DEVICES = [("cpu", False), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device, graphs", DEVICES, ids=["plain", "graphs"])
 @pytest.mark.parametrize("shape", [SHAPE, QWEN, QWEN3], ids=["llama", "qwen2 tied", "qwen3"])
-def test_slots_shared_prompts_and_chunks_change_nothing(
-    device: str, graphs: bool, shape: ModelConfig
-):
+def test_slots_shared_prompts_and_chunks_change_nothing(device, graphs, shape):
     """Slots that are refilled, prompts that answers share, chunks of prompts, CUDA graphs: the same as each alone."""
     model = build(config=shape).to(device)
     asked = [p for p in prompts(9) for _ in range(3)]
     # On GPUs, another number of slots moves log-probabilities by 2e-6. No draw of this seed is so near top_p's edge.
-    options: dict[str, Any] = {
-        "stop_tokens": (5, 6, 7),
-        "temperature": 0.8,
-        "top_p": 0.95,
-        "seed": 1,
-    }
+    options = {"stop_tokens": (5, 6, 7), "temperature": 0.8, "top_p": 0.95, "seed": 1}
     alone = sampled(model, asked, 20, batch=1, graphs=False, **options)
     assert len({len(c.tokens) for c in alone}) > 5
-    counted: list[int] = []
+    counted = []
     for batch, prefill, look in ((5, 8192, 16), (8, 7, 1), (64, 50, 64)):
         counted.clear()
         work = {"batch": batch, "prefill": prefill, "look": look, "graphs": graphs}
@@ -160,7 +150,7 @@ def test_slots_shared_prompts_and_chunks_change_nothing(
 
 
 @pytest.mark.parametrize("batch", [8, 3])
-def test_answers_to_one_prompt_compute_it_once(batch: int):
+def test_answers_to_one_prompt_compute_it_once(batch):
     """Also those that begin when others have ended."""
     model = build(config=SHAPE)
 
@@ -171,7 +161,7 @@ def test_answers_to_one_prompt_compute_it_once(batch: int):
             self.passes += name == "model.norm.weight"
             return super().__getitem__(name)
 
-    def passes(asked: Many[Many[int]]) -> int:
+    def passes(asked):
         weights = Counted(weights_of(model))
         sampled(model, asked, 2, weights=weights, prefill=90, batch=batch)
         return weights.passes
@@ -193,12 +183,9 @@ def test_slots_that_fit():
 def test_truncation_of_the_distribution():
     model = build(config=SHAPE)
     asked = prompts(20)
-    likeliest = [
-        int(exact(model, [p] * 97, [[v] for v in range(97)], 1.0).argmax()) for p in asked
-    ]
+    likeliest = [int(next_token_logps(model, prompt).argmax()) for prompt in asked]
     for options in ({"top_k": 1}, {"top_p": 1e-9}, {}):
-        assert (
-            [c.tokens[0] for c in sampled(model, asked, 1, **options)] == likeliest
-        ) == bool(options)
+        drawn = [c.tokens[0] for c in sampled(model, asked, 1, **options)]
+        assert (drawn == likeliest) == bool(options)
     few = sampled(model, [asked[0]] * 300, 1, temperature=3.0, top_k=3)
     assert len({c.tokens[0] for c in few}) == 3

@@ -1,9 +1,7 @@
 """The parts of the stages that need no process group: metrics, hints, KTO's pairs, the reference cache."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +69,7 @@ def test_score_is_read_at_the_last_token_whatever_it_is():
     "eos, pad, expected", [([7], 8, 8), ([7], 7, None), ([5, 7], 5, None), ([], None, None)]
 )
 def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
-    tokenizer: Any = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if eos else None)
+    tokenizer = SimpleNamespace(pad_token_id=pad, eos_token_id=eos[0] if eos else None)
     shape = replace(ARCHITECTURES["llama3-8b"], eos_token_id=tuple(eos), pad_token_id=9)
     config = check({"stage": "rm"})
     assert RmStage(config).exported_config(shape, tokenizer).pad_token_id == expected
@@ -92,7 +90,7 @@ def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, say
 
 
 def test_kto_refuses_data_of_one_example():
-    run: Any = SimpleNamespace(train_data=[None])
+    run = SimpleNamespace(train_data=[None])
     with pytest.raises(
         ConfigError, match=r"data\.train has one example but kto's baseline pairs"
     ):
@@ -121,11 +119,11 @@ def test_kto_pairs_the_next_example_of_the_step_with_another_prompt(examples):
     assert plain.mismatched_pairs([4]) == []
 
 
-def fake_reference(batch: Any) -> torch.Tensor:
+def fake_reference(batch):
     return -(batch.tokens.double() / 7 + batch.positions) * 0.1
 
 
-def read(path: Path, data: Any, pairs: Any, logps: Any = fake_reference) -> Any:
+def read(path, data, pairs, logps=fake_reference):
     mesh = ParallelMesh(1)
     return read_reference(data, pairs, path, logps, mesh, CPU, 128, lambda text: None)
 
