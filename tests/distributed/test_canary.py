@@ -27,7 +27,7 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "gradients are taken before us": (
         "reduce_ready_partitions_and_remove_grads",
         taken,
-        "received no gradient in this step",
+        r"\d+ of \d+ trained parameters received no gradient in this step, the first is \S+",
     ),
     "an update is wrong": ("_optimizer_step", halved, "its gradients or updates are wrong"),
     "a name is gone": (

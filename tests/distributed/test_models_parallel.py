@@ -73,15 +73,14 @@ def check(case: Case, tolerance: float = 1e-5) -> None:
     model = filled(case.model(None, "auto"), case.weights())
     loss_of(model, pack_shard(TOKENS, ParallelMesh(1))).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    run_distributed(under_zero, 2, case, expected, tolerance, with_zero=True)
+    run_distributed(under_zero, 2, case, expected, tolerance, warm=True)
 
 
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [(Case("sft", sp=2), 1e-5), (Case("sft", shape=TIED), 1e-5), (Case("sft", sp=2, lora_rank=3), 1e-5),
-     (Case("sft", sp=2, shape=TIED, dtype=torch.bfloat16), 0.1), (Case("sft", sp=2, shape=QWEN3), 1e-5),
-     (Case("sft", sp=2, shape=QWEN3, lora_rank=3), 1e-5)],
-    ids=["untied", "tied-dp", "adapters", "bfloat16", "qwen3", "qwen3-adapters"],
+     (Case("sft", sp=2, shape=TIED, dtype=torch.bfloat16), 0.1), (Case("sft", sp=2, shape=QWEN3), 1e-5)],
+    ids=["untied", "tied-dp", "adapters", "bfloat16", "qwen3"],
 )  # fmt: skip
 def test_zero3_gradients_at_every_level(case: Case, tolerance: float) -> None:
     check(case, tolerance)

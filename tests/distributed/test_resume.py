@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine_case import SHAPE, Case, build_trainer
-from tests.harness import device, run_distributed
+from tests.harness import device, full, run_distributed
 from ulysses.config.schema import RunSection
 from ulysses.disk import DiskError
 from ulysses.run.checkpoint import (
@@ -200,8 +200,8 @@ AWAY = {"offload_optimizer": True, "offload_parameters": True}
 
 
 @pytest.mark.parametrize(("world", "sp", "away"), [
-    (1, 1, {}), (4, 4, {}), (2, 1, {}), (4, 2, {}),
-    (2, 2, {"offload_optimizer": True}), (2, 2, {"offload_parameters": True}), (2, 2, AWAY),
+    (1, 1, {}), (4, 4, {}), (4, 2, {}), (2, 2, AWAY),
+    *full((2, 1, {}), (2, 2, {"offload_optimizer": True}), (2, 2, {"offload_parameters": True})),
 ])  # fmt: skip
 def test_continues_on_another_topology_and_in_host_memory(
     world: int, sp: int, away: dict[str, bool], saved

@@ -23,7 +23,7 @@ from tests.e2e.chain import (
     launch,
     repeated,
 )
-from tests.e2e.launch import ROOT, Outcome, Ranks, environment, metrics, ranks, words
+from tests.e2e.launch import ROOT, Ranks, environment, metrics, ranks, words
 from tests.e2e.test_export import assert_same_folder
 from tests.sampling_server import SamplingServer
 from ulysses.run.checkpoint import saved_checkpoints
@@ -175,54 +175,42 @@ def assert_starts_at_the_reference(lines: list[dict[str, float]]) -> None:
     assert max(m["sampler/logp_gap_max"] for m in lines) < 1e-3
 
 
-def from_sft(
-    folder: Path, algorithm: str, output: Path, steps: int, **settings: Any
-) -> Outcome:
-    """Run a demo's configuration of PPO on the chain's data, from its model that has learned to answer."""
-    values: dict[str, Any] = {
-        "run.output": output, "run.steps": steps, "run.eval_every": 0, "data.cache": output.parent / "cache",
-        "data.train": folder / "data/ppo_train.jsonl", "data.eval": [], "model.tokenizer": folder / "data/tokenizer",
-        "model.path": folder / "sft/export", "model.init": "pretrained",
-    }  # fmt: skip
-    line = ["--config", ROOT / f"configs/demo/{algorithm}.toml", *words(values | settings)]
-    return ranks(line, 2, output.parent / "logs", timeout=400)
+class FailingServer(SamplingServer):
+    """It refuses the second set of weights."""
+
+    def reply(self, path: str, body: Any) -> Any:
+        if path == "/collective_rpc" and path in (asked for asked, _ in self.asked[:-1]):
+            self.fault = "refuse"
+        return super().reply(path, body)
 
 
-def test_servers_sample_and_a_dead_one_is_one_sentence(chain: Any, tmp_path: Path) -> None:
+def test_servers_sample_and_a_dead_one_is_one_sentence(chain, tmp_path) -> None:
     """The run ends with a sentence and its checkpoint, and goes on once the server is back."""
-    server, output = SamplingServer(), tmp_path / "served"
-    settings = {"ppo.sampler": f"vllm+{server.address}", "ppo.sampler_sync_every": 2, "ppo.importance_cap": 2.0,
-                "run.save_every": 4, "model.lora.rank": 4, "run.resume": "auto", "run.keep": 0}  # fmt: skip
-    from_sft(chain[0], "grpo", output, 8, **settings).check()
+    folder, output, server = chain[0], tmp_path / "served", FailingServer()
+    settings = {
+        "run.output": output, "run.steps": 16, "run.eval_every": 0, "run.save_every": 4, "run.resume": "auto",
+        "data.train": folder / "data/ppo_train.jsonl", "data.eval": [], "data.cache": tmp_path / "cache",
+        "model.path": folder / "sft/export", "model.init": "pretrained", "model.tokenizer": folder / "data/tokenizer",
+        "model.lora.rank": 4, "ppo.sampler": f"vllm+{server.address}", "ppo.sampler_sync_every": 2,
+        "ppo.importance_cap": 2.0,
+    }  # fmt: skip
+    line = ["--config", ROOT / "configs/demo/grpo.toml", *words(settings)]
+    outcome = ranks(line, 2, tmp_path / "logs", timeout=400)
+    said = f"the sampling server {server.address}/collective_rpc failed (HTTP 503"
+    assert outcome.code == 1 and said in outcome.stderr
     lines = metrics(output)
-    assert lines[-1]["rollout"] == 1 and lines[-1]["sampler/logp_gap"] > 0.1
-    assert [path for path, _ in server.asked].count("/collective_rpc") == 1, (
-        "every second rollout"
+    assert lines[-1]["rollout"] == 1 and lines[-1]["sampler/logp_gap"] > 0.1, (
+        "every second rollout brings new weights"
     )
     names = WeightFiles(output / "sampler").tensors
     assert "model.norm.weight" in names and not [n for n in names if "lora" in n], (
         "servers get whole weights"
     )
-    server.fault = "refuse"
-    outcome = from_sft(chain[0], "grpo", output, 16, **settings)
-    said = f"the sampling server {server.address}/collective_rpc failed (HTTP 503"
-    assert outcome.code == 1 and said in outcome.stderr
-    server.fault = ""
-    from_sft(chain[0], "grpo", output, 16, **settings).check()
+    server.reply, server.fault = super(FailingServer, server).reply, ""
+    ranks(line, 2, tmp_path / "logs", timeout=400).check()
     lines = metrics(output)
     assert [m["step"] for m in lines] == list(range(1, 17)) and lines[-1]["rollout"] == 3
     server.close()
-
-
-def test_adapters_of_ppo(chain: Any, tmp_path: Path) -> None:
-    """The reference is the base with the adapters off, the sampler adds them in, and the export holds no value."""
-    settings = {"optimizer.lr": 1e-3, "model.lora.rank": 4}
-    from_sft(chain[0], "ppo", tmp_path / "lora", 6, **settings).check()
-    lines = metrics(tmp_path / "lora")
-    assert_starts_at_the_reference(lines)
-    assert lines[-1]["rollout"] == 1 and abs(lines[-1]["objective/kl"]) > 1e-3
-    names = WeightFiles(tmp_path / "lora/export").tensors
-    assert not [n for n in names if "policy" in n or "value" in n or "score" in n]
 
 
 @pytest.mark.full

@@ -9,11 +9,12 @@ from tests.harness import full
 
 # (stage, launcher, processes per agent, agents, degree). "ranks" starts the processes without a launcher.
 CASES = [
-    ("sft", "torchrun", 2, 2, 4),
+    ("sft", "torchrun", 1, 2, 2),
     ("dpo", "deepspeed", 2, 1, 2),
     ("sft", "ranks", 4, 1, 2),
     ("dpo", "ranks", 4, 1, 4),
     *full(
+        ("sft", "torchrun", 2, 2, 4),
         ("dpo", "torchrun", 4, 1, 4),
         ("sft", "ranks", 4, 1, 1),
         ("dpo", "ranks", 4, 1, 1),
@@ -32,10 +33,7 @@ def one_process(folder: Path) -> dict[str, list[dict[str, float]]]:
     """The numbers of one process, of plain python for SFT, by stage."""
     run("python", tiny("sft", folder / "sft"), timeout=120).check()
     ranks(tiny("dpo", folder / "dpo"), 1, folder / "logs").check()
-    return {
-        "sft": metrics(folder / "sft"),
-        "dpo": metrics(folder / "dpo"),
-    }
+    return {stage: metrics(folder / stage) for stage in ("sft", "dpo")}
 
 
 @pytest.mark.parametrize(("stage", "launcher", "processes", "agents", "sp"), CASES)

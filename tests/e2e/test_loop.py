@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from tests.e2e.launch import metrics
 from tests.e2e.test_stage_runs import demo, on_ranks, settings, train  # noqa: F401 (a fixture)
@@ -19,17 +20,18 @@ from ulysses.disk import digest_of
 
 
 def with_stand_in(config: dict[str, Any]) -> list[Any]:
-    """Run with a W&B that only remembers; returns rank 0's calls: what was called, with what."""
+    """Run with a W&B that only remembers; returns this rank's calls of it: what was called, with what."""
     stand_in = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
     sys.modules["wandb"] = stand_in
     train(config)
+    assert torch.get_deterministic_debug_mode() == 2
     return [tuple(call) for call in stand_in.mock_calls]
 
 
 def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
     config = settings(
         demo, "sft", tmp_path / "run", run__steps=4, run__eval_every=1, run__save_every=100, run__keep=1,
-        run__wandb="project", optimizer__warmup=2,
+        run__wandb="project", run__deterministic=True, optimizer__warmup=2,
         optimizer__lr=3.0,  # so large that the first evaluation stays the best
     )  # fmt: skip
     told, silent = run_distributed(with_stand_in, 2, config, with_zero=True, cpu=True)
