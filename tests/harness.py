@@ -5,8 +5,6 @@ ULYSSES_TEST_DEVICE=cpu keeps all of them on the CPU. Test bodies put their tens
 CPU, so that the numbers are the same. Without GPUs ranks are forked from this process, whose imports they share. With
 GPUs they come from a fork server that has imported torch and nothing else: a process whose parent started CUDA, as one
 backward pass on the CPU does, can neither use it nor run a backward pass.
-
-`with_zero=True` also imports deepspeed in the parent, so that the ranks do not import it one by one.
 """
 
 import faulthandler
@@ -75,8 +73,8 @@ def need_gpus(count: int) -> None:
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, with_zero: bool = False,
-    cpu: bool = False, deterministic: bool = False, warm: bool = False, **kwargs: Any,
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, cpu: bool = False,
+    deterministic: bool = False, warm: bool = False, **kwargs: Any,
 ) -> list[Any]:  # fmt: skip
     """Call `function(*args, **kwargs)` on `world_size` forked ranks with torch.distributed initialised.
 
@@ -89,7 +87,7 @@ def run_distributed(
     cuda = not cpu and gpus() >= world_size
     served = torch.cuda.device_count() > 0
     warm &= not served
-    if (with_zero or warm) and not served:
+    if "deepspeed" in sys.modules and not served:
         preload()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -42,7 +42,7 @@ def measured() -> list[dict[str, Any]]:
 
 
 def test_steps_are_measured_as_set() -> None:
-    for rows in run_distributed(measured, 2, cpu=True, with_zero=True):
+    for rows in run_distributed(measured, 2, cpu=True):
         *steps, fit = rows
         assert [row["recompute"] for row in rows] == ["none", "block", "block", "block"]
         assert [row["offload"] for row in steps] == [0, 0, 2]

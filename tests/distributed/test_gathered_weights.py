@@ -67,7 +67,7 @@ def alive_before_backward(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_no_gathered_weight_outlives_its_layers_forward(rank: int) -> None:
-    run_distributed(alive_before_backward, 2, rank, with_zero=True, cpu=True)
+    run_distributed(alive_before_backward, 2, rank, cpu=True)
 
 
 def gathers(levels: tuple[str, ...]) -> dict[str, dict[str, int]]:
@@ -110,7 +110,7 @@ def test_weights_are_gathered_once_per_direction(levels: tuple[str, ...]) -> Non
     firsts = (
         tuple(f"model.layers.{i}." for i in range(0, LAYERS, 2)) if "pair" in levels else ()
     )
-    for found in run_distributed(gathers, 2, levels, with_zero=True, cpu=True):
+    for found in run_distributed(gathers, 2, levels, cpu=True):
         assert len(found) == 2 * len(levels)
         for case, calls in found.items():
             assert len(calls) == 3 + 9 * LAYERS
@@ -134,4 +134,4 @@ def counts_of_products() -> set[int]:
 
 
 def test_whole_weights_that_one_product_can_take_are_neighbours() -> None:
-    assert run_distributed(counts_of_products, 1, with_zero=True, cpu=True) == [{1}]
+    assert run_distributed(counts_of_products, 1, cpu=True) == [{1}]

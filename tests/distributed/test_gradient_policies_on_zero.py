@@ -180,7 +180,7 @@ def drive(sizes: tuple[int, ...]) -> list[set[str]]:
 def test_policies_do_the_same_to_partitions_and_to_the_whole_gradient(
     world: int, sizes: tuple[int, ...]
 ) -> None:
-    for rank in run_distributed(drive, world, sizes, with_zero=True, timeout=300):
+    for rank in run_distributed(drive, world, sizes, timeout=300):
         assert all(acted == {*CASES, "for good"} for acted in rank), (
             "a policy that never acts proves nothing"
         )

@@ -157,8 +157,7 @@ def test_deterministic_runs_repeat_bit_for_bit(stage, more) -> None:
     need_gpus(4)
     case = Case(stage, sp=2, steps=2, lr=1e-3, **more)
     first, second = (
-        run_distributed(run_case, 4, case, with_zero=True, deterministic=True)[0]
-        for _ in range(2)
+        run_distributed(run_case, 4, case, deterministic=True)[0] for _ in range(2)
     )
     assert [m["loss"] for m in first[0]] == [m["loss"] for m in second[0]]
     for ours, theirs in zip(first[1], second[1], strict=True):

@@ -353,7 +353,7 @@ def run_steps(
 @cache
 def alone(shape: ModelConfig = SHAPE, advantage: str = "gae") -> Any:
     """Two rollouts and a bit on one process, against another reference so that every term takes part."""
-    return run_distributed(run_steps, 1, 1, real(advantage), 6, shape=shape, with_zero=True)[0]
+    return run_distributed(run_steps, 1, 1, real(advantage), 6, shape=shape)[0]
 
 
 def trained(rollout: Rollout, name: str) -> torch.Tensor:
@@ -389,7 +389,7 @@ def test_rollouts_do_not_depend_on_the_ranks(
     world: int, sp: int, budget: int, shape: ModelConfig, advantage: str
 ) -> None:
     """The same tokens, scores, advantages and gradients, whoever decoded what and however it was packed."""
-    how = {"budget": budget, "shape": shape, "with_zero": True}
+    how = {"budget": budget, "shape": shape}
     found = run_distributed(run_steps, world, sp, real(advantage), 6, **how)
     metrics, rollout, gradients = alone(shape, advantage)
     assert len(rollout.answers) == 6 * real(advantage).answers_per_prompt
@@ -421,7 +421,7 @@ def test_what_a_run_reports() -> None:
 
 
 def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
-    how = {"with_zero": True, "deterministic": True}
+    how = {"deterministic": True}
     plain, gathered = (
         run_distributed(fixed_steps, 2, 1, PpoSection(**FIXED), 2, gather, **how)[0][1]
         for gather in (False, True)
@@ -456,7 +456,7 @@ def test_a_step_without_anything_to_train_leaves_the_weights_alone(
 ) -> None:
     config = PpoSection(reward="a:b", temperature=0.9, **options)
     given = weights_of_steps, 2, config, first, steps
-    for weights in run_distributed(*given, with_zero=True, **sampling):
+    for weights in run_distributed(*given, **sampling):
         changed = [not torch.equal(x, y) for x, y in pairwise(weights)]
         assert changed == [step < trained for step in range(steps)]
 
@@ -475,7 +475,7 @@ def numbers_of_a_bad_step() -> str:
 
 def test_a_loss_that_is_not_finite_names_answers_of_the_rollout() -> None:
     """They are numbered there, and not in the data of prompts."""
-    for told in run_distributed(numbers_of_a_bad_step, 2, with_zero=True):
+    for told in run_distributed(numbers_of_a_bad_step, 2):
         assert re.search(r"loss is nan.*; examples \[\d+, .*\] \.\.\. of the rollout$", told), (
             told
         )
@@ -500,5 +500,5 @@ def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_rewards_from_a_model_are_read_at_the_answers_last_token() -> None:
-    for found, expected in run_distributed(model_scores, 2, with_zero=True):
+    for found, expected in run_distributed(model_scores, 2):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

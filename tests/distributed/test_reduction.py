@@ -92,7 +92,7 @@ def reduced(
 def test_every_slice_is_the_mean_of_all_ranks(
     node_size: int, bucket: int, on_host: bool
 ) -> None:
-    ranks = run_distributed(reduced, WORLD, node_size, bucket, on_host, with_zero=True)
+    ranks = run_distributed(reduced, WORLD, node_size, bucket, on_host)
     for steps in ranks:
         for pairs in steps:
             for name, (slice_, wanted) in pairs.items():

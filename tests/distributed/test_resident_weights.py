@@ -86,7 +86,7 @@ def what_a_step_calls() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_gathers_once_and_nothing_watches_the_modules(world: int) -> None:
-    found = run_distributed(what_a_step_calls, world, with_zero=True)
+    found = run_distributed(what_a_step_calls, world)
     parameters = (
         3 + 9 * SHAPE.num_hidden_layers
     )  # embedding, norm and head; seven matrices and two norms of each layer

@@ -96,7 +96,7 @@ def order_of_a_save(folder: Path) -> list[str]:
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
     folder = tmp_path.resolve()
-    first, second = run_distributed(order_of_a_save, 2, folder, with_zero=True)
+    first, second = run_distributed(order_of_a_save, 2, folder)
     files = {
         ".step-1.tmp/" + "rank-0000{}." + end
         for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))
@@ -111,7 +111,7 @@ def test_a_foreign_folder_in_the_way_of_a_checkpoint_is_moved_aside(tmp_path):
     """Half of another checkpoint, or a user's own: it stays, and the checkpoint is written."""
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1/notes").write_text("mine")
-    run_distributed(save_once, 2, tmp_path, with_zero=True)
+    run_distributed(save_once, 2, tmp_path)
     assert [p.name for p in saved_checkpoints(tmp_path)] == ["step-1"]
     [found] = tmp_path.glob("step-1.found-*")
     assert (found / "notes").read_text() == "mine"
@@ -190,9 +190,7 @@ def saved(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, list[dict[str, float]], dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    metrics, state = run_distributed(whole_run, 4, folder, with_zero=True, deterministic=True)[
-        0
-    ]  # sp 2, dp 2
+    metrics, state = run_distributed(whole_run, 4, folder, deterministic=True)[0]  # sp 2, dp 2
     return folder, metrics, state
 
 
@@ -208,18 +206,14 @@ def test_continues_on_another_topology_and_in_host_memory(
 ) -> None:
     folder, metrics, state = saved
     case = replace(CASE, sp=sp, engine=away)
-    found = run_distributed(
-        resumed_run, world, folder, case, with_zero=True, deterministic=not away
-    )[0]
+    found = run_distributed(resumed_run, world, folder, case, deterministic=not away)[0]
     assert_continued(found, metrics, state, exact=(world, sp) == (4, 2))
 
 
 def test_what_host_memory_saved_continues_without(tmp_path: Path) -> None:
-    before = run_distributed(
-        whole_run, 2, tmp_path, replace(CASE, engine=AWAY), with_zero=True
-    )[0]
+    before = run_distributed(whole_run, 2, tmp_path, replace(CASE, engine=AWAY))[0]
     assert_continued(
-        run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1), with_zero=True)[0],
+        run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1))[0],
         *before,
     )
 
@@ -255,6 +249,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
     change: dict[str, int], sentence: str, saved
 ) -> None:
     case = replace(CASE, sp=1, shape=replace(SHAPE, **change))
-    [text] = run_distributed(refusal, 1, saved[0], case, with_zero=True)
+    [text] = run_distributed(refusal, 1, saved[0], case)
     assert "belongs to another model" in text
     assert re.search(sentence, text), text

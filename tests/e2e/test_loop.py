@@ -34,7 +34,7 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
         run__wandb="project", run__deterministic=True, optimizer__warmup=2,
         optimizer__lr=3.0,  # so large that the first evaluation stays the best
     )  # fmt: skip
-    told, silent = run_distributed(with_stand_in, 2, config, with_zero=True, cpu=True)
+    told, silent = run_distributed(with_stand_in, 2, config, cpu=True)
     lines = metrics(tmp_path / "run")
     losses = [line["eval/loss"] for line in lines]
     best = 1 + int(np.argmin(losses))
@@ -109,7 +109,7 @@ def evaluated(losses: list[float]) -> tuple[int, list[float]]:
 
 def test_an_evaluation_that_is_not_finite_is_never_the_best() -> None:
     losses = [math.nan, 1.0, 0.9, math.inf, math.nan, 0.1]
-    assert run_distributed(evaluated, 1, losses, with_zero=True) == [(5, [3, 0.9])]
+    assert run_distributed(evaluated, 1, losses) == [(5, [3, 0.9])]
 
 
 def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path) -> None:  # noqa: F811

@@ -93,7 +93,7 @@ def face(place: Path, port: int) -> dict[str, Any]:
 
 
 def test_settings_metrics_and_export(place: Path) -> None:
-    found = run_distributed(face, 2, place, free_port(), with_zero=True)[0]
+    found = run_distributed(face, 2, place, free_port())[0]
     line = json.loads((place / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert found["config"] == 1e-3 and line["lr"] <= 1e-3
     assert (
@@ -165,7 +165,7 @@ def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
 
 def test_everything_is_released_and_a_process_may_run_again(place: Path) -> None:
     """After success, after an error while training, and after one in the middle of the start."""
-    found = run_distributed(several_runs, 1, place, with_zero=True)[0]
+    found = run_distributed(several_runs, 1, place)[0]
     model = 4 * (2 * 1024 * 32 + 2 * (3 * 32 * 48 + 3 * 32 * 32))
     for inside, after, _ in found:
         assert inside > 3 * model and after < 1000, found
@@ -188,7 +188,7 @@ def wrong_kernel(place: Path) -> None:
 def test_a_kernel_with_wrong_gradients_does_not_train(place: Path) -> None:
     (place / "earlier").mkdir()
     (place / "earlier/metrics.jsonl").write_text("an earlier run's")
-    run_distributed(wrong_kernel, 1, place, with_zero=True)
+    run_distributed(wrong_kernel, 1, place)
     assert (
         place / "earlier/metrics.jsonl"
     ).read_text() == "an earlier run's"  # run.overwrite has not begun
