@@ -177,9 +177,7 @@ def drive(sizes: tuple[int, ...]) -> list[set[str]]:
 
 
 @pytest.mark.parametrize(("world", "sizes"), [(1, (1,)), (4, (1, 2)), *full((2, (1, 2)))])
-def test_policies_do_the_same_to_partitions_and_to_the_whole_gradient(
-    world: int, sizes: tuple[int, ...]
-) -> None:
+def test_policies_do_the_same_to_partitions_and_to_the_whole_gradient(world, sizes):
     for rank in run_distributed(drive, world, sizes, timeout=300):
         assert all(acted == {*CASES, "for good"} for acted in rank), (
             "a policy that never acts proves nothing"

@@ -315,13 +315,13 @@ IN_LOSS = {"kl_in": "loss_with_ratio", "kl_estimator": "k3"}
     ],
 )
 def test_loss_metrics_and_gradients(
-    world: int,
-    sp: int,
-    budget: int,
-    seed: int | None,
-    options: dict[str, Any],
-    shape: ModelConfig,
-) -> None:
+    world,
+    sp,
+    budget,
+    seed,
+    options,
+    shape,
+):
     """THE invariance test for PPO on a fixed rollout, policy and value parameters alike.
 
     Without a value answers share prompts, and equal the formula on separate sequences.
@@ -385,9 +385,7 @@ def real(advantage: str) -> PpoSection:
         ),
     ],
 )
-def test_rollouts_do_not_depend_on_the_ranks(
-    world: int, sp: int, budget: int, shape: ModelConfig, advantage: str
-) -> None:
+def test_rollouts_do_not_depend_on_the_ranks(world, sp, budget, shape, advantage):
     """The same tokens, scores, advantages and gradients, whoever decoded what and however it was packed."""
     how = {"budget": budget, "shape": shape}
     found = run_distributed(run_steps, world, sp, real(advantage), 6, **how)
@@ -408,7 +406,7 @@ def test_rollouts_do_not_depend_on_the_ranks(
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
 
 
-def test_what_a_run_reports() -> None:
+def test_what_a_run_reports():
     metrics = alone()[0]
     first, fifth = metrics[0], metrics[4]
     assert [m["rollout"] for m in metrics] == [0, 0, 0, 0, 1, 1]
@@ -420,7 +418,7 @@ def test_what_a_run_reports() -> None:
     assert 0 < first["val/num_eos_tokens"] < 6
 
 
-def test_gathering_for_the_sampler_leaves_training_as_it_was() -> None:
+def test_gathering_for_the_sampler_leaves_training_as_it_was():
     how = {"deterministic": True}
     plain, gathered = (
         run_distributed(fixed_steps, 2, 1, PpoSection(**FIXED), 2, gather, **how)[0][1]
@@ -452,8 +450,8 @@ def weights_of_steps(
     ids=["no prompts", "all answers cut"],
 )
 def test_a_step_without_anything_to_train_leaves_the_weights_alone(
-    options: dict[str, Any], first: int, steps: int, trained: int, sampling: dict[str, Any]
-) -> None:
+    options, first, steps, trained, sampling
+):
     config = PpoSection(reward="a:b", temperature=0.9, **options)
     given = weights_of_steps, 2, config, first, steps
     for weights in run_distributed(*given, **sampling):
@@ -473,7 +471,7 @@ def numbers_of_a_bad_step() -> str:
     return str(caught.value)
 
 
-def test_a_loss_that_is_not_finite_names_answers_of_the_rollout() -> None:
+def test_a_loss_that_is_not_finite_names_answers_of_the_rollout():
     """They are numbered there, and not in the data of prompts."""
     for told in run_distributed(numbers_of_a_bad_step, 2):
         assert re.search(r"loss is nan.*; examples \[\d+, .*\] \.\.\. of the rollout$", told), (
@@ -499,6 +497,6 @@ def model_scores() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([answer.score for answer in rollout.answers]), torch.stack(one)
 
 
-def test_rewards_from_a_model_are_read_at_the_answers_last_token() -> None:
+def test_rewards_from_a_model_are_read_at_the_answers_last_token():
     for found, expected in run_distributed(model_scores, 2):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -1,7 +1,5 @@
 """A quantised base: adapters' gradients are those of the matrices that the bytes stand for, on every topology."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -30,7 +28,7 @@ CASES = [
 @pytest.mark.parametrize(("stage", "quantize", "world", "sp", "recompute", "resident"), CASES)
 def test_gradients_are_those_of_the_dequantised_matrices(
     stage, quantize, world, sp, recompute, resident
-) -> None:
+):
     """With the base in shards, or with all of it on every rank."""
     options = STAGE_CASES[stage].options if stage in ("rm", "kto", "distill") else {}
     case = Case(
@@ -47,7 +45,7 @@ def test_gradients_are_those_of_the_dequantised_matrices(
     compared(case, world)
 
 
-def test_ppo_on_a_quantised_base(tmp_path: Path) -> None:
+def test_ppo_on_a_quantised_base(tmp_path):
     """The reference is the base with the adapters off; the sampler reads the matrices that the bytes stand for, with
     the adapters added; and the adapters learn."""
     settings = {
@@ -94,7 +92,7 @@ def by_hand(case: Case) -> list[tuple[float, dict[str, torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("quantize", ["nf4", *full(("fp8",))])
-def test_three_steps_are_those_of_a_plain_loop(quantize: str) -> None:
+def test_three_steps_are_those_of_a_plain_loop(quantize):
     case = Case("dpo", sp=2, examples=4, steps=3, lr=1e-3, lora_rank=3, quantize=quantize)
     metrics, gradients = trained(case, 2)
     expected = by_hand(case)

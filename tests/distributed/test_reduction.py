@@ -89,9 +89,7 @@ def reduced(
     ("node_size", "bucket", "on_host"),
     [(4, 50, True), (2, 1, False), (1, 50, True), *full((4, 1, False), (2, 10**6, False))],
 )
-def test_every_slice_is_the_mean_of_all_ranks(
-    node_size: int, bucket: int, on_host: bool
-) -> None:
+def test_every_slice_is_the_mean_of_all_ranks(node_size, bucket, on_host):
     ranks = run_distributed(reduced, WORLD, node_size, bucket, on_host)
     for steps in ranks:
         for pairs in steps:
@@ -118,6 +116,6 @@ def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
     [("2", 0, "2", 2), (None, None, "4", 4), ("3", None, "3", 4), ("2", 1, "2", 4)],
 )
 def test_nodes_are_what_the_launcher_says_if_ranks_lie_in_their_order(
-    local_size: str | None, place: int | None, said: str, used: int
-) -> None:
+    local_size, place, said, used
+):
     assert run_distributed(nodes, WORLD, local_size, place, cpu=True) == [(said, used)] * WORLD

@@ -25,14 +25,12 @@ STAY = {"resident": True}
         ("rm", 4, 1, {}),
     ],
 )
-def test_loss_and_gradients_are_the_formulas(
-    stage: str, world: int, sp: int, more: dict[str, Any]
-) -> None:
+def test_loss_and_gradients_are_the_formulas(stage, world, sp, more):
     compared(Case(stage, sp=sp, engine=STAY, **more), world)
 
 
 @pytest.mark.parametrize("away", [{}, {"offload_optimizer": True}])
-def test_three_updates_are_those_of_sharded_weights(away: dict[str, bool]) -> None:
+def test_three_updates_are_those_of_sharded_weights(away):
     asked = {"stage": "sft", "sp": 2, "budget": 64, "steps": 3, "lr": 1e-3}
     metrics, gradients = trained(Case(**asked), 2)
     found, stayed = trained(Case(**asked, engine=STAY | away), 2)
@@ -85,7 +83,7 @@ def what_a_step_calls() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_step_gathers_once_and_nothing_watches_the_modules(world: int) -> None:
+def test_a_step_gathers_once_and_nothing_watches_the_modules(world):
     found = run_distributed(what_a_step_calls, world)
     parameters = (
         3 + 9 * SHAPE.num_hidden_layers

@@ -94,7 +94,7 @@ def order_of_a_save(folder: Path) -> list[str]:
     return events
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
     folder = tmp_path.resolve()
     first, second = run_distributed(order_of_a_save, 2, folder)
     files = {
@@ -172,7 +172,7 @@ def refusals(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_every_damage_is_found_by_one_rank_and_named(world: int, saved, tmp_path: Path) -> None:
+def test_every_damage_is_found_by_one_rank_and_named(world, saved, tmp_path):
     names = {}
     for kind in DAMAGES:
         shutil.copytree(
@@ -187,8 +187,8 @@ def test_every_damage_is_found_by_one_rank_and_named(world: int, saved, tmp_path
 
 @pytest.fixture(scope="module")
 def saved(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, list[dict[str, float]], dict[str, torch.Tensor]]:
+    tmp_path_factory,
+):
     folder = tmp_path_factory.mktemp("checkpoints")
     metrics, state = run_distributed(whole_run, 4, folder, deterministic=True)[0]  # sp 2, dp 2
     return folder, metrics, state
@@ -201,16 +201,14 @@ AWAY = {"offload_optimizer": True, "offload_parameters": True}
     (1, 1, {}), (4, 4, {}), (4, 2, {}), (2, 2, AWAY),
     *full((2, 1, {}), (2, 2, {"offload_optimizer": True}), (2, 2, {"offload_parameters": True})),
 ])  # fmt: skip
-def test_continues_on_another_topology_and_in_host_memory(
-    world: int, sp: int, away: dict[str, bool], saved
-) -> None:
+def test_continues_on_another_topology_and_in_host_memory(world, sp, away, saved):
     folder, metrics, state = saved
     case = replace(CASE, sp=sp, engine=away)
     found = run_distributed(resumed_run, world, folder, case, deterministic=not away)[0]
     assert_continued(found, metrics, state, exact=(world, sp) == (4, 2))
 
 
-def test_what_host_memory_saved_continues_without(tmp_path: Path) -> None:
+def test_what_host_memory_saved_continues_without(tmp_path):
     before = run_distributed(whole_run, 2, tmp_path, replace(CASE, engine=AWAY))[0]
     assert_continued(
         run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1))[0],
@@ -245,9 +243,7 @@ def assert_continued(found: Any, metrics: Any, state: Any, exact: bool = False) 
         ({"num_hidden_layers": 1}, r"of model.layers.1.self_attn[a-z_.]*, this model has 0"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_name(
-    change: dict[str, int], sentence: str, saved
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(change, sentence, saved):
     case = replace(CASE, sp=1, shape=replace(SHAPE, **change))
     [text] = run_distributed(refusal, 1, saved[0], case)
     assert "belongs to another model" in text

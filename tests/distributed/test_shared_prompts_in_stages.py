@@ -61,7 +61,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("stage", "world", "sp", "recompute", "more"), CASES)
-def test_loss_metrics_and_gradients(stage, world, sp, recompute, more) -> None:
+def test_loss_metrics_and_gradients(stage, world, sp, recompute, more):
     case = TreeCase(
         stage,
         sp=sp,
@@ -102,7 +102,7 @@ class LongCase(Case):
         )
 
 
-def test_held_out_nll_by_position_does_not_depend_on_topology() -> None:
+def test_held_out_nll_by_position_does_not_depend_on_topology():
     """Means over tokens at places below 1024, 2048, 4096, and their standard errors, as in float64 on whole texts."""
     plain, found = Formula(LongCase("sft", examples=8), 0), {}
     for sequence in (s for example in plain.data.examples for s in example):

@@ -78,7 +78,7 @@ def forked(
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+def chain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain")
     write_demo(folder / "data")
     changes: dict[str, dict[str, Any]] = {stage: dict(KEYS) for stage in HELD_OUT}
@@ -93,7 +93,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
     ).run()
 
 
-def test_a_killed_stage_repeats_what_it_did(chain: Any) -> None:
+def test_a_killed_stage_repeats_what_it_did(chain):
     """Four steps, in PPO across two rollouts, were taken before the kill and again after it: bit for bit the same."""
     folder, found = chain
     for stage in HELD_OUT:
@@ -113,7 +113,7 @@ def test_a_killed_stage_repeats_what_it_did(chain: Any) -> None:
         )
 
 
-def test_every_stage_learns(chain: Any) -> None:
+def test_every_stage_learns(chain):
     folder, found = chain
     assert (
         found["pt"]["last"] < 0.5 * found["pt"]["first"]
@@ -134,7 +134,7 @@ def test_every_stage_learns(chain: Any) -> None:
     assert all(map(math.isfinite, numbers))
 
 
-def test_every_stage_begins_where_another_ended(chain: Any, tmp_path: Path) -> None:
+def test_every_stage_begins_where_another_ended(chain, tmp_path):
     folder, _ = chain
     first = {stage: metrics(folder / stage)[0] for stage in HELD_OUT}
     assert first["sft"]["loss"] < first["pt"]["loss"] - 1, (
@@ -189,7 +189,7 @@ class FailingServer(SamplingServer):
         return super().reply(path, body)
 
 
-def test_servers_sample_and_a_dead_one_is_one_sentence(chain, tmp_path) -> None:
+def test_servers_sample_and_a_dead_one_is_one_sentence(chain, tmp_path):
     """The run ends with a sentence and its checkpoint, and goes on once the server is back."""
     folder, output, server = chain[0], tmp_path / "served", FailingServer()
     settings = {
@@ -219,9 +219,7 @@ def test_servers_sample_and_a_dead_one_is_one_sentence(chain, tmp_path) -> None:
 
 
 @pytest.mark.full
-def test_the_script_kills_and_resumes_real_processes(
-    chain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_kills_and_resumes_real_processes(chain, tmp_path, monkeypatch):
     """What it does on GPUs: train.py without forks, killed by looking at its metrics."""
     folder, _ = chain
     for name, value in environment().items():

@@ -19,7 +19,7 @@ DEMO = ROOT / "configs/demo"
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> tuple[Path, str]:  # noqa: F811
+def demo(tmp_path_factory, installed):  # noqa: F811
     """The demo's output folder and what it printed, run from the wheel; its caches go to a folder of the test."""
     folder, home = tmp_path_factory.mktemp("empty"), tmp_path_factory.mktemp("home")
     env = environment() | {
@@ -35,7 +35,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> tuple[Pat
     return folder / "runs/demo", done.stdout
 
 
-def test_held_out_accuracy(demo) -> None:
+def test_held_out_accuracy(demo):
     folder, text = demo
     found = [
         m["eval/rewards/accuracies"]
@@ -48,7 +48,7 @@ def test_held_out_accuracy(demo) -> None:
     assert int(n) >= 200
 
 
-def test_three_answers_before_and_after(demo) -> None:
+def test_three_answers_before_and_after(demo):
     _, text = demo
     before, after = (
         re.findall(r"^  before DPO  (.+)$", text, re.M),
@@ -58,7 +58,7 @@ def test_three_answers_before_and_after(demo) -> None:
     assert before != after
 
 
-def test_printed_paths_exist(demo) -> None:
+def test_printed_paths_exist(demo):
     folder, text = demo
     paths = [
         word
@@ -71,9 +71,7 @@ def test_printed_paths_exist(demo) -> None:
     assert (folder / "demo.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_printed_commands_run_as_they_are(
-    demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
-) -> None:
+def test_printed_commands_run_as_they_are(demo, tmp_path, monkeypatch, capfd):
     """Checked by dry runs, in the order in which they are printed, with a model and data of the user's names."""
     folder, text = demo
     shutil.copytree(folder.parents[1] / "configs", tmp_path / "configs")
@@ -107,9 +105,7 @@ def test_printed_commands_run_as_they_are(
 
 
 @pytest.mark.parametrize("path", sorted(DEMO.glob("*.toml")), ids=lambda path: path.stem)
-def test_dry_run_and_inspection_of_the_demo(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_and_inspection_of_the_demo(path, tmp_path, capsys):
     # a demo may read what another one exports
     needs = re.findall(r'^\w+ = "(runs/demo/\w+/export)"', path.read_text(), re.M)
     absent = sum(not (ROOT / name).exists() for name in needs)

@@ -26,7 +26,7 @@ def arguments(output: Path, cache: Path, **settings: object) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, float]:
+def uninterrupted(tmp_path_factory):
     """A whole run, the cache of its data, and how long it took."""
     folder = tmp_path_factory.mktemp("whole")
     rows = (ROOT / "configs/demo/data/sft_eval.jsonl").read_text().splitlines()[:40]
@@ -114,7 +114,7 @@ def assert_same_run(found: Path, whole: Path) -> None:
             assert contents[0] == contents[1], (part, name)
 
 
-def test_killed_runs_continue_bit_identically(tmp_path: Path, uninterrupted) -> None:
+def test_killed_runs_continue_bit_identically(tmp_path, uninterrupted):
     whole, cache, duration = uninterrupted
     saved = SavedSlices(whole / f"checkpoints/step-{STEPS}")
     expected = {name: saved.numel(name) for name in saved.places}
@@ -139,7 +139,7 @@ def test_killed_runs_continue_bit_identically(tmp_path: Path, uninterrupted) -> 
     assert kills >= 5
 
 
-def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path, uninterrupted) -> None:
+def test_sigterm_to_one_process_saves_and_ends_all(tmp_path, uninterrupted):
     """It comes just after a step's metrics were reduced: nobody may stop a step before the others."""
 
     def before(rank: int) -> None:
@@ -168,7 +168,7 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path, uninterrupted
     assert_same_run(output, whole)
 
 
-def test_going_back_deletes_what_came_after(tmp_path: Path, uninterrupted) -> None:
+def test_going_back_deletes_what_came_after(tmp_path, uninterrupted):
     """A later checkpoint is gone before the first step, so that "auto" cannot continue what was left."""
     whole, cache, _ = uninterrupted
     shutil.copytree(whole, tmp_path / "run")

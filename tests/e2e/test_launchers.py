@@ -1,7 +1,5 @@
 """train.py under every launcher: the same losses and gradient norms on any number of processes and any degree."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.e2e.launch import metrics, ranks, run, tiny
@@ -24,12 +22,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("launchers")
 
 
 @pytest.fixture(scope="module")
-def one_process(folder: Path) -> dict[str, list[dict[str, float]]]:
+def one_process(folder):
     """The numbers of one process, of plain python for SFT, by stage."""
     run("python", tiny("sft", folder / "sft"), timeout=120).check()
     ranks(tiny("dpo", folder / "dpo"), 1, folder / "logs").check()
@@ -37,7 +35,7 @@ def one_process(folder: Path) -> dict[str, list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize(("stage", "launcher", "processes", "agents", "sp"), CASES)
-def test_same_numbers(stage, launcher, processes, agents, sp, one_process, folder) -> None:
+def test_same_numbers(stage, launcher, processes, agents, sp, one_process, folder):
     output = folder / f"{stage}-{launcher}-{processes}-{agents}-{sp}"
     # another budget than the one process had: other micro-batches too
     changes = {
@@ -56,7 +54,7 @@ def test_same_numbers(stage, launcher, processes, agents, sp, one_process, folde
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
 
 
-def test_learning_happens(one_process) -> None:
+def test_learning_happens(one_process):
     """Equal numbers of a run that stands still would prove nothing."""
     assert one_process["sft"][-1]["loss"] < one_process["sft"][0]["loss"] - 0.01
     assert one_process["dpo"][0]["loss"] == pytest.approx(

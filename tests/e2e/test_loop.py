@@ -28,7 +28,7 @@ def with_stand_in(config: dict[str, Any]) -> list[Any]:
     return [tuple(call) for call in stand_in.mock_calls]
 
 
-def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
+def test_what_a_run_leaves_behind(demo, tmp_path):  # noqa: F811
     config = settings(
         demo, "sft", tmp_path / "run", run__steps=4, run__eval_every=1, run__save_every=100, run__keep=1,
         run__wandb="project", run__deterministic=True, optimizer__warmup=2,
@@ -79,7 +79,7 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
         )
 
 
-def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path) -> None:  # noqa: F811
+def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path):  # noqa: F811
     """And a resumed one knows that it has ended; the best checkpoint and the export are there."""
     config = settings(
         demo, "sft", tmp_path / "run", run__steps=40, run__eval_every=1, run__save_every=0, run__patience=2,
@@ -107,12 +107,12 @@ def evaluated(losses: list[float]) -> tuple[int, list[float]]:
     return trainer.step, trainer.best
 
 
-def test_an_evaluation_that_is_not_finite_is_never_the_best() -> None:
+def test_an_evaluation_that_is_not_finite_is_never_the_best():
     losses = [math.nan, 1.0, 0.9, math.inf, math.nan, 0.1]
     assert run_distributed(evaluated, 1, losses) == [(5, [3, 0.9])]
 
 
-def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path) -> None:  # noqa: F811
+def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path):  # noqa: F811
     cache = {
         "data__cache": str(tmp_path / "cache"),
         "run__steps": 1,

@@ -29,7 +29,7 @@ SHAPE = tiny_config(vocab_size=1024, initializer_range=0.1)
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(tmp_path_factory):
     """A few rows of the demo data of every stage, and its tokenizer."""
     folder = tmp_path_factory.mktemp("demo")
     write_demo(folder)
@@ -94,7 +94,7 @@ def on_ranks(world: int, config: dict[str, Any], **more: Any) -> list[dict[str, 
     return run_distributed(train, world, config, timeout=200, cpu=True, **more)[0]
 
 
-def test_kto_begins_at_the_reference(demo, tmp_path) -> None:
+def test_kto_begins_at_the_reference(demo, tmp_path):
     for options in ({}, {"model__lora__rank": 2}):
         changes = {"run__steps": 1, "run__overwrite": True, **options}
         [first] = on_ranks(1, settings(demo, "kto", tmp_path / "run", **changes))
@@ -103,7 +103,7 @@ def test_kto_begins_at_the_reference(demo, tmp_path) -> None:
         assert first["kl"] == pytest.approx(0.0, abs=1e-4) and first["reference_gap"] < 1e-5
 
 
-def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path) -> None:
+def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path):
     """29 examples in steps of 7: five steps an epoch, the last one of a single example without a partner."""
     more = {"run__steps": 12, "optimizer__lr": 3e-3}
     runs = [
@@ -117,7 +117,7 @@ def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path) -> None
     assert runs[0][4]["kl"] == 0.0  # one example: no mismatch, no baseline, and finite
 
 
-def test_kto_resumes_only_with_its_reference(demo, tmp_path) -> None:
+def test_kto_resumes_only_with_its_reference(demo, tmp_path):
     config = settings(demo, "kto", tmp_path / "run", run__steps=6, run__resume="auto")
     on_ranks(1, config, stop_after=3)
     config["data"]["cache"] = str(tmp_path / "cache")
@@ -128,7 +128,7 @@ def test_kto_resumes_only_with_its_reference(demo, tmp_path) -> None:
         on_ranks(1, config)
 
 
-def test_reward_model_scores_the_same_in_transformers(demo, tmp_path) -> None:
+def test_reward_model_scores_the_same_in_transformers(demo, tmp_path):
     """Score at the last token by length: with EOS inside the prompt, with padding, and where pad equals EOS."""
     from transformers import AutoModelForSequenceClassification
 
@@ -170,7 +170,7 @@ def scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def base(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(demo, tmp_path_factory):
     """A pretrained model folder."""
     folder = tmp_path_factory.mktemp("base") / "run"
     on_ranks(1, settings(demo, "sft", folder, run__steps=2))
@@ -199,7 +199,7 @@ def held_out(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm"])
-def test_adapters_load_with_peft(demo, base, tmp_path, stage) -> None:
+def test_adapters_load_with_peft(demo, base, tmp_path, stage):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -234,7 +234,7 @@ def test_adapters_load_with_peft(demo, base, tmp_path, stage) -> None:
         assert line["eval/nll"] == pytest.approx(float(nll), rel=1e-4)
 
 
-def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path) -> None:
+def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path):
     config = with_adapters(demo, base, "dpo", tmp_path / "run", run__save_every=2, run__steps=2)
     sizes, changed = run_distributed(measured, 2, config, cpu=True)[0]
     rank, width, ff, kv = 4, 32, 48, 16
@@ -279,7 +279,7 @@ def measured(config: dict[str, Any]) -> tuple[list[int], list[str]]:
     ]
 
 
-def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_path) -> None:
+def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_path):
     """Cached and live agree, no second engine is built, and a resumed run may fill a lost cache."""
     how = (demo, base, "dpo")
     live = on_ranks(
@@ -295,7 +295,7 @@ def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_pat
         assert a["rewards/margins"] == pytest.approx(b["rewards/margins"], abs=1e-5)
 
 
-def test_another_reference_gives_its_own_loss_and_stays_as_it_was(demo, base, tmp_path) -> None:
+def test_another_reference_gives_its_own_loss_and_stays_as_it_was(demo, base, tmp_path):
     """After three steps the held-out loss is that of the exported policy against the reference's untouched folder."""
     from transformers import AutoModelForCausalLM
 

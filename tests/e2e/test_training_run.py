@@ -52,7 +52,7 @@ def face(place: Path, port: int) -> dict[str, Any]:
     return found
 
 
-def test_settings_metrics_and_export(place: Path) -> None:
+def test_settings_metrics_and_export(place):
     found = run_distributed(face, 2, place, free_port())[0]
     line = json.loads((place / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert line["lr"] == 1e-3
@@ -121,7 +121,7 @@ def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
     return [(inside - held, after - held, loss) for inside, after, loss in found]
 
 
-def test_everything_is_released_and_a_process_may_run_again(place: Path) -> None:
+def test_everything_is_released_and_a_process_may_run_again(place):
     """After success, after an error while training, and after one in the middle of the start."""
     found = run_distributed(several_runs, 1, place)[0]
     model = 4 * (2 * 1024 * 32 + 2 * (3 * 32 * 48 + 3 * 32 * 32))
@@ -143,7 +143,7 @@ def wrong_kernel(place: Path) -> None:
     initialize_distributed()  # for the harness
 
 
-def test_a_kernel_with_wrong_gradients_does_not_train(place: Path) -> None:
+def test_a_kernel_with_wrong_gradients_does_not_train(place):
     (place / "earlier").mkdir()
     (place / "earlier/metrics.jsonl").write_text("an earlier run's")
     run_distributed(wrong_kernel, 1, place)
