@@ -20,8 +20,14 @@ DEMO = ROOT / "configs/demo"
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory, installed):  # noqa: F811
-    """The demo's output folder and what it printed, run from the wheel; its caches go to a folder of the test."""
+    """The demo's output folder and what it printed, run from the wheel; its caches go to a folder of the test.
+
+    Only the settings of SFT are there already, with half the steps: what a user has changed is kept.
+    """
     folder, home = tmp_path_factory.mktemp("empty"), tmp_path_factory.mktemp("home")
+    (folder / "configs/demo").mkdir(parents=True)
+    settings = (DEMO / "sft.toml").read_text().replace("steps = 150", "steps = 75")
+    (folder / "configs/demo/sft.toml").write_text(settings)
     env = environment() | {
         "HOME": str(home),
         "HF_HOME": os.environ.get("HF_HOME", str(home / "hf")),
@@ -37,6 +43,7 @@ def demo(tmp_path_factory, installed):  # noqa: F811
 
 def test_held_out_accuracy(demo):
     folder, text = demo
+    assert len(metrics(folder / "sft")) == 75
     found = [
         m["eval/rewards/accuracies"]
         for m in metrics(folder / "dpo")
