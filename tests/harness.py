@@ -208,7 +208,7 @@ def _child(rank: int, world: int, cuda: bool, tasks: Iterable[Any]) -> None:
     given, done = dict(os.environ), True
     for number, task in enumerate(tasks):
         if number:
-            importlib.import_module("ulysses.zero.construct").end_distributed()
+            _end_distributed()
             os.environ.clear()
             os.environ.update(given)
             torch.manual_seed(0)
@@ -217,6 +217,12 @@ def _child(rank: int, world: int, cuda: bool, tasks: Iterable[Any]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(not done)  # no interpreter shutdown: it can abort while gloo threads still run
+
+
+def _end_distributed() -> None:
+    """Leave the last task's groups, also those that a deepspeed has which the task has used."""
+    comm = importlib.import_module("deepspeed.comm")
+    (comm if comm.is_initialized() else dist).destroy_process_group()
 
 
 def _done(

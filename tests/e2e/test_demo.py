@@ -34,6 +34,7 @@ def demo(tmp_path_factory, installed):  # noqa: F811
     }
     line = [sys.executable, "-m", "ulysses.cli", "demo", "--ranks", "2"]
     env |= {"PYTHONPATH": str(installed)}
+    env.pop("VIRTUAL_ENV", None)  # where it is active, no line says how to activate it
     done = subprocess.run(
         line, cwd=folder, env=env, capture_output=True, text=True, timeout=400
     )

@@ -119,10 +119,10 @@ def test_killed_runs_continue_bit_identically(tmp_path, uninterrupted):
     saved = SavedSlices(whole / f"checkpoints/step-{STEPS}")
     expected = {name: saved.numel(name) for name in saved.places}
     draw, output, logs = random.Random(1), tmp_path / "run", tmp_path / "logs"
-    # places of death inside a save, in the order of the steps, then moments at random; then to the end
+    # places of death inside a save, in the order of the steps, then a moment at random; then to the end
     places = ("files", "before rename", "after rename", "rotation")
     plan = [(place, 1 + i, 60.0) for i, place in enumerate(places)]
-    plan += [("", 0, draw.uniform(0.4, 1.0) * duration) for _ in range(2)]
+    plan.append(("", 0, draw.uniform(0.4, 1.0) * duration))
     # while an export takes the place of an earlier one
     plan.append(("export", STEPS, 60.0))
     (output / "export/earlier").mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.launch import metrics, ranks, run, tiny
+from tests.e2e.launch import ROOT, metrics, ranks, run, tiny
 from tests.harness import full
 
 # (stage, launcher, processes per agent, agents, degree). "ranks" starts the processes without a launcher.
@@ -21,6 +21,11 @@ CASES = [
 ]
 
 
+# the reference is computed for all rows
+PAIRS = {"path": str(ROOT / "configs/demo/data/dpo_train.jsonl"), "max_examples": 64}
+DATA = {"sft": {}, "dpo": {"data__train": [PAIRS]}}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("launchers")
@@ -30,7 +35,7 @@ def folder(tmp_path_factory):
 def one_process(folder):
     """The numbers of one process, of plain python for SFT, by stage."""
     run("python", tiny("sft", folder / "sft"), timeout=120).check()
-    ranks(tiny("dpo", folder / "dpo"), 1, folder / "logs").check()
+    ranks(tiny("dpo", folder / "dpo", **DATA["dpo"]), 1, folder / "logs").check()
     return {stage: metrics(folder / stage) for stage in ("sft", "dpo")}
 
 
@@ -38,7 +43,7 @@ def one_process(folder):
 def test_same_numbers(stage, launcher, processes, agents, sp, one_process, folder):
     output = folder / f"{stage}-{launcher}-{processes}-{agents}-{sp}"
     # another budget than the one process had: other micro-batches too
-    changes = {
+    changes = DATA[stage] | {
         "parallel__sequence_parallel_size": sp,
         "batch__tokens_per_microbatch": 700,
     }
