@@ -10,12 +10,12 @@ CASES = [
     ("sft", "torchrun", 1, 2, 2),
     ("dpo", "deepspeed", 2, 1, 2),
     ("sft", "ranks", 4, 1, 2),
-    ("dpo", "ranks", 4, 1, 4),
     *full(
         ("sft", "torchrun", 2, 2, 4),
         ("dpo", "torchrun", 4, 1, 4),
         ("sft", "ranks", 4, 1, 1),
         ("dpo", "ranks", 4, 1, 1),
+        ("dpo", "ranks", 4, 1, 4),
         ("dpo", "ranks", 4, 1, 2),
     ),
 ]
