@@ -15,6 +15,7 @@ from models.decoder import CausalLM, RewardModel
 from models.layers import Linear
 from models.lora import add_adapters
 from models.quantized import QuantizedLinear, packed_parts, unpack
+from tests.harness import run_distributed
 from tests.model_folder import tiny_config
 from tests.shuffled_loader import ShuffledLoader
 from tests.zero_case import HostWeights, frozen_engine, trained_engine, whole_gradients
@@ -303,6 +304,18 @@ def run_case(
     metrics = [trainer.train_step() for _ in range(case.steps)]
     trainer.engine.destroy()
     return metrics, chain.steps if dist.get_rank() == 0 else []
+
+
+def trained(
+    case: Case, world: int, data: Any = None
+) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
+    """Call `run_case` on so many ranks."""
+    return run_distributed(run_case, world, case, data, warm=True)[0]
+
+
+def evaluated(case: Case, world: int) -> list[dict[str, float]]:
+    """Call `evaluation` on so many ranks; returns what each of them found."""
+    return run_distributed(evaluation, world, case, warm=True)
 
 
 def evaluation(case: Case) -> dict[str, float]:

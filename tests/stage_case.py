@@ -17,8 +17,7 @@ from torch import Tensor
 from losses.dpo import dpo_loss
 from models.decoder import CausalLM
 from models.lora import is_adapter
-from tests.engine_case import TEACHER, Case, run_case
-from tests.harness import run_distributed
+from tests.engine_case import TEACHER, Case, trained
 from tests.memory_case import assert_same_gradients
 from tests.zero_case import filled
 from ulysses.data.serve.steps import StepLoader
@@ -30,9 +29,7 @@ from ulysses.run.build import InitialWeights
 def compared(case: Case, world: int, step: int = 0, **changes: Any) -> dict[str, float]:
     """Compare a step of `world` ranks with the formula, and return its metrics; `changes` are the ranks' alone."""
     loss, exact, expected = formula(case, step)
-    metrics, gradients = run_distributed(
-        run_case, world, replace(case, **changes), with_zero=True
-    )[0]
+    metrics, gradients = trained(replace(case, **changes), world)
     assert metrics[step]["loss"] == pytest.approx(loss, rel=1e-5)
     for name, value in expected.items():
         assert metrics[step][name] == pytest.approx(value, rel=2e-4, abs=2e-6), name

@@ -7,11 +7,9 @@ import shutil
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from models.arch import ModelConfig
@@ -41,8 +39,8 @@ def measured() -> list[dict[str, Any]]:
     return plain + work(options, rest)
 
 
-def test_steps_are_measured_as_set() -> None:
-    for rows in run_distributed(measured, 2, cpu=True, with_zero=True):
+def test_steps_are_measured_as_set():
+    for rows in run_distributed(measured, 2, cpu=True):
         *steps, fit = rows
         assert [row["recompute"] for row in rows] == ["none", "block", "block", "block"]
         assert [row["offload"] for row in steps] == [0, 0, 2]
@@ -55,9 +53,7 @@ def test_steps_are_measured_as_set() -> None:
         assert not {"seconds", "loss"} & {*fit}
 
 
-def test_preferences_of_a_model_are_judged_before_and_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preferences_of_a_model_are_judged_before_and_after(tmp_path, monkeypatch):
     """The study of DPO: its held-out pairs rank better after training, with all weights and with adapters."""
     import real_model
 
@@ -91,7 +87,7 @@ def test_preferences_of_a_model_are_judged_before_and_after(
     assert (tmp_path / "dpo/dpo.png").stat().st_size > 10_000
 
 
-def test_tokenising_is_compared_with_datasets_map() -> None:
+def test_tokenising_is_compared_with_datasets_map():
     line = [sys.executable, "benchmarks/tokenising.py", *"--rows 40 --rounds 1".split()]
     text = subprocess.check_output(line, cwd=ROOT, env=environment(), text=True)
     rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]

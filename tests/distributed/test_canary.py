@@ -27,7 +27,7 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
     "gradients are taken before us": (
         "reduce_ready_partitions_and_remove_grads",
         taken,
-        "received no gradient in this step",
+        r"\d+ of \d+ trained parameters received no gradient in this step, the first is \S+",
     ),
     "an update is wrong": ("_optimizer_step", halved, "its gradients or updates are wrong"),
     "a name is gone": (
@@ -52,8 +52,8 @@ def checked(change: str) -> str:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_deepspeed_that_trains_wrongly_is_refused_in_one_sentence(change: str) -> None:
-    for text in run_distributed(checked, 2, change, with_zero=True):
+def test_a_deepspeed_that_trains_wrongly_is_refused_in_one_sentence(change):
+    for text in run_distributed(checked, 2, change):
         assert re.fullmatch(
             rf"deepspeed \S+ does not train correctly .*\(.*{CHANGES[change][2]}.*\); install deepspeed [\d.]+",
             text,

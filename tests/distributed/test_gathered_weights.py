@@ -66,8 +66,8 @@ def alive_before_backward(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_no_gathered_weight_outlives_its_layers_forward(rank: int) -> None:
-    run_distributed(alive_before_backward, 2, rank, with_zero=True, cpu=True)
+def test_no_gathered_weight_outlives_its_layers_forward(rank):
+    run_distributed(alive_before_backward, 2, rank, cpu=True)
 
 
 def gathers(levels: tuple[str, ...]) -> dict[str, dict[str, int]]:
@@ -101,7 +101,7 @@ def gathers(levels: tuple[str, ...]) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("levels", [LEVELS[:-1], ("pair",)])
-def test_weights_are_gathered_once_per_direction(levels: tuple[str, ...]) -> None:
+def test_weights_are_gathered_once_per_direction(levels):
     """Neither a recomputed layer nor the tiles of its MLP gather again; the first layer of a pair does.
 
     What ends the forward may stay for the backward. A pass without a backward half before each step changes nothing.
@@ -110,7 +110,7 @@ def test_weights_are_gathered_once_per_direction(levels: tuple[str, ...]) -> Non
     firsts = (
         tuple(f"model.layers.{i}." for i in range(0, LAYERS, 2)) if "pair" in levels else ()
     )
-    for found in run_distributed(gathers, 2, levels, with_zero=True, cpu=True):
+    for found in run_distributed(gathers, 2, levels, cpu=True):
         assert len(found) == 2 * len(levels)
         for case, calls in found.items():
             assert len(calls) == 3 + 9 * LAYERS
@@ -133,5 +133,5 @@ def counts_of_products() -> set[int]:
     return {len(stacked([module.weight for module in group])) for group in groups}
 
 
-def test_whole_weights_that_one_product_can_take_are_neighbours() -> None:
-    assert run_distributed(counts_of_products, 1, with_zero=True, cpu=True) == [{1}]
+def test_whole_weights_that_one_product_can_take_are_neighbours():
+    assert run_distributed(counts_of_products, 1, cpu=True) == [{1}]

@@ -6,8 +6,8 @@ Every case is compared with the formula evaluated in float64 on one process, one
 import pytest
 import torch
 
-from tests.engine_case import Case, evaluation, run_case
-from tests.harness import run_distributed
+from tests.engine_case import Case, evaluated, trained
+from tests.harness import full
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared, formula
 
@@ -77,17 +77,9 @@ def test_bfloat16_error_is_that_of_one_rank() -> None:
             torch.stack([(gradients[n].double() - g).norm() for n, g in exact.items()]).norm()
         )
 
-    one = error(
-        run_distributed(
-            run_case, 1, Case("sft", budget=1000, dtype=torch.bfloat16), with_zero=True
-        )[0][1][0]
-    )
+    one = error(trained(Case("sft", budget=1000, dtype=torch.bfloat16), 1)[1][0])
     for world, sp in ((2, 2), (4, 2)):
-        many = error(
-            run_distributed(
-                run_case, world, Case("sft", sp=sp, dtype=torch.bfloat16), with_zero=True
-            )[0][1][0]
-        )
+        many = error(trained(Case("sft", sp=sp, dtype=torch.bfloat16), world)[1][0])
         assert many <= 1.5 * one, (world, sp, many, one)
 
 
@@ -97,21 +89,19 @@ def test_evaluation_weighs_tokens_and_pairs_like_training(
     stage: str, world: int, sp: int
 ) -> None:
     loss, *_ = formula(Case(stage, examples=11))
-    for found in run_distributed(evaluation, world, Case(stage, sp=sp), with_zero=True):
+    for found in evaluated(Case(stage, sp=sp), world):
         assert found["eval/loss"] == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
+@pytest.mark.parametrize("node_size", [2, *full((1,))])
 def test_sums_travel_between_nodes_in_float32_or_rounded(node_size: int) -> None:
     exact = formula(Case("sft"))[1]
-    _, gradients = run_distributed(
-        run_case, 4, Case("sft", sp=2, engine={"node_size": node_size}), with_zero=True
-    )[0]
+    _, gradients = trained(Case("sft", sp=2, engine={"node_size": node_size}), 4)
     assert_same_gradients(gradients[0], exact)
     rounded = Case(
         "sft", sp=2, engine={"node_size": node_size, "reduce_between": torch.bfloat16}
     )
-    _, gradients = run_distributed(run_case, 4, rounded, with_zero=True)[0]
+    _, gradients = trained(rounded, 4)
     assert_same_gradients(gradients[0], exact, 2e-2)
     with pytest.raises(AssertionError, match="off by"):
         assert_same_gradients(gradients[0], exact, 1e-4)
@@ -120,20 +110,20 @@ def test_sums_travel_between_nodes_in_float32_or_rounded(node_size: int) -> None
 @pytest.fixture(scope="module")
 def kept() -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
     """Three steps with everything on the device."""
-    return run_distributed(run_case, 2, Case("sft", sp=2, steps=3, lr=1e-3), with_zero=True)[0]
+    return trained(Case("sft", sp=2, steps=3, lr=1e-3), 2)
 
 
 @pytest.mark.parametrize(
     "away",
     [
-        ("offload_optimizer",),
         ("offload_parameters",),
         ("offload_optimizer", "offload_parameters"),
+        *full((("offload_optimizer",),)),
     ],
 )
 def test_host_memory_changes_nothing(away: tuple[str, ...], kept) -> None:
     case = Case("sft", sp=2, steps=3, lr=1e-3, engine=dict.fromkeys(away, True))
-    metrics, gradients = run_distributed(run_case, 2, case, with_zero=True)[0]
+    metrics, gradients = trained(case, 2)
     assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in kept[0]], rel=1e-6)
     assert_same_gradients(gradients[0], kept[1][0])
     assert_same_gradients(gradients[2], kept[1][2], 1e-4)  # after two updates

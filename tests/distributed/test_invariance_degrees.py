@@ -1,7 +1,7 @@
 """THE invariance test where the degree does not divide the heads: ranks share heads and split query rows.
 
 Models with 3, 6 and 14 query heads on 2 to 4 processes; packs with one-token sequences and shards without a trained
-token. SFT and DPO on every topology, the other stages on two each, with changing recompute levels and kernels; the
+token. SFT or DPO on every topology, the other stages on one or two, with changing recompute levels and kernels; the
 whole product is marked full. (PPO: test_ppo.py.)
 """
 
@@ -16,7 +16,7 @@ import torch
 from models.arch import RopeScaling
 from tests.distributed.test_invariance_stages import check
 from tests.engine_case import QWEN3, SHAPE, Case
-from tests.harness import device, run_distributed
+from tests.harness import device, full, run_distributed
 from tests.model_folder import init_weights
 from tests.shuffled_loader import ShuffledLoader
 from tests.stage_case import COMPARED, STAGE_CASES
@@ -41,28 +41,19 @@ LEVELS = ("none", "pair", "block", "keep_attention")
 SAMPLED = [
     ("sft", "6/2 2x2", "none", "reference"),
     ("sft", "14/2 2x2", "block", "auto"),
-    ("sft", "3/1 1x2", "keep_attention", "auto"),
     ("sft", "3/1 1x4", "keep_attention", "reference"),
     ("sft", "3/1 1x2 dp 2", "block", "reference"),
-    ("sft", "6/2 2x2 dim 64", "keep_attention", "auto"),
     ("sft", "4/2 1x3", "none", "auto"),
-    ("sft", "14/2 2x2", "pair", "auto"),
     ("sft", "6/2 3x1", "keep_attention", "auto"),
     ("dpo", "6/2 2x2", "keep_attention", "auto"),
     ("dpo", "14/2 2x2", "keep_attention", "reference"),
     ("dpo", "3/1 1x2", "none", "reference"),
     ("dpo", "3/1 1x4", "block", "auto"),
-    ("dpo", "3/1 1x2 dp 2", "keep_attention", "auto"),
     ("dpo", "6/2 2x2 dim 64", "none", "reference"),
-    ("dpo", "6/2 3x1", "none", "auto"),
-    ("dpo", "6/2 3x1", "pair", "auto"),
-    *(("dpo", "4/2 1x3", level, "auto") for level in LEVELS[1:]),
-    ("pt", "3/1 1x4", "none", "auto"),
+    ("dpo", "4/2 1x3", "pair", "auto"),
     ("pt", "6/2 2x2 dim 64", "block", "reference"),
     ("rm", "14/2 2x2", "keep_attention", "reference"),
-    ("rm", "3/1 1x2 dp 2", "keep_attention", "auto"),
     ("kto", "6/2 2x2", "block", "auto"),
-    ("kto", "6/2 2x2", "pair", "auto"),
     ("kto", "3/1 1x4", "keep_attention", "reference"),
 ]
 
@@ -86,8 +77,8 @@ def test_degrees_that_do_not_divide_the_heads(
 
 
 @pytest.mark.parametrize(("stage", "heads", "world", "sp", "level"), [
-    ("sft", 4, 1, 1, "none"), ("dpo", 4, 4, 2, "block"), ("sft", 4, 4, 4, "keep_attention"), ("rm", 4, 2, 2, "none"),
-    ("dpo", 3, 3, 3, "none"), ("sft", 3, 4, 4, "pair"),
+    ("dpo", 4, 4, 2, "block"), ("sft", 4, 4, 4, "keep_attention"), ("sft", 3, 4, 4, "pair"),
+    *full(("sft", 4, 1, 1, "none"), ("rm", 4, 2, 2, "none"), ("dpo", 3, 3, 3, "none")),
 ])  # fmt: skip
 def test_norms_of_heads_and_yarn(
     stage: str, heads: int, world: int, sp: int, level: str
@@ -132,7 +123,7 @@ def reference_values(file: Path, case: Case) -> list[np.ndarray]:
     return [*examples, *mismatched.values()]
 
 
-@pytest.mark.parametrize("topology", ["3/1 1x4", "14/2 2x2"])
+@pytest.mark.parametrize("topology", ["3/1 1x4", *full(("14/2 2x2",))])
 def test_cached_reference(tmp_path: Path, topology: str) -> None:
     case, world = case_of("kto", topology)
     found = run_distributed(reference_values, world, tmp_path / "many", case)

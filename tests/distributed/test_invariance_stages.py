@@ -8,8 +8,8 @@ import torch
 
 from models.arch import RopeScaling
 from tests.distributed.test_invariance import SAMPLED
-from tests.engine_case import SHAPE, Case, evaluation, run_case
-from tests.harness import need_gpus, run_distributed
+from tests.engine_case import SHAPE, Case, evaluated, run_case, trained
+from tests.harness import full, need_gpus, run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import COMPARED, STAGE_CASES, compared, formula
 
@@ -33,7 +33,9 @@ def check(case: Case, world: int) -> dict[str, float]:
     return compared(replace(case, seed=2, examples=5), world)
 
 
-@pytest.mark.parametrize(("world", "sp", "budget", "seed"), SAMPLED)
+@pytest.mark.parametrize(
+    ("world", "sp", "budget", "seed"), [*SAMPLED[1:4], *full(SAMPLED[0], SAMPLED[4])]
+)
 @pytest.mark.parametrize(("stage", "options"), STAGES, ids=[s for s, _ in STAGES])
 def test_loss_metrics_and_gradients(stage, options, world, sp, budget, seed) -> None:
     metrics = check(
@@ -45,7 +47,7 @@ def test_loss_metrics_and_gradients(stage, options, world, sp, budget, seed) -> 
 
 @pytest.mark.parametrize(
     ("world", "sp", "recompute"),
-    [(1, 1, "none"), (2, 2, "pair"), (4, 4, "block"), (4, 2, "none")],
+    [(2, 2, "pair"), (4, 4, "block"), *full((1, 1, "none"), (4, 2, "none"))],
 )
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_yarn(stage, world, sp, recompute) -> None:
@@ -65,29 +67,17 @@ def test_full_product(stage, options, world, sp, budget, seed) -> None:
     ("stage", "options"),
     [
         ("sft", {"loss_type": "dft"}),
-        ("sft", {"label_smoothing": 0.1, "z_loss": 1e-3}),
         ("kto", {"loss_type": "apo_zero_unpaired", "beta": 0.3}),
         ("dpo", {"loss_type": "discopop", "f_divergence": "js"}),
         ("dpo", {"ld_alpha": 0.3}),
         ("dpo", {"loss_type": "orpo", "sft_weight": 0.3}),
         ("dpo", {"loss_type": ["ipo", "aot"], "loss_weights": [0.8, 0.2], "sft_weight": 1.0}),
-        ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),
         ("sft", {"neftune_alpha": 5.0}),
-        ("distill", {"teacher": "some/teacher"}),
         ("distill", {"teacher": "some/teacher", "jsd_beta": 1.0, "temperature": 0.7}),
-    ],
-    ids=[
-        "dft",
-        "smoothing",
-        "apo_zero_unpaired",
-        "discopop js",
-        "ld",
-        "orpo with nll",
-        "list",
-        "aot",
-        "neftune",
-        "forward divergence",
-        "reverse divergence",
+        *full(
+            ("dpo", {"loss_type": "aot", "label_smoothing": 0.1}),
+            ("distill", {"teacher": "some/teacher"}),
+        ),
     ],
 )
 def test_options(stage, options) -> None:
@@ -95,8 +85,8 @@ def test_options(stage, options) -> None:
 
 
 @pytest.mark.parametrize(("stage", "world", "sp", "recompute"), [
-    ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"), ("sft", 1, 1, "keep_attention"),
-    ("pt", 2, 2, "pair"), ("distill", 2, 2, "block"),
+    ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"),
+    *full(("sft", 1, 1, "keep_attention"), ("pt", 2, 2, "pair"), ("distill", 2, 2, "block")),
 ])  # fmt: skip
 def test_adapters(stage, world, sp, recompute) -> None:
     options = STAGE_CASES[stage].options if stage in ("rm", "kto", "distill") else {}
@@ -109,14 +99,14 @@ def test_an_epochs_last_smaller_step_has_its_own_count(stage) -> None:
     compared(Case(stage, sp=2, examples=4, steps=3), 4, step=2)
 
 
-@pytest.mark.parametrize(("world", "sp", "budget"), [(1, 1, 128), (4, 2, 512)])
+@pytest.mark.parametrize(("world", "sp", "budget"), [(4, 2, 512), *full((1, 1, 128))])
 def test_bco_pair_subtracts_the_mean_reward_of_the_steps_before(world, sp, budget) -> None:
     """Of whole steps, and equally often on every topology; the learning rate is 0."""
     options = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2], "beta": 0.3}
     case = Case(
         "dpo", sp=sp, budget=budget, examples=4, steps=3, packing_seed=1, options=options
     )
-    metrics, gradients = run_distributed(run_case, world, case, with_zero=True)[0]
+    metrics, gradients = trained(case, world)
     rewards = [(m["rewards/chosen"] + m["rewards/rejected"]) / 2 for m in metrics]
     for step, (found, gradient) in enumerate(zip(metrics, gradients, strict=True)):
         delta = sum(rewards[:step]) / max(step, 1)
@@ -129,12 +119,8 @@ def test_bco_pair_subtracts_the_mean_reward_of_the_steps_before(world, sp, budge
 def test_aot_evaluates_alike_on_every_topology() -> None:
     """It sorts the pairs of every evaluated step, which take different numbers of micro-batches."""
     options = {"loss_type": "aot", "beta": 0.3}
-    alone = run_distributed(
-        evaluation, 1, Case("dpo", budget=1000, options=options), with_zero=True
-    )[0]
-    for found in run_distributed(
-        evaluation, 4, Case("dpo", sp=2, options=options), with_zero=True
-    ):
+    [alone] = evaluated(Case("dpo", budget=1000, options=options), 1)
+    for found in evaluated(Case("dpo", sp=2, options=options), 4):
         assert found == pytest.approx(alone, rel=1e-4, abs=2e-4)
 
 
@@ -145,44 +131,33 @@ def test_kto_with_one_side_only(labels) -> None:
 
 def test_kto_evaluates_alike_on_every_topology() -> None:
     """Its baseline too, whose steps take different numbers of micro-batches."""
-    alone = run_distributed(
-        evaluation, 1, Case("kto", budget=1000, options=KTO), with_zero=True
-    )[0]
-    for found in run_distributed(
-        evaluation, 4, Case("kto", sp=2, budget=50, options=KTO), with_zero=True
-    ):
+    [alone] = evaluated(Case("kto", budget=1000, options=KTO), 1)
+    for found in evaluated(Case("kto", sp=2, budget=50, options=KTO), 4):
         assert found == pytest.approx(alone, rel=1e-4, abs=2e-5)
     assert alone["eval/kl"] > 0.05
 
 
-TWICE = [
-    Case("kto", sp=2, options=KTO, steps=2, lr=1e-3),
-    Case("rm", sp=2, steps=2, lr=1e-3),
-    Case(
+ROUNDED = {"dtype": torch.bfloat16, "recompute": "keep_attention"}
+TWICE: dict[str, tuple[str, dict[str, Any]]] = {
+    "kto": ("kto", {"options": KTO}),
+    "rm": ("rm", {}),
+    "sft adapters": (
         "sft",
-        sp=2,
-        options={"label_smoothing": 0.1, "z_loss": 1e-3},
-        steps=2,
-        lora_rank=3,
-        lr=1e-3,
+        {"options": {"label_smoothing": 0.1, "z_loss": 1e-3}, "lora_rank": 3},
     ),
-    *(
-        Case(stage, sp=2, dtype=torch.bfloat16, steps=2, lr=1e-3, recompute="keep_attention")
-        for stage in ("sft", "dpo")
-    ),
-]
+    "sft bfloat16": ("sft", ROUNDED),
+    "dpo bfloat16": ("dpo", ROUNDED),
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case", TWICE, ids=["kto", "rm", "sft adapters", "sft bfloat16", "dpo bfloat16"]
-)
-def test_deterministic_runs_repeat_bit_for_bit(case) -> None:
+@pytest.mark.parametrize(("stage", "more"), TWICE.values(), ids=TWICE)
+def test_deterministic_runs_repeat_bit_for_bit(stage, more) -> None:
     """Also: none of their operations lacks a deterministic kernel, or torch would have raised."""
     need_gpus(4)
+    case = Case(stage, sp=2, steps=2, lr=1e-3, **more)
     first, second = (
-        run_distributed(run_case, 4, case, with_zero=True, deterministic=True)[0]
-        for _ in range(2)
+        run_distributed(run_case, 4, case, deterministic=True)[0] for _ in range(2)
     )
     assert [m["loss"] for m in first[0]] == [m["loss"] for m in second[0]]
     for ours, theirs in zip(first[1], second[1], strict=True):

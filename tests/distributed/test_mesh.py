@@ -29,7 +29,7 @@ def grid(sp, num_heads):
     return mesh.dp_rank, mesh.sp_rank, mesh.row_parallel_size, total.item()
 
 
-def test_help_lists_every_attribute() -> None:
+def test_help_lists_every_attribute():
     text = pydoc.plain(pydoc.render_doc(ParallelMesh))
     for name in vars(ParallelMesh()):
         assert re.search(

@@ -44,7 +44,7 @@ def collectives() -> dict[str, float]:
     return counts
 
 
-def test_a_level_repeats_only_its_collectives() -> None:
+def test_a_level_repeats_only_its_collectives():
     for counts in run_distributed(collectives, 2):
         assert counts == {"pair": 7, "block": 6, "keep_attention": 6, "none": 4}
 
@@ -73,22 +73,21 @@ def check(case: Case, tolerance: float = 1e-5) -> None:
     model = filled(case.model(None, "auto"), case.weights())
     loss_of(model, pack_shard(TOKENS, ParallelMesh(1))).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    run_distributed(under_zero, 2, case, expected, tolerance, with_zero=True)
+    run_distributed(under_zero, 2, case, expected, tolerance, warm=True)
 
 
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [(Case("sft", sp=2), 1e-5), (Case("sft", shape=TIED), 1e-5), (Case("sft", sp=2, lora_rank=3), 1e-5),
-     (Case("sft", sp=2, shape=TIED, dtype=torch.bfloat16), 0.1), (Case("sft", sp=2, shape=QWEN3), 1e-5),
-     (Case("sft", sp=2, shape=QWEN3, lora_rank=3), 1e-5)],
-    ids=["untied", "tied-dp", "adapters", "bfloat16", "qwen3", "qwen3-adapters"],
+     (Case("sft", sp=2, shape=TIED, dtype=torch.bfloat16), 0.1), (Case("sft", sp=2, shape=QWEN3), 1e-5)],
+    ids=["untied", "tied-dp", "adapters", "bfloat16", "qwen3"],
 )  # fmt: skip
-def test_zero3_gradients_at_every_level(case: Case, tolerance: float) -> None:
+def test_zero3_gradients_at_every_level(case, tolerance):
     check(case, tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", gpu_kernels() if gpus() else ["auto"])
-def test_every_kernel_of_this_machine_under_zero3(kernel: str) -> None:
+def test_every_kernel_of_this_machine_under_zero3(kernel):
     need_gpus(2)
     check(Case("sft", sp=2, shape=WIDE, dtype=torch.bfloat16, attention=kernel), 0.1)

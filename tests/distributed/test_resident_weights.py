@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine_case import SHAPE, Case, build_trainer, run_case
+from tests.engine_case import SHAPE, Case, build_trainer, trained
 from tests.harness import run_distributed
 from tests.memory_case import assert_same_gradients
 from tests.stage_case import compared
@@ -25,19 +25,15 @@ STAY = {"resident": True}
         ("rm", 4, 1, {}),
     ],
 )
-def test_loss_and_gradients_are_the_formulas(
-    stage: str, world: int, sp: int, more: dict[str, Any]
-) -> None:
+def test_loss_and_gradients_are_the_formulas(stage, world, sp, more):
     compared(Case(stage, sp=sp, engine=STAY, **more), world)
 
 
 @pytest.mark.parametrize("away", [{}, {"offload_optimizer": True}])
-def test_three_updates_are_those_of_sharded_weights(away: dict[str, bool]) -> None:
+def test_three_updates_are_those_of_sharded_weights(away):
     asked = {"stage": "sft", "sp": 2, "budget": 64, "steps": 3, "lr": 1e-3}
-    metrics, gradients = run_distributed(run_case, 2, Case(**asked), with_zero=True)[0]
-    found, stayed = run_distributed(
-        run_case, 2, Case(**asked, engine=STAY | away), with_zero=True
-    )[0]
+    metrics, gradients = trained(Case(**asked), 2)
+    found, stayed = trained(Case(**asked, engine=STAY | away), 2)
     assert [m["loss"] for m in found] == pytest.approx([m["loss"] for m in metrics], rel=1e-6)
     assert_same_gradients(stayed[2], gradients[2], 1e-4)  # after two updates
 
@@ -87,8 +83,8 @@ def what_a_step_calls() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_step_gathers_once_and_nothing_watches_the_modules(world: int) -> None:
-    found = run_distributed(what_a_step_calls, world, with_zero=True)
+def test_a_step_gathers_once_and_nothing_watches_the_modules(world):
+    found = run_distributed(what_a_step_calls, world)
     parameters = (
         3 + 9 * SHAPE.num_hidden_layers
     )  # embedding, norm and head; seven matrices and two norms of each layer

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine_case import SHAPE, Case, build_trainer
-from tests.harness import device, run_distributed
+from tests.harness import device, full, run_distributed
 from ulysses.config.schema import RunSection
 from ulysses.disk import DiskError
 from ulysses.run.checkpoint import (
@@ -94,9 +94,9 @@ def order_of_a_save(folder: Path) -> list[str]:
     return events
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
     folder = tmp_path.resolve()
-    first, second = run_distributed(order_of_a_save, 2, folder, with_zero=True)
+    first, second = run_distributed(order_of_a_save, 2, folder)
     files = {
         ".step-1.tmp/" + "rank-0000{}." + end
         for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))
@@ -111,7 +111,7 @@ def test_a_foreign_folder_in_the_way_of_a_checkpoint_is_moved_aside(tmp_path):
     """Half of another checkpoint, or a user's own: it stays, and the checkpoint is written."""
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1/notes").write_text("mine")
-    run_distributed(save_once, 2, tmp_path, with_zero=True)
+    run_distributed(save_once, 2, tmp_path)
     assert [p.name for p in saved_checkpoints(tmp_path)] == ["step-1"]
     [found] = tmp_path.glob("step-1.found-*")
     assert (found / "notes").read_text() == "mine"
@@ -172,7 +172,7 @@ def refusals(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_every_damage_is_found_by_one_rank_and_named(world: int, saved, tmp_path: Path) -> None:
+def test_every_damage_is_found_by_one_rank_and_named(world, saved, tmp_path):
     names = {}
     for kind in DAMAGES:
         shutil.copytree(
@@ -187,12 +187,10 @@ def test_every_damage_is_found_by_one_rank_and_named(world: int, saved, tmp_path
 
 @pytest.fixture(scope="module")
 def saved(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, list[dict[str, float]], dict[str, torch.Tensor]]:
+    tmp_path_factory,
+):
     folder = tmp_path_factory.mktemp("checkpoints")
-    metrics, state = run_distributed(whole_run, 4, folder, with_zero=True, deterministic=True)[
-        0
-    ]  # sp 2, dp 2
+    metrics, state = run_distributed(whole_run, 4, folder, deterministic=True)[0]  # sp 2, dp 2
     return folder, metrics, state
 
 
@@ -200,26 +198,20 @@ AWAY = {"offload_optimizer": True, "offload_parameters": True}
 
 
 @pytest.mark.parametrize(("world", "sp", "away"), [
-    (1, 1, {}), (4, 4, {}), (2, 1, {}), (4, 2, {}),
-    (2, 2, {"offload_optimizer": True}), (2, 2, {"offload_parameters": True}), (2, 2, AWAY),
+    (1, 1, {}), (4, 4, {}), (4, 2, {}), (2, 2, AWAY),
+    *full((2, 1, {}), (2, 2, {"offload_optimizer": True}), (2, 2, {"offload_parameters": True})),
 ])  # fmt: skip
-def test_continues_on_another_topology_and_in_host_memory(
-    world: int, sp: int, away: dict[str, bool], saved
-) -> None:
+def test_continues_on_another_topology_and_in_host_memory(world, sp, away, saved):
     folder, metrics, state = saved
     case = replace(CASE, sp=sp, engine=away)
-    found = run_distributed(
-        resumed_run, world, folder, case, with_zero=True, deterministic=not away
-    )[0]
+    found = run_distributed(resumed_run, world, folder, case, deterministic=not away)[0]
     assert_continued(found, metrics, state, exact=(world, sp) == (4, 2))
 
 
-def test_what_host_memory_saved_continues_without(tmp_path: Path) -> None:
-    before = run_distributed(
-        whole_run, 2, tmp_path, replace(CASE, engine=AWAY), with_zero=True
-    )[0]
+def test_what_host_memory_saved_continues_without(tmp_path):
+    before = run_distributed(whole_run, 2, tmp_path, replace(CASE, engine=AWAY))[0]
     assert_continued(
-        run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1), with_zero=True)[0],
+        run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1))[0],
         *before,
     )
 
@@ -251,10 +243,8 @@ def assert_continued(found: Any, metrics: Any, state: Any, exact: bool = False) 
         ({"num_hidden_layers": 1}, r"of model.layers.1.self_attn[a-z_.]*, this model has 0"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_name(
-    change: dict[str, int], sentence: str, saved
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(change, sentence, saved):
     case = replace(CASE, sp=1, shape=replace(SHAPE, **change))
-    [text] = run_distributed(refusal, 1, saved[0], case, with_zero=True)
+    [text] = run_distributed(refusal, 1, saved[0], case)
     assert "belongs to another model" in text
     assert re.search(sentence, text), text

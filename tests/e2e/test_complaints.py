@@ -19,6 +19,7 @@ from models.hf_format import copy_side_files
 from tests import model_folder
 from tests.e2e import launch
 from tests.e2e.launch import ROOT, Ranks, metrics, plant_in_losses, ranks, tiny
+from tests.harness import full
 from ulysses.config.command_line import parse_command_line
 from ulysses.config.section import ConfigError
 from ulysses.run.checkpoint import FORMAT
@@ -29,7 +30,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A folder with files that are wrong in one way each."""
     folder = tmp_path_factory.mktemp("complaints")
     good = (DATA / "sft_train.jsonl").read_text().splitlines()[:12]
@@ -48,12 +49,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "model", folder / "lacking")
     del tensors[UP]
     save_file(tensors, folder / "lacking/model.safetensors")
-    for name, value in (
-        ("int8", torch.ones(64, 32, dtype=torch.int8)),
-        ("nan", torch.full((64, 32), torch.nan)),
-    ):
-        shutil.copytree(folder / "model", folder / name)
-        save_file(tensors | {UP: value}, folder / name / "model.safetensors")
+    shutil.copytree(folder / "model", folder / "nan")
+    tensors[UP] = torch.full((64, 32), torch.nan)
+    save_file(tensors, folder / "nan/model.safetensors")
     return folder
 
 
@@ -110,15 +108,6 @@ CASES = {
         "pretrained lacking",
         r"does not fit .*: model.layers.1.mlp.up_proj.weight has no shape .*the first of 1 diff",
     ),
-    "quantised weights": (
-        "pretrained int8",
-        rf"model.path: .*/int8/model.safetensors holds {UP} as torch.int8, but quantised weights cannot be trained",
-    ),
-    "no such model": ("pretrained nowhere", r"there is no folder /.*nowhere"),
-    "not a checkpoint": (
-        "sft run.resume=PLACE/model",
-        r"run.resume: .*/model is not a complete checkpoint",
-    ),
     "older checkpoint": (
         "sft run.output=PLACE/later run.resume=PLACE/later/checkpoints/step-2",
         r"later already holds checkpoints; set run.resume = \"auto\" .*run.overwrite = true to delete step-4, or",
@@ -149,12 +138,11 @@ def pretrained(place: Path, name: str) -> list[Any]:
 
 # With a reason each to be told by real processes: checks of settings and of weights, data that one process reads
 # for all, and what these processes alone lack: GPUs, room and a package.
-PROCESSES = ("missing data", "broken line", "lacking weights", "held folder",
-             "kernel on CPU", "full disk", "no wandb")  # fmt: skip
+PROCESSES = ("broken line", "lacking weights", "kernel on CPU", "full disk", "no wandb")
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PROCESSES])
-def test_one_sentence(name: str, place: Path) -> None:
+def test_one_sentence(name, place):
     start, pattern = CASES[name]
     config = parse_command_line([*map(str, command_line(place, start))]).config
     with pytest.raises(ConfigError) as error:
@@ -165,9 +153,7 @@ def test_one_sentence(name: str, place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_one_sentence_and_exit_code_2_on_every_process(
-    name: str, place: Path, tmp_path: Path
-) -> None:
+def test_one_sentence_and_exit_code_2_on_every_process(name, place, tmp_path):
     start, pattern = CASES[name]
 
     def before(rank: int) -> None:
@@ -196,9 +182,7 @@ def test_one_sentence_and_exit_code_2_on_every_process(
     assert not (place / "run").exists(), "nothing is created for a refused run"
 
 
-def test_weights_that_are_no_numbers_end_every_process_in_one_sentence(
-    place: Path, tmp_path: Path
-) -> None:
+def test_weights_that_are_no_numbers_end_every_process_in_one_sentence(place, tmp_path):
     """One rank finds them while the others build the model: none is left behind in a collective."""
     started = Ranks(pretrained(place, "nan"), 2, tmp_path)
     outcome = started.wait(60)
@@ -209,7 +193,7 @@ def test_weights_that_are_no_numbers_end_every_process_in_one_sentence(
     assert re.fullmatch(wanted, lines[0]), lines
 
 
-def test_the_process_that_tells_leaves_first(place: Path, tmp_path: Path) -> None:
+def test_the_process_that_tells_leaves_first(place, tmp_path):
     """A launcher ends all processes as soon as one has left; here the one that tells is the last to start."""
 
     def before(rank: int) -> None:
@@ -223,17 +207,15 @@ def test_the_process_that_tells_leaves_first(place: Path, tmp_path: Path) -> Non
     assert "error: optimizer.learning_rate" in started.wait(10).stderr
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_the_sentence_stands_below_the_launchers_report(launcher: str, place: Path) -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", *full(("deepspeed",))])
+def test_the_sentence_stands_below_the_launchers_report(launcher, place):
     outcome = launch.run(launcher, arguments(place, optimizer__learning_rate=1e-4), 2)
     sentence = "error: optimizer.learning_rate: unknown; here it is optimizer.lr"
     assert outcome.code != 0 and outcome.stderr.count(sentence) == 2
     assert outcome.stderr.splitlines()[-1] == sentence
 
 
-def test_what_the_run_holds_already_counts_as_free_disk(
-    place: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_what_the_run_holds_already_counts_as_free_disk(place, tmp_path, monkeypatch):
     more = ["--run.output", str(tmp_path), "--run.save_every", "1", "--run.overwrite"]
     config = parse_command_line([*map(str, pretrained(place, "model")), *more]).config
     usage = shutil.disk_usage(tmp_path)
@@ -250,7 +232,7 @@ def test_what_the_run_holds_already_counts_as_free_disk(
     prepare(config, 1)
 
 
-def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> None:
+def test_another_node_tells_what_only_it_lacks(place, tmp_path):
     def before(rank: int) -> None:
         os.environ.update(
             RANK="4", LOCAL_RANK="0", WORLD_SIZE="8"
@@ -262,7 +244,7 @@ def test_another_node_tells_what_only_it_lacks(place: Path, tmp_path: Path) -> N
     ), outcome.stderr
 
 
-def test_debug_adds_the_stack_trace(place: Path, tmp_path: Path) -> None:
+def test_debug_adds_the_stack_trace(place, tmp_path):
     outcome = ranks([*arguments(place, model__attention="flash3"), "--debug"], 1, tmp_path)
     assert (
         outcome.code == 2
@@ -272,9 +254,7 @@ def test_debug_adds_the_stack_trace(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_an_error_on_one_process_ends_all_and_is_told_once(
-    stuck: bool, place: Path, tmp_path: Path
-) -> None:
+def test_an_error_on_one_process_ends_all_and_is_told_once(stuck, place, tmp_path):
     """The other process waits in a collective or, if `stuck`, outside of one."""
 
     def before(rank: int) -> None:

@@ -32,7 +32,7 @@ SHAPE = ModelConfig.from_hf(
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     """A base model as transformers 5 saves one: its only EOS never ends a turn, and it has no chat template."""
     folder = tmp_path_factory.mktemp("base")
     write_model(folder, SHAPE)
@@ -66,7 +66,7 @@ def train(stage: str, base: Path, output: Path, **changes: Any) -> list[dict[str
 
 
 @pytest.fixture(scope="module")
-def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapters(base, tmp_path_factory):
     """The export of an SFT run with adapters; the run's folder is its parent."""
     run = tmp_path_factory.mktemp("adapters") / "run"
     train("sft", base, run, model__lora__rank=4)
@@ -74,7 +74,7 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def merged(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def merged(adapters, tmp_path_factory):
     out = tmp_path_factory.mktemp("merged") / "out"
     assert command("--merge", adapters, out) == 0
     return out
@@ -85,7 +85,7 @@ def command(*arguments: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def stretched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stretched(base, tmp_path_factory):
     """The export of a run that stretches the window."""
     run = tmp_path_factory.mktemp("stretched") / "run"
     train("sft", base, run, model__rope__type="yarn", model__rope__factor=4.0)
@@ -93,9 +93,7 @@ def stretched(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(
-    adapters: Path, merged: Path, stretched: Path, transformers4: Path
-) -> dict[Path, list[dict[str, Any]]]:
+def found(adapters, merged, stretched, transformers4):
     """What transformers 4.57 and 5 read from exports; tests/parity has every scaling and family as we write them."""
     folders = [adapters, merged, stretched]
     line = [sys.executable, ROOT / "tests/e2e/read_export.py", *folders]
@@ -106,9 +104,7 @@ def found(
     return dict(zip(folders, zip(old["found"], new["found"], strict=True), strict=True))
 
 
-def test_transformers_4_and_5_and_peft_read_the_same(
-    base: Path, adapters: Path, merged: Path, found
-) -> None:
+def test_transformers_4_and_5_and_peft_read_the_same(base, adapters, merged, found):
     """Text, tokens, logits; and generation stops at the template's end of turn, which the base model never knew."""
     for export in (adapters, merged):
         one, two = found[export]
@@ -132,7 +128,7 @@ def test_transformers_4_and_5_and_peft_read_the_same(
         assert json.loads((export / "generation_config.json").read_text())["temperature"] == 0.6
 
 
-def test_a_stretched_window_is_the_same_in_transformers_4_and_5(stretched: Path, found) -> None:
+def test_a_stretched_window_is_the_same_in_transformers_4_and_5(stretched, found):
     """Our logits in both."""
     raw = json.loads((stretched / "config.json").read_text())
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -155,8 +151,8 @@ def test_a_stretched_window_is_the_same_in_transformers_4_and_5(stretched: Path,
 
 
 def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(
-    base, adapters: Path, merged: Path
-) -> None:
+    base, adapters, merged
+):
     run = shutil.copytree(adapters.parent, merged.parent / "again")
     (run / "export/stale.txt").touch()
     train("sft", base, run, model__lora__rank=4, model__lora__merge=True, run__resume="auto")
@@ -176,30 +172,19 @@ def test_an_adapter_exported_again_as_whole_weights_leaves_nothing_behind(
         )
 
 
-def test_an_adapter_is_a_model_and_a_reference(
-    adapters: Path, merged: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_is_a_model_and_a_reference(adapters, merged, tmp_path):
     """DPO from the adapter and from the merged weights begin with the same numbers and their own reference."""
-    steps = [
-        train(
-            "dpo",
-            folder,
-            tmp_path / f"run{i}",
-            dpo__reference=str(other),
-            run__steps=1,
-            dpo__sft_weight=0.5,
-        )[0]
-        for i, (folder, other) in enumerate(
-            ((merged, merged), (adapters, merged), (adapters, adapters))
-        )
-    ]
-    for line in steps[1:]:
-        for key in ("loss", "grad_norm", "logps/chosen", "rewards/margins"):
-            assert line[key] == pytest.approx(steps[0][key], rel=1e-4, abs=1e-6), key
-    assert abs(steps[0]["rewards/margins"]) < 1e-6
+    more = {"run__steps": 1, "dpo__sft_weight": 0.5}
+    one, other = (
+        train("dpo", folder, tmp_path / folder.name, dpo__reference=str(folder), **more)[0]
+        for folder in (merged, adapters)
+    )
+    for key in ("loss", "grad_norm", "logps/chosen", "rewards/margins"):
+        assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+    assert abs(one["rewards/margins"]) < 1e-6
 
 
-def test_a_reward_models_adapter_is_a_reward(base: Path, tmp_path: Path) -> None:
+def test_a_reward_models_adapter_is_a_reward(base, tmp_path):
     train("rm", base, tmp_path / "run", model__lora__rank=2)
     folder = tmp_path / "run/export"
     found = read_other(AuxiliaryModel("reward", "ppo.reward", str(folder)))
@@ -209,7 +194,7 @@ def test_a_reward_models_adapter_is_a_reward(base: Path, tmp_path: Path) -> None
     )
 
 
-def test_every_export_has_a_model_card(base: Path, adapters: Path, merged: Path) -> None:
+def test_every_export_has_a_model_card(base, adapters, merged):
     for folder in (adapters, merged):
         head, body = (folder / "README.md").read_text().removeprefix("---\n").split("\n---\n")
         assert head == f"base_model: {json.dumps(str(base))}\ntags: [ulysses-engine, sft]"
@@ -223,7 +208,7 @@ def test_every_export_has_a_model_card(base: Path, adapters: Path, merged: Path)
         assert str(base.parent) not in body.replace(str(base), "")
 
 
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
     out = tmp_path / "out"
     with whole_folder(out) as new:
         (new / "first").touch()

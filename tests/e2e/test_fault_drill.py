@@ -61,8 +61,8 @@ def saved(folder: Path, step: int) -> list[list[float]]:
 
 
 def test_a_nan_on_one_rank_stops_all_with_one_sentence_before_the_update(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     outcome = start(tmp_path, "stop", {3: ((1,), nan)}).wait(60)
     assert outcome.code == 1
     [told] = outcome.errors
@@ -72,7 +72,7 @@ def test_a_nan_on_one_rank_stops_all_with_one_sentence_before_the_update(
     assert [m["step"] for m in metrics(tmp_path / "stop")] == [1, 2]
 
 
-def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path: Path) -> None:
+def test_skipped_and_boosted_steps_and_a_resume_between_boosted_ones(tmp_path):
     faults = {2: ((1,), nan)} | dict.fromkeys((4, 5, 6), ((0, 1), vanish))
     settings = {"run__steps": 7, "gradients__policies": CHAIN, "optimizer__schedule": "constant",
                 "optimizer__warmup": 0}  # fmt: skip

@@ -16,7 +16,7 @@ def forked(example: str, processes: int, logs: Path) -> str:
     )
 
 
-def test_example_prints_the_one_process_gradient_norm(tmp_path: Path) -> None:
+def test_example_prints_the_one_process_gradient_norm(tmp_path):
     """Of 6 heads: 2 ranks, of torchrun, split heads; 4 also split rows."""
     line = [
         sys.executable,
@@ -46,8 +46,8 @@ def test_example_prints_the_one_process_gradient_norm(tmp_path: Path) -> None:
 
 
 def test_transformers_with_fsdp2_gives_the_same_numbers_on_any_number_of_processes(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     texts = (forked("fsdp2.py", processes, tmp_path) for processes in (1, 2))
     one, two = (re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", text) for text in texts)
     assert len(one) == 5 and float(one[-1][0]) < float(one[0][0]) - 0.3

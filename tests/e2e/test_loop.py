@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from tests.e2e.launch import metrics
 from tests.e2e.test_stage_runs import demo, on_ranks, settings, train  # noqa: F401 (a fixture)
@@ -19,20 +20,21 @@ from ulysses.disk import digest_of
 
 
 def with_stand_in(config: dict[str, Any]) -> list[Any]:
-    """Run with a W&B that only remembers; returns rank 0's calls: what was called, with what."""
+    """Run with a W&B that only remembers; returns this rank's calls of it: what was called, with what."""
     stand_in = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
     sys.modules["wandb"] = stand_in
     train(config)
+    assert torch.get_deterministic_debug_mode() == 2
     return [tuple(call) for call in stand_in.mock_calls]
 
 
-def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
+def test_what_a_run_leaves_behind(demo, tmp_path):  # noqa: F811
     config = settings(
         demo, "sft", tmp_path / "run", run__steps=4, run__eval_every=1, run__save_every=100, run__keep=1,
-        run__wandb="project", optimizer__warmup=2,
+        run__wandb="project", run__deterministic=True, optimizer__warmup=2,
         optimizer__lr=3.0,  # so large that the first evaluation stays the best
     )  # fmt: skip
-    told, silent = run_distributed(with_stand_in, 2, config, with_zero=True, cpu=True)
+    told, silent = run_distributed(with_stand_in, 2, config, cpu=True)
     lines = metrics(tmp_path / "run")
     losses = [line["eval/loss"] for line in lines]
     best = 1 + int(np.argmin(losses))
@@ -77,7 +79,7 @@ def test_what_a_run_leaves_behind(demo, tmp_path) -> None:  # noqa: F811
         )
 
 
-def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path) -> None:  # noqa: F811
+def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path):  # noqa: F811
     """And a resumed one knows that it has ended; the best checkpoint and the export are there."""
     config = settings(
         demo, "sft", tmp_path / "run", run__steps=40, run__eval_every=1, run__save_every=0, run__patience=2,
@@ -105,12 +107,12 @@ def evaluated(losses: list[float]) -> tuple[int, list[float]]:
     return trainer.step, trainer.best
 
 
-def test_an_evaluation_that_is_not_finite_is_never_the_best() -> None:
+def test_an_evaluation_that_is_not_finite_is_never_the_best():
     losses = [math.nan, 1.0, 0.9, math.inf, math.nan, 0.1]
-    assert run_distributed(evaluated, 1, losses, with_zero=True) == [(5, [3, 0.9])]
+    assert run_distributed(evaluated, 1, losses) == [(5, [3, 0.9])]
 
 
-def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path) -> None:  # noqa: F811
+def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path):  # noqa: F811
     cache = {
         "data__cache": str(tmp_path / "cache"),
         "run__steps": 1,

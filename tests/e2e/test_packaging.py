@@ -20,7 +20,7 @@ PACKAGES = ("losses", "models", "ulysses")
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """A folder with what the wheel holds, built from a copy of the checkout, and nothing else."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in PACKAGES:
@@ -48,7 +48,7 @@ def python(arguments: list[str], cwd: Path, site: Path) -> subprocess.CompletedP
     )
 
 
-def test_wheel_holds_every_module_and_no_more(installed: Path, tmp_path: Path) -> None:
+def test_wheel_holds_every_module_and_no_more(installed, tmp_path):
     files = [path.relative_to(installed) for path in installed.rglob("*") if path.is_file()]
     found = {str(path) for path in files if ".dist-info" not in path.parts[0]}
     assert {name.split("/")[0] for name in found} == set(PACKAGES)
@@ -69,9 +69,7 @@ def test_wheel_holds_every_module_and_no_more(installed: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["models", "losses"])
-def test_a_foreign_package_is_named_by_its_file(
-    name: str, installed: Path, tmp_path: Path
-) -> None:
+def test_a_foreign_package_is_named_by_its_file(name, installed, tmp_path):
     foreign = tmp_path / f"{name}.py"
     foreign.touch()
     sentence = f"{foreign} shadows the engine's own package {name} ({installed / name}); rename it, or start"
@@ -107,9 +105,7 @@ main()"""
     assert done.returncode == 0, "as a library it needs no models: " + done.stderr
 
 
-def test_help_needs_pydantic_alone_and_a_missing_package_is_named(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_help_needs_pydantic_alone_and_a_missing_package_is_named(installed, tmp_path):
     without = (
         "import sys; sys.argv[1:] = ['train', '--help']; sys.modules |= dict.fromkeys({0!r}); "
         "from ulysses.cli import main; main()"
@@ -127,9 +123,7 @@ def test_help_needs_pydantic_alone_and_a_missing_package_is_named(
     )
 
 
-def test_the_command_works_from_any_folder_and_answers_at_once(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_the_command_works_from_any_folder_and_answers_at_once(installed, tmp_path):
     [entry] = installed.glob("*.dist-info/entry_points.txt")
     assert "ulysses = ulysses.cli:main" in entry.read_text()
     light = ("import sys; sys.argv[1:] = ['--version']; from ulysses.cli import main; code = main(); "
@@ -153,7 +147,7 @@ def test_the_command_works_from_any_folder_and_answers_at_once(
         )
 
 
-def test_the_images_steps_are_those_of_the_repository() -> None:
+def test_the_images_steps_are_those_of_the_repository():
     """There is no docker here: every file that the image copies exists, and it installs as the Makefile does."""
     text = (ROOT / "Dockerfile").read_text()
     copied = [
@@ -176,7 +170,7 @@ def test_the_images_steps_are_those_of_the_repository() -> None:
     assert re.search(r'^ENTRYPOINT \["(\w+)"\]$', text, re.MULTILINE)[1] in project["scripts"]
 
 
-def test_one_address_and_one_version_everywhere() -> None:
+def test_one_address_and_one_version_everywhere():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [address], version = set(project["urls"].values()), project["version"]
     for name in ("mkdocs.yml", "CITATION.cff", "README.md"):
@@ -184,12 +178,12 @@ def test_one_address_and_one_version_everywhere() -> None:
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_the_workflow_runs_what_every_change_must_pass() -> None:
+def test_the_workflow_runs_what_every_change_must_pass():
     assert "- run: .ci/run\n" in (ROOT / ".github/workflows/ci.yml").read_text()
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-def test_the_notebooks_cells_run_in_order(tmp_path: Path) -> None:
+def test_the_notebooks_cells_run_in_order(tmp_path):
     """At toy size, with a model of random weights in place of the downloaded one."""
     cells = json.loads((ROOT / "examples/single_gpu.ipynb").read_text())["cells"]
     code = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")

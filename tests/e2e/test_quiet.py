@@ -31,7 +31,7 @@ def lines(tmp_path: Path, *more: str) -> list[str]:
     return re.split(r"[\r\n]", done.stdout)
 
 
-def test_every_line_is_the_runs_own(tmp_path: Path) -> None:
+def test_every_line_is_the_runs_own(tmp_path):
     found = lines(tmp_path)
     assert len([line for line in found if line.strip()]) >= 5
     assert not [line for line in found if not OURS.match(line)]

@@ -46,7 +46,7 @@ def table(document: str, first_cell: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("document", READMES)
-def test_ten_line_configuration_is_valid(document: str, tmp_path: Path) -> None:
+def test_ten_line_configuration_is_valid(document, tmp_path):
     (text,) = blocks(document, "toml")
     assert len(text.splitlines()) <= 10
     path = tmp_path / "long.toml"
@@ -59,7 +59,7 @@ def test_ten_line_configuration_is_valid(document: str, tmp_path: Path) -> None:
     )
 
 
-def test_every_stage_has_a_demo_and_configurations_are_short() -> None:
+def test_every_stage_has_a_demo_and_configurations_are_short():
     assert {Path(path).stem for path in CONFIGS if path.startswith("configs/demo/")} == {
         *STAGES,
         "grpo",
@@ -70,9 +70,7 @@ def test_every_stage_has_a_demo_and_configurations_are_short() -> None:
 @pytest.mark.parametrize(
     "path", [path for path in CONFIGS if not path.startswith("configs/demo/")]
 )
-def test_every_shipped_configuration_can_be_planned(
-    path: str, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_shipped_configuration_can_be_planned(path, capsys, monkeypatch):
     """Nothing is absent but the model, data on the hub, and files of which the line says what to put there."""
     monkeypatch.chdir(ROOT)
     text = (ROOT / path).read_text()
@@ -101,7 +99,7 @@ def test_every_shipped_configuration_can_be_planned(
 
 
 @pytest.mark.parametrize("document", READMES)
-def test_library_snippets_run(document: str) -> None:
+def test_library_snippets_run(document):
     pieces, whole_run = blocks(document, "python")
     assert len(pieces.splitlines()) == 6
     names: dict[str, object] = {}
@@ -113,7 +111,7 @@ def test_library_snippets_run(document: str) -> None:
     compile(whole_run, document, "exec")
 
 
-def test_gradient_policy_page() -> None:
+def test_gradient_policy_page():
     for text in blocks("docs/gradients.md", "toml"):
         section = tomllib.loads(text)["gradients"]
         if "policies" in section:
@@ -128,7 +126,7 @@ def test_gradient_policy_page() -> None:
     assert listed == {policy.name for policy in GRADIENT_POLICIES}
 
 
-def test_heads_and_degrees() -> None:
+def test_heads_and_degrees():
     """The table is U x R with U = gcd(degree, query heads), and covers every published shape."""
     header, *rows = table("docs/how-it-works.md", "query / kv")
     degrees = [int(cell) for cell in header[2:]]
@@ -144,12 +142,12 @@ def test_heads_and_degrees() -> None:
 
 
 @pytest.mark.parametrize("document", READMES)
-def test_stages_are_those_of_the_code(document: str) -> None:
+def test_stages_are_those_of_the_code(document):
     rows = table(document, "stage" if document == "README.md" else "阶段")[1:]
     assert {row[0].strip("`") for row in rows} == set(STAGES)
 
 
-def test_documented_metrics_are_those_of_the_code() -> None:
+def test_documented_metrics_are_those_of_the_code():
     source = "".join(p.read_text() for p in (ROOT / "ulysses").rglob("*.py"))
     for row in table("docs/metrics.md", "stage")[1:]:
         for name in re.findall(r"`([^`]+)`", row[1]):
@@ -158,7 +156,7 @@ def test_documented_metrics_are_those_of_the_code() -> None:
 
 
 @pytest.mark.parametrize("document", READMES)
-def test_named_loss_types_exist(document: str) -> None:
+def test_named_loss_types_exist(document):
     text = (ROOT / document).read_text()
     (sentence,) = re.findall(r"`dpo\.loss_type`(.*?)preference\.py", text, re.DOTALL)
     shown = set(re.findall(r"[a-z]+_[a-z]+", sentence))
@@ -166,7 +164,7 @@ def test_named_loss_types_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_files_and_links_exist(document: str) -> None:
+def test_commands_files_and_links_exist(document):
     text = (ROOT / document).read_text()
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for target in re.findall(r"(?:^|`)make ([a-z]+)\b", text, re.MULTILINE):
@@ -200,14 +198,14 @@ def test_commands_files_and_links_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", READMES)
-def test_keys_named_in_prose_exist(document: str) -> None:
+def test_keys_named_in_prose_exist(document):
     text = (ROOT / document).read_text()
     sections = "|".join({key.split(".")[0] for key in known_keys() if "." in key})
     for key in re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]+)", text):
         assert any(f"{known}.".startswith(f"{key}.") for known in known_keys()), key
 
 
-def test_tests_named_in_the_fault_table_exist() -> None:
+def test_tests_named_in_the_fault_table_exist():
     text = (ROOT / "tests/README.md").read_text()
     found = re.findall(r"`((?:unit|distributed|parity|golden|e2e)/\w+\.py)::(\w+)`", text)
     assert len(found) > 30

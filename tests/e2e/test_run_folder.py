@@ -14,7 +14,7 @@ def arguments(folder: Path, **settings: object) -> list[str]:
     return tiny("sft", folder / "run", **{"run__steps": 2, "run__export": False, **settings})
 
 
-def test_two_runs_do_not_share_a_folder_and_a_dead_one_is_succeeded(tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_folder_and_a_dead_one_is_succeeded(tmp_path):
     first = Ranks(arguments(tmp_path, run__steps=100_000), 1, tmp_path / "first")
     first.until(lambda: (tmp_path / "run/metrics.jsonl").exists())
     outcome = ranks(arguments(tmp_path, run__resume="auto"), 2, tmp_path / "second")
@@ -39,7 +39,7 @@ def metrics_id(sentence: str) -> str:
     return re.search(r"run ([0-9a-f]{8}),", sentence)[1]
 
 
-def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path):
     """The second node's own disk stands where the first one's folder is."""
 
     def before(rank: int) -> None:
@@ -65,7 +65,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("fact", FACTS)
-def test_what_differs_on_a_node_is_named(tmp_path: Path, fact: str) -> None:
+def test_what_differs_on_a_node_is_named(tmp_path, fact):
     def before(rank: int) -> None:
         import ulysses.run.training_run as run
 
@@ -81,8 +81,8 @@ def test_what_differs_on_a_node_is_named(tmp_path: Path, fact: str) -> None:
 
 
 def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows = (ROOT / "configs/demo/data/sft_train.jsonl").read_text().splitlines()
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(rows[:40]))
@@ -114,9 +114,7 @@ def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard"])
-def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
-    tmp_path: Path, file: str
-) -> None:
+def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path, file):
     def before(rank: int) -> None:
         from ulysses.run.metrics import MetricsLog
 
@@ -150,7 +148,7 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
-def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path: Path, kind: str) -> None:
+def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path, kind):
     """No file may become longer than a slice of the state, which the metrics never do."""
 
     def before(rank: int) -> None:

@@ -18,6 +18,7 @@ from tests.harness import AS_LARGE, run_distributed
 from tests.model_folder import tiny_config
 from tests.zero_case import filled
 from ulysses.config.command_line import check
+from ulysses.export import main
 from ulysses.run.build import InitialWeights
 from ulysses.run.memory_choice import adapter_parameters
 from ulysses.run.preflight import prepare
@@ -28,7 +29,7 @@ SHAPE = tiny_config(vocab_size=1024, initializer_range=0.1)
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo(tmp_path_factory):
     """A few rows of the demo data of every stage, and its tokenizer."""
     folder = tmp_path_factory.mktemp("demo")
     write_demo(folder)
@@ -90,59 +91,24 @@ def train(config: dict[str, Any], stop_after: int | None = None) -> list[dict[st
 
 
 def on_ranks(world: int, config: dict[str, Any], **more: Any) -> list[dict[str, float]]:
-    return run_distributed(train, world, config, with_zero=True, timeout=200, cpu=True, **more)[
-        0
-    ]
+    return run_distributed(train, world, config, timeout=200, cpu=True, **more)[0]
 
 
-def strictly(config: dict[str, Any]) -> tuple[list[dict[str, float]], bool]:
-    lines = train(config)
-    return lines, torch.get_deterministic_debug_mode() == 2
-
-
-def test_deterministic_runs_have_the_same_numbers(demo, tmp_path) -> None:
-    """Memory that torch leaves uninitialised is filled with nan there, so nobody reads any."""
-    config = settings(
-        demo, "dpo", tmp_path / "plain", parallel__sequence_parallel_size=2, run__steps=2
-    )
-    usual = on_ranks(2, config)
-    config["run"] |= {"output": str(tmp_path / "strict"), "deterministic": True}
-    lines, strict = run_distributed(strictly, 2, config, with_zero=True, cpu=True)[0]
-    assert strict and [[x["loss"], x["grad_norm"]] for x in lines] == [
-        [x["loss"], x["grad_norm"]] for x in usual
-    ]
-
-
-def test_kto_begins_at_the_reference(demo, tmp_path) -> None:
-    for options in ({}, {"kto__reference": "live"}, {"model__lora__rank": 2}):
-        first = on_ranks(
-            1,
-            settings(
-                demo, "kto", tmp_path / "run", run__steps=1, run__overwrite=True, **options
-            ),
-        )[0]
-        assert (
-            first["loss"] == pytest.approx(0.5, abs=1e-6)
-            and abs(first["rewards/margins"]) < 1e-5
-        )
+def test_kto_begins_at_the_reference(demo, tmp_path):
+    for options in ({}, {"model__lora__rank": 2}):
+        changes = {"run__steps": 1, "run__overwrite": True, **options}
+        [first] = on_ranks(1, settings(demo, "kto", tmp_path / "run", **changes))
+        assert first["loss"] == pytest.approx(0.5, abs=1e-6)
+        assert abs(first["rewards/margins"]) < 1e-5
         assert first["kl"] == pytest.approx(0.0, abs=1e-4) and first["reference_gap"] < 1e-5
 
 
-def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path) -> None:
+def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path):
     """29 examples in steps of 7: five steps an epoch, the last one of a single example without a partner."""
+    more = {"run__steps": 12, "optimizer__lr": 3e-3}
     runs = [
-        on_ranks(
-            world,
-            settings(
-                demo,
-                "kto",
-                tmp_path / name,
-                run__steps=12,
-                kto__reference=kind,
-                optimizer__lr=3e-3,
-            ),
-        )
-        for name, kind, world in (("cached", "cached", 1), ("live", "live", 2))
+        on_ranks(world, settings(demo, "kto", tmp_path / kind, kto__reference=kind, **more))
+        for kind, world in (("cached", 1), ("live", 2))
     ]
     assert max(line["kl"] for line in runs[0]) > 0.01
     for a, b in zip(*runs, strict=True):
@@ -151,7 +117,7 @@ def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path) -> None
     assert runs[0][4]["kl"] == 0.0  # one example: no mismatch, no baseline, and finite
 
 
-def test_kto_resumes_only_with_its_reference(demo, tmp_path) -> None:
+def test_kto_resumes_only_with_its_reference(demo, tmp_path):
     config = settings(demo, "kto", tmp_path / "run", run__steps=6, run__resume="auto")
     on_ranks(1, config, stop_after=3)
     config["data"]["cache"] = str(tmp_path / "cache")
@@ -162,14 +128,14 @@ def test_kto_resumes_only_with_its_reference(demo, tmp_path) -> None:
         on_ranks(1, config)
 
 
-def test_reward_model_scores_the_same_in_transformers(demo, tmp_path) -> None:
+def test_reward_model_scores_the_same_in_transformers(demo, tmp_path):
     """Score at the last token by length: with EOS inside the prompt, with padding, and where pad equals EOS."""
     from transformers import AutoModelForSequenceClassification
 
     config = settings(demo, "rm", tmp_path / "run")
     last, export = on_ranks(2, config)[-1], tmp_path / "run" / "export"
     rows = [[3, 5, 9, 650, 7], [4, 650, 4], [11, 12, 13, 14, 15, 16, 650]]
-    ours = run_distributed(scores, 2, export, rows, with_zero=True, cpu=True)[0]
+    ours = run_distributed(scores, 2, export, rows, cpu=True)[0]
     theirs = AutoModelForSequenceClassification.from_pretrained(
         export, dtype=torch.float32
     ).eval()
@@ -204,7 +170,7 @@ def scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def base(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(demo, tmp_path_factory):
     """A pretrained model folder."""
     folder = tmp_path_factory.mktemp("base") / "run"
     on_ranks(1, settings(demo, "sft", folder, run__steps=2))
@@ -233,7 +199,7 @@ def held_out(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm"])
-def test_adapters_load_with_peft(demo, base, tmp_path, stage) -> None:
+def test_adapters_load_with_peft(demo, base, tmp_path, stage):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -244,9 +210,9 @@ def test_adapters_load_with_peft(demo, base, tmp_path, stage) -> None:
             folder, num_labels=1, dtype=torch.float32
         )
 
-    line = on_ranks(2, with_adapters(demo, base, stage, tmp_path / "plain"))[-1]
-    on_ranks(1, with_adapters(demo, base, stage, tmp_path / "merged", model__lora__merge=True))
-    plain, merged = (tmp_path / name / "export" for name in ("plain", "merged"))
+    line = on_ranks(2, with_adapters(demo, base, stage, tmp_path / "run"))[-1]
+    plain, merged = tmp_path / "run/export", tmp_path / "merged"
+    assert main(["--merge", str(plain), str(merged)]) == 0
     assert not list(plain.glob("model*.safetensors"))
     assert json.loads((plain / "adapter_config.json").read_text())["r"] == 4
     tokens = torch.arange(3, 60)[None]
@@ -268,9 +234,9 @@ def test_adapters_load_with_peft(demo, base, tmp_path, stage) -> None:
         assert line["eval/nll"] == pytest.approx(float(nll), rel=1e-4)
 
 
-def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path) -> None:
+def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path):
     config = with_adapters(demo, base, "dpo", tmp_path / "run", run__save_every=2, run__steps=2)
-    sizes, changed = run_distributed(measured, 2, config, with_zero=True, cpu=True)[0]
+    sizes, changed = run_distributed(measured, 2, config, cpu=True)[0]
     rank, width, ff, kv = 4, 32, 48, 16
     pairs = [
         (width, width),
@@ -313,17 +279,13 @@ def measured(config: dict[str, Any]) -> tuple[list[int], list[str]]:
     ]
 
 
-def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_path) -> None:
+def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_path):
     """Cached and live agree, no second engine is built, and a resumed run may fill a lost cache."""
+    how = (demo, base, "dpo")
     live = on_ranks(
-        1,
-        with_adapters(
-            demo, base, "dpo", tmp_path / "live", run__steps=4, dpo__reference="live"
-        ),
+        1, with_adapters(*how, tmp_path / "live", run__steps=4, dpo__reference="live")
     )
-    config = with_adapters(
-        demo, base, "dpo", tmp_path / "cached", run__steps=4, run__resume="auto"
-    )
+    config = with_adapters(*how, tmp_path / "cached", run__steps=4, run__resume="auto")
     on_ranks(1, config, stop_after=2)
     config["data"]["cache"] = str(tmp_path / "lost")
     cached = on_ranks(1, config)
@@ -333,23 +295,14 @@ def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_pat
         assert a["rewards/margins"] == pytest.approx(b["rewards/margins"], abs=1e-5)
 
 
-def test_another_reference_gives_its_own_loss_and_stays_as_it_was(demo, base, tmp_path) -> None:
+def test_another_reference_gives_its_own_loss_and_stays_as_it_was(demo, base, tmp_path):
     """After three steps the held-out loss is that of the exported policy against the reference's untouched folder."""
     from transformers import AutoModelForCausalLM
 
     # heads that the policy's degree does not divide
     shape = SHAPE | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
-    on_ranks(
-        1,
-        settings(
-            demo,
-            "sft",
-            tmp_path / "other",
-            run__seed=7,
-            optimizer__lr=3e-2,
-            model__config=shape,
-        ),
-    )
+    changes = {"run__seed": 7, "optimizer__lr": 3e-2, "model__config": shape}
+    on_ranks(1, settings(demo, "sft", tmp_path / "other", **changes))
     reference = tmp_path / "other/export"
     config = from_model(demo, base, "dpo", tmp_path / "run", parallel__sequence_parallel_size=2, optimizer__lr=3e-3,
                         dpo__reference=str(reference))  # fmt: skip

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,74 +15,35 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.e2e.test_stage_runs import demo  # noqa: F401 (a fixture)
+from tests.e2e.test_stage_runs import demo, settings  # noqa: F401 (a fixture)
 from tests.harness import free_port, run_distributed
-from ulysses.config.command_line import parse_command_line
 from ulysses.run import training_run as run_module
 from ulysses.run.failure import POLL_SECONDS
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.construct import initialize_distributed
 
-TOML = """
-stage = "dpo"
-[model]
-init = "random"
-dtype = "float32"
-tokenizer = "FOLDER/tokenizer"
-[model.config]
-model_type = "llama"
-hidden_size = 32
-intermediate_size = 48
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-vocab_size = 1024
-[data]
-train = "FOLDER/dpo_train.jsonl"
-max_length = 128
-cache = "FOLDER/cache"
-[batch]
-examples = 4
-[optimizer]
-lr = 0.1
-[run]
-output = "FOLDER/run"
-steps = 2
-overwrite = true
-"""
-
 
 @pytest.fixture(scope="module")
-def place(demo: Path) -> Path:  # noqa: F811
-    (demo / "dpo.toml").write_text(TOML.replace("FOLDER", str(demo)))
+def place(demo):  # noqa: F811
     return demo
 
 
 def changed(place: Path, **changes: Any) -> TrainingRun:
-    """A run by the settings of dpo.toml and these changes, by dotted keys."""
-    return TrainingRun(
-        parse_command_line(["--config", str(place / "dpo.toml")], **changes).config
-    )
+    """A run of DPO with these changes, a__b for [a] b."""
+    values = {"run__overwrite": True, "run__steps": 2, "batch__examples": 4, "data__eval": []}
+    return TrainingRun(settings(place, "dpo", place / "run", **values | changes))
 
 
 def face(place: Path, port: int) -> dict[str, Any]:
     changes = {
-        "optimizer.lr": 1e-3,
-        "data.train": str(place / "dpo_eval.jsonl"),
-        "parallel.sequence_parallel_size": 2,
+        "data__train": str(place / "dpo_eval.jsonl"),
+        "parallel__sequence_parallel_size": 2,
     }
-    with (
-        suppress(ArithmeticError),
-        TrainingRun(tomllib.loads((place / "dpo.toml").read_text())),
-    ):
+    with suppress(ArithmeticError), changed(place):
         raise ArithmeticError  # on every rank, and all go on
     with changed(place, **changes) as run:
         run.train()
-        found = {
-            "step": run.trainer.step,
-            "metrics": run.trainer.metrics,
-            "config": run.config.optimizer.lr,
-        }
+        found = {"step": run.trainer.step, "metrics": run.trainer.metrics}
         run.export(place / "elsewhere")
     time.sleep(3 * POLL_SECONDS)
     found["watching"] = [t.name for t in threading.enumerate()].count("failure watch")
@@ -92,10 +52,10 @@ def face(place: Path, port: int) -> dict[str, Any]:
     return found
 
 
-def test_settings_metrics_and_export(place: Path) -> None:
-    found = run_distributed(face, 2, place, free_port(), with_zero=True)[0]
+def test_settings_metrics_and_export(place):
+    found = run_distributed(face, 2, place, free_port())[0]
     line = json.loads((place / "run/metrics.jsonl").read_text().splitlines()[-1])
-    assert found["config"] == 1e-3 and line["lr"] <= 1e-3
+    assert line["lr"] == 1e-3
     assert (
         found["watching"] == 0
     )  # who still watched for failures would take a later run's end for one
@@ -126,7 +86,7 @@ def live_bytes() -> int:
 
 def one(place: Path, fault: str = "", **overrides: Any) -> tuple[int, int, float | None]:
     """Train (or fail) and return the tensors' bytes inside and after, and the last loss."""
-    run = changed(place, **{"optimizer.lr": 1e-3, **overrides})
+    run = changed(place, **overrides)
     inside, loss = 0, None
     try:
         with run:
@@ -147,15 +107,13 @@ def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
         live_tensors()
     )  # of earlier tests, whose process this one was forked from: none may go meanwhile
     held = live_bytes()
-    found = [one(place), one(place, "while training"), one(place, **{"dpo.reference": "live"})]
+    found = [one(place), one(place, "while training"), one(place, dpo__reference="live")]
     with mock.patch.object(
         run_module, "Trainer", side_effect=ArithmeticError("the start")
     ):  # engines exist by then
-        found.append(
-            (held + (1 << 20), *one(place, "the start", **{"dpo.reference": "live"})[1:])
-        )
+        found.append((held + (1 << 20), *one(place, "the start", dpo__reference="live")[1:]))
     found += [
-        one(place, **{"memory.offload_optimizer": True, "memory.offload_parameters": True}),
+        one(place, memory__offload_optimizer=True, memory__offload_parameters=True),
         one(place),
     ]
     initialize_distributed()  # for the harness
@@ -163,9 +121,9 @@ def several_runs(place: Path) -> list[tuple[int, int, float | None]]:
     return [(inside - held, after - held, loss) for inside, after, loss in found]
 
 
-def test_everything_is_released_and_a_process_may_run_again(place: Path) -> None:
+def test_everything_is_released_and_a_process_may_run_again(place):
     """After success, after an error while training, and after one in the middle of the start."""
-    found = run_distributed(several_runs, 1, place, with_zero=True)[0]
+    found = run_distributed(several_runs, 1, place)[0]
     model = 4 * (2 * 1024 * 32 + 2 * (3 * 32 * 48 + 3 * 32 * 32))
     for inside, after, _ in found:
         assert inside > 3 * model and after < 1000, found
@@ -180,15 +138,15 @@ def wrong_kernel(place: Path) -> None:
     dist.destroy_process_group()
     wrong = mock.patch.object(run_module, "prove_kernel", side_effect=FloatingPointError)
     with wrong, suppress(FloatingPointError):
-        changed(place, **{"run.output": str(place / "earlier")}).__enter__()
+        changed(place, run__output=str(place / "earlier")).__enter__()
         raise AssertionError("the run has begun")
     initialize_distributed()  # for the harness
 
 
-def test_a_kernel_with_wrong_gradients_does_not_train(place: Path) -> None:
+def test_a_kernel_with_wrong_gradients_does_not_train(place):
     (place / "earlier").mkdir()
     (place / "earlier/metrics.jsonl").write_text("an earlier run's")
-    run_distributed(wrong_kernel, 1, place, with_zero=True)
+    run_distributed(wrong_kernel, 1, place)
     assert (
         place / "earlier/metrics.jsonl"
     ).read_text() == "an earlier run's"  # run.overwrite has not begun

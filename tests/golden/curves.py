@@ -21,7 +21,7 @@ CASES = {stage: Case(stage, steps=STEPS, lr=1e-3) for stage in ("sft", "dpo")}
 def curve(name: str) -> list[list[float]]:
     """Run the case; [[loss, gradient norm] of each step]."""
     data = dataset(name, count=30, seed=7)
-    metrics, _ = run_distributed(run_case, 1, CASES[name], data, with_zero=True, cpu=True)[0]
+    metrics, _ = run_distributed(run_case, 1, CASES[name], data, cpu=True)[0]
     return [[m["loss"], m["grad_norm"]] for m in metrics]
 
 
