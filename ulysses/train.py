@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
         if not debug:
             quiet()  # before the imports below: libraries speak while they are imported
         from ulysses.run.dry_run import dry_run, inspect
-        from ulysses.run.failure import complain, tell
+        from ulysses.run.failure import report_config_error, report_failure
         from ulysses.run.training_run import TrainingRun
 
     try:
@@ -44,13 +44,13 @@ def main(arguments: list[str]) -> int:
             run.train()
         return 0
     except ConfigError as error:
-        complain(error, debug=debug)
+        report_config_error(error, debug=debug)
         return 2
     except (
         Exception,
         SystemExit,
     ) as error:  # code of the user's, such as a reward, may end the process
-        tell(error, debug=debug)
+        report_failure(error, debug=debug)
         return 1
 
 

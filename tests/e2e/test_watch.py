@@ -20,7 +20,7 @@ from tests.e2e.drills import Drills
 from tests.e2e.launch import ROOT, Ranks, plant_in_losses, tiny
 from ulysses.config.schema import RunSection
 from ulysses.run.checkpoint import resume_point
-from ulysses.run.failure import grace_note, tell
+from ulysses.run.failure import grace_note, report_failure
 from ulysses.run.watch import Watch
 
 # where it happens: the rank and what becomes of it; the rank that is named, where it is and what is said of it
@@ -184,7 +184,7 @@ def test_an_error_is_told_on_its_own_line_although_the_store_does_not_answer(
 
     mute = SimpleNamespace(add=refuse, set=refuse, get=refuse)
     monkeypatch.setattr("ulysses.run.failure.common_store", lambda: mute)
-    tell(MemoryError(), debug=False)
+    report_failure(MemoryError(), debug=False)
     told = "error: rank 0, MemoryError: no reason is given; has this process no memory left?"
     assert capsys.readouterr().err.endswith(f"\n\n{told}\n")
 

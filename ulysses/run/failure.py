@@ -32,7 +32,7 @@ PATIENCE = 10.0  # seconds, with the process that prints
 LAUNCHER_SECONDS = 60.0  # by which one process may start later than another
 
 
-def tell(error: Exception, *, debug: bool) -> None:
+def report_failure(error: Exception, *, debug: bool) -> None:
     """Print an error with its rank and its notes on stderr, unless another process of the run was the first to fail.
 
     A stack trace comes with it on request, and for every error but non-finite numbers and a disk's failures, which are
@@ -72,7 +72,7 @@ def say_below(sentence: str) -> None:
     print(f"\n{sentence}", file=sys.stderr, flush=True)
 
 
-def complain(error: Exception, *, debug: bool) -> None:
+def report_config_error(error: Exception, *, debug: bool) -> None:
     """Print a configuration error in one sentence, once on each node: another node may lack what the first one has."""
     if debug:
         traceback.print_exception(error)
