@@ -310,12 +310,12 @@ def trained(
     case: Case, world: int, data: Any = None
 ) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
     """Call `run_case` on so many ranks."""
-    return run_distributed(run_case, world, case, data, warm=True)[0]
+    return run_distributed(run_case, world, case, data)[0]
 
 
 def evaluated(case: Case, world: int) -> list[dict[str, float]]:
     """Call `evaluation` on so many ranks; returns what each of them found."""
-    return run_distributed(evaluation, world, case, warm=True)
+    return run_distributed(evaluation, world, case)
 
 
 def evaluation(case: Case) -> dict[str, float]:

@@ -12,14 +12,12 @@ import gc
 import importlib
 import multiprocessing
 import os
-import pickle
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +72,7 @@ def need_gpus(count: int) -> None:
 
 def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, cpu: bool = False,
-    deterministic: bool = False, warm: bool = False, **kwargs: Any,
+    deterministic: bool = False, **kwargs: Any,
 ) -> list[Any]:  # fmt: skip
     """Call `function(*args, **kwargs)` on `world_size` forked ranks with torch.distributed initialised.
 
@@ -82,37 +80,30 @@ def run_distributed(
     rank's error with its traceback; a rank that hangs past `timeout` seconds (three times that on GPUs, where kernels
     are compiled first) ends all of them. `cpu=True` keeps the ranks on the CPU; `deterministic=True` is for results
     that are compared bit by bit: as run.deterministic does, it refuses operations whose results may differ on a GPU.
-    `warm=True` is for functions that leave nothing behind: without GPUs their ranks stay for the next such function.
     """
     cuda = not cpu and gpus() >= world_size
     served = torch.cuda.device_count() > 0
-    warm &= not served
     if "deepspeed" in sys.modules and not served:
         preload()
     sys.stdout.flush()
     sys.stderr.flush()
+    context = multiprocessing.get_context("forkserver" if served else "fork")
+    if served:
+        context.set_forkserver_preload(["torch"])
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        task = (function, args, kwargs, folder, deterministic)
-        if warm:
-            ranks, pipes = WARM.pop(world_size, None) or _warm_ranks(world_size)
-            for pipe in pipes:
-                pipe.send_bytes(pickle.dumps(task))
-        else:
-            context = multiprocessing.get_context("forkserver" if served else "fork")
-            if served:
-                context.set_forkserver_preload(["torch"])
-            ranks = [
-                context.Process(target=_child, args=(rank, world_size, cuda, [task]))
-                for rank in range(world_size)
-            ]
-            for process in ranks:
-                process.start()
-        failed = _wait(ranks, folder, timeout * (3 if cuda else 1))
+        setting = (world_size, folder, cuda, deterministic)
+        ranks = [
+            context.Process(target=_child, args=(function, args, kwargs, rank, *setting))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        failed = _wait(ranks, timeout * (3 if cuda else 1))
         results: list[Any] = []
         errors: list[str] = []
         for rank in range(world_size):
-            path = _result(folder, rank)
+            path = folder / f"{rank}.result"
             if not path.exists():
                 how = "timed out" if failed else f"exit code {ranks[rank].exitcode}"
                 errors.append(f"rank {rank} left no result ({how})")
@@ -127,36 +118,7 @@ def run_distributed(
                 )
         if errors:
             raise AssertionError("\n".join(errors))
-        if warm:
-            WARM[world_size] = ranks, pipes
-        else:
-            for process in ranks:
-                process.join()
         return results
-
-
-# ranks without a task, by their number, and the pipes through which they get one
-WARM: dict[int, tuple[list[Any], list[Connection]]] = {}
-
-
-def _warm_ranks(world_size: int) -> tuple[list[Any], list[Connection]]:
-    """Start ranks that work until this process ends."""
-    context = multiprocessing.get_context("fork")
-    ranks, pipes = [], []
-    for rank in range(world_size):
-        tasks, pipe = context.Pipe(duplex=False)
-        setting = (rank, world_size, False, _tasks_from(tasks))
-        ranks.append(context.Process(target=_child, args=setting, daemon=True))
-        ranks[-1].start()
-        pipes.append(pipe)
-    return ranks, pipes
-
-
-def _tasks_from(pipe: Connection) -> Iterator[Any]:
-    parent = os.getppid()
-    while os.getppid() == parent:
-        if pipe.poll(1):
-            yield pickle.loads(pipe.recv_bytes())
 
 
 def preload(*names: str) -> None:
@@ -201,38 +163,16 @@ def set_rank(rank: int, world: int) -> None:
     )
 
 
-def _child(rank: int, world: int, cuda: bool, tasks: Iterable[Any]) -> None:
-    """Do the tasks of one rank, up to the first that fails."""
-    set_rank(rank, world)
-    begin_rank()
-    given, done = dict(os.environ), True
-    for number, task in enumerate(tasks):
-        if number:
-            _end_distributed()
-            os.environ.clear()
-            os.environ.update(given)
-            torch.manual_seed(0)
-        if not (done := _done(rank, world, cuda, *task)):
-            break
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(not done)  # no interpreter shutdown: it can abort while gloo threads still run
-
-
-def _end_distributed() -> None:
-    """Leave the last task's groups, also those that a deepspeed has which the task has used."""
-    comm = importlib.import_module("deepspeed.comm")
-    (comm if comm.is_initialized() else dist).destroy_process_group()
-
-
-def _done(
-    rank: int, world: int, cuda: bool, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path,
+def _child(
+    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, world: int, folder: Path, cuda: bool,
     deterministic: bool,
-) -> bool:  # fmt: skip
-    """Do one task, write its result, and return whether it went well."""
+) -> None:  # fmt: skip
+    code = 0
     try:
+        set_rank(rank, world)
         # a free port could be taken by another test's rank before it is listened on
         meet = f"file://{folder / 'store'}"
+        begin_rank()
         if deterministic:
             from ulysses.run.setting_checks import (
                 require_determinism,  # heavy, and needed here only
@@ -254,28 +194,24 @@ def _done(
         dist.barrier()
     except BaseException:
         outcome = (False, traceback.format_exc())
+        code = 1
     temporary = folder / f"{rank}.tmp"
     try:
         torch.save(outcome, temporary)
     except Exception:
-        outcome = (False, traceback.format_exc())
-        torch.save(outcome, temporary)
-    temporary.rename(_result(folder, rank))
-    return outcome[0]
+        code = 1
+        torch.save((False, traceback.format_exc()), temporary)
+    temporary.rename(folder / f"{rank}.result")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no interpreter shutdown: it can abort while gloo threads still run
 
 
-def _result(folder: Path, rank: int) -> Path:
-    return folder / f"{rank}.result"
-
-
-def _wait(ranks: list[Any], folder: Path, timeout: float) -> bool:
-    """Wait for all results; True if ranks had to be killed. One rank that fails ends the others after a moment."""
+def _wait(ranks: list[Any], timeout: float) -> bool:
+    """Reap all ranks; True if any had to be killed. One failing rank ends the others after a moment."""
     deadline = time.time() + timeout
-    while waiting := [r for r in range(len(ranks)) if not _result(folder, r).exists()]:
-        codes = [process.exitcode for process in ranks]
-        if all(codes[rank] is not None for rank in waiting):
-            return False
-        if any(codes):
+    while None in (states := [process.exitcode for process in ranks]):
+        if any(states):
             deadline = min(deadline, time.time() + 3)
         if time.time() > deadline:
             for process in ranks:

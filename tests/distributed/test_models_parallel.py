@@ -73,7 +73,7 @@ def check(case: Case, tolerance: float = 1e-5) -> None:
     model = filled(case.model(None, "auto"), case.weights())
     loss_of(model, pack_shard(TOKENS, ParallelMesh(1))).backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    run_distributed(under_zero, 2, case, expected, tolerance, warm=True)
+    run_distributed(under_zero, 2, case, expected, tolerance)
 
 
 @pytest.mark.parametrize(
