@@ -328,7 +328,7 @@ def test_loss_metrics_and_gradients(
     """
     config = PpoSection(**options)
     expected, exact = formula(config, shape)
-    how = {"budget": budget, "packing_seed": seed, "shape": shape, "warm": True}
+    how = {"budget": budget, "packing_seed": seed, "shape": shape}
     metrics, gradients = run_distributed(fixed_steps, world, sp, config, **how)[0]
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-4)
