@@ -100,6 +100,30 @@ def test_every_slice_is_the_mean_of_all_ranks(node_size, bucket, on_host):
     assert sum(pairs[0]["unit.weight"][0].numel() for pairs in ranks) == 7 * 13
 
 
+def without_one_gradient() -> str:
+    """Back-propagate through the unit alone, as if something else had taken the other parameter's gradient."""
+    where = initialize_distributed()
+    model = Odd().to(where)
+    reduction = GradientReduction(
+        slices_of(model, where).values(), [model.unit], where, bucket=1
+    )
+    model.unit(
+        torch.ones(2, 13, device=where, dtype=torch.bfloat16, requires_grad=True)
+    ).sum().backward()
+    reduction.finish()
+    with pytest.raises(RuntimeError) as refusal:
+        reduction.wait()
+    return str(refusal.value)
+
+
+def test_a_gradient_that_never_came_is_an_error_with_the_parameters_name():
+    """Zeros in its place would go unnoticed: the other parameters would go on learning."""
+    for text in run_distributed(without_one_gradient, 2):
+        assert text.startswith(
+            "1 of 3 trained parameters received no gradient in this step, the first is scale"
+        )
+
+
 def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
     """Start as deepspeed's launcher does (LOCAL_SIZE) or as one that sets nothing; `place` replaces LOCAL_RANK."""
     del os.environ["LOCAL_WORLD_SIZE"]

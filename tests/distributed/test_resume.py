@@ -186,9 +186,7 @@ def test_every_damage_is_found_by_one_rank_and_named(world, saved, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def saved(
-    tmp_path_factory,
-):
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     metrics, state = run_distributed(whole_run, 4, folder, deterministic=True)[0]  # sp 2, dp 2
     return folder, metrics, state
