@@ -108,20 +108,20 @@ def branch(sequence: Sequence, prefix_length: int, prefix_owner: int) -> Sequenc
     )
 
 
-def restored(branch: Sequence, owner: Sequence) -> Sequence:
+def restored(sequence: Sequence, owner: Sequence) -> Sequence:
     """Give a branch back what it leaves out of its owner, with weight 0."""
-    left_out = branch.prefix_length
+    left_out = sequence.prefix_length
     if not left_out:
-        return branch
+        return sequence
 
     def joined(before: Any, own: Any) -> Tensor:
         return torch.cat([_read(before, 0, left_out), _read(own, 0, len(own))])
 
-    own = branch.token_columns.items()
+    own = sequence.token_columns.items()
     return replace(
-        branch,
-        tokens=joined(owner.tokens, branch.tokens),
-        loss_weights=joined(torch.zeros(left_out), branch.loss_weights),
+        sequence,
+        tokens=joined(owner.tokens, sequence.tokens),
+        loss_weights=joined(torch.zeros(left_out), sequence.loss_weights),
         token_columns={name: joined(owner.token_columns[name], x) for name, x in own},
         prefix_length=0,
         prefix_owner=0,

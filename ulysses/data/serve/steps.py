@@ -32,10 +32,10 @@ class StepLoader:
         examples_per_step: examples of one optimizer step, over all groups; at least 1.
         tokens_per_microbatch: the most tokens that one packed micro-batch may hold.
         shuffle: False takes every example once, in the dataset's order, which is what evaluation needs.
+        attention_length: number of tokens at which attention costs as much as the rest of the model.
         launched_tokens: the tokens that the GPU computes while its host launches the kernels of a micro-batch with
             shared prompts, if CUDA graphs launch those of one without them; a step whose prompts are computed again
             in less time than that shares none.
-        attention_length: number of tokens at which attention costs as much as the rest of the model.
 
     Attributes:
         examples_per_epoch: number of examples in an epoch, with the weights of the sources applied.
