@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ulysses.parallel import kernels, kernels_document
+from ulysses.parallel import kernels, kernels_document, kernels_short
 from ulysses.parallel.attention import prove_kernel
 from ulysses.parallel.kernels import KERNELS, resolve_kernel
 from ulysses.parallel.kernels_document import Inputs
@@ -63,8 +63,10 @@ def assert_near(kernel, found, wanted, tolerance):
         assert error < tolerance, f"{kernel} {name}: {error:.2e}"
 
 
-def check(kernel, device, dtype, lengths, heads, head_dim, causal=True):
+def check(kernel, device, dtype, lengths, heads, head_dim, causal=True, short=False):
     options, packed = (causal, 0.3), segments(lengths, device)
+    if short:  # one tensor for queries and keys, as plans have it
+        packed = packed._replace(cu_k=packed.cu_q)
     shapes = [
         (sum(lengths[0]), heads[0]),
         (sum(lengths[1]), heads[1]),
@@ -78,6 +80,7 @@ def check(kernel, device, dtype, lengths, heads, head_dim, causal=True):
     if lengths[0] == lengths[1]:  # strided views of one buffer, as the exchange hands them over
         given = torch.cat(given, 1).split([heads[0], heads[1], heads[1]], 1)
     inputs = Inputs(*given, *options)
+    assert kernels_short.usable(inputs, packed) == short
     lse, *found = attended(kernel, upstream.to(device), inputs, packed)
     assert lse.shape == (heads[0], sum(lengths[0]))
     assert_near(kernel, found, (wanted, *(x.grad for x in exact)), TOLERANCE[dtype])
@@ -121,6 +124,26 @@ def need(kernel):
 def test_kernel_equals_plain_attention_on_gpu(kernel, heads, head_dim, pack, causal):
     need(kernel)
     check(kernel, "cuda", torch.bfloat16, PACKS[pack], heads, head_dim, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64])
+@pytest.mark.parametrize("heads", [(4, 4), (7, 1), (8, 2)])
+@pytest.mark.parametrize("kernel", kernels.VARLEN)
+def test_short_documents_have_kernels_of_their_own(kernel, heads, head_dim):
+    need(kernel)
+    lengths = [1, 5, 64, 200, 512, 0]
+    check(kernel, "cuda", torch.bfloat16, (lengths, lengths), heads, head_dim, short=True)
+
+
+@pytest.mark.gpu
+def test_prefixes_and_longer_documents_are_left_to_other_kernels():
+    inputs = Inputs(*torch.zeros(3, 600, 2, 64, device="cuda", dtype=torch.half), True, 0.3)
+    prefix = segments(([5, 60], [500, 100]), "cuda")
+    packed = segments(([300, 300],) * 2, "cuda")
+    packed = packed._replace(cu_k=packed.cu_q)
+    asked = packed, prefix, packed._replace(max_q=513)
+    assert [kernels_short.usable(inputs, x) for x in asked] == [True, False, False]
 
 
 @pytest.mark.gpu

@@ -118,6 +118,16 @@ def test_exchange_brings_every_row_and_key_where_it_is_needed(heads, sp, monkeyp
             assert torch.equal(grad, wanted)
 
 
+@pytest.mark.parametrize("ranks, shared", [(1, {True}), (4, {True, False})])
+def test_documents_that_are_whole_have_one_tensor_of_bounds(ranks, shared):
+    """kernels_short.py is chosen by it."""
+    cu = with_tail(RAGGED, ranks)
+    sets = row_sets(cu, ranks)
+    plans = [packed_plan(cu, sets, simulated_mesh(ranks, r, 1), "cpu") for r in range(ranks)]
+    found = {x.segments.cu_q is x.segments.cu_k for plan in plans for x in plan.calls}
+    assert found == shared
+
+
 def cost_spread(cu, sets):
     """How far the costs of the row sets are from their mean; every row costs the keys that it sees."""
     keys = torch.cat([torch.arange(1, n + 1) for n in cu.diff().tolist()])

@@ -24,8 +24,9 @@ from .exchange import (
     exchange_qkv_backward,
     exchange_qkv_forward,
 )
-from .kernels import KERNELS, ONE_DOCUMENT, Kernel, resolve_kernel
+from .kernels import KERNELS, ONE_DOCUMENT, VARLEN, Kernel, resolve_kernel
 from .kernels_document import Gradients, Inputs, Results, join
+from .kernels_short import LONGEST
 from .layout import (
     AttentionPlan,
     VarlenCall,
@@ -35,8 +36,9 @@ from .layout import (
 )
 from .mesh import ParallelMesh
 
-# Lengths of prove_kernel's documents: several tiles, none of them full, and a single token
-PROOF = (300, 1, 129)
+# Lengths of prove_kernel's documents: several tiles, none of them full, and a single token; and of a short pack's
+PROOF = (LONGEST + 88, 1, 129)
+SHORT_PROOF = (300, 1, 129)
 PROOF_ERROR = 2e-2  # of a tensor's norm; half-precision kernels reach 2e-3 to 4e-3
 
 
@@ -252,8 +254,8 @@ def prove_kernel(
     """Compare the values and gradients of a requested kernel on small packs with plain attention in float64.
 
     Kernels are other projects' code, compiled for this GPU by this driver, and a wrong gradient gives no error message.
-    What runs for a single document may be another kernel and is compared too, the one for documents of ONE_DOCUMENT
-    tokens only if there are as long ones: compiling takes seconds. Raises
+    What runs for a single document or for short ones may be another kernel and is compared too, the one for documents
+    of ONE_DOCUMENT tokens only if there are as long ones: compiling takes seconds. Raises
     FloatingPointError, which names the wrong tensor and the size of its error.
     """
     draw, widths = torch.Generator().manual_seed(0), (heads, kv_heads, kv_heads)
@@ -263,6 +265,8 @@ def prove_kernel(
         for lengths in (PROOF[:1], PROOF)
     }
     cases = list(proofs.items())
+    if device.type == "cuda":
+        cases += [(name, SHORT_PROOF) for name in proofs if name in VARLEN]
     if "flash4" in proofs and longest >= ONE_DOCUMENT:
         cases.append(("flash4", (ONE_DOCUMENT,)))
     for name, lengths in cases:

@@ -190,6 +190,8 @@ class Segments(NamedTuple):
     """The documents of one kernel call: queries cu_q[i]:cu_q[i+1] of document i attend to keys cu_k[i]:cu_k[i+1].
 
     Causal masks are aligned bottom-right: the last query sees the last key. `bounds` has the same numbers on the host.
+    Plans use one tensor as cu_q and cu_k where every document has as many queries as keys, so that kernels can tell
+    this case without waiting for the device.
     """
 
     cu_q: Tensor
@@ -323,6 +325,8 @@ def varlen_call(documents: list[Document], device: Device, *, causal: bool) -> V
     keys, bounds_k = _join([document.keys for document in documents], device)
     bounds = [bounds_q, bounds_k]
     cu_q, cu_k = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in bounds)
+    if bounds_q == bounds_k:
+        cu_k = cu_q
     max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in bounds)
     return VarlenCall(rows, keys, Segments(cu_q, cu_k, max_q, max_k, bounds), causal)
 
