@@ -59,11 +59,9 @@ def trained_engine(
     config = derive(dtype=dtype, raw=AS_LARGE | (raw or {}), **settings)
     model = build_partitioned(create, config, source.fill)
     if optimizer is None:
-        fused = device().type == "cuda" and not settings.get("offload_optimizer")
         made = adamw(
             groups(model) if groups else parameter_groups(model, 0.0),
             OptimizerSection(lr=lr),
-            on_gpu=fused,
         )
     else:
         made = optimizer(model)

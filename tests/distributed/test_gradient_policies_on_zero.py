@@ -66,7 +66,7 @@ def optimizer(model: Any) -> torch.optim.AdamW:
     for name, parameter in model.named_parameters():
         scopes["value" if "mlp" in name or "norm" in name else "policy"].append(parameter)
     groups = [{"params": parameters, "scope": scope} for scope, parameters in scopes.items()]
-    return adamw(groups, OptimizerSection(lr=LR, eps=1e-2), on_gpu=False)
+    return adamw(groups, OptimizerSection(lr=LR, eps=1e-2))
 
 
 def as_one_process(engine: Any) -> Gradients:
@@ -131,7 +131,7 @@ class AgainstWholeGradient(GradientPolicyChain):
             [replace(e, grad=e.grad * (1.0 if bad else factor)) for e in self.saved]
         )
         if bad:
-            plain.entries[-1].grad[-1] = math.nan
+            [*plain][-1].grad[-1] = math.nan
         before, view = [e.grad.clone() for e in plain], self.engine.gradients()
         for e, values in zip(view, before, strict=True):
             e.grad.copy_(values[e.start : e.start + e.grad.numel()])

@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.fake_ranks import SHAPES, FakeWorld, context, grads_of, parameters
 from ulysses.gradients import TorchGradients, build_chain
+from ulysses.gradients.gradients import Gradients, GradientSlice
 
 
 def test_statistics_follow_edits():
@@ -16,10 +17,24 @@ def test_statistics_follow_edits():
     view.scale(2.0, "value")
     assert view.norm("value") == pytest.approx(2 * value)
     assert view.norm() == pytest.approx(math.sqrt(before**2 + 3 * value**2))
-    view.scale_parameters([0.0] * len(view.entries))
+    view.scale_parameters([0.0] * len([*view]))
     assert view.norm() == view.mean_abs() == 0
     with pytest.raises(ValueError):
         view.scale_parameters([1.0, 2.0])
+
+
+def test_scaling_that_waits_for_the_optimizer_is_done_for_every_other_reader():
+    grads = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
+    entries = [GradientSlice(n, g.shape, len(g), g, group=n) for n, g in zip("ab", grads)]
+    view = Gradients(entries, defer=True)
+    view.scale(0.5)
+    view.scale(4.0, "b")
+    assert torch.cat(grads).tolist() == [3, 4, 12]
+    assert view.norm() == math.hypot(2.5, 24) and grads[1] == 24
+    view.scale(2.0, "a")
+    assert view.take_factors() == {"a": 2.0, "b": 1.0} and view.norm("a") == 2.5
+    view.scale(2.0, "a")
+    assert [float(e.grad[0]) for e in view] == [3, 24]
 
 
 def test_idle_gradient_policies_need_one_collective_together():

@@ -46,23 +46,36 @@ class Gradients:
     `entries` lists every parameter in the same order on every rank. `all_reduce(tensor)` returns the
     tensor summed over the ranks that hold the slices; without it this process holds everything. Statistics are
     remembered on the host until an edit, so asking again costs nothing.
+
+    With `defer`, `scale` only notes its factors, and whoever reads the slices next applies them: an optimizer takes
+    them (`take_factors`) to multiply while it reads, anything else through iteration.
     """
 
     def __init__(
         self,
         entries: Iterable[GradientSlice],
         all_reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        *,
+        defer: bool = False,
     ) -> None:
-        self.entries = list(entries)
-        if not self.entries:
+        self._entries = list(entries)
+        if not self._entries:
             raise ValueError("no parameter has a gradient; run the backward pass first")
-        self.numel = sum(e.numel for e in self)
-        self._all_reduce = all_reduce
+        self.numel = sum(e.numel for e in self._entries)
+        self._all_reduce, self._defer = all_reduce, defer
+        self._factors = dict.fromkeys((e.group for e in self._entries), 1.0)
         self._known: dict[str, list[float]] = {}
-        self._wide = torch.promote_types(self.entries[0].grad.dtype, torch.float32)
+        self._wide = torch.promote_types(self._entries[0].grad.dtype, torch.float32)
 
     def __iter__(self) -> Iterator[GradientSlice]:
-        return iter(self.entries)
+        factors = self.take_factors()
+        self.scale_parameters([factors[e.group] for e in self._entries])
+        return iter(self._entries)
+
+    def take_factors(self) -> dict[str, float]:
+        """Return what each scope's slices are still to be multiplied by, for the caller to do."""
+        factors, self._factors = self._factors, dict.fromkeys(self._factors, 1.0)
+        return factors
 
     # statistics
 
@@ -112,11 +125,16 @@ class Gradients:
 
     def scale(self, factor: float, scope: str | None = None) -> None:
         """Multiply all parameters, or those of one scope, by `factor`; 1 changes nothing."""
-        self.scale_parameters([factor if scope in (None, e.group) else 1.0 for e in self])
+        for group in self._factors:
+            if scope in (None, group) and factor != 1.0:
+                self._factors[group] *= factor
+                self._known.clear()
+        if not self._defer:
+            iter(self)
 
     def scale_parameters(self, factors: Sequence[float]) -> None:
         """Multiply each parameter by its own factor [P], which must be the same on all ranks; 1 changes nothing."""
-        scaled = [(e.grad, f) for e, f in zip(self, factors, strict=True) if f != 1.0]
+        scaled = [(e.grad, f) for e, f in zip(self._entries, factors, strict=True) if f != 1.0]
         if scaled:
             grads, chosen = zip(*scaled)
             torch._foreach_mul_(grads, chosen)
@@ -137,7 +155,7 @@ class Gradients:
         """
         if not sigma:
             return
-        device = self.entries[0].grad.device
+        device = self._entries[0].grad.device
         noise = torch.empty(NOISE_BUFFER, dtype=torch.float32, device=device)
         for entry in self:
             block, skipped = divmod(entry.start, NOISE_BLOCK)

@@ -163,11 +163,10 @@ def build_engine(
 
     model, optimizer = build_partitioned(create, settings, weights.fill).train(trained), None
     if trained:
-        on_gpu = torch.cuda.is_available() and not config.memory.offload_optimizer
         groups = parameter_groups(
             model, config.optimizer.weight_decay, stage.requirements.scopes
         )
-        optimizer = adamw(groups, config.optimizer, on_gpu=on_gpu)
+        optimizer = adamw(groups, config.optimizer)
     else:
         model.requires_grad_(False)
     between = getattr(torch, config.optimizer.reduce_dtype)

@@ -40,12 +40,10 @@ def parameter_groups(
     return groups
 
 
-def adamw(
-    groups: list[dict[str, Any]], config: OptimizerSection, *, on_gpu: bool
-) -> torch.optim.AdamW:
-    """Create AdamW (Loshchilov & Hutter 2019) over parameter groups, fused if its state is on a GPU."""
+def adamw(groups: list[dict[str, Any]], config: OptimizerSection) -> torch.optim.AdamW:
+    """Create AdamW (Loshchilov & Hutter 2019) over parameter groups; on a GPU zero/update.py does its work."""
     return torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=on_gpu, foreach=False
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False
     )
 
 

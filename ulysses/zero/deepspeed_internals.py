@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ulysses.gradients.gradients import GradientSlice
+from ulysses.zero.update import OnePassUpdate
 
 TESTED = "0.19.8"
 
@@ -116,6 +117,13 @@ class Partition:
                 master.grad = gradient  # a view: no copy is needed
         names = {p: name for name, p in engine.module.named_parameters()}
         self.slices = list(self._slices(names))
+        # of all sub-groups, or none: then torch's optimizer updates them
+        self.updates: list[OnePassUpdate] = []
+        for index, (master, parameters) in enumerate(zip(self.masters, self._zero.fp16_groups)):
+            own = [p.ds_tensor.view(-1) for p in parameters]
+            update = OnePassUpdate(self._zero.optimizer, self._group(index), master, own)
+            if update.usable:
+                self.updates.append(update)
         if resident is not None:
             self._zero.lp_param_buffer = self._zero.fp16_partitioned_groups_flat = None
             return
@@ -128,7 +136,7 @@ class Partition:
     def _slices(self, names: dict[nn.Parameter, str]) -> Iterator[ParameterSlice]:
         zero = self._zero
         for index, parameters in enumerate(zero.fp16_groups):
-            group = zero.optimizer.param_groups[zero.sub_group_to_group_id[index]]
+            group = self._group(index)
             master, offset = self.masters[index], 0
             for p in parameters:
                 _, start, length = own_slice(p)
@@ -146,6 +154,10 @@ class Partition:
                 )
                 offset += p.partition_numel()
 
+    def _group(self, index: int) -> dict[str, Any]:
+        """Return the optimizer's parameter group to which a sub-group belongs."""
+        return self._zero.optimizer.param_groups[self._zero.sub_group_to_group_id[index]]
+
     @contextmanager
     def forward_only(self) -> Iterator[None]:
         """Gather weights for a pass without a backward half, in the order learnt from such passes."""
@@ -157,8 +169,10 @@ class Partition:
             offload.param_coordinator = training
 
     @torch.no_grad()
-    def publish(self, *, update: bool = False) -> None:
-        """Give the master weights to the model, after the optimizer's `update` or a change from outside.
+    def publish(self, factors: dict[str, float] | None = None) -> None:
+        """Give the master weights to the model, after an update or a change from outside.
+
+        For an update, `factors` are what each scope's gradients are still to be multiplied by.
 
         These are the parts of DeepSpeed's own step without its norm and its search for overflows, which would
         read every gradient twice more: the gradient policies have looked at the gradient, checked it and
@@ -170,15 +184,18 @@ class Partition:
         else:
             resident.wait()
         for group, (master, parameters) in enumerate(zip(self.masters, zero.fp16_groups)):
-            if update:
-                zero._optimizer_step(group)
-            if resident is None:
-                zero._reassign_or_swap_out_partitioned_parameters(group)
-                continue
-            # the next group is updated while this one is gathered
-            own = [p.ds_tensor for p in parameters]
-            torch._foreach_copy_(own, master.split([slice.numel() for slice in own]))
-            resident.gather(parameters)
+            if factors and self.updates:
+                self.updates[group](factors[self._group(group).get("scope", "default")])
+            else:
+                if factors:
+                    zero._optimizer_step(group)
+                if resident is None:
+                    zero._reassign_or_swap_out_partitioned_parameters(group)
+                else:
+                    own = [p.ds_tensor for p in parameters]
+                    torch._foreach_copy_(own, master.split([slice.numel() for slice in own]))
+            if resident is not None:  # the next group is updated while this one is gathered
+                resident.gather(parameters)
         if resident is None:
             zero._post_step(set())  # gathers the small parameters that are kept whole
 

@@ -74,6 +74,7 @@ class ZeroEngine:
             self.weights = ResidentWeights(model, units)
         self.device = torch.device((self.weights or self._engine).device)
         self.partition: Any = None  # a frozen model has none
+        self._gradients: Gradients | None = None  # the last view of this step
         if optimizer is not None:
             self.partition = Partition(self._engine, self.weights)
             self.reduction = GradientReduction(
@@ -117,7 +118,12 @@ class ZeroEngine:
             RuntimeError: if a trained parameter received no gradient in this step, naming it.
         """
         self.reduction.wait()
-        return Gradients(self.partition.slices, self._all_reduce)
+        if self._gradients is not None:
+            iter(self._gradients)  # does what an earlier view has put off
+        self._gradients = Gradients(
+            self.partition.slices, self._all_reduce, defer=bool(self.partition.updates)
+        )
+        return self._gradients
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         moved = tensor.to(self.device)
@@ -128,11 +134,12 @@ class ZeroEngine:
         """Update the weights with one learning rate per parameter group."""
         for group, lr in zip(self.optimizer.param_groups, learning_rates, strict=True):
             group["lr"] = lr
-        self.partition.publish(update=True)
+        self.partition.publish((self._gradients or self.gradients()).take_factors())
         self.skip_step()
 
     def skip_step(self) -> None:
         """Drop the accumulated gradient without touching the weights."""
+        self._gradients = None
         self.reduction.forget()
         self.partition.begin_step()
 

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ulysses.disk import write_digested
+from ulysses.zero.update import moments
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -90,7 +91,7 @@ def save_state(engine: Any, folder: Path, record: dict[str, Any]) -> dict[str, s
         name = f"{stem}.{kind}.safetensors"
         digests[name] = write_digested(folder / name, chain(start, parts))
     record |= {
-        "updates": int(_optimizer_state(engine, engine.partition.masters[0])["step"]),
+        "updates": int(moments(engine.optimizer, engine.partition.masters[0])["step"]),
         "digests": digests,
         "pieces": [[s.name, s.start, len(s.grad), at] for s, at in zip(slices, starts)],
     }
@@ -117,22 +118,11 @@ def load_state(engine: Any, folder: Path) -> None:
         for s in partition.slices:
             saved.read_into(slice_state(engine, s, kind), s.name, kind, s.start)
     for master in partition.masters:
-        _optimizer_state(engine, master)["step"].fill_(saved.updates)
+        moments(engine.optimizer, master)["step"].fill_(saved.updates)
     partition.publish()
 
 
 def slice_state(engine: Any, s: Any, kind: str) -> Tensor:
     """Return the float32 master weights of one of the partition's slices, or one of its AdamW moments."""
-    whole = s.master.detach() if kind == "master" else _optimizer_state(engine, s.master)[kind]
+    whole = s.master.detach() if kind == "master" else moments(engine.optimizer, s.master)[kind]
     return whole.narrow(0, s.offset, len(s.grad))
-
-
-def _optimizer_state(engine: Any, master: Tensor) -> Any:
-    """Return AdamW's state of a sub-group; it is created as zeros if no update has happened yet."""
-    state = engine.optimizer.state[master]
-    if not state:
-        fused = engine.optimizer.defaults.get("fused")
-        state["step"] = torch.zeros((), device=master.device if fused else "cpu")
-        for name in KINDS[1:]:
-            state[name] = torch.zeros_like(master)
-    return state
