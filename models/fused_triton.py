@@ -294,8 +294,10 @@ def rms_norm(
     width = x.shape[-1]
     rows = x.numel() // width
     block = triton.next_power_of_2(width)
-    # a thread has 16 numbers of each tensor
-    at_once, warps = max(1, 2048 // block), min(16, max(4, block // 512))
+    # a thread has 16 numbers of each tensor; 64 where many of them would be beyond the row's end
+    each = 16 if width == block else 64
+    at_once = max(1, (2048 if width == block else 4096) // block)
+    warps = min(16, max(1, at_once * block // (32 * each)))
     programs, partial = triton.cdiv(rows, at_once), None
     if back:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
