@@ -76,7 +76,8 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path, monkeypatc
     monkeypatch.setattr(real_model, "DEVICE", "cpu")
     monkeypatch.setattr(real_model, "DTYPE", torch.float32)
     stand_in = SimpleNamespace(run=forked, STDOUT=subprocess.STDOUT)
-    monkeypatch.setattr(real_model, "subprocess", stand_in)
+    if not torch.cuda.is_available():  # what has started CUDA cannot be forked
+        monkeypatch.setattr(real_model, "subprocess", stand_in)
     real_model.main()
     header, _, *lines = (tmp_path / "dpo/table.md").read_text().splitlines()
     assert "pairs ranked right (%)" in header and "gain in log-odds" in header

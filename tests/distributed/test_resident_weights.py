@@ -62,7 +62,7 @@ def what_a_step_calls() -> dict[str, Any]:
         trainer.train_step()
     inside = {type(m).__name__: hooks(m) for m in engine.module.model.layers[0].modules()}
     with gathered_weights(engine) as weights:
-        sampled = {name: w.clone() for name, w in weights.items()}
+        sampled = {name: w.cpu().clone() for name, w in weights.items()}
     exported = dict(full_parameters(engine))
     masters = torch.cat(
         [s.master[s.offset : s.offset + len(s.grad)] for s in engine.partition.slices]
