@@ -59,7 +59,7 @@ STEP_SECONDS = 0.005  # per micro-batch: metadata, the first gather, the last re
 # CUDA graphs need none. They pay where a layer takes the GPU less than GRAPH_SECONDS.
 LAUNCH, LAUNCH_RESIDENT = 7e-3, 3e-3
 GRAPH_SECONDS = 5e-3
-UPDATE_BYTES = 38  # read and written per trained parameter: norm, clipping, AdamW, casts
+UPDATE_BYTES = 34  # read and written per trained parameter: norm and zero/update.py
 
 
 class Model(NamedTuple):
