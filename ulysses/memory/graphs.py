@@ -42,7 +42,8 @@ class LayerGraphs:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers: Any = layers
         self._hooks: list[Any] = []  # of all modules inside, which a graph would not run
-        self._places: list[int] = []  # of the weights in memory
+        self._parameters: list[nn.Parameter] = []
+        self._places: list[int] = []  # of the parameters in memory
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
         self._seen: set[tuple[int, ...]] = set()
         # Of every parameter, and written by the graphs of all sizes; what else they need for a moment is shared too.
@@ -55,10 +56,11 @@ class LayerGraphs:
         """Return the layers' output [S, D], or None if they must run one by one this time."""
         if not self._hooks:
             self._hooks = [getattr(m, kind) for m in self.layers.modules() for kind in HOOKS]
+            self._parameters = list(self.layers.parameters())
         alone = plan.mesh.sequence_parallel_size == 1 and not plan.prefix_calls
         if not alone or self._owner() or any(self._hooks) or not self._is_varlen(hidden):
             return None
-        places = [p.data_ptr() for p in self.layers.parameters()]
+        places = [p.data_ptr() for p in self._parameters]
         if places != self._places:
             self._recorded.clear()
             # the allocator forgets a pool with its last graph
@@ -78,8 +80,9 @@ class LayerGraphs:
             if len(self._recorded) == MOST_SIZES:
                 return None
             if not self._recorded:
-                trained = [p for p in self.layers.parameters() if p.requires_grad]
-                self.grads = {p: torch.empty_like(p) for p in trained}
+                self.grads = {
+                    p: torch.empty_like(p) for p in self._parameters if p.requires_grad
+                }
             self._recorded[size] = _Recorded(self, hidden, rope, plan, size)
         owner = _Owner()
         self._owner = weakref.ref(owner)
