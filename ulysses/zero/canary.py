@@ -7,6 +7,7 @@ the outputs of its new weights are compared with those of plain torch.
 
 import gc
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from ulysses.zero.deepspeed_internals import TESTED
 from ulysses.zero.engine import ZeroEngine
 from ulysses.zero.settings import derive
 
-WIDTH, ROWS, MICRO_BATCHES, LR = 9, 4, 2, 0.5  # 81 elements do not divide into equal slices
+WIDTH, ROWS, MICRO_BATCHES = 9, 4, 2  # 81 elements do not divide into equal slices
+# So large an eps makes AdamW's first update proportional to the gradient, which it would only take the sign of.
+ADAMW: dict[str, Any] = {"lr": 50.0, "eps": 100.0, "weight_decay": 0.0, "foreach": False}
 # relative, in float32; after a missing, doubled or badly scaled gradient the outputs are off by far more
 TOLERANCE = 1e-4
 
@@ -74,16 +77,15 @@ def _trains_correctly(device: torch.device) -> bool:
     small = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": WIDTH * WIDTH}
     settings = derive(dtype=torch.float32, raw=small)
     model = build_partitioned(_tiny, settings, fill)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     engine = ZeroEngine(model.train(), settings, optimizer, (_Unit,))
     for k, micro_batch in enumerate(inputs, 1):
         loss = engine(micro_batch[rank].requires_grad_()).square().sum()
         engine.backward(loss, last=k == MICRO_BATCHES)
     engine.gradients()  # refuses to go on without all of them
-    engine.step([LR])
+    engine.step([ADAMW["lr"]])
     (plain(inputs).square().sum() / world).backward()
-    for p in plain.parameters():
-        p.data -= LR * p.grad
+    torch.optim.AdamW(plain.parameters(), **ADAMW).step()
     with engine.inference():
         found, wanted = engine(inputs[0, rank]), plain(inputs[0, rank])
     engine.reduction.close(release=True)
