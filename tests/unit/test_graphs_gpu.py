@@ -12,6 +12,7 @@ from tests.model_folder import init_weights
 from ulysses.memory.graphs import padded
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.kernels import resolve_kernel
 from ulysses.parallel.mesh import ParallelMesh
 
 SHAPE = ModelConfig.from_hf({
@@ -28,7 +29,10 @@ def pack(*lengths, seed=0):
 
 
 def model(shape, graphs):
-    made = CausalLM(shape, memory=LayerMemory(graphs=graphs)).to("cuda", torch.bfloat16)
+    # one kernel for both: without flash4, "auto" takes cuDNN's for a pack of two documents, which no graph can
+    kernel = resolve_kernel("auto", "cuda", torch.bfloat16, shape.head_dim).name
+    memory = LayerMemory(graphs=graphs)
+    made = CausalLM(shape, attention=kernel, memory=memory).to("cuda", torch.bfloat16)
     init_weights(made, seed=1)
     return made
 
