@@ -22,7 +22,6 @@ from tests.zero_case import HostWeights, frozen_engine, trained_engine, whole_gr
 from ulysses.config.command_line import check
 from ulysses.config.schema import LoraSection
 from ulysses.data.serve.encode import Example
-from ulysses.data.serve.steps import StepLoader
 from ulysses.gradients.chain import GradientPolicyChain
 from ulysses.memory.levels import LayerMemory
 from ulysses.parallel.batch import Sequence
@@ -31,7 +30,6 @@ from ulysses.run.registry import STAGES, stage_of
 from ulysses.run.trainer import Trainer
 from ulysses.stages.base import Stage
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.engine import ZeroEngine
 
 SHAPE = ModelConfig.from_hf(
     tiny_config(rms_norm_eps=1e-5, max_position_embeddings=512, initializer_range=0.1)
@@ -51,9 +49,7 @@ class ListDataset:
         examples: list[tuple[Sequence, ...]],
         columns: dict[str, list[float]] | None = None,
     ) -> None:
-        self.kind = kind
-        self.examples = examples
-        most = max(map(len, examples))
+        self.kind, self.examples, most = kind, examples, max(map(len, examples))
         self.sequence_lengths, self.prefix_lengths = (
             np.array([[*map(number, e), *[0] * (most - len(e))] for e in examples])
             for number in (lambda s: len(s.tokens), lambda s: s.prefix_length)
@@ -68,9 +64,8 @@ class ListDataset:
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Example:
-        return Example(
-            index, self.examples[index], {k: float(v[index]) for k, v in self.columns.items()}
-        )
+        columns = {name: float(column[index]) for name, column in self.columns.items()}
+        return Example(index, self.examples[index], columns)
 
 
 def sequences(
@@ -136,12 +131,10 @@ def ragged(data: ListDataset) -> ListDataset:
             data.columns["prompt_length"][i] = 1
         made = []
         for j, s in enumerate(sides):
-            length = 1 if j == cut else len(s.tokens)
-            weights = torch.where(
-                torch.arange(len(s.tokens)) < len(s.tokens) - 2, 0.0, s.loss_weights
-            )
+            length, whole = 1 if j == cut else len(s.tokens), torch.arange(len(s.tokens))
+            weights = torch.where(whole < len(whole) - 2, 0.0, s.loss_weights)[:length]
             columns = {name: column[:length] for name, column in s.token_columns.items()}
-            made.append(Sequence(s.tokens[:length], weights[:length], columns))
+            made.append(Sequence(s.tokens[:length], weights, columns))
         examples.append(tuple(made))
     return type(data)(data.kind, examples, {k: list(v) for k, v in data.columns.items()})
 
@@ -150,15 +143,12 @@ def ragged(data: ListDataset) -> ListDataset:
 TEACHER = replace(SHAPE, hidden_size=40, head_dim=10, num_hidden_layers=3, vocab_size=100)
 
 
-def teacher(case: "Case", mesh: Any) -> ZeroEngine:
-    """Build distillation's teacher as a run does."""
-    return frozen_engine(lambda: CausalLM(TEACHER, mesh), HostWeights(TEACHER, 7))
-
-
 # What makes a stage's frozen models of (case, mesh), by their roles; the examples carry the reference's values.
 FROZEN: dict[str, Callable[..., Any]] = {
     "reference": lambda case, mesh: None,
-    "teacher": teacher,
+    "teacher": lambda case, mesh: frozen_engine(
+        lambda: CausalLM(TEACHER, mesh), HostWeights(TEACHER, 7)
+    ),
 }
 LABELS = (1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1)  # KTO's, one per example
 
@@ -180,9 +170,7 @@ def dataset(
     assert wanted in ("pair", "ranked"), f"tests/engine_case.py makes no {wanted} examples"
     found = sequences(2 * count, seed, reference=True)
     margins = {"margin": np.linspace(0, 1, count).tolist()} if wanted == "ranked" else {}
-    return ListDataset(
-        "pair", [(found[2 * i], found[2 * i + 1]) for i in range(count)], margins
-    )
+    return ListDataset("pair", [*zip(found[::2], found[1::2])], margins)
 
 
 @dataclass
@@ -215,20 +203,14 @@ class Case:
         return ragged(made) if self.ragged else made
 
     def model(self, mesh: Any, attention: str | None = None) -> nn.Module:
-        cls = RewardModel if STAGES[self.stage].reward else CausalLM
-        packed = partial(QuantizedLinear, kind=self.quantize)
-        made = cls(
-            self.shape,
-            mesh,
-            attention=attention or self.attention,
-            memory=LayerMemory(self.recompute),
-            linear=Linear if self.quantize == "none" else packed,
-        )
+        kind = RewardModel if STAGES[self.stage].reward else CausalLM
+        dense = self.quantize == "none"
+        linear = Linear if dense else partial(QuantizedLinear, kind=self.quantize)
+        how = {"memory": LayerMemory(self.recompute), "linear": linear}
+        made = kind(self.shape, mesh, attention=attention or self.attention, **how)
         if self.lora_rank:
-            add_adapters(
-                made,
-                LoraSection(rank=self.lora_rank, targets=["q_proj", "v_proj", "down_proj"]),
-            )
+            targets = ["q_proj", "v_proj", "down_proj"]
+            add_adapters(made, LoraSection(rank=self.lora_rank, targets=targets))
         return made
 
     def weights(self) -> "StartedAdapters":
@@ -277,28 +259,33 @@ def make_stage(case: Case, engine: Any, mesh: Any, **others: Callable[..., Any])
     return replace(stage, model=engine, mesh=mesh, **frozen)
 
 
+def shuffled(
+    data: Any, examples: int, mesh: ParallelMesh, budget: int, packing_seed: int | None
+) -> ShuffledLoader:
+    """Return this rank's loader of steps of so many examples."""
+    return ShuffledLoader(
+        data, examples, tokens_per_microbatch=budget, seed=3, data_parallel_size=mesh.data_parallel_size,
+        dp_rank=mesh.dp_rank, packing_seed=packing_seed,
+    )  # fmt: skip
+
+
 def build_trainer(case: Case, data: Any = None) -> tuple[Trainer, CaptureChain]:
     """Build model, stage and trainer on this rank; all ranks call it together."""
     initialize_distributed()
     mesh = ParallelMesh(case.sp, num_heads=case.shape.num_attention_heads)
-    engine = trained_engine(
-        lambda: case.model(mesh), case.weights(), case.lr, dtype=case.dtype, **case.engine
-    )
-    loader = ShuffledLoader(
-        data or case.data(), case.examples, tokens_per_microbatch=case.budget, seed=3,
-        data_parallel_size=mesh.data_parallel_size, dp_rank=mesh.dp_rank, packing_seed=case.packing_seed,
-    )  # fmt: skip
+    given = case.weights(), case.lr
+    engine = trained_engine(lambda: case.model(mesh), *given, dtype=case.dtype, **case.engine)
+    loader = shuffled(data or case.data(), case.examples, mesh, case.budget, case.packing_seed)
     chain = CaptureChain()
-    trainer = Trainer(
-        stage=make_stage(case, engine, mesh), loader=loader, total_steps=max(2, case.steps),
-        policies=chain,
-    )  # fmt: skip
+    stage, steps = make_stage(case, engine, mesh), max(2, case.steps)
+    trainer = Trainer(stage=stage, loader=loader, total_steps=steps, policies=chain)
     return trainer, chain
 
 
-def run_case(
-    case: Case, data: Any = None
-) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
+Steps = tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]
+
+
+def run_case(case: Case, data: Any = None) -> Steps:
     """Train `case.steps` steps; returns every step's metrics and whole gradients (gradients on rank 0 only)."""
     trainer, chain = build_trainer(case, data)
     metrics = [trainer.train_step() for _ in range(case.steps)]
@@ -306,11 +293,9 @@ def run_case(
     return metrics, chain.steps if dist.get_rank() == 0 else []
 
 
-def trained(
-    case: Case, world: int, data: Any = None
-) -> tuple[list[dict[str, float]], list[dict[str, torch.Tensor]]]:
+def trained(case: Case, world: int) -> Steps:
     """Call `run_case` on so many ranks."""
-    return run_distributed(run_case, world, case, data)[0]
+    return run_distributed(run_case, world, case)[0]
 
 
 def evaluated(case: Case, world: int) -> list[dict[str, float]]:
@@ -321,10 +306,7 @@ def evaluated(case: Case, world: int) -> list[dict[str, float]]:
 def evaluation(case: Case) -> dict[str, float]:
     """Held-out metrics over all of the data, in steps of 4 with a smaller last one."""
     trainer, _ = build_trainer(case)
-    trainer.eval_loader = StepLoader(
-        case.data(), 4, tokens_per_microbatch=case.budget, data_parallel_size=trainer.mesh.data_parallel_size,
-        dp_rank=trainer.mesh.dp_rank, shuffle=False,
-    )  # fmt: skip
+    trainer.eval_loader = replace(trainer.loader, examples_per_step=4, shuffle=False)
     found = trainer.evaluate()
     trainer.engine.destroy()
     return found

@@ -12,6 +12,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -49,11 +50,6 @@ def device() -> torch.device:
     return torch.device(os.environ.get(RANK_DEVICE, "cpu"))
 
 
-def on_gpu() -> bool:
-    """Say whether this process is a rank on a GPU."""
-    return device().type == "cuda"
-
-
 def gpus() -> int:
     """Count the GPUs that ranks may use, without starting CUDA in this process (torch asks the driver's library)."""
     wanted = os.environ.get("ULYSSES_TEST_DEVICE", "cuda")
@@ -68,6 +64,51 @@ def need_gpus(count: int) -> None:
     """Skip the test where ranks cannot have a GPU each."""
     if gpus() < count:
         pytest.skip(f"needs {count} GPUs, one for each rank")
+
+
+class Processes:
+    """The ranks of one run, which this process starts: each calls `target` with its rank, their number and the rest."""
+
+    def __init__(
+        self, target: Callable[..., None], world: int, *setting: Any, method: str = "fork"
+    ) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(["torch"])
+        self.processes = [
+            context.Process(target=target, args=(rank, world, *setting))
+            for rank in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def codes(self) -> list[int | None]:
+        """The exit codes by rank, None of those that still run."""
+        return [process.exitcode for process in self.processes]
+
+    def send(self, number: int, *which: int) -> None:
+        """Send a signal to some ranks, or to all."""
+        for rank in which or range(len(self.processes)):
+            if self.codes[rank] is None:
+                os.kill(self.processes[rank].pid, number)
+
+    def until(self, condition: Callable[[], bool], timeout: float = 60) -> None:
+        """Wait until the condition holds, all processes have ended or the time is over."""
+        deadline = time.monotonic() + timeout
+        while None in self.codes and not condition() and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def end(self, timeout: float) -> bool:
+        """Wait for the end, and return whether a process had to be killed that did not come to it in time."""
+        self.until(lambda: False, timeout)
+        late = None in self.codes
+        self.send(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+        return late
 
 
 def run_distributed(
@@ -85,27 +126,20 @@ def run_distributed(
     served = torch.cuda.device_count() > 0
     if "deepspeed" in sys.modules and not served:
         preload()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    context = multiprocessing.get_context("forkserver" if served else "fork")
-    if served:
-        context.set_forkserver_preload(["torch"])
+    method = "forkserver" if served else "fork"
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        setting = (world_size, folder, cuda, deterministic)
-        ranks = [
-            context.Process(target=_child, args=(function, args, kwargs, rank, *setting))
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        failed = _wait(ranks, timeout * (3 if cuda else 1))
+        setting = function, args, kwargs, folder, cuda, deterministic
+        ranks = Processes(_child, world_size, *setting, method=method)
+        # one failing rank ends the others after a moment
+        ranks.until(lambda: any(ranks.codes), timeout * (3 if cuda else 1))
+        failed = ranks.end(3)
         results: list[Any] = []
         errors: list[str] = []
         for rank in range(world_size):
             path = folder / f"{rank}.result"
             if not path.exists():
-                how = "timed out" if failed else f"exit code {ranks[rank].exitcode}"
+                how = "timed out" if failed else f"exit code {ranks.codes[rank]}"
                 errors.append(f"rank {rank} left no result ({how})")
                 continue
             ok, value = torch.load(path, map_location="cpu", weights_only=False)
@@ -164,7 +198,7 @@ def set_rank(rank: int, world: int) -> None:
 
 
 def _child(
-    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, world: int, folder: Path, cuda: bool,
+    rank: int, world: int, function: Callable[..., Any], args: Any, kwargs: Any, folder: Path, cuda: bool,
     deterministic: bool,
 ) -> None:  # fmt: skip
     code = 0
@@ -205,18 +239,3 @@ def _child(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no interpreter shutdown: it can abort while gloo threads still run
-
-
-def _wait(ranks: list[Any], timeout: float) -> bool:
-    """Reap all ranks; True if any had to be killed. One failing rank ends the others after a moment."""
-    deadline = time.time() + timeout
-    while None in (states := [process.exitcode for process in ranks]):
-        if any(states):
-            deadline = min(deadline, time.time() + 3)
-        if time.time() > deadline:
-            for process in ranks:
-                process.kill()
-                process.join()
-            return True
-        time.sleep(0.01)
-    return False

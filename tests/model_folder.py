@@ -1,5 +1,7 @@
 """A tiny random model written as a Hugging Face folder."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +15,18 @@ from ulysses.disk import write_json
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
     """Return a config.json of a Llama of two layers, with these changes."""
-    size = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-    }
     return {
-        "model_type": "llama",
-        **size,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        **changes,
-    }
+        "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, **changes,
+    }  # fmt: skip
 
 
 @torch.no_grad()
 def init_weights(model: CausalLM | RewardModel, seed: int = 0) -> None:
     """Fill every parameter of an unpartitioned model with its random start."""
     for name, parameter in model.named_parameters():
-        values = init_parameter(
-            name, parameter.shape, model.config, seed, device=parameter.device
-        )
+        where = parameter.device
+        values = init_parameter(name, parameter.shape, model.config, seed, device=where)
         parameter.copy_(values)
 
 
@@ -48,3 +40,11 @@ def write_model(
     write_weights(folder, model.named_parameters(), **options)
     write_json(folder / CONFIG, config.to_hf(dtype=str(dtype).removeprefix("torch.")))
     return model
+
+
+def demo_model(folder: Path, **changes: Any) -> Path:
+    """Write the demo's model with these changes, with weights and its tokenizer."""
+    demo = Path(__file__).parents[1] / "configs/demo"
+    shape = json.loads((demo / "model/config.json").read_text()) | changes
+    write_model(folder, ModelConfig.from_hf(shape))
+    return shutil.copytree(demo / "data/tokenizer", folder, dirs_exist_ok=True)

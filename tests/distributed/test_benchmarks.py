@@ -1,28 +1,21 @@
 """The measuring programs at toy size: they measure what they were told to measure."""
 
 import argparse
-import json
 import re
-import shutil
 import subprocess
 import sys
-from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from models.arch import ModelConfig
-from tests.e2e.launch import ROOT, environment, ranks
+from tests.e2e.launch import ROOT, environment
 from tests.harness import run_distributed
-from tests.model_folder import write_model
+from tests.model_folder import demo_model
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-SHAPE = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 16,
-}  # fmt: skip
+SHAPE = """
+--model.config.vocab_size=64 --model.config.hidden_size=64 --model.config.intermediate_size=96
+--model.config.num_attention_heads=8 --model.config.num_key_value_heads=4 --model.config.head_dim=16
+"""
 
 
 def measured() -> list[dict[str, Any]]:
@@ -33,10 +26,9 @@ def measured() -> list[dict[str, Any]]:
         offload=["none", "none", "checkpoints"], steps=1, warm=0, skip_attention=False, out="", watch=0,
         micro_batches=2, gpu_memory=0.0,
     )  # fmt: skip
-    rest = [f"--model.config.{name}={value}" for name, value in SHAPE.items()]
-    plain, fit = work(options, rest), {"seq": [48], "recompute": ["block"], "offload": ["none"]}
-    vars(options).update(skip_attention=True, **fit)
-    return plain + work(options, rest)
+    plain = work(options, SHAPE.split())
+    vars(options).update(skip_attention=True, seq=[48], recompute=["block"], offload=["none"])
+    return plain + work(options, SHAPE.split())
 
 
 def test_steps_are_measured_as_set():
@@ -53,32 +45,16 @@ def test_steps_are_measured_as_set():
         assert not {"seconds", "loss"} & {*fit}
 
 
-def test_preferences_of_a_model_are_judged_before_and_after(tmp_path, monkeypatch):
+def test_preferences_of_a_model_are_judged_before_and_after(tmp_path):
     """The study of DPO: its held-out pairs rank better after training, with all weights and with adapters."""
-    import real_model
-
-    def forked(line: list[str], **_: Any) -> None:
-        launcher, arguments = line[: (at := line.index("ulysses.train"))], line[at + 1 :]
-        assert launcher[-1] == "-m" and "--nproc_per_node=1" in launcher
-        ranks(arguments, 1, tmp_path / "logs").check()
-
-    demo, model = ROOT / "configs/demo", tmp_path / "model"
-    shutil.copytree(demo / "data/tokenizer", model)
-    write_model(
-        model, ModelConfig.from_hf(json.loads((demo / "model/config.json").read_text()))
-    )
-    rows = (demo / "data/dpo_train.jsonl").read_text().splitlines()[:200]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    model, pairs = demo_model(tmp_path / "model"), tmp_path / "pairs.jsonl"
+    rows = (ROOT / "configs/demo/data/dpo_train.jsonl").read_text().splitlines()[:200]
+    pairs.write_text("\n".join(rows))
     toy = "--batch.examples 8 --model.dtype float32 --optimizer.lr 1e-2 --optimizer.warmup 2 --run.seed 0"
-    pairs = tmp_path / "pairs.jsonl"
-    words = ["real_model.py", "dpo", model, pairs, "--out", tmp_path, *toy.split()]
-    monkeypatch.setattr(sys, "argv", [*map(str, words)])
-    monkeypatch.setattr(real_model, "DEVICE", "cpu")
-    monkeypatch.setattr(real_model, "DTYPE", torch.float32)
-    stand_in = SimpleNamespace(run=forked, STDOUT=subprocess.STDOUT)
-    if not torch.cuda.is_available():  # what has started CUDA cannot be forked
-        monkeypatch.setattr(real_model, "subprocess", stand_in)
-    real_model.main()
+    study = (
+        f"{sys.executable} benchmarks/real_model.py dpo {model} {pairs} --out {tmp_path} {toy}"
+    )
+    subprocess.run(study.split(), cwd=ROOT, env=environment(), check=True)
     header, _, *lines = (tmp_path / "dpo/table.md").read_text().splitlines()
     assert "pairs ranked right (%)" in header and "gain in log-odds" in header
     names = [re.split(r" *\| *", line)[1] for line in lines]
@@ -86,12 +62,3 @@ def test_preferences_of_a_model_are_judged_before_and_after(tmp_path, monkeypatc
     gains = [re.findall(r"(-?[\d.]+) ± ([\d.]+)", line) for line in lines]
     assert all(float(gain) > 2 * float(error) > 0 for (_, (gain, error)) in gains), gains
     assert (tmp_path / "dpo/dpo.png").stat().st_size > 10_000
-
-
-def test_tokenising_is_compared_with_datasets_map():
-    line = [sys.executable, "benchmarks/tokenising.py", *"--rows 40 --rounds 1".split()]
-    text = subprocess.check_output(line, cwd=ROOT, env=environment(), text=True)
-    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    found = [(row["workers"], row["who"]) for row in rows]
-    assert found == [*product((1, 2), ("ours", "datasets.map"))]
-    assert len({row["tokens"] for row in rows}) == 1

@@ -41,8 +41,8 @@ def check(
     compared(Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world)
 
 
-@pytest.mark.parametrize(("world", "sp", "budget", "seed"), SAMPLED)
-@pytest.mark.parametrize(("stage", "options"), [STAGES[0], STAGES[2]], ids=["sft", "dpo"])
+@pytest.mark.parametrize("world, sp, budget, seed", SAMPLED)
+@pytest.mark.parametrize("stage, options", [STAGES[0], STAGES[2]], ids=["sft", "dpo"])
 def test_loss_and_gradients_do_not_depend_on_topology(
     stage, options, world, sp, budget, seed
 ) -> None:
@@ -50,15 +50,15 @@ def test_loss_and_gradients_do_not_depend_on_topology(
 
 
 @pytest.mark.parametrize(
-    ("stage", "options"), [STAGES[1], STAGES[3]], ids=["sft z-loss smoothing", "dpo ipo"]
+    "stage, options", [STAGES[1], STAGES[3]], ids=["sft z-loss smoothing", "dpo ipo"]
 )
 def test_options_do_not_depend_on_topology(stage, options) -> None:
     check(stage, options, 4, 2, 128, 1)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "sp", "budget", "seed"), FULL)
-@pytest.mark.parametrize(("stage", "options"), STAGES)
+@pytest.mark.parametrize("world, sp, budget, seed", FULL)
+@pytest.mark.parametrize("stage, options", STAGES)
 def test_full_product(stage, options, world, sp, budget, seed) -> None:
     check(stage, options, world, sp, budget, seed)
 
@@ -83,7 +83,7 @@ def test_bfloat16_error_is_that_of_one_rank() -> None:
         assert many <= 1.5 * one, (world, sp, many, one)
 
 
-@pytest.mark.parametrize(("world", "sp"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize("world, sp", [(1, 1), (4, 2)])
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_evaluation_weighs_tokens_and_pairs_like_training(
     stage: str, world: int, sp: int

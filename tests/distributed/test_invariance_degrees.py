@@ -69,14 +69,14 @@ def case_of(
     return Case(stage, sp=sp, recompute=level, attention=kernel, **more), world
 
 
-@pytest.mark.parametrize(("stage", "topology", "level", "kernel"), SAMPLED)
+@pytest.mark.parametrize("stage, topology, level, kernel", SAMPLED)
 def test_degrees_that_do_not_divide_the_heads(
     stage: str, topology: str, level: str, kernel: str
 ) -> None:
     check(*case_of(stage, topology, level, kernel, packing_seed=1))
 
 
-@pytest.mark.parametrize(("stage", "heads", "world", "sp", "level"), [
+@pytest.mark.parametrize("stage, heads, world, sp, level", [
     ("dpo", 4, 4, 2, "block"), ("sft", 4, 4, 4, "keep_attention"), ("sft", 3, 4, 4, "pair"),
     *full(("sft", 4, 1, 1, "none"), ("rm", 4, 2, 2, "none"), ("dpo", 3, 3, 3, "none")),
 ])  # fmt: skip

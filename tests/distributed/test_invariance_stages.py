@@ -34,9 +34,9 @@ def check(case: Case, world: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "sp", "budget", "seed"), [*SAMPLED[1:4], *full(SAMPLED[0], SAMPLED[4])]
+    "world, sp, budget, seed", [*SAMPLED[1:4], *full(SAMPLED[0], SAMPLED[4])]
 )
-@pytest.mark.parametrize(("stage", "options"), STAGES, ids=[s for s, _ in STAGES])
+@pytest.mark.parametrize("stage, options", STAGES, ids=[s for s, _ in STAGES])
 def test_loss_metrics_and_gradients(stage, options, world, sp, budget, seed) -> None:
     metrics = check(
         Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world
@@ -46,7 +46,7 @@ def test_loss_metrics_and_gradients(stage, options, world, sp, budget, seed) -> 
 
 
 @pytest.mark.parametrize(
-    ("world", "sp", "recompute"),
+    "world, sp, recompute",
     [(2, 2, "pair"), (4, 4, "block"), *full((1, 1, "none"), (4, 2, "none"))],
 )
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
@@ -57,14 +57,14 @@ def test_yarn(stage, world, sp, recompute) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("world", "sp", "budget", "seed"), FULL)
-@pytest.mark.parametrize(("stage", "options"), STAGES, ids=[s for s, _ in STAGES])
+@pytest.mark.parametrize("world, sp, budget, seed", FULL)
+@pytest.mark.parametrize("stage, options", STAGES, ids=[s for s, _ in STAGES])
 def test_full_product(stage, options, world, sp, budget, seed) -> None:
     check(Case(stage, sp=sp, budget=budget, packing_seed=seed, options=options), world)
 
 
 @pytest.mark.parametrize(
-    ("stage", "options"),
+    "stage, options",
     [
         ("sft", {"loss_type": "dft"}),
         ("kto", {"loss_type": "apo_zero_unpaired", "beta": 0.3}),
@@ -84,7 +84,7 @@ def test_options(stage, options) -> None:
     check(Case(stage, sp=2, packing_seed=1, options=options), 4)
 
 
-@pytest.mark.parametrize(("stage", "world", "sp", "recompute"), [
+@pytest.mark.parametrize("stage, world, sp, recompute", [
     ("dpo", 4, 2, "none"), ("kto", 2, 2, "block"), ("rm", 2, 1, "keep_attention"),
     *full(("sft", 1, 1, "keep_attention"), ("pt", 2, 2, "pair"), ("distill", 2, 2, "block")),
 ])  # fmt: skip
@@ -99,7 +99,7 @@ def test_an_epochs_last_smaller_step_has_its_own_count(stage) -> None:
     compared(Case(stage, sp=2, examples=4, steps=3), 4, step=2)
 
 
-@pytest.mark.parametrize(("world", "sp", "budget"), [(4, 2, 512), *full((1, 1, 128))])
+@pytest.mark.parametrize("world, sp, budget", [(4, 2, 512), *full((1, 1, 128))])
 def test_bco_pair_subtracts_the_mean_reward_of_the_steps_before(world, sp, budget) -> None:
     """Of whole steps, and equally often on every topology; the learning rate is 0."""
     options = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2], "beta": 0.3}
@@ -151,7 +151,7 @@ TWICE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("stage", "more"), TWICE.values(), ids=TWICE)
+@pytest.mark.parametrize("stage, more", TWICE.values(), ids=TWICE)
 def test_deterministic_runs_repeat_bit_for_bit(stage, more) -> None:
     """Also: none of their operations lacks a deterministic kernel, or torch would have raised."""
     need_gpus(4)

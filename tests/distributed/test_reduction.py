@@ -1,127 +1,86 @@
 """Gradients of all ranks add up to each rank's slice: exactly, whatever the nodes, buckets and micro-batches."""
 
-import copy
 import os
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from tests.harness import full, run_distributed
-from tests.zero_case import in_nodes_of
+from tests.engine_case import SHAPE, Case, sequences
+from tests.harness import device, full, run_distributed
+from tests.memory_case import assert_same_gradients
+from tests.zero_case import filled, trained_engine, whole_gradients
+from ulysses.parallel.batch import ShardedBatch, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
 from ulysses.zero.construct import initialize_distributed
-from ulysses.zero.deepspeed_internals import ParameterSlice
-from ulysses.zero.reduce import GradientReduction, ranks_of_a_node
+from ulysses.zero.engine import ZeroEngine
+from ulysses.zero.reduce import ranks_of_a_node
 
-WORLD, MICRO_BATCHES, STEPS = 4, 3, 2
-
-
-class Odd(nn.Module):
-    """A unit and a parameter outside of it; the ranks divide no size, and one has fewer elements than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unit = nn.Linear(13, 7, dtype=torch.bfloat16)
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.unit(x)[:, :3] * self.scale
+WORLD = 4
+# the ranks divide no size
+ODD = replace(SHAPE, hidden_size=27, intermediate_size=45, head_dim=6)
+CASE = Case("sft", shape=ODD, dtype=torch.bfloat16, attention="reference")
 
 
-def slices_of(
-    model: nn.Module, where: torch.device, on_host: bool = False
-) -> dict[str, ParameterSlice]:
-    """Cut every parameter as ZeRO-3 does; the gradients hold no number yet."""
-    slices = {}
-    for name, p in model.named_parameters():
-        size = -(-p.numel() // dist.get_world_size())
-        start = min(dist.get_rank() * size, p.numel())
-        memory = {
-            "device": "cpu" if on_host else where,
-            "pin_memory": on_host and where.type == "cuda",
+def engine_of(**how: Any) -> ZeroEngine:
+    initialize_distributed()
+    return trained_engine(
+        lambda: CASE.model(ParallelMesh(1)), CASE.weights(), dtype=CASE.dtype, **how
+    )
+
+
+def batch(seed: int) -> ShardedBatch:
+    return pack_shard(sequences(2, seed), ParallelMesh(1), device())
+
+
+def reduced(node_size: int, bucket: int) -> None:
+    """Take two steps of three micro-batches, and compare the gradients with the sum of all ranks' own."""
+    engine = engine_of(node_size=node_size, raw={"reduce_bucket_size": bucket})
+    plain = filled(CASE.model(None), CASE.weights()).to(device(), CASE.dtype)
+    for step in range(2):
+        wanted = {
+            name: torch.zeros_like(p.data).double() for name, p in plain.named_parameters()
         }
-        grad = torch.full((min(size, p.numel() - start),), float("nan"), **memory)
-        slices[name] = ParameterSlice(
-            name, p.shape, p.numel(), grad, start, parameter=p, size=size, master=grad, offset=0
-        )
-    return slices
-
-
-def reduced(
-    node_size: int, bucket: int, on_host: bool
-) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """Return this rank's slices after each step, beside what they should be."""
-    where, rank = initialize_distributed(), dist.get_rank()
-    torch.manual_seed(0)
-    model = Odd().to(where)
-    plain, slices = copy.deepcopy(model), slices_of(model, where, on_host)
-    in_nodes_of(node_size)
-    reduction = GradientReduction(slices.values(), [model.unit], where, bucket=bucket)
-    found = []
-    for step in range(STEPS):
-        wanted: dict[str, Tensor] = {}
-        for micro in range(MICRO_BATCHES):
-            torch.manual_seed(1000 * step + 10 * micro + rank)
-            x = torch.randn(11, 13, device=where, dtype=torch.bfloat16, requires_grad=True)
-            model(x).float().square().sum().backward()
-            reduction.finish()
+        for micro in range(3):
+            given = batch(100 * step + 10 * micro + dist.get_rank())
+            ours, theirs = (
+                (model(given).logps * given.loss_weights).sum() for model in (engine, plain)
+            )
+            engine.backward(ours, last=micro == 2)
             plain.zero_grad()
-            plain(x).float().square().sum().backward()
+            theirs.backward()
             for name, p in plain.named_parameters():
-                total = p.grad.flatten().double()
+                total = p.grad.double()
                 dist.all_reduce(total)
-                wanted[name] = wanted.get(name, 0) + total.cpu() / WORLD
-        reduction.wait()
-        assert all(p.grad is None for p in model.parameters())
-        found.append(
-            {
-                n: (s.grad.cpu().clone(), wanted[n][s.start :][: len(s.grad)])
-                for n, s in slices.items()
-            }
-        )
-        reduction.forget()
-    reduction.close()
-    return found
+                wanted[name] += total / WORLD
+        exact = {name: total.cpu() for name, total in wanted.items()}
+        assert_same_gradients(whole_gradients(engine.gradients()), exact, 1e-6)
+        engine.skip_step()
 
 
 @pytest.mark.parametrize(
-    ("node_size", "bucket", "on_host"),
-    [(4, 50, True), (2, 1, False), (1, 50, True), *full((4, 1, False), (2, 10**6, False))],
+    "node_size, bucket", [(4, 50), (2, 1), (1, 50), *full((4, 1), (2, 10**6))]
 )
-def test_every_slice_is_the_mean_of_all_ranks(node_size, bucket, on_host):
-    ranks = run_distributed(reduced, WORLD, node_size, bucket, on_host)
-    for steps in ranks:
-        for pairs in steps:
-            for name, (slice_, wanted) in pairs.items():
-                torch.testing.assert_close(
-                    slice_.double(), wanted, rtol=1e-6, atol=1e-6, msg=name
-                )
-    assert sum(pairs[0]["unit.weight"][0].numel() for pairs in ranks) == 7 * 13
+def test_every_slice_is_the_mean_of_all_ranks(node_size, bucket):
+    run_distributed(reduced, WORLD, node_size, bucket, deterministic=True)
 
 
 def without_one_gradient() -> str:
-    """Back-propagate through the unit alone, as if something else had taken the other parameter's gradient."""
-    where = initialize_distributed()
-    model = Odd().to(where)
-    reduction = GradientReduction(
-        slices_of(model, where).values(), [model.unit], where, bucket=1
-    )
-    model.unit(
-        torch.ones(2, 13, device=where, dtype=torch.bfloat16, requires_grad=True)
-    ).sum().backward()
-    reduction.finish()
+    """Back-propagate through all but the last norm and the head, as if something else had taken their gradients."""
+    engine = engine_of()
+    engine.backward(engine.module.model(batch(0)).sum(), last=True)
     with pytest.raises(RuntimeError) as refusal:
-        reduction.wait()
+        engine.gradients()
     return str(refusal.value)
 
 
 def test_a_gradient_that_never_came_is_an_error_with_the_parameters_name():
     """Zeros in its place would go unnoticed: the other parameters would go on learning."""
+    told = "2 of 21 trained parameters received no gradient in this step, the first is lm_head.weight"
     for text in run_distributed(without_one_gradient, 2):
-        assert text.startswith(
-            "1 of 3 trained parameters received no gradient in this step, the first is scale"
-        )
+        assert text.startswith(told), text
 
 
 def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
@@ -136,7 +95,7 @@ def nodes(local_size: str | None, place: int | None) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("local_size", "place", "said", "used"),
+    "local_size, place, said, used",
     [("2", 0, "2", 2), (None, None, "4", 4), ("3", None, "3", 4), ("2", 1, "2", 4)],
 )
 def test_nodes_are_what_the_launcher_says_if_ranks_lie_in_their_order(

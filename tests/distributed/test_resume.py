@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tests.engine_case import SHAPE, Case, build_trainer
-from tests.harness import device, full, run_distributed
+from tests.harness import run_distributed
+from tests.zero_case import whole
 from ulysses.config.schema import RunSection
 from ulysses.disk import DiskError
 from ulysses.run.checkpoint import (
@@ -25,28 +26,21 @@ from ulysses.run.checkpoint import (
 from ulysses.zero.state import KINDS, slice_state
 
 BEFORE, AFTER = 3, 3
-LOSSES = {
-    "loss_type": ["sigmoid", "bco_pair"],
-    "loss_weights": [0.8, 0.2],
-}  # bco_pair's mean reward is a state
+# bco_pair's mean reward is a state
+LOSSES = {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]}
 CASE = Case("dpo", sp=2, steps=BEFORE + AFTER, lr=1e-3, options=LOSSES)
 
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     """Master weights and moments of every parameter, put together from all ranks."""
-    out: dict[str, torch.Tensor] = {}
-    for s in engine.partition.slices:
-        for kind in KINDS:
-            whole = out[f"{kind} {s.name}"] = torch.zeros(s.numel, device=device())
-            whole[s.start : s.start + len(s.grad)] = slice_state(engine, s, kind)
-    for value in out.values():
-        dist.all_reduce(value)
-    return out
+    pieces = ((s, kind) for s in engine.partition.slices for kind in KINDS)
+    return {f"{kind} {s.name}": whole(s, slice_state(engine, s, kind)) for s, kind in pieces}
 
 
-def whole_run(
-    folder: Path, case: Case = CASE
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+Steps = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
+
+
+def whole_run(folder: Path, case: Case = CASE) -> Steps:
     """All steps without a stop, with a checkpoint after the third; the metrics and the state it saved."""
     trainer, _ = build_trainer(case)
     metrics = [trainer.train_step() for _ in range(BEFORE)]
@@ -58,9 +52,7 @@ def whole_run(
     return metrics, state
 
 
-def resumed_run(
-    folder: Path, case: Case
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def resumed_run(folder: Path, case: Case) -> Steps:
     trainer, _ = build_trainer(case)
     trainer.resume(saved_checkpoints(folder / "checkpoints")[-1])
     assert trainer.step == BEFORE
@@ -76,7 +68,6 @@ MADE = {".step-1.tmp/dpo.json", ".step-1.tmp/run.json"}  # by rank 0 alone
 def order_of_a_save(folder: Path) -> list[str]:
     """What reaches the disk, and the renames, in this rank's order; paths relative to the folder."""
     trainer, _ = build_trainer(CASE)
-    trainer.train_step()
     events: list[str] = []
     rename, fsync = os.rename, os.fsync
 
@@ -95,31 +86,21 @@ def order_of_a_save(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path):
+    """What stands in its way, half of another checkpoint or a user's own folder, is moved aside."""
     folder = tmp_path.resolve()
+    (folder / "step-1").mkdir()
+    (folder / "step-1/notes").write_text("mine")
     first, second = run_distributed(order_of_a_save, 2, folder)
-    files = {
-        ".step-1.tmp/" + "rank-0000{}." + end
-        for end in ("json", *(f"{kind}.safetensors" for kind in KINDS))
-    }
-    assert set(second) == {name.format(1) for name in files}
-    at = first.index("rename step-1")
-    assert set(first[:at]) == {name.format(0) for name in files} | {".step-1.tmp", *MADE}
-    assert first[at + 1 :] == ["."]
-
-
-def test_a_foreign_folder_in_the_way_of_a_checkpoint_is_moved_aside(tmp_path):
-    """Half of another checkpoint, or a user's own: it stays, and the checkpoint is written."""
-    (tmp_path / "step-1").mkdir()
-    (tmp_path / "step-1/notes").write_text("mine")
-    run_distributed(save_once, 2, tmp_path)
-    assert [p.name for p in saved_checkpoints(tmp_path)] == ["step-1"]
-    [found] = tmp_path.glob("step-1.found-*")
+    assert [p.name for p in saved_checkpoints(folder)] == ["step-1"]
+    [found] = folder.glob("step-1.found-*")
     assert (found / "notes").read_text() == "mine"
-
-
-def save_once(folder: Path) -> None:
-    trainer, _ = build_trainer(CASE)
-    save_checkpoint(folder, trainer.engine, {"step": 1}, trainer.stage.save)
+    ends = ["json", *(f"{kind}.safetensors" for kind in KINDS)]
+    ours, theirs = ({f".step-1.tmp/rank-0000{rank}.{end}" for end in ends} for rank in (0, 1))
+    assert set(second) == theirs
+    at = first.index("rename step-1")
+    moved = {f"rename {found.name}"}
+    assert set(first[:at]) - moved == ours | {".step-1.tmp", *MADE}
+    assert first[at + 1 :] == ["."]
 
 
 def refusal(folder: Path, case: Case) -> str:
@@ -136,12 +117,8 @@ def damage(kind: str, folder: Path) -> str:
     file = folder / "rank-00002.exp_avg.safetensors"
     content = file.read_bytes()
     match kind:
-        case "cut":
-            file.write_bytes(content[:-4])
         case "zeroed":
             file.write_bytes(content[:200] + bytes(len(content) - 200))
-        case "one bit":
-            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         case "another rank's":
             shutil.copy(folder / "rank-00001.exp_avg.safetensors", file)
         case "missing":
@@ -152,7 +129,7 @@ def damage(kind: str, folder: Path) -> str:
     return file.name
 
 
-DAMAGES = ("cut", "zeroed", "one bit", "another rank's", "missing", "index")
+DAMAGES = ("zeroed", "another rank's", "missing", "index")
 
 
 def refusals(folder: Path) -> list[str]:
@@ -161,9 +138,8 @@ def refusals(folder: Path) -> list[str]:
     for kind in DAMAGES:
         copy = folder / kind / f"step-{BEFORE}"
         try:
-            with mock.patch.object(
-                dist, "barrier"
-            ):  # the ranks that find nothing would wait for the end
+            # the ranks that find nothing would wait for the end
+            with mock.patch.object(dist, "barrier"):
                 check_share(copy, read_run_state(copy))
             said.append("")
         except DiskError as error:
@@ -173,16 +149,14 @@ def refusals(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_damage_is_found_by_one_rank_and_named(world, saved, tmp_path):
-    names = {}
+    names, step = {}, f"step-{BEFORE}"
     for kind in DAMAGES:
-        shutil.copytree(
-            saved[0] / f"checkpoints/step-{BEFORE}", tmp_path / kind / f"step-{BEFORE}"
-        )
-        names[kind] = damage(kind, tmp_path / kind / f"step-{BEFORE}")
+        copy = shutil.copytree(saved[0] / "checkpoints" / step, tmp_path / kind / step)
+        names[kind] = damage(kind, copy)
     for kind, *said in zip(DAMAGES, *run_distributed(refusals, world, tmp_path), strict=True):
         [sentence] = filter(None, said)
         fault = "is missing" if kind == "missing" else "does not hold what was written there"
-        assert f"{kind}/step-{BEFORE}/{names[kind]}" in sentence and fault in sentence, sentence
+        assert f"{kind}/{step}/{names[kind]}" in sentence and fault in sentence, sentence
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +169,8 @@ def saved(tmp_path_factory):
 AWAY = {"offload_optimizer": True, "offload_parameters": True}
 
 
-@pytest.mark.parametrize(("world", "sp", "away"), [
+@pytest.mark.parametrize("world, sp, away", [
     (1, 1, {}), (4, 4, {}), (4, 2, {}), (2, 2, AWAY),
-    *full((2, 1, {}), (2, 2, {"offload_optimizer": True}), (2, 2, {"offload_parameters": True})),
 ])  # fmt: skip
 def test_continues_on_another_topology_and_in_host_memory(world, sp, away, saved):
     folder, metrics, state = saved
@@ -208,37 +181,29 @@ def test_continues_on_another_topology_and_in_host_memory(world, sp, away, saved
 
 def test_what_host_memory_saved_continues_without(tmp_path):
     before = run_distributed(whole_run, 2, tmp_path, replace(CASE, engine=AWAY))[0]
-    assert_continued(
-        run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1))[0],
-        *before,
-    )
+    [found] = run_distributed(resumed_run, 1, tmp_path, replace(CASE, sp=1))
+    assert_continued(found, *before)
 
 
 def assert_continued(found: Any, metrics: Any, state: Any, exact: bool = False) -> None:
     steps, restored = found
-    assert set(restored) == set(state) and all(
-        torch.equal(restored[name], value) for name, value in state.items()
-    )
-    for theirs, ours in zip(metrics[BEFORE:], steps, strict=True):
-        for name in (
-            "loss",
-            "grad_norm",
-            "logps/chosen",
-        ):  # margins are differences of large numbers
-            assert ours[name] == (
-                theirs[name] if exact else pytest.approx(theirs[name], rel=1e-5)
-            ), name
+    assert set(restored) == set(state)
+    assert all(torch.equal(restored[name], value) for name, value in state.items())
+    # margins are differences of large numbers
+    for name in ("loss", "grad_norm", "logps/chosen"):
+        theirs, ours = ([step[name] for step in some] for some in (metrics[BEFORE:], steps))
+        assert ours == (theirs if exact else pytest.approx(theirs, rel=1e-5)), name
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    "change, sentence",
     [
         (
             {"vocab_size": 64},
-            r"holds 3104 elements of model.embed_tokens.weight, this model has 2048",
+            "holds 3104 elements of model.embed_tokens.weight, this model has 2048",
         ),
-        ({"num_hidden_layers": 3}, r"holds 0 elements of model.layers.2.self_attn"),
-        ({"num_hidden_layers": 1}, r"of model.layers.1.self_attn[a-z_.]*, this model has 0"),
+        ({"num_hidden_layers": 3}, "holds 0 elements of model.layers.2.self_attn"),
+        ({"num_hidden_layers": 1}, "of model.layers.1.self_attn[a-z_.]*, this model has 0"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused_by_name(change, sentence, saved):

@@ -27,22 +27,21 @@ def trees(scale=1):
     """Packs of trees: several branches with prefixes of several lengths; no, one, and all but one token in common."""
     draw = torch.Generator().manual_seed(0)
     long, short = (torch.randint(0, WORDS, (n,), generator=draw) for n in (20 * scale, 7))
-    ranked = [
-        sequence(prompt, n * scale, draw)
-        for prompt, n in ((long, 5), (long, 9), (long[:13], 6), (long, 1))
+    answers = [
+        [(long, 5 * scale), (long, 9 * scale), (long[:13], 6 * scale), (long, scale)],
+        [(short, 3), (short, 4)],
+        [(short[:1], 2), (short[:1], 5)],
     ]
-    pair = [sequence(short, n, draw) for n in (3, 4)]
-    one_token = [sequence(short[:1], n, draw) for n in (2, 5)]
+    found = [[sequence(prompt, n, draw) for prompt, n in tree] for tree in answers]
     nothing = [
-        Sequence(torch.tensor(start), torch.tensor([0.0, 1, 1]))
-        for start in ([1, 2, 3], [4, 2, 3])
+        Sequence(torch.tensor([start, 2, 3]), torch.tensor([0.0, 1, 1])) for start in (1, 4)
     ]
     # the answers begin with the same tokens, which both train: only the prompt is shared
     alike = [
-        Sequence(torch.cat([short, torch.tensor([9, 9, end])]), pair[0].loss_weights)
+        Sequence(torch.cat([short, torch.tensor([9, 9, end])]), found[1][0].loss_weights)
         for end in (1, 2)
     ]
-    return [ranked, pair, one_token, nothing, alike]
+    return [*found, nothing, alike]
 
 
 def tables(heads, head_dim, dtype):
@@ -58,10 +57,8 @@ def embed(table, tokens, positions):
 
 def formula(heads, head_dim=E, scale=1):
     """Summed sines of all trained rows, weighted by their targets, and the tables' gradients; sequence by sequence."""
-    found = [
-        x.detach().cpu().requires_grad_()
-        for x in tables((heads[0], *heads[1:] * 2), head_dim, torch.float64)
-    ]
+    whole = tables((heads[0], *heads[1:] * 2), head_dim, torch.float64)
+    found = [x.detach().cpu().requires_grad_() for x in whole]
     loss = torch.zeros((), dtype=torch.float64)
     for given in (s for tree in trees(scale) for s in tree):
         positions = torch.arange(len(given.tokens))
@@ -98,13 +95,10 @@ def many(sp, cases, **how):
 @pytest.mark.parametrize("sp", [1, 2, 3, 4])
 def test_shared_prompts_are_the_separate_sequences(sp):
     """Degrees that divide the heads, that split query rows (3/1, 14/2) and that copy kv heads."""
-    cases = [(4, 2), (3, 1), (14, 2)]
-    for heads, (got, tokens) in zip(cases, run_distributed(many, sp, sp, cases)[0]):
+    cases, tokens = [(4, 2), (3, 1), (14, 2)], sum(len(s.tokens) for t in trees() for s in t)
+    for heads, (got, packed) in zip(cases, run_distributed(many, sp, sp, cases)[0]):
         compare(got, formula(heads), 1e-12)
-        assert (
-            tokens
-            == sum(len(s.tokens) for tree in trees() for s in tree) - (19 + 12 + 19) - 6 - 6
-        )
+        assert packed == tokens - (19 + 12 + 19) - 6 - 6
 
 
 def test_results_are_joined_in_parts(monkeypatch):
@@ -130,28 +124,22 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_memory_does_not_grow_with_branches_times_prefix():
-    """60 branches of one prompt: no kernel call reads a key twice, and nothing is larger than a few times the rows."""
+    """60 branches of one prompt: one kernel call reads it, and nothing is larger than a few times the rows."""
     length, draw = 4096, torch.Generator().manual_seed(0)
     prompt = torch.arange(length) % WORDS
-    batch = pack_shard(
-        share_prefix([sequence(prompt, 3, draw) for _ in range(60)]), ParallelMesh()
-    )
+    shared = share_prefix([sequence(prompt, 3, draw) for _ in range(60)])
+    batch = pack_shard(shared, ParallelMesh())
     rows, plan = batch.num_tokens, batch.attention_plan
-    assert rows == length + 3 + 59 * 4
-    (call,) = plan.prefix_calls
-    assert call.segments.bounds == [[0, 59 * 4], [0, length - 1]]
+    assert rows == length + 3 + 59 * 4 and len(plan.prefix_calls) == 1
     q, k, v = (torch.randn(rows, 1, E, requires_grad=True) for _ in range(3))
     with LargestTensor() as seen:
-        torch.autograd.grad(
-            UlyssesAttention(None, 1, 1, E)(q, k, v, plan=plan).sum(), (q, k, v)
-        )
+        UlyssesAttention(None, 1, 1, E)(q, k, v, plan=plan).sum().backward()
     assert seen.numel <= 2 * rows * E
 
 
-@pytest.mark.parametrize(
-    "before", [[], [Sequence([1], [0])]], ids=["nothing before it", "owner too short"]
-)
+@pytest.mark.parametrize("before", [[], [Sequence([1], [0])]])
 def test_a_branch_without_its_owner_is_refused(before):
+    """Nothing stands before it, or an owner that is too short."""
     branch = share_prefix([Sequence([1, 2, 3, 4], [0, 0, 0, 1])] * 2)[1]
     with pytest.raises(ValueError, match="does not hold"):
         pack_shard([*before, branch], ParallelMesh())
@@ -171,15 +159,12 @@ def test_shared_prompts_need_a_causal_mask(rank):
 
 
 def every_kernel(sp, heads, head_dim):
-    kernels = gpu_kernels()
-    return {
-        k: on_ranks(sp, heads, kernel=k, dtype=torch.bfloat16, head_dim=head_dim, scale=20)[0]
-        for k in kernels
-    }
+    how = {"dtype": torch.bfloat16, "head_dim": head_dim, "scale": 20}
+    return {kernel: on_ranks(sp, heads, kernel, **how)[0] for kernel in gpu_kernels()}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("sp", "heads"), [(1, (4, 2)), (2, (4, 2)), (2, (3, 1))])
+@pytest.mark.parametrize("sp, heads", [(1, (4, 2)), (2, (4, 2)), (2, (3, 1))])
 def test_every_kernel_of_this_machine_in_bfloat16(sp, heads):
     need_gpus(sp)
     wanted = formula(heads, head_dim=64, scale=20)

@@ -16,76 +16,93 @@ only checkpoint; what it logged in between is an uninterrupted run's, so the res
 import argparse
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for examples/, which is not installed
 
 from examples.demo_data import write_demo  # noqa: E402
-from tests.e2e.launch import metrics, words  # noqa: E402
+from tests.e2e.launch import command, metrics, words  # noqa: E402
 from tests.harness import free_port  # noqa: E402
 from ulysses.data.read.chat import load_tokenizer  # noqa: E402
 
-START = {
-    "sft": "pt",
-    "distill": "pt",
-    "rm": "sft",
-    "dpo": "sft",
-    "kto": "sft",
-    "ppo": "sft",
-    "grpo": "sft",
-}
-HELD_OUT = {"pt": "perplexity", "sft": "perplexity", "distill": "divergence", "rm": "accuracy",
-            "dpo": "rewards/accuracies", "kto": "rewards/margins", "ppo": "objective/scores",
-            "grpo": "objective/scores"}  # fmt: skip
+START = {"sft": "pt", "distill": "pt"}  # the others start at sft
+HELD_OUT = {
+    "pt": "perplexity", "sft": "perplexity", "distill": "divergence", "rm": "accuracy", "dpo": "rewards/accuracies",
+    "kto": "rewards/margins", "ppo": "objective/scores", "grpo": "objective/scores",
+}  # fmt: skip
 ROLLOUTS = ("ppo", "grpo")
 AFTER = 4  # steps from the checkpoint to the kill
-TIMES = (
-    "run",
-    "seconds",
-    "tokens_per_second",
-    "mfu",
-    "peak_memory_gib",
-    "time/sampling",
-    "time/rollout",
-)
+TIMES = {
+    *"run seconds tokens_per_second mfu peak_memory_gib time/sampling time/rollout".split()
+}
+
+
+class Plan(NamedTuple):
+    """How a stage trains; PPO's examples are prompts, with one answer each, of GRPO four."""
+
+    lr: float
+    steps: int
+    examples: int
+    held_out: int
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model's shape; then by stage: learning rate, steps, examples per step, held-out examples; PPO's settings."""
+    """A model's shape, a table with a `Plan` for every stage, and the settings of PPO."""
 
-    shape: tuple[
-        int, int, int, int, int
-    ]  # hidden size, intermediate size, layers, query heads, key heads
+    shape: dict[str, Any]
     dtype: str
-    stages: dict[str, tuple[float, int, int, int]]
-    ppo: dict[str, int]
+    table: str
+    ppo: str
+
+    def plan(self, stage: str) -> Plan:
+        rows = {name: row for name, *row in map(str.split, self.table.strip().splitlines())}
+        lr, *counts = rows[stage]
+        return Plan(float(lr), *map(int, counts))
 
 
 RECIPES = {
     "tiny": Recipe(
-        (64, 160, 2, 4, 2), "float32",
-        {"pt": (6e-3, 24, 16, 96), "sft": (6e-3, 56, 16, 96), "distill": (6e-3, 24, 16, 96), "rm": (2e-3, 24, 16, 96),
-         "dpo": (5e-4, 16, 16, 96), "kto": (1e-3, 16, 32, 96), "ppo": (1e-3, 24, 64, 96), "grpo": (1e-3, 24, 16, 96)},
-        {"ppo.max_new_tokens": 32},
+        {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2},
+        "float32",
+        """
+        pt       6e-3   24   16    96
+        sft      6e-3   56   16    96
+        distill  6e-3   24   16    96
+        rm       2e-3   24   16    96
+        dpo      5e-4   16   16    96
+        kto      1e-3   16   32    96
+        ppo      1e-3   24   64    96
+        grpo     1e-3   24   16    96
+        """,
+        "--ppo.max_new_tokens 32",
     ),
     "150m": Recipe(
-        (768, 2048, 12, 12, 4), "bfloat16",
-        {"pt": (1e-3, 80, 16, 64), "sft": (3e-4, 60, 64, 128), "distill": (3e-4, 60, 64, 128),
-         "rm": (5e-5, 54, 64, 1000),
-         "dpo": (2e-5, 40, 64, 1000), "kto": (2e-5, 40, 128, 512), "ppo": (1e-4, 160, 64, 128),
-         "grpo": (1e-4, 160, 16, 128)},
-        {"ppo.max_new_tokens": 128, "ppo.generation_batch": 128},
+        {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+         "num_attention_heads": 12, "num_key_value_heads": 4},
+        "bfloat16",
+        """
+        pt       1e-3   80   16    64
+        sft      3e-4   60   64   128
+        distill  3e-4   60   64   128
+        rm       5e-5   54   64  1000
+        dpo      2e-5   40   64  1000
+        kto      2e-5   40  128   512
+        ppo      1e-4  160   64   128
+        grpo     1e-4  160   16   128
+        """,
+        "--ppo.max_new_tokens 128 --ppo.generation_batch 128",
     ),
 }  # fmt: skip
 
@@ -112,12 +129,10 @@ class Chain:
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tokenizer = next(
-            p for p in (self.data / "tokenizer.json", self.data / "tokenizer") if p.exists()
-        )
-        self.bare = (
-            {"eos_token": "<|endoftext|>"} if self.tokenizer.is_file() else {}
-        )  # its special tokens
+        file, folder = self.data / "tokenizer.json", self.data / "tokenizer"
+        self.tokenizer = file if file.exists() else folder
+        # the special tokens of a file alone
+        self.bare = {"eos_token": "<|endoftext|>"} if file.exists() else {}
 
     def run(self) -> dict[str, dict[str, Any]]:
         """Train every stage; returns their records (see `measure`)."""
@@ -130,130 +145,107 @@ class Chain:
         arguments, metrics = self.arguments(stage, folder), folder / "metrics.jsonl"
         if stage in self.kill:
             saved = self.save_every(stage)
-            self.launch(
-                arguments, self.processes, folder / "logs-killed", metrics, saved + AFTER
-            )
-            assert [p.name for p in (folder / "checkpoints").glob("step-*")] == [
-                f"step-{saved}"
-            ], "killed too late"
+            logs = folder / "logs-killed"
+            self.launch(arguments, self.processes, logs, metrics, saved + AFTER)
+            kept = [p.name for p in (folder / "checkpoints").glob("step-*")]
+            assert kept == [f"step-{saved}"], "killed too late"
             shutil.copy(metrics, folder / "killed.jsonl")
         self.launch(arguments, self.processes, folder / "logs", metrics, 0)
-        answers = self.recipe.stages[stage][2] * (4 if stage == "grpo" else 1)
-        found = measure(stage, folder, saved, answers)
+        found = measure(stage, folder, saved, self.recipe.plan(stage).examples)
         found["seconds"] = time.monotonic() - began
         print(line(stage, found), flush=True)
         return found
 
     def save_every(self, stage: str) -> int:
         """The step of the only checkpoint before the last; an odd one, so that it lies inside a rollout."""
-        return self.recipe.stages[stage][1] // 2 | 1
+        return self.recipe.plan(stage).steps // 2 | 1
 
     def arguments(self, stage: str, folder: Path) -> list[str]:
         """The command line of one stage, the same before and after the kill."""
-        lr, steps, examples, held_out = self.recipe.stages[stage]
+        plan, most = self.recipe.plan(stage), self.max_length
         algorithm = "ppo" if stage in ROLLOUTS else stage
         rows = "sft" if stage == "distill" else algorithm
+        typed = f"""
+        --stage {algorithm} --model.dtype {self.recipe.dtype} --run.resume auto --run.seed 1 --run.keep 1
+        --run.steps {plan.steps} --run.save_every {self.save_every(stage) if stage in self.kill else 0}
+        --data.max_length {most} --batch.examples {plan.examples} --batch.tokens_per_microbatch {4 * most}
+        --optimizer.lr {plan.lr} --optimizer.warmup 0.1 --parallel.sequence_parallel_size {self.processes}
+        """
+        held_out = {
+            "path": str(self.data / f"{rows}_eval.jsonl"),
+            "max_examples": plan.held_out,
+        }
         values: dict[str, Any] = {
-            "stage": algorithm, "model.dtype": self.recipe.dtype, "run.output": str(folder),
-            "run.resume": "auto", "run.seed": 1, "run.keep": 1,
-            "run.steps": steps, "run.save_every": self.save_every(stage) if stage in self.kill else 0,
-            "data.train": str(self.data / f"{rows}_train.jsonl"),
-            "data.eval": [{"path": str(self.data / f"{rows}_eval.jsonl"), "max_examples": held_out}],
-            "data.max_length": self.max_length, "data.cache": str(self.output / "cache"),
-            "batch.examples": examples, "batch.tokens_per_microbatch": 4 * self.max_length,
-            "optimizer.lr": lr, "optimizer.warmup": 0.1, "parallel.sequence_parallel_size": self.processes,
+            "run.output": folder, "data.cache": self.output / "cache",
+            "data.train": self.data / f"{rows}_train.jsonl", "data.eval": [held_out],
+            "model.path": self.output / START.get(stage, "sft") / "export",
         }  # fmt: skip
         if stage == "pt":
-            values |= {"model.path": str(self.output / "model"), "model.init": "random", "pt.z_loss": 1e-4,
-                       "model.tokenizer": str(self.tokenizer), "model.special_tokens": self.bare}  # fmt: skip
+            typed += "--model.init random --pt.z_loss 1e-4"
+            values |= {"model.path": self.output / "model", "model.tokenizer": self.tokenizer}
+            values["model.special_tokens"] = self.bare
         else:
-            values |= {
-                "model.path": str(self.output / START[stage] / "export"),
-                "data.truncation": "keep_end",
-            }
+            typed += "--data.truncation keep_end"
         if stage == "distill":
-            values["distill.teacher"] = str(self.output / "sft/export")
+            values["distill.teacher"] = self.output / "sft/export"
         if stage in ("sft", "distill") and self.bare:
-            values["data.chat_template"] = "chatml"  # from here on the exports carry it
+            typed += " --data.chat_template chatml"  # from here on the exports carry it
         if stage in ROLLOUTS:
-            values |= {"ppo.reward": str(self.output / "rm/export"), "ppo.epochs": 2, "ppo.minibatches": 2,
-                       "ppo.value_lr_factor": 10.0, "ppo.value_coefficient": 0.5,
-                       "optimizer.schedule": "constant", "optimizer.warmup": 4,
-                       "data.truncation": "drop", "data.max_length": min(self.max_length, 256),
-                       **self.recipe.ppo}  # fmt: skip
+            values["ppo.reward"] = self.output / "rm/export"
+            typed += f"""
+            --ppo.epochs 2 --ppo.minibatches 2 --ppo.value_lr_factor 10 --ppo.value_coefficient 0.5 {self.recipe.ppo}
+            --optimizer.schedule constant --optimizer.warmup 4 --data.truncation drop --data.max_length {min(most, 256)}
+            """
         if stage == "grpo":
-            values |= {"ppo.advantage": "group", "ppo.answers_per_prompt": 4, "ppo.kl_in": "loss",
-                       "ppo.kl_estimator": "k3"}  # fmt: skip
-        values |= self.changes.get(stage, {})
-        return words(values)
+            typed += "--ppo.advantage group --ppo.answers_per_prompt 4 --ppo.kl_in loss --ppo.kl_estimator k3"
+        return [*typed.split(), *words(values | self.changes.get(stage, {}))]
 
     def _write_model(self, folder: Path) -> None:
         """Write the config.json of an untrained Llama for this tokenizer."""
         tokenizer = load_tokenizer(self.tokenizer, **self.bare)
         folder.mkdir(parents=True, exist_ok=True)
-        names = (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-        )
-        config = {"model_type": "llama", "vocab_size": -(-len(tokenizer) // 64) * 64, "rms_norm_eps": 1e-5,
-                  "max_position_embeddings": max(2048, self.max_length), "tie_word_embeddings": bool(self.bare),
-                  "eos_token_id": tokenizer.eos_token_id, **dict(zip(names, self.recipe.shape))}  # fmt: skip
+        config = {
+            "model_type": "llama", "vocab_size": -(-len(tokenizer) // 64) * 64, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": max(2048, self.max_length), "tie_word_embeddings": bool(self.bare),
+            "eos_token_id": tokenizer.eos_token_id, **self.recipe.shape,
+        }  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config))
 
 
 def launch(
     arguments: list[str], processes: int, logs: Path, metrics: Path, kill_after: int
 ) -> None:
-    """Start train.py as torchrun would and wait; kill all processes as soon as step `kill_after` is logged.
+    """Start train.py under torchrun and wait; kill all processes as soon as step `kill_after` is logged.
 
     Raises:
         RuntimeError: with the end of the log, if a process fails.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    world = os.environ | {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
-                          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
-    children = []
-    for rank in map(str, range(processes)):
-        with (logs / f"{rank}.out").open("w") as log:
-            line, own = (
-                [sys.executable, str(ROOT / "train.py"), *arguments],
-                {"RANK": rank, "LOCAL_RANK": rank},
-            )
-            children.append(
-                subprocess.Popen(
-                    line, env=world | own, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-                )
-            )
+    line = [*command("torchrun", processes, free_port()), ROOT / "train.py", *arguments]
+    with (logs / "0.out").open("w") as log:
+        launcher = psutil.Popen(line, cwd=ROOT, stdout=log, stderr=log)
     try:
-        while any(child.poll() is None for child in children) and not any(
-            child.returncode for child in children
-        ):
-            if (
-                kill_after
-                and metrics.exists()
-                and metrics.read_text().count("\n") >= kill_after
-            ):
-                return
+        while launcher.poll() is None:
+            if kill_after and metrics.exists():
+                if metrics.read_text().count("\n") >= kill_after:
+                    return
             time.sleep(0.02)
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    if kill_after or any(child.returncode for child in children):
+        if launcher.is_running():
+            for process in (*launcher.children(recursive=True), launcher):
+                process.kill()
+        launcher.wait()
+    if kill_after or launcher.returncode:
         raise RuntimeError(f"{logs}: ended by itself\n{(logs / '0.out').read_text()[-3000:]}")
 
 
 def repeated(folder: Path, saved: int) -> list[tuple[dict[str, float], ...]]:
     """Pair what the killed process logged after its checkpoint with what the resumed one logged, times left out."""
     again = {m["step"]: m for m in metrics(folder)}
-    pairs = [
-        (m, again[m["step"]]) for m in metrics(folder, "killed.jsonl") if m["step"] > saved
-    ]
+    before = [m for m in metrics(folder, "killed.jsonl") if m["step"] > saved]
     return [
-        tuple({k: v for k, v in m.items() if k not in TIMES} for m in pair) for pair in pairs
+        tuple({k: v for k, v in m.items() if k not in TIMES} for m in (one, again[one["step"]]))
+        for one in before
     ]
 
 
@@ -262,7 +254,7 @@ def measure(stage: str, folder: Path, saved: int, examples: int) -> dict[str, An
 
     Args:
         saved: the step of the checkpoint that it was resumed from; 0 if it was not killed.
-        examples: per step; for PPO, answers per rollout.
+        examples: per step; for PPO and GRPO, prompts per rollout.
     """
     lines = metrics(folder)
     last, name = lines[-1], "objective/scores" if stage in ROLLOUTS else "loss"
@@ -272,16 +264,16 @@ def measure(stage: str, folder: Path, saved: int, examples: int) -> dict[str, An
     held_out, deviation = last[f"eval/{HELD_OUT[stage]}"], last.get("eval/objective/scores_std")
     if "accurac" in HELD_OUT[stage]:
         deviation = math.sqrt(held_out * (1 - held_out))
-    [n] = re.findall(
-        r"held-out data: .* kept (\d+) examples", (folder / "logs/0.out").read_text()
-    )
+    answers = examples * (4 if stage == "grpo" else 1)
+    said = (folder / "logs/0.out").read_text()
+    [n] = re.findall(r"held-out data: .* kept (\d+) examples", said)
     again = repeated(folder, saved) if saved else []
     return {
         "steps": len(lines), "resumed_at": saved, "curve": name, "held_out": held_out,
         "first": sum(m[name] for m in begin) / tenth, "last": sum(m[name] for m in end) / tenth,
         "held_out_error": (deviation or 0.0) / math.sqrt(int(n)),
         "loss_difference": max((abs(a["loss"] - b["loss"]) for a, b in again), default=0.0),
-        "rise_error": math.sqrt(sum(m.get("objective/scores_std", 0) ** 2 for m in begin + end) / examples) / tenth,
+        "rise_error": math.sqrt(sum(m.get("objective/scores_std", 0) ** 2 for m in begin + end) / answers) / tenth,
     }  # fmt: skip
 
 
@@ -298,41 +290,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, required=True, help="folder of all runs")
-    parser.add_argument(
-        "--data", type=Path, help="folder of real data; without it the demo's is generated"
-    )
-    parser.add_argument("--size", choices=RECIPES, default="tiny")
-    parser.add_argument(
-        "--max-length",
-        type=int,
-        default=256,
-        help="tokens of the longest sequence; four times that per micro-batch",
-    )
-    parser.add_argument(
-        "--gpus", type=int, default=1, help="processes, all of one sequence-parallel group"
-    )
-    parser.add_argument(
-        "--kill",
-        nargs="*",
-        default=[*HELD_OUT],
-        help="stages that are killed once; default all",
-    )
+    option = parser.add_argument
+    option("--output", type=Path, required=True, help="folder of all runs")
+    option("--data", type=Path, help="folder of real data; without it the demo's is generated")
+    option("--size", choices=RECIPES, default="tiny")
+    longest = "tokens of the longest sequence; four times that per micro-batch"
+    option("--max-length", type=int, default=256, help=longest)
+    option("--gpus", type=int, default=1, help="processes, all of one sequence-parallel group")
+    killed = "stages that are killed once; default all"
+    option("--kill", nargs="*", default=[*HELD_OUT], help=killed)
     a = parser.parse_args()
     output, data = a.output.resolve(), (a.data or a.output / "data").resolve()
     if not a.data:
         write_demo(data)
-    found = Chain(
-        output, RECIPES[a.size], data, launch, a.gpus, a.max_length, tuple(a.kill)
-    ).run()
+    recipe = RECIPES[a.size]
+    chain = Chain(output, recipe, data, launch, a.gpus, a.max_length, tuple(a.kill))
+    found = chain.run()
     rises = [
         f"{stage}'s score rose by {(r['last'] - r['first']) / r['rise_error']:.1f} standard errors"
         for stage, r in found.items()
         if stage in ROLLOUTS
     ]
-    (output / "table.txt").write_text(
-        "\n".join([*(line(s, record) for s, record in found.items()), *rises, ""])
-    )
+    table = [*(line(stage, record) for stage, record in found.items()), *rises, ""]
+    (output / "table.txt").write_text("\n".join(table))
     print(*rises, sep="\n")
     return 0
 

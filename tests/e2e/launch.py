@@ -8,7 +8,6 @@ All of them run on the CPU, also where there are GPUs: these tests compare numbe
 """
 
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -16,14 +15,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.harness import AS_LARGE, begin_rank, free_port, hide_gpus, preload, set_rank
+from tests.harness import (
+    AS_LARGE,
+    Processes,
+    begin_rank,
+    free_port,
+    hide_gpus,
+    preload,
+    set_rank,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -31,13 +37,7 @@ CACHE = tempfile.TemporaryDirectory(
     prefix="tests-", ignore_cleanup_errors=True
 )  # tokenised data of all tests
 LAUNCHER_KEYS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GROUP_RANK",
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GROUP_RANK".split()
 )
 
 
@@ -54,80 +54,60 @@ class Outcome:
         """The sentences that tell what went wrong; a progress bar may stand before one."""
         return re.findall(r"error: .*", self.stderr)
 
-    def check(self) -> "Outcome":
-        assert self.code == 0, (
-            f"exit code {self.code}\n{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
-        )
+    def check(self, code: int = 0) -> "Outcome":
+        texts = f"{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
+        assert self.code == code, f"exit code {self.code}\n{texts}"
         return self
+
+    def refused(self, pattern: str) -> str:
+        """Check that there is one sentence, which fits and has no stack trace beside it, and return it."""
+        [sentence] = self.errors
+        assert re.search(pattern, sentence) and "Traceback" not in self.stderr, self.stderr
+        return sentence
 
 
 def environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS}
-    return kept | {
-        "PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}",
-        "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+    quiet = """
+    DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore HF_HUB_OFFLINE=1
+    TOKENIZERS_PARALLELISM=false
+    """
+    kept |= dict(word.split("=") for word in quiet.split())
+    return kept | {"PYTHONPATH": str(ROOT), "PATH": f"{BIN}:{os.environ['PATH']}"}
 
 
 def command(launcher: str, processes: int, port: int, agents: int = 1) -> list[str]:
-    match launcher:
-        case "python":
-            return [sys.executable]
-        case "torchrun":
-            # The rendezvous' store serves the processes too, so each agent needs nothing but its address.
-            return [sys.executable, "-m", "torch.distributed.run", f"--nnodes={agents}",
-                    f"--nproc_per_node={processes}",
-                    "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", f"--rdzv_id=run{port}"]  # fmt: skip
-        case "deepspeed":
-            return [
-                sys.executable,
-                str(BIN / "deepspeed"),
-                "--num_gpus",
-                str(processes),
-                "--master_port",
-                str(port),
-            ]
-    raise ValueError(launcher)
+    options = {
+        "python": "",
+        # The rendezvous' store serves the processes too, so each agent needs nothing but its address.
+        "torchrun": f"-m torch.distributed.run --nnodes={agents} --nproc_per_node={processes} --rdzv_backend=c10d "
+        f"--rdzv_endpoint=127.0.0.1:{port} --rdzv_id=run{port}",
+        "deepspeed": f"{BIN}/deepspeed --num_gpus {processes} --master_port {port}",
+    }
+    return [sys.executable, *options[launcher].split()]
 
 
 def run(
-    launcher: str,
-    arguments: list[str],
-    processes: int = 1,
-    *,
-    agents: int = 1,
-    timeout: float = 240,
-) -> Outcome:
+    launcher: str, arguments: list[str], processes: int = 1, *, agents: int = 1, timeout: float = 240
+) -> Outcome:  # fmt: skip
     """Run train.py to its end; with several agents, `processes` belong to each of them."""
-    port = free_port()
-    line = [
-        *command(launcher, processes, port, agents),
-        str(ROOT / "train.py"),
-        *map(str, arguments),
-    ]
-    options: Any = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "start_new_session": True,
-    }
+    line = [*command(launcher, processes, free_port(), agents), ROOT / "train.py", *arguments]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     children = [
-        subprocess.Popen(line, cwd=ROOT, env=environment(), **options) for _ in range(agents)
+        subprocess.Popen(line, cwd=ROOT, env=environment(), start_new_session=True, **pipes)
+        for _ in range(agents)
     ]
-    deadline, texts = time.monotonic() + timeout, []
     try:
-        for child in children:
-            texts.append(child.communicate(timeout=max(1.0, deadline - time.monotonic())))
+        texts = [child.communicate(timeout=timeout) for child in children]
     finally:
         for child in children:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
     worst = max((child.returncode for child in children), key=abs)
-    return Outcome(worst, "".join(o for o, _ in texts), "".join(e for _, e in texts))
+    return Outcome(worst, *map("".join, zip(*texts)))
 
 
-class Ranks:
+class Ranks(Processes):
     """Processes of one run without a launcher.
 
     Args:
@@ -136,53 +116,18 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        arguments: list[Any],
-        processes: int,
-        logs: Path,
-        before: Any = None,
+        self, arguments: list[Any], processes: int, logs: Path | None = None, before: Any = None,
         script: str = "train.py",
-    ) -> None:
+    ) -> None:  # fmt: skip
         preload("torch.utils.tensorboard", "tqdm", "models.lora", "ulysses.run.training_run")
-        logs.mkdir(parents=True, exist_ok=True)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.logs, setting = (
-            logs,
-            (processes, free_port(), [script, *map(str, arguments)], logs, before),
-        )
-        fork = multiprocessing.get_context("fork")
-        self.processes = [
-            fork.Process(target=_become_rank, args=(rank, *setting))
-            for rank in range(processes)
-        ]
-        for process in self.processes:
-            process.start()
-
-    @property
-    def codes(self) -> list[int | None]:
-        """The exit codes by rank, None of those that still run."""
-        return [process.exitcode for process in self.processes]
-
-    def send(self, number: int, *which: int) -> None:
-        """Send a signal to some ranks, or to all."""
-        for rank in which or range(len(self.processes)):
-            if self.codes[rank] is None:
-                os.kill(self.processes[rank].pid, number)
-
-    def until(self, condition: Callable[[], bool], timeout: float = 60) -> None:
-        """Wait until the condition holds, all processes have ended or the time is over."""
-        deadline = time.monotonic() + timeout
-        while None in self.codes and not condition() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        self.logs = logs or Path(tempfile.mkdtemp(prefix="logs-", dir=CACHE.name))
+        self.logs.mkdir(parents=True, exist_ok=True)
+        line = [script, *map(str, arguments)]
+        super().__init__(_become_rank, processes, free_port(), line, self.logs, before)
 
     def wait(self, timeout: float = 120) -> Outcome:
         """Wait for the end, and fail if it does not come in time."""
-        self.until(lambda: False, timeout)
-        late = None in self.codes
-        self.send(signal.SIGKILL)
-        for process in self.processes:
-            process.join()
+        late = self.end(timeout)
         texts = [
             "".join(path.read_text() for path in sorted(self.logs.glob(f"*.{name}")))
             for name in ("out", "err")
@@ -194,10 +139,10 @@ class Ranks:
 
 
 def ranks(
-    arguments: list[Any], processes: int, logs: Path, *, timeout: float = 120, **more: Any
+    arguments: list[Any], processes: int, *, code: int = 0, timeout: float = 240, **more: Any
 ) -> Outcome:
-    """Run train.py, or another script, on forked processes to its end."""
-    return Ranks(arguments, processes, logs, **more).wait(timeout)
+    """Run train.py, or another script, on forked processes to its end, which has this exit code."""
+    return Ranks(arguments, processes, **more).wait(timeout).check(code)
 
 
 def _become_rank(
@@ -259,25 +204,29 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-# Three layers are the fewest of which DeepSpeed still gathers some ahead when an evaluation ends.
-SIZE = {"hidden_size": "32", "intermediate_size": "64", "num_hidden_layers": "3"}
+# A model of a few thousand weights. Three layers are the fewest of which DeepSpeed still gathers some ahead when an
+# evaluation ends.
+SIZE = "--model.config.hidden_size 32 --model.config.intermediate_size 64 --model.config.num_hidden_layers 3"
+TINY = """
+--run.steps 5 --run.eval_every 0 --batch.examples 8 --batch.tokens_per_microbatch 512 --data.eval []
+--data.max_length 256 --parallel.sequence_parallel_size 1
+"""
 
 
 def tiny(
-    stage: str, output: Path, cache: Path | str = CACHE.name, **settings: Any
+    stage: str, output: Path, typed: str = "", cache: Path | str = CACHE.name, **settings: Any
 ) -> list[str]:
-    """Arguments of a run of seconds: the demo's data, tokenised once, and a model of a few thousand weights."""
-    values: dict[str, Any] = {
-        "run.output": output, "data.cache": cache, "run.steps": 5, "run.eval_every": 0, "batch.examples": 8,
-        "data.eval": "[]", "parallel.sequence_parallel_size": 1, "batch.tokens_per_microbatch": 512,
-        "data.max_length": 256,
-        **({"dpo.sft_weight": 0.0} if stage == "dpo" else {}),  # the preference loss alone, which starts at ln 2
-        **{f"deepspeed.zero_optimization.{key}": value for key, value in AS_LARGE.items()},
-    }  # fmt: skip
-    if "model__path" not in settings:  # which brings its shape
-        values |= {f"model.config.{name}": value for name, value in SIZE.items()}
-    values |= {name.replace("__", "."): value for name, value in settings.items()}
-    return ["--config", str(ROOT / f"configs/demo/{stage}.toml"), *words(values)]
+    """Arguments of a run of seconds: the demo's data, tokenised once, a tiny model, and what a test types after that.
+
+    Values that cannot be typed without spaces are keyword arguments, a__b for [a] b.
+    """
+    base = f"{ROOT}/configs/demo/{stage}.toml {TINY} --run.output {output} --data.cache {cache}"
+    if "--model.path" not in typed and "model__path" not in settings:  # which brings its shape
+        base += f" {SIZE}"
+    if stage == "dpo":  # the preference loss alone, which starts at ln 2
+        base += " --dpo.sft_weight 0"
+    large = {f"deepspeed.zero_optimization.{key}": value for key, value in AS_LARGE.items()}
+    return ["--config", *base.split(), *words(large | settings), *typed.split()]
 
 
 def words(settings: dict[str, Any]) -> list[str]:

@@ -9,22 +9,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CONVERSATION = [
     {"role": "user", "content": "How?"},
     {"role": "assistant", "content": "So. <|im_end|>"},
 ]
-
-
-class AlwaysEnd(LogitsProcessor):
-    """Make the model say <|im_end|> at every place."""
-
-    def __init__(self, end: int) -> None:
-        self.end = end
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(scores).index_fill_(1, torch.tensor([self.end]), 9.0)
 
 
 @torch.no_grad()
@@ -33,21 +23,18 @@ def read(folder: Path) -> dict[str, object]:
     if (folder / "adapter_config.json").exists():
         from peft import PeftModel
 
-        base = json.loads((folder / "adapter_config.json").read_text())[
-            "base_model_name_or_path"
-        ]
-        model = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(base), folder
-        ).eval()
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        start = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"])
+        model = PeftModel.from_pretrained(start, folder).eval()
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     else:
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
     text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     inputs = tokenizer(text, return_tensors="pt")
     ids = inputs["input_ids"]
-    ends = AlwaysEnd(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")  # all that the model may say
     said = model.generate(
-        **inputs, max_new_tokens=4, do_sample=False, logits_processor=[ends],
+        **inputs, max_new_tokens=4, do_sample=False, prefix_allowed_tokens_fn=lambda *_: [end],
         generation_config=model.generation_config,
     )  # fmt: skip
     return {

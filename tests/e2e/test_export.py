@@ -1,6 +1,6 @@
 """An export loads in transformers, equals what was trained, and is written and loaded without holding the model."""
 
-import json
+import re
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -30,21 +30,15 @@ from ulysses.zero.engine import full_parameters
 def run(tmp_path_factory):
     """SFT on 3 processes, which divide no parameter evenly, in bfloat16."""
     folder = tmp_path_factory.mktemp("export")
-    ranks(
-        tiny("sft", folder / "sft", model__dtype="bfloat16", run__steps=2), 3, folder / "logs"
-    ).check()
+    line = tiny("sft", folder / "sft", "--model.dtype bfloat16 --run.steps 2")
+    ranks(line, 3)
     return folder / "sft"
 
 
 def assert_same_folder(found: Path, expected: Path) -> None:
-    names = sorted(p.name for p in expected.iterdir())
-    assert (
-        sorted(p.name for p in found.iterdir()) == names
-        and "config.json" in names
-        and "tokenizer.json" in names
-    )
-    for name in names:
-        assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+    ours, theirs = ({p.name: p.read_bytes() for p in f.iterdir()} for f in (found, expected))
+    assert ours.keys() == theirs.keys() >= {"config.json", "tokenizer.json"}
+    assert not [name for name in theirs if ours[name] != theirs[name]]
 
 
 def test_export_of_a_checkpoint_equals_the_runs_own(run, tmp_path):
@@ -74,15 +68,11 @@ LARGE = {
 }  # fmt: skip
 
 
-def memory() -> dict[str, int]:
+def memory() -> list[int]:
     """This process's resident bytes now and at their peak since the last call."""
-    lines = dict(
-        line.split(":")
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if ":" in line
-    )
+    text = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")
-    return {name: int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM")}
+    return [1024 * int(*re.findall(rf"{n}:\s+(\d+)", text)) for n in ("VmRSS", "VmHWM")]
 
 
 def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
@@ -91,13 +81,13 @@ def load_and_export(folder: Path, out: Path) -> tuple[int, int]:
     model, run = {"path": str(folder), "dtype": "bfloat16"}, {"steps": 1, "output": str(out)}
     config = check({"stage": "sft", "model": model, "run": run})
     shape, place = read_shape(config)
-    before = memory()
+    before, _ = memory()
     engine = build_engine(config, InitialWeights(shape, 0, place), ParallelMesh(1))
-    loaded = memory()
+    loaded, peak = memory()
     small = partial(write_weights, max_shard_bytes=32 << 20)
     with mock.patch("ulysses.run.export_model.write_weights", small):
         export_model(partial(full_parameters, engine), out, shape, config, step=0)
-    return loaded["VmHWM"] - before["VmRSS"], memory()["VmHWM"] - loaded["VmRSS"]
+    return peak - before, memory()[1] - loaded
 
 
 def test_loading_and_exporting_stream(tmp_path):
@@ -114,10 +104,9 @@ def test_loading_and_exporting_stream(tmp_path):
     source = WeightFiles(folder)
     size = sum(2 * stored.shape.numel() for stored in source.tensors.values())
     assert size > 290e6 and len(list(folder.glob("*.safetensors"))) >= 6
-    for peak, exporting in run_distributed(
-        load_and_export, 2, folder, tmp_path / "out", cpu=True
-    ):
-        assert peak < 0.5 * size + 0.2 * size, "its half, and one parameter at a time"
+    peaks = run_distributed(load_and_export, 2, folder, tmp_path / "out", cpu=True)
+    for peak, exporting in peaks:
+        assert peak < 0.7 * size, "its half, and one parameter at a time"
         assert exporting < 0.2 * size
     found = WeightFiles(tmp_path / "out")
     assert found.tensors.keys() == source.tensors.keys()
@@ -127,14 +116,10 @@ def test_loading_and_exporting_stream(tmp_path):
 def test_merged_adapters_over_a_random_base_are_refused(tmp_path):
     """The run drew the base, perhaps on a GPU, whose numbers are others than the CPU's."""
     model = {"init": "random", "config": LARGE, "lora": {"rank": 2, "merge": True}}
-    config = {
-        "stage": "pt",
-        "model": model,
-        "data": {"train": "x"},
-        "run": {"output": "y", "steps": 1},
-    }
+    run = {"output": "y", "steps": 1}
+    config = {"stage": "pt", "model": model, "data": {"train": "x"}, "run": run}
     state = {"format": FORMAT, "config": config, "shape": LARGE, "step": 1, "files": {}}
-    (tmp_path / "run.json").write_text(json.dumps(state))
+    write_json(tmp_path / "run.json", state)
     with pytest.raises(ValueError, match="drawn at random and is in no file"):
         export_checkpoint(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -10,14 +10,7 @@ CASES = [
     ("sft", "torchrun", 1, 2, 2),
     ("dpo", "deepspeed", 2, 1, 2),
     ("sft", "ranks", 4, 1, 2),
-    *full(
-        ("sft", "torchrun", 2, 2, 4),
-        ("dpo", "torchrun", 4, 1, 4),
-        ("sft", "ranks", 4, 1, 1),
-        ("dpo", "ranks", 4, 1, 1),
-        ("dpo", "ranks", 4, 1, 4),
-        ("dpo", "ranks", 4, 1, 2),
-    ),
+    *full(("sft", "torchrun", 2, 2, 4)),
 ]
 
 
@@ -35,34 +28,30 @@ def folder(tmp_path_factory):
 def one_process(folder):
     """The numbers of one process, of plain python for SFT, by stage."""
     run("python", tiny("sft", folder / "sft"), timeout=120).check()
-    ranks(tiny("dpo", folder / "dpo", **DATA["dpo"]), 1, folder / "logs").check()
+    ranks(tiny("dpo", folder / "dpo", **DATA["dpo"]), 1)
     return {stage: metrics(folder / stage) for stage in ("sft", "dpo")}
 
 
-@pytest.mark.parametrize(("stage", "launcher", "processes", "agents", "sp"), CASES)
+@pytest.mark.parametrize("stage, launcher, processes, agents, sp", CASES)
 def test_same_numbers(stage, launcher, processes, agents, sp, one_process, folder):
     output = folder / f"{stage}-{launcher}-{processes}-{agents}-{sp}"
     # another budget than the one process had: other micro-batches too
-    changes = DATA[stage] | {
-        "parallel__sequence_parallel_size": sp,
-        "batch__tokens_per_microbatch": 700,
-    }
-    arguments = tiny(stage, output, **changes)
+    typed = f"--parallel.sequence_parallel_size {sp} --batch.tokens_per_microbatch 700"
+    arguments = tiny(stage, output, typed, **DATA[stage])
     if launcher == "ranks":
-        ranks(arguments, processes, output / "logs").check()
+        ranks(arguments, processes)
     else:
         run(launcher, arguments, processes, agents=agents).check()
     found = metrics(output)
     assert len(found) == len(one_process[stage]) == 5
-    for theirs, ours in zip(one_process[stage], found):
-        for name in ("loss", "grad_norm"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+    for name in ("loss", "grad_norm"):
+        theirs = [line[name] for line in one_process[stage]]
+        assert [line[name] for line in found] == pytest.approx(theirs, rel=1e-5)
 
 
 def test_learning_happens(one_process):
     """Equal numbers of a run that stands still would prove nothing."""
-    assert one_process["sft"][-1]["loss"] < one_process["sft"][0]["loss"] - 0.01
-    assert one_process["dpo"][0]["loss"] == pytest.approx(
-        0.6931472, abs=1e-6
-    )  # ln 2: the reference is the policy
-    assert one_process["dpo"][-1]["loss"] != one_process["dpo"][0]["loss"]
+    sft, dpo = ([line["loss"] for line in one_process[stage]] for stage in ("sft", "dpo"))
+    assert sft[-1] < sft[0] - 0.01
+    # ln 2: the reference is the policy
+    assert dpo[0] == pytest.approx(0.6931472, abs=1e-6) and dpo[-1] != dpo[0]

@@ -12,59 +12,50 @@ import pytest
 import torch
 
 from tests.e2e.launch import metrics
-from tests.e2e.test_stage_runs import demo, on_ranks, settings, train  # noqa: F401 (a fixture)
+from tests.e2e.test_stage_runs import on_ranks, settings, train
 from tests.engine_case import Case, build_trainer
 from tests.harness import run_distributed
 from ulysses.config.schema import RunSection
 from ulysses.disk import digest_of
 
 
-def with_stand_in(config: dict[str, Any]) -> list[Any]:
+def with_stand_in(line: list[str]) -> list[Any]:
     """Run with a W&B that only remembers; returns this rank's calls of it: what was called, with what."""
     stand_in = mock.MagicMock(__spec__=ModuleSpec("wandb", None))
     sys.modules["wandb"] = stand_in
-    train(config)
+    train(line)
     assert torch.get_deterministic_debug_mode() == 2
     return [tuple(call) for call in stand_in.mock_calls]
 
 
-def test_what_a_run_leaves_behind(demo, tmp_path):  # noqa: F811
-    config = settings(
-        demo, "sft", tmp_path / "run", run__steps=4, run__eval_every=1, run__save_every=100, run__keep=1,
-        run__wandb="project", run__deterministic=True, optimizer__warmup=2,
-        optimizer__lr=3.0,  # so large that the first evaluation stays the best
-    )  # fmt: skip
-    told, silent = run_distributed(with_stand_in, 2, config, cpu=True)
-    lines = metrics(tmp_path / "run")
-    losses = [line["eval/loss"] for line in lines]
+def test_what_a_run_leaves_behind_that_ends_when_evaluations_stop_improving(tmp_path):
+    """And a resumed one knows that it has ended."""
+    # so large a learning rate that an early evaluation stays the best
+    typed = """
+    --run.steps 40 --run.eval_every 1 --run.patience 2 --run.save_every 100 --run.keep 1 --run.deterministic true
+    --run.wandb project --optimizer.warmup 2 --optimizer.lr 3
+    """
+    line = settings("sft", tmp_path / "run", typed)
+    told, silent = run_distributed(with_stand_in, 2, line, cpu=True)
+    lines, checkpoints = metrics(tmp_path / "run"), tmp_path / "run/checkpoints"
+    losses, last = [line["eval/loss"] for line in lines], len(lines)
     best = 1 + int(np.argmin(losses))
-    assert best < 4, losses
-    assert {p.name for p in (tmp_path / "run/checkpoints").iterdir()} == {
-        f"step-{best}",
-        "step-4",
-    }
-    state = json.loads((tmp_path / "run/checkpoints/step-4/run.json").read_text())
+    assert last == best + 2 < 40, losses
+    assert {p.name for p in checkpoints.iterdir()} == {f"step-{best}", f"step-{last}"}
+    assert (tmp_path / "run/export/config.json").exists()
+    state = json.loads((checkpoints / f"step-{last}/run.json").read_text())
     assert state["best"] == [best, pytest.approx(losses[best - 1])]
     for rank in (0, 1):  # every slice's own record tells where it came from
-        saved = tmp_path / f"run/checkpoints/step-4/rank-0000{rank}.json"
+        saved = checkpoints / f"step-{last}/rank-0000{rank}.json"
         record = json.loads(saved.read_text())
-        files = {
-            path.name: digest_of(path)
-            for path in saved.parent.glob(f"{saved.stem}.*.safetensors")
-        }
-        assert (record["run"], record["step"], record["digests"]) == (
-            state["run"],
-            4,
-            files,
-        ) and len(files) == 3
+        slices = [*saved.parent.glob(f"{saved.stem}.*.safetensors")]
+        assert record["digests"] == {path.name: digest_of(path) for path in slices}
+        assert (record["run"], record["step"], len(slices)) == (state["run"], last, 3)
 
-    (_, _, options), *logs, (last, _, _) = told
-    assert (options["project"], options["name"], options["config"]["stage"]) == (
-        "project",
-        "run",
-        "sft",
-    )
-    assert last == "init().finish" and silent == []
+    (_, _, options), *logs, (end, _, _) = told
+    assert (options["project"], options["name"]) == ("project", "run")
+    assert options["config"]["stage"] == "sft"
+    assert end == "init().finish" and silent == []
     assert {line.pop("run") for line in lines} == {state["run"]}
     assert [{**more, **values} for _, (values,), more in logs] == lines
 
@@ -73,27 +64,12 @@ def test_what_a_run_leaves_behind(demo, tmp_path):  # noqa: F811
     board = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     for name in ("loss", "eval/loss", "grad_norm", "lr"):
         events = board.Scalars(name)
-        assert [e.step for e in events] == [1, 2, 3, 4]
-        assert [e.value for e in events] == pytest.approx(
-            [line[name] for line in lines], rel=1e-6
-        )
+        assert [e.step for e in events] == [*range(1, last + 1)]
+        values = [line[name] for line in lines]
+        assert [e.value for e in events] == pytest.approx(values, rel=1e-6)
 
-
-def test_a_run_ends_when_evaluations_stop_improving(demo, tmp_path):  # noqa: F811
-    """And a resumed one knows that it has ended; the best checkpoint and the export are there."""
-    config = settings(
-        demo, "sft", tmp_path / "run", run__steps=40, run__eval_every=1, run__save_every=0, run__patience=2,
-        optimizer__warmup=2, optimizer__lr=3.0,
-    )  # fmt: skip
-    lines = on_ranks(2, config)
-    losses = [line["eval/loss"] for line in lines]
-    best = 1 + int(np.argmin(losses))
-    assert len(lines) == best + 2 < 40
-    kept = {int(p.name.removeprefix("step-")) for p in (tmp_path / "run/checkpoints").iterdir()}
-    assert {best, best + 2} <= kept
-    assert (tmp_path / "run/export/config.json").exists()
-    config["run"]["resume"] = "auto"
-    assert on_ranks(1, config) == lines
+    again = settings("sft", tmp_path / "run", f"{typed} --run.wandb= --run.resume auto")
+    assert on_ranks(1, again) == metrics(tmp_path / "run")
 
 
 def evaluated(losses: list[float]) -> tuple[int, list[float]]:
@@ -112,30 +88,23 @@ def test_an_evaluation_that_is_not_finite_is_never_the_best():
     assert run_distributed(evaluated, 1, losses) == [(5, [3, 0.9])]
 
 
-def test_a_cache_of_other_values_stops_the_first_step(demo, tmp_path):  # noqa: F811
-    cache = {
-        "data__cache": str(tmp_path / "cache"),
-        "run__steps": 1,
-        "run__overwrite": True,
-        "run__export": False,
-    }
-    config = settings(demo, "dpo", tmp_path / "run", **cache, run__save_last=False)
-    assert on_ranks(1, config)[0]["reference_gap"] < 1e-5
-    assert not list(
-        (tmp_path / "run").glob("checkpoints/*")
-    )  # only a stop would have saved one
-    caches = list((tmp_path / "cache").glob("reference-*.bin"))
+def test_a_cache_of_other_values_stops_the_first_step(tmp_path):
+    cache = tmp_path / "cache"
+    typed = f"--data.cache {cache} --run.steps 1 --run.overwrite true --run.export false --run.save_last false"
+    line = settings("dpo", tmp_path / "run", typed)
+    assert on_ranks(1, line)[0]["reference_gap"] < 1e-5
+    # only a stop would have saved one
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    caches = list(cache.glob("reference-*.bin"))
     for path in caches:
         np.memmap(path, dtype=np.float32, mode="r+")[:] += 0.01
-    with pytest.raises(
-        AssertionError,
-        match=r"data.cache: .*reference-.*.bin .*does not hold what was written there",
-    ):
-        on_ranks(1, config)
+    sentence = r"data.cache: .*reference-.*.bin .*does not hold what was written there"
+    with pytest.raises(AssertionError, match=sentence):
+        on_ranks(1, line)
     for path in caches:  # as if a run from other weights had written them
         path.with_suffix(".json").write_text(json.dumps({path.name: digest_of(path)}))
     sentence = r"(?s)at step 0 the policy is the reference, but .* differ by 0.01 per token .*other weights.*\nstep 1"
     with pytest.raises(AssertionError, match=sentence):
-        on_ranks(1, config)
-    free = settings(demo, "dpo", tmp_path / "run", **cache, dpo__loss_type="simpo")
-    assert "reference_gap" not in on_ranks(1, free)[0], "a loss without reference asks nobody"
+        on_ranks(1, line)
+    [free] = on_ranks(1, [*line, "--dpo.loss_type", "simpo"])
+    assert "reference_gap" not in free, "a loss without reference asks nobody"

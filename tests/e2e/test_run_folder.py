@@ -10,33 +10,23 @@ import pytest
 from tests.e2e.launch import ROOT, Ranks, metrics, ranks, tiny
 
 
-def arguments(folder: Path, **settings: object) -> list[str]:
-    return tiny("sft", folder / "run", **{"run__steps": 2, "run__export": False, **settings})
+def arguments(folder: Path, typed: str = "") -> list[str]:
+    return tiny("sft", folder / "run", f"--run.steps 2 --run.export false {typed}")
 
 
 def test_two_runs_do_not_share_a_folder_and_a_dead_one_is_succeeded(tmp_path):
-    first = Ranks(arguments(tmp_path, run__steps=100_000), 1, tmp_path / "first")
+    first = Ranks(arguments(tmp_path, "--run.steps 100000"), 1)
     first.until(lambda: (tmp_path / "run/metrics.jsonl").exists())
-    outcome = ranks(arguments(tmp_path, run__resume="auto"), 2, tmp_path / "second")
-    [sentence] = outcome.errors
-    assert outcome.code == 2
-    assert re.search(
-        rf"run.output: .*/run is in use by run [0-9a-f]{{8}}, process {first.processes[0].pid} on",
-        sentence,
-    )
+    outcome = ranks(arguments(tmp_path, "--run.resume auto"), 2, code=2)
+    process = f"process {first.processes[0].pid}"
+    sentence = outcome.refused(rf"run.output: .*/run is in use by run \w{{8}}, {process} on")
+    run = re.search(r"run (\w{8}),", sentence)[1]
     first.send(signal.SIGKILL)
     first.until(lambda: False)
-    outcome = ranks(arguments(tmp_path, run__overwrite=True), 1, tmp_path / "third").check()
-    assert (
-        f"run was left by run {metrics_id(sentence)}, process {first.processes[0].pid}"
-        in outcome.stdout
-    )
-    assert "which has ended, and is taken over" in outcome.stdout
-    assert {line["run"] for line in metrics(tmp_path / "run")} != {metrics_id(sentence)}
-
-
-def metrics_id(sentence: str) -> str:
-    return re.search(r"run ([0-9a-f]{8}),", sentence)[1]
+    said = ranks(arguments(tmp_path, "--run.overwrite"), 1).stdout
+    assert f"run was left by run {run}, {process}" in said
+    assert "which has ended, and is taken over" in said
+    assert {line["run"] for line in metrics(tmp_path / "run")} != {run}
 
 
 def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path):
@@ -48,11 +38,10 @@ def test_a_folder_that_a_node_does_not_see_is_refused(tmp_path):
         if rank:
             agreement.HOLDER = "../elsewhere"
 
-    outcome = ranks(arguments(tmp_path), 2, tmp_path / "logs", before=before)
-    sentence = r"error: run.output: .* is not the folder that rank 0 writes to; set it to a folder on a file system"
-    assert (
-        outcome.code == 2 and len(outcome.errors) == 1 and re.match(sentence, outcome.errors[0])
-    ), outcome.stderr
+    outcome = ranks(arguments(tmp_path), 2, code=2, before=before)
+    outcome.refused(
+        "run.output: .* is not the folder that rank 0 writes to; set it to a folder on a file system"
+    )
 
 
 # What rank 1 says otherwise, and what rank 0 says of it.
@@ -73,37 +62,29 @@ def test_what_differs_on_a_node_is_named(tmp_path, fact):
         other = {fact: "x"} if rank else {}
         run.facts_of = lambda *data, **more: facts_of(*data, **more) | other
 
-    outcome = ranks(arguments(tmp_path), 2, tmp_path / "logs", before=before)
-    [sentence] = outcome.errors
-    wanted = rf"error: {fact} is 'x' on \S+ \(rank 1\) but {FACTS[fact]} on \S+ \(rank 0\); start all"
-    assert outcome.code == 2 and re.match(wanted, sentence), outcome.stderr
+    outcome = ranks(arguments(tmp_path), 2, code=2, before=before)
+    outcome.refused(
+        rf"error: {fact} is 'x' on \S+ \(rank 1\) but {FACTS[fact]} on \S+ \(rank 0\); start all"
+    )
     assert not (tmp_path / "run").exists()
 
 
-def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(
-    tmp_path,
-):
+def test_what_changed_since_a_checkpoint_is_told_and_other_data_are_refused(tmp_path):
     rows = (ROOT / "configs/demo/data/sft_train.jsonl").read_text().splitlines()
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(rows[:40]))
-    ranks(arguments(tmp_path, data__train=str(data)), 1, tmp_path / "logs").check()
-    more = {"data__train": str(data), "run__resume": "auto", "run__steps": 3}
+    ranks(arguments(tmp_path, f"--data.train {data}"), 1)
+    again = f"--data.train {data} --run.resume auto --run.steps 3"
     data.write_text("\n".join(rows[1:41]))
-    [sentence] = ranks(arguments(tmp_path, **more), 1, tmp_path / "logs").errors
-    assert re.match(
-        r"error: run.resume: the training data or how they are tokenised have changed since .*step-2 was",
-        sentence,
+    ranks(arguments(tmp_path, again), 1, code=2).refused(
+        "run.resume: the training data or how they are tokenised have changed since .*step-2 was"
     )
-    fewer = arguments(tmp_path, **more, batch__examples=4)
-    [sentence] = ranks(fewer, 1, tmp_path / "logs").errors
-    assert (
+    again += " --batch.examples 4"
+    ranks(arguments(tmp_path, again), 1, code=2).refused(
         "had batch.examples 8 but this run has 4; set the same, or another run.output, or run.resume_anyway"
-        in sentence
     )
-    anyway = arguments(
-        tmp_path, **more, batch__examples=4, run__resume_anyway=True, optimizer__lr=1e-4
-    )
-    told = ranks(anyway, 1, tmp_path / "logs").check().stdout
+    again += " --run.resume_anyway true --optimizer.lr 1e-4"
+    told = ranks(arguments(tmp_path, again), 1).stdout
     for line in (
         r"resumed .*step-2 at step 2", r"changed since then: optimizer.lr was \S+ and is 0.0001",
         "changed since then: batch.examples was 8 and is 4", "changed since then: run.steps was 2 and is 3",
@@ -133,18 +114,13 @@ def test_metrics_that_cannot_be_written_end_the_run_after_a_checkpoint(tmp_path,
 
         MetricsLog.report = reported
 
-    outcome = ranks(arguments(tmp_path, run__steps=50), 2, tmp_path / "logs", before=before)
-    assert outcome.code == 1
-    [sentence] = outcome.errors
-    assert re.match(
-        rf"error: rank 0, .*/{file} cannot be written at step 3: No space left on device \(.* GiB are free",
-        sentence,
-    ), sentence
-    assert "Traceback" not in outcome.stderr
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-4"]
-    assert [line["step"] for line in metrics(tmp_path / "run")] == (
-        [1, 2] if file == "metrics.jsonl" else [1, 2, 3, 4]
+    line = arguments(tmp_path, "--run.steps 50")
+    ranks(line, 2, code=1, before=before).refused(
+        rf"rank 0, .*/{file} cannot be written at step 3: No space left on device \(.* GiB are free"
     )
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-4"]
+    logged = [1, 2, 3, 4] if file == "tensorboard" else [1, 2]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == logged
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
@@ -157,35 +133,27 @@ def test_a_disk_that_fills_while_saving_is_one_sentence(tmp_path, kind):
         from ulysses.run import export_model
         from ulysses.zero import state
 
-        def limited(function):
-            def call(*args, **more):
-                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
-                try:
-                    return function(*args, **more)
-                finally:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        module, name = {
+            "checkpoint": (state, "write_digested"),
+            "export": (export_model, "write_weights"),
+        }[kind]
+        write, unlimited = getattr(module, name), resource.RLIM_INFINITY
 
-            return call
+        def limited(*args: Any, **more: Any) -> Any:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, unlimited))
+            try:
+                return write(*args, **more)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        if kind == "checkpoint":
-            state.write_digested = limited(state.write_digested)
-        else:
-            export_model.write_weights = limited(export_model.write_weights)
+        setattr(module, name, limited)
 
-    options = {"run__save_last": kind == "checkpoint", "run__export": kind == "export"}
-    outcome = ranks(arguments(tmp_path, **options), 2, tmp_path / "logs", before=before)
-    [sentence] = outcome.errors
-    place = (
-        r"/checkpoints/.step-2.tmp cannot be written"
-        if kind == "checkpoint"
-        else "/export.* after step 2"
-    )
-    assert outcome.code == 1 and re.search(
-        rf"{place}: .*File too large.* GiB are free there", sentence
-    )
-    assert "Traceback" not in outcome.stderr
-    assert (
-        not list((tmp_path / "run").glob("checkpoints/step-*"))
-        and not (tmp_path / "run/export").exists()
-    )
+    typed, place = {
+        "checkpoint": ("", "/checkpoints/.step-2.tmp cannot be written"),
+        "export": ("--run.save_last false --run.export true", "/export.* after step 2"),
+    }[kind]
+    outcome = ranks(arguments(tmp_path, typed), 2, code=1, before=before)
+    outcome.refused(f"{place}: .*File too large.* GiB are free there")
+    left = [*tmp_path.glob("run/checkpoints/step-*"), *tmp_path.glob("run/export")]
+    assert not left

@@ -10,176 +10,136 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from examples.demo_data import write_demo
+from models.decoder import RewardModel
 from models.hf_format import read_config
 from models.lora import is_adapter
-from tests.harness import AS_LARGE, run_distributed
-from tests.model_folder import tiny_config
+from tests.e2e.launch import ROOT, metrics, tiny
+from tests.harness import run_distributed
 from tests.zero_case import filled
-from ulysses.config.command_line import check
+from ulysses.config.command_line import parse_command_line
+from ulysses.config.schema import Config
 from ulysses.export import main
+from ulysses.parallel.batch import Sequence, pack_shard
+from ulysses.parallel.mesh import ParallelMesh
+from ulysses.parallel.sums import sequence_last
 from ulysses.run.build import InitialWeights
 from ulysses.run.memory_choice import adapter_parameters
 from ulysses.run.preflight import prepare
 from ulysses.run.training_run import TrainingRun
 from ulysses.zero.engine import full_parameters
 
-SHAPE = tiny_config(vocab_size=1024, initializer_range=0.1)
+DATA = ROOT / "configs/demo/data"
+SHAPE = """
+--model.config.intermediate_size 48 --model.config.num_hidden_layers 2 --model.config.head_dim 8
+--model.config.initializer_range 0.1
+"""
+USUAL = """
+--data.max_length 128 --batch.examples 7 --batch.tokens_per_microbatch 256
+--optimizer.lr 1e-3 --optimizer.schedule constant --optimizer.warmup 0 --run.steps 3 --run.seed 0
+"""
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """A few rows of the demo data of every stage, and its tokenizer."""
-    folder = tmp_path_factory.mktemp("demo")
-    write_demo(folder)
-    for path in folder.glob("*.jsonl"):
-        rows = path.read_text().splitlines()
-        path.write_text("\n".join(rows[: 12 if "_eval" in path.name else 29]) + "\n")
-    return folder
+def settings(stage: str, output: Path, typed: str = "") -> list[str]:
+    """A run on a few rows of the demo data; without a model in what is typed it starts from random weights."""
+    shape = "" if "--model.path" in typed else SHAPE
+    train, held_out = (
+        f'{{"path":"{DATA}/{stage}_{split}.jsonl","max_examples":{most}}}'
+        for split, most in (("train", 29), ("eval", 12))
+    )
+    data = f"--data.train {train} --data.eval {held_out}"
+    return tiny(stage, output, f"{data} {USUAL} {shape} {typed}")
 
 
-def settings(demo: Path, stage: str, output: Path, **changes: Any) -> dict[str, Any]:
-    """A run's configuration; keyword arguments a__b = value set [a] b."""
-    config: dict[str, Any] = {
-        "stage": stage,
-        "model": {"init": "random", "config": SHAPE, "tokenizer": str(demo / "tokenizer"), "dtype": "float32"},
-        "data": {"train": str(demo / f"{stage}_train.jsonl"), "eval": str(demo / f"{stage}_eval.jsonl"),
-                 "max_length": 128, "cache": str(demo / "cache")},
-        "batch": {"examples": 7, "tokens_per_microbatch": 256},
-        "optimizer": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
-        "run": {"output": str(output), "steps": 3},
-        "deepspeed": {"zero_optimization": AS_LARGE},
-    }  # fmt: skip
-    for key, value in changes.items():
-        section = config
-        *path, last = key.split("__")
-        for name in path:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return config
+def pretrained(model: Path) -> str:
+    return f"--model.path {model} --model.init pretrained"
 
 
-def from_model(
-    demo: Path, model: Path, stage: str, output: Path, **changes: Any
-) -> dict[str, Any]:
-    """The same, but the run starts from a model's folder."""
-    config = settings(demo, stage, output, **changes)
-    drawn = ("init", "config", "tokenizer")
-    config["model"] = {k: v for k, v in config["model"].items() if k not in drawn} | {
-        "path": str(model)
-    }
-    return config
+def configured(line: list[str]) -> Config:
+    return parse_command_line(line).config
 
 
-def train(config: dict[str, Any], stop_after: int | None = None) -> list[dict[str, float]]:
+def train(line: list[str]) -> list[dict[str, float]]:
     """Run on this rank; returns the logged lines on rank 0."""
-    run = TrainingRun(check(config))
+    run = TrainingRun(configured(line))
     run.__enter__()
-    original = run.trainer.train_step
-
-    def step() -> dict[str, float]:
-        if run.trainer.step + 1 == stop_after:
-            run.watch.ask_to_stop()
-        return original()
-
-    run.trainer.train_step = step
     run.train()
     run.resources.close()
-    lines = (Path(config["run"]["output"]) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines] if dist.get_rank() == 0 else []
+    return metrics(Path(run.config.run.output)) if dist.get_rank() == 0 else []
 
 
-def on_ranks(world: int, config: dict[str, Any], **more: Any) -> list[dict[str, float]]:
-    return run_distributed(train, world, config, timeout=200, cpu=True, **more)[0]
+def on_ranks(world: int, line: list[str]) -> list[dict[str, float]]:
+    return run_distributed(train, world, line, timeout=200, cpu=True)[0]
 
 
-def strictly(config: dict[str, Any]) -> tuple[list[dict[str, float]], bool]:
-    lines = train(config)
-    return lines, torch.get_deterministic_debug_mode() == 2
-
-
-def test_deterministic_runs_have_the_same_numbers(demo, tmp_path):
+def test_deterministic_runs_have_the_same_numbers(tmp_path):
     """Memory that torch leaves uninitialised is filled with nan there, so nobody reads any."""
-    config = settings(
-        demo, "dpo", tmp_path / "plain", parallel__sequence_parallel_size=2, run__steps=2
-    )
-    usual = on_ranks(2, config)
-    config["run"] |= {"output": str(tmp_path / "strict"), "deterministic": True}
-    lines, strict = run_distributed(strictly, 2, config, cpu=True)[0]
-    assert strict and [[x["loss"], x["grad_norm"]] for x in lines] == [
-        [x["loss"], x["grad_norm"]] for x in usual
-    ]
+    settled = "--parallel.sequence_parallel_size 2 --run.steps 2"
+    line = settings("dpo", tmp_path / "plain", settled)
+    usual = on_ranks(2, line)
+    strict = [*line, "--run.output", str(tmp_path / "strict"), "--run.deterministic"]
+    same = on_ranks(2, strict)
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in same] == [line[name] for line in usual]
 
 
-def test_kto_begins_at_the_reference(demo, tmp_path):
-    for options in ({}, {"kto__reference": "live"}, {"model__lora__rank": 2}):
-        changes = {"run__steps": 1, "run__overwrite": True, **options}
-        [first] = on_ranks(1, settings(demo, "kto", tmp_path / "run", **changes))
+def test_kto_begins_at_the_reference(tmp_path):
+    for typed in ("", "--kto.reference live", "--model.lora.rank 2"):
+        once = f"--run.steps 1 --run.overwrite true {typed}"
+        [first] = on_ranks(1, settings("kto", tmp_path / "run", once))
         assert first["loss"] == pytest.approx(0.5, abs=1e-6)
         assert abs(first["rewards/margins"]) < 1e-5
         assert first["kl"] == pytest.approx(0.0, abs=1e-4) and first["reference_gap"] < 1e-5
 
 
-def test_cached_reference_is_the_live_one_in_every_epoch(demo, tmp_path):
+def test_cached_reference_is_the_live_one_in_every_epoch(tmp_path):
     """29 examples in steps of 7: five steps an epoch, the last one of a single example without a partner."""
-    more = {"run__steps": 12, "optimizer__lr": 3e-3}
-    runs = [
-        on_ranks(world, settings(demo, "kto", tmp_path / kind, kto__reference=kind, **more))
+    typed = "--run.steps 12 --optimizer.lr 3e-3 --kto.reference"
+    cached, live = (
+        on_ranks(world, settings("kto", tmp_path / kind, f"{typed} {kind}"))
         for kind, world in (("cached", 1), ("live", 2))
-    ]
-    assert max(line["kl"] for line in runs[0]) > 0.01
-    for a, b in zip(*runs, strict=True):
+    )
+    assert max(line["kl"] for line in cached) > 0.01
+    for a, b in zip(cached, live, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-5), a["step"]
         assert a["kl"] == pytest.approx(b["kl"], abs=5e-3)
-    assert runs[0][4]["kl"] == 0.0  # one example: no mismatch, no baseline, and finite
+    assert cached[4]["kl"] == 0.0  # one example: no mismatch, no baseline, and finite
 
 
-def test_kto_resumes_only_with_its_reference(demo, tmp_path):
-    config = settings(demo, "kto", tmp_path / "run", run__steps=6, run__resume="auto")
-    on_ranks(1, config, stop_after=3)
-    config["data"]["cache"] = str(tmp_path / "cache")
-    with pytest.raises(
-        AssertionError,
-        match=r"no longer has the initial policy; restore data\.cache, or set kto\.ref",
-    ):
-        on_ranks(1, config)
+def test_kto_resumes_only_with_its_reference(tmp_path):
+    on_ranks(1, settings("kto", tmp_path / "run"))
+    lost = f"--run.steps 6 --run.resume auto --data.cache {tmp_path}/cache"
+    gone = r"no longer has the initial policy; restore data\.cache, or set kto\.ref"
+    with pytest.raises(AssertionError, match=gone):
+        on_ranks(1, settings("kto", tmp_path / "run", lost))
 
 
-def test_reward_model_scores_the_same_in_transformers(demo, tmp_path):
-    """Score at the last token by length: with EOS inside the prompt, with padding, and where pad equals EOS."""
-    from transformers import AutoModelForSequenceClassification
-
-    config = settings(demo, "rm", tmp_path / "run")
-    last, export = on_ranks(2, config)[-1], tmp_path / "run" / "export"
-    rows = [[3, 5, 9, 650, 7], [4, 650, 4], [11, 12, 13, 14, 15, 16, 650]]
+def test_reward_model_scores_the_same_in_transformers(tmp_path):
+    """Score at the last token by length: with EOS inside the prompt, and with padding."""
+    last = on_ranks(2, settings("rm", tmp_path / "run"))[-1]
+    export = tmp_path / "run/export"
+    rows = [[3, 5, 9, 657, 7], [4, 657, 4], [11, 12, 13, 14, 15, 16, 657]]
     ours = run_distributed(scores, 2, export, rows, cpu=True)[0]
-    theirs = AutoModelForSequenceClassification.from_pretrained(
-        export, dtype=torch.float32
-    ).eval()
+    load = AutoModelForSequenceClassification.from_pretrained
+    theirs = load(export, dtype=torch.float32).eval()
     pad = theirs.config.pad_token_id
     assert theirs.config.num_labels == 1 and pad is not None
-    width = max(map(len, rows))
-    padded = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    padded = pad_sequence([*map(torch.tensor, rows)], batch_first=True, padding_value=pad)
     with torch.no_grad():
         found = theirs(padded, attention_mask=(padded != pad).long()).logits.flatten()
-        alone = torch.stack([theirs(torch.tensor([row])).logits.flatten()[0] for row in rows])
+        alone = torch.cat([theirs(torch.tensor([row])).logits[0] for row in rows])
     torch.testing.assert_close(found, ours, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(alone, ours, rtol=1e-4, atol=1e-5)
     # The head travels: a run that starts from the export, with learning rate 0, evaluates exactly alike.
-    line = on_ranks(
-        1, from_model(demo, export, "rm", tmp_path / "again", run__steps=1, optimizer__lr=0.0)
-    )[-1]
+    still = f"{pretrained(export)} --run.steps 1 --optimizer.lr 0"
+    line = on_ranks(1, settings("rm", tmp_path / "again", still))[-1]
     for name in ("eval/loss", "eval/accuracy", "eval/mean_reward"):
         assert line[name] == pytest.approx(last[name], rel=1e-4)
 
 
 def scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
-    from models.decoder import RewardModel
-    from ulysses.parallel.batch import Sequence, pack_shard
-    from ulysses.parallel.mesh import ParallelMesh
-    from ulysses.parallel.sums import sequence_last
-
     mesh, shape = ParallelMesh(2), read_config(folder)
     model = filled(RewardModel(shape, mesh), InitialWeights(shape, 0, folder))
     with torch.no_grad():
@@ -188,19 +148,16 @@ def scores(folder: Path, rows: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def base(demo, tmp_path_factory):
+def base(tmp_path_factory):
     """A pretrained model folder."""
     folder = tmp_path_factory.mktemp("base") / "run"
-    on_ranks(1, settings(demo, "sft", folder, run__steps=2))
+    on_ranks(1, settings("sft", folder, "--run.steps 2"))
     return folder / "export"
 
 
-def with_adapters(
-    demo: Path, base: Path, stage: str, output: Path, **changes: Any
-) -> dict[str, Any]:
-    return from_model(
-        demo, base, stage, output, optimizer__lr=2e-2, model__lora__rank=4, **changes
-    )
+def with_adapters(base: Path, stage: str, output: Path, typed: str = "") -> list[str]:
+    adapters = f"{pretrained(base)} --optimizer.lr 2e-2 --model.lora.rank 4 {typed}"
+    return settings(stage, output, adapters)
 
 
 @torch.no_grad()
@@ -208,133 +165,114 @@ def logps(model: Any, sequence: Any) -> torch.Tensor:
     """Sum of the trained tokens' log-probabilities, by transformers."""
     tokens = torch.tensor(sequence.tokens[:].astype("int64"))
     weights = torch.tensor(sequence.loss_weights[:].astype("float64"))[1:]
-    scores = model(tokens[None]).logits[0, :-1].double().log_softmax(-1)
-    return (scores.gather(-1, tokens[1:, None])[:, 0] * weights).sum()
+    logits = model(tokens[None]).logits[0, :-1].double()
+    return -(F.cross_entropy(logits, tokens[1:], reduction="none") * weights).sum()
 
 
-def held_out(config: dict[str, Any]) -> Any:
-    return prepare(check(config), 2).open_data()[1]
+def held_out(line: list[str]) -> Any:
+    return prepare(configured(line), 2).open_data()[1]
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm"])
-def test_adapters_load_with_peft(demo, base, tmp_path, stage):
+def test_adapters_load_with_peft(base, tmp_path, stage):
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    def model(folder: Path) -> Any:
-        if stage == "sft":
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return AutoModelForSequenceClassification.from_pretrained(
-            folder, num_labels=1, dtype=torch.float32
-        )
-
-    line = on_ranks(2, with_adapters(demo, base, stage, tmp_path / "run"))[-1]
+    kind = {"sft": AutoModelForCausalLM, "rm": AutoModelForSequenceClassification}[stage]
+    labels = {"num_labels": 1} if stage == "rm" else {}
+    line = on_ranks(2, with_adapters(base, stage, tmp_path / "run"))[-1]
     plain, merged = tmp_path / "run/export", tmp_path / "merged"
     assert main(["--merge", str(plain), str(merged)]) == 0
     assert not list(plain.glob("model*.safetensors"))
     assert json.loads((plain / "adapter_config.json").read_text())["r"] == 4
     tokens = torch.arange(3, 60)[None]
     with torch.no_grad():
-        start = model(base).eval()
+        start, whole = (
+            kind.from_pretrained(f, dtype=torch.float32, **labels).eval()
+            for f in (base, merged)
+        )
         before = start(tokens).logits
         adapted = PeftModel.from_pretrained(start, plain).eval()
         after = adapted(tokens).logits
-        torch.testing.assert_close(after, model(merged)(tokens).logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(after, whole(tokens).logits, rtol=1e-3, atol=1e-3)
     if stage == "sft":  # transformers draws the score head of the base anew each time
         assert (after - before).abs().max() > 0.05
-        rows = [
-            example.sequences[0]
-            for example in held_out(settings(demo, "sft", tmp_path / "nowhere"))
-        ]
-        nll = -sum(logps(adapted, s) for s in rows) / sum(
-            s.loss_weights[1:].sum() for s in rows
-        )
+        examples = held_out(settings("sft", tmp_path / "nowhere"))
+        rows = [example.sequences[0] for example in examples]
+        count = sum(s.loss_weights[1:].sum() for s in rows)
+        nll = -sum(logps(adapted, s) for s in rows) / count
         assert line["eval/nll"] == pytest.approx(float(nll), rel=1e-4)
 
 
-def test_only_adapters_have_memory_and_reach_the_checkpoint(demo, base, tmp_path):
-    config = with_adapters(demo, base, "dpo", tmp_path / "run", run__save_every=2, run__steps=2)
-    sizes, changed = run_distributed(measured, 2, config, cpu=True)[0]
-    rank, width, ff, kv = 4, 32, 48, 16
-    pairs = [
-        (width, width),
-        (width, kv),
-        (width, kv),
-        (width, width),
-        (width, ff),
-        (width, ff),
-        (ff, width),
-    ]
-    adapters = 2 * sum(rank * (a + b) for a, b in pairs)
+def test_only_adapters_have_memory_and_reach_the_checkpoint(base, tmp_path):
+    line = with_adapters(base, "dpo", tmp_path / "run", "--run.save_every 2 --run.steps 2")
+    sizes, changed = run_distributed(measured, 2, line, cpu=True)[0]
+    # rank 4 on query and output (32 to 32), key and value (32 to 16), and the MLP's three (32 and 48), in 2 layers
+    adapters = 2 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
     padding = 2 * 7 * 2 * 2  # every partition is padded to a multiple of the ranks
     for size in sizes:
         assert adapters / 2 <= size <= adapters / 2 + padding, (sizes, adapters)
     assert changed and all(map(is_adapter, changed))
     files = (tmp_path / "run").glob("checkpoints/step-2/*.master.safetensors")
     saved = sum(len(load_file(p)["data"]) for p in files)
-    assert saved == adapters == adapter_parameters(check(config), read_config(base))
+    assert saved == adapters == adapter_parameters(configured(line), read_config(base))
 
 
-def measured(config: dict[str, Any]) -> tuple[list[int], list[str]]:
+def measured(line: list[str]) -> tuple[list[int], list[str]]:
     """Elements of gradients, master weights and moments on this rank, and the parameters that a run changed."""
-    run = TrainingRun(check(config))
+    run = TrainingRun(configured(line))
     run.__enter__()
     engine, sizes = run.engine, []
-    partition, before, original = engine.partition, dict(full_parameters(engine)), engine.step
+    before, original = dict(full_parameters(engine)), engine.step
+    masters = engine.partition.masters
 
     def step(rates: list[float]) -> None:
-        sizes[:] = [sum(f.grad.numel() for f in partition.masters)]
+        sizes[:] = [sum(f.grad.numel() for f in masters)]
         assert all(p.grad is None for p in engine.module.parameters() if not p.requires_grad)
         original(rates)
 
     engine.step = step
     run.train()
-    sizes += [sum(f.numel() for f in partition.masters)]
-    sizes += [sum(engine.optimizer.state[f]["exp_avg"].numel() for f in partition.masters)]
-    after = full_parameters(engine)
-    return sizes, [
-        n for n, value in after if value is not None and not torch.equal(value, before[n])
-    ]
+    moments = [engine.optimizer.state[f]["exp_avg"] for f in masters]
+    sizes += [sum(map(torch.numel, tensors)) for tensors in (masters, moments)]
+    after = ((n, value) for n, value in full_parameters(engine) if value is not None)
+    return sizes, [name for name, value in after if not torch.equal(value, before[name])]
 
 
-def test_base_with_adapters_off_is_the_reference_at_any_time(demo, base, tmp_path):
+def test_base_with_adapters_off_is_the_reference_at_any_time(base, tmp_path):
     """Cached and live agree, no second engine is built, and a resumed run may fill a lost cache."""
-    how = (demo, base, "dpo")
-    live = on_ranks(
-        1, with_adapters(*how, tmp_path / "live", run__steps=4, dpo__reference="live")
-    )
-    config = with_adapters(*how, tmp_path / "cached", run__steps=4, run__resume="auto")
-    on_ranks(1, config, stop_after=2)
-    config["data"]["cache"] = str(tmp_path / "lost")
-    cached = on_ranks(1, config)
+    how, cached = (base, "dpo"), tmp_path / "cached"
+    live = on_ranks(1, with_adapters(*how, tmp_path / "live", "--dpo.reference live"))
+    on_ranks(1, with_adapters(*how, cached, "--run.steps 2"))
+    lost = f"--run.resume auto --data.cache {tmp_path}/lost"
+    again = on_ranks(1, with_adapters(*how, cached, lost))
     assert live[-1]["rewards/margins"] != 0
-    for a, b in zip(live, cached, strict=True):
+    for a, b in zip(live, again, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["rewards/margins"] == pytest.approx(b["rewards/margins"], abs=1e-5)
 
 
-def test_another_reference_gives_its_own_loss_and_stays_as_it_was(demo, base, tmp_path):
+def test_another_reference_gives_its_own_loss_and_stays_as_it_was(base, tmp_path):
     """After three steps the held-out loss is that of the exported policy against the reference's untouched folder."""
-    from transformers import AutoModelForCausalLM
-
     # heads that the policy's degree does not divide
-    shape = SHAPE | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
-    changes = {"run__seed": 7, "optimizer__lr": 3e-2, "model__config": shape}
-    on_ranks(1, settings(demo, "sft", tmp_path / "other", **changes))
+    other = """
+    --model.config.hidden_size 48 --model.config.head_dim 16 --model.config.num_attention_heads 3
+    --model.config.num_key_value_heads 1 --run.seed 7 --optimizer.lr 3e-2
+    """
+    on_ranks(1, settings("sft", tmp_path / "other", other))
     reference = tmp_path / "other/export"
-    config = from_model(demo, base, "dpo", tmp_path / "run", parallel__sequence_parallel_size=2, optimizer__lr=3e-3,
-                        dpo__reference=str(reference))  # fmt: skip
-    last = on_ranks(2, config)[-1]
-    folders = (tmp_path / "run/export", reference)
-    ours, theirs = (
-        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in folders
+    typed = (
+        f"--parallel.sequence_parallel_size 2 --optimizer.lr 3e-3 --dpo.reference {reference}"
     )
-    config |= {
-        "batch": config["batch"] | {"share_prompts": False},
-        "run": {"output": str(tmp_path / "no"), "steps": 1},
-    }
+    line = settings("dpo", tmp_path / "run", f"{pretrained(base)} {typed}")
+    last = on_ranks(2, line)[-1]
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval()
+        for f in (tmp_path / "run/export", reference)
+    )
+    plain = f"--batch.share_prompts false --run.output {tmp_path}/no"
+    pairs = held_out([*line, *plain.split()])
     gains = torch.tensor(
-        [[logps(ours, s) - logps(theirs, s) for s in e.sequences] for e in held_out(config)]
+        [[logps(ours, s) - logps(theirs, s) for s in e.sequences] for e in pairs]
     )
     margins = 0.1 * (gains[:, 0] - gains[:, 1])
     assert last["eval/loss"] == pytest.approx(float(-F.logsigmoid(margins).mean()), rel=1e-4)

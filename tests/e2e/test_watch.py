@@ -24,23 +24,16 @@ from ulysses.run.failure import grace_note, report_failure
 from ulysses.run.watch import Watch
 
 # where it happens: the rank and what becomes of it; the rank that is named, where it is and what is said of it
-IS_GONE = r"rank 1 on \S+ has not moved since .*, \d+ s ago: .* gone"
+IS_GONE = r"rank 1 on \S+ has not moved since {}.*, \d+ s ago: .* gone"
 ASLEEP = r"rank 1 on \S+ has not moved since step {}, forward, 1\d s ago: .* is alive"
+STORE_GONE = r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at"
 FAULTS: dict[str, tuple[int, int, str]] = {
-    "killed in the third step": (1, signal.SIGKILL, IS_GONE),
-    "killed with the store": (
-        0,
-        signal.SIGKILL,
-        r"rank 0 at 127.0.0.1:\d+ is gone, \d+ s ago; rank 1 on \S+ was at",
-    ),
-    "stopped in the third step": (1, signal.SIGSTOP, IS_GONE + ", stop"),
+    "killed in the third step": (1, signal.SIGKILL, IS_GONE.format("")),
+    "killed with the store": (0, signal.SIGKILL, STORE_GONE),
+    "stopped in the third step": (1, signal.SIGSTOP, IS_GONE.format("") + ", stop"),
     "asleep in the third step": (1, 0, ASLEEP.format(3)),
     "asleep in the first step": (1, 0, ASLEEP.format(1)),
-    "stopped in tokenising": (
-        1,
-        signal.SIGSTOP,
-        r"rank 1 on \S+ has not moved since tokenising, .*: .* gone, stop",
-    ),
+    "stopped in tokenising": (1, signal.SIGSTOP, IS_GONE.format("tokenising") + ", stop"),
 }
 
 
@@ -79,10 +72,10 @@ def drills(tmp_path_factory):
     """All faults at once: most of the time these processes wait."""
     runs: dict[str, Ranks] = {}
     # none of them waits for another one's tokenising, which would count
-    start(tmp_path_factory.mktemp("cache"), processes=1, run__steps=1).wait().check()
-    settings = {"run__timeout": 10, "run__stall_warning": 6, "run__steps": 4}
+    start(tmp_path_factory.mktemp("cache"), "--run.steps 1", processes=1).wait().check()
+    settings = "--run.timeout 10 --run.stall_warning 6 --run.steps 4"
     for name in FAULTS:
-        runs[name] = start(tmp_path_factory.mktemp("drill"), plant(name), **settings)
+        runs[name] = start(tmp_path_factory.mktemp("drill"), settings, plant(name))
     yield runs
     for run in runs.values():
         run.send(signal.SIGKILL)
@@ -95,17 +88,17 @@ def test_the_victim_is_named(name, drills):
     run.until(lambda: run.codes[other] is not None, 90)
     assert run.codes[other] == 1
     run.send(signal.SIGKILL)
-    errors = run.wait().errors
-    assert len(errors) == 1 and re.match(f"error: {sentence}", errors[0]), errors
+    outcome = run.wait()
+    assert re.fullmatch(f"error: {sentence}.*", *outcome.errors), outcome.errors
     if number == 0:
         # on a busy machine the start may be slow, and is told too
-        warnings = re.findall(r"warning: rank 1 .* since step .*", run.wait().stderr)
+        warnings = re.findall(r"warning: rank 1 .* since step .*", outcome.stderr)
         assert len(warnings) == 1, "the line comes once, before the end"
 
 
-def start(folder: Path, before: Any = None, processes: int = 2, **settings: Any) -> Ranks:
-    settings = {"run__export": False, "run__save_last": False, **settings}
-    return Ranks(tiny("sft", folder / "run", **settings), processes, folder, before=before)
+def start(folder: Path, typed: str = "", before: Any = None, processes: int = 2) -> Ranks:
+    line = tiny("sft", folder / "run", f"--run.export false --run.save_last false {typed}")
+    return Ranks(line, processes, before=before)
 
 
 def slow_steps(rank: int) -> None:
@@ -117,7 +110,7 @@ def slow_steps(rank: int) -> None:
 
 def training(folder: Path, before: Any = slow_steps) -> Ranks:
     """Start a long run, and wait for its second step."""
-    run, file = start(folder, before, run__steps=400), folder / "run/metrics.jsonl"
+    run, file = start(folder, "--run.steps 400", before), folder / "run/metrics.jsonl"
     run.until(lambda: file.exists() and file.read_text().count("\n") > 1)
     return run
 
@@ -142,26 +135,10 @@ def test_no_process_group_gives_up_before_the_watch(tmp_path):
 
         Trainer.save = shown
 
-    settings = {"run__steps": 1, "parallel__sequence_parallel_size": 2, "run__save_last": True}
-    printed = start(tmp_path, before, **settings).wait(60).check().stdout
+    settings = "--run.steps 1 --parallel.sequence_parallel_size 2 --run.save_last true"
+    printed = start(tmp_path, settings, before).wait(60).check().stdout
     # the mesh's and the reduction's, too
     assert len(re.findall(r"^limits [3-9] \{1\}$", printed, re.M)) == 2
-
-
-def test_a_gpu_that_is_behind_is_said():
-    store, behind = dist.HashStore(), [True]
-    watch = Watch()
-    watch.step_done(SimpleNamespace(query=lambda: not behind[0]))
-    watch.phase("forward", 3)
-    watch.start(lambda: store)
-    place, late = "step 3, forward", " (its GPU has not finished the step before)"
-    for expected in (place + late, place):
-        deadline = time.monotonic() + 20
-        while f'"{expected}"' not in store.get("ulysses/alive/0").decode():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        behind[0] = False
-    watch.stop()
 
 
 def test_what_the_watch_reads_itself_is_no_progress(monkeypatch):
@@ -207,10 +184,9 @@ def test_a_run_outside_of_with_ends_no_program(monkeypatch):
 def test_a_deleted_run_folder_is_told(tmp_path):
     run = training(tmp_path)
     shutil.rmtree(tmp_path / "run")
-    outcome = run.wait(60)
-    sentence = "metrics.jsonl was deleted while the run wrote it; leave the run folder in its"
-    assert outcome.code == 1 and outcome.stderr.count(sentence) == 1, outcome.stderr
-    assert "Traceback" not in outcome.stderr, outcome.stderr
+    run.wait(60).check(1).refused(
+        "metrics.jsonl was deleted while the run wrote it; leave the run folder in its"
+    )
     assert len(saved(tmp_path)) == 1
 
 
@@ -234,9 +210,8 @@ def test_a_second_interrupt_leaves_at_once(tmp_path):
 
 def test_a_checkpoint_after_some_time_on_one_clock(tmp_path):
     """The clocks of two ranks would not agree on the step; steps of at least 0.2 s, a checkpoint after 0.5 s."""
-    start(tmp_path, slow_steps, run__steps=8, run__save_minutes=0.5 / 60, run__keep=0).wait(
-        60
-    ).check()
+    settings = f"--run.steps 8 --run.save_minutes {0.5 / 60} --run.keep 0"
+    start(tmp_path, settings, slow_steps).wait(60).check()
     assert saved(tmp_path)
 
 
@@ -249,12 +224,12 @@ def test_an_error_while_saving_names_the_step_that_was_saved(tmp_path):
 
         trainer.save_checkpoint = full
 
-    outcome = start(tmp_path, before, 1, run__save_every=2).wait(60)
+    outcome = start(tmp_path, "--run.save_every 2", before, 1).wait(60)
     assert outcome.code == 1 and "error: rank 0, step 2: OSError" in outcome.stderr
 
 
 def test_torchrun_starts_a_run_again_and_it_continues(tmp_path):
-    assert "recovered" in Drills(10, tmp_path).restarts(1, times=1)[1]
+    assert "recovered" in Drills(10, tmp_path).restarts("1", times=1)[1]
 
 
 def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):
@@ -262,20 +237,13 @@ def test_a_reward_that_ends_all_processes_is_told_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("word", "lives", "says"), [("", 0, True), ("told", 0, False), ("", 9, False)]
+    "word, lives, says", [("", 0, True), ("told", 0, False), ("", 9, False)]
 )
 def test_the_witness_speaks_if_nobody_else_can(word, lives, says):
     """Nobody has told the reason, and the launcher has ended before the other processes could."""
     launcher = subprocess.Popen(["sleep", str(lives)])
-    line = [
-        sys.executable,
-        "-IS",
-        ROOT / "ulysses/run/witness.py",
-        str(launcher.pid),
-        "1",
-        "gone",
-    ]
-    done = subprocess.run(line, input=word, capture_output=True, text=True, check=True)
+    line = f"{sys.executable} -IS {ROOT}/ulysses/run/witness.py {launcher.pid} 1 gone"
+    done = subprocess.run(line.split(), input=word, capture_output=True, text=True, check=True)
     launcher.kill()
     launcher.wait()
     assert done.stderr == "\ngone\n" * says
@@ -283,7 +251,7 @@ def test_the_witness_speaks_if_nobody_else_can(word, lives, says):
 
 def test_ranks_whose_launcher_is_gone_save_and_end(tmp_path):
     """The front process of deepspeed's alone, which is what a user kills."""
-    assert "saved step-" in Drills(60, tmp_path).asked("deepspeed", signal.SIGKILL)[1]
+    assert "saved step-" in Drills(60, tmp_path).asked("deepspeed", "SIGKILL")[1]
 
 
 def test_restarts_and_overwriting_exclude_each_other(tmp_path, monkeypatch):
