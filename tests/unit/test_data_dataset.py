@@ -1,17 +1,14 @@
 """Tokenised datasets: weights, truncation, documents, cache keys, memory maps, inspection."""
 
-import json
 import os
 
 import numpy as np
 import pytest
 
 from tests.tiny_tokenizer import CHATML, write_tokenizer
-from ulysses.config.schema import DataSection
 from ulysses.data import DataError
 from ulysses.data.read.chat import load_tokenizer
-from ulysses.data.read.sources import Source, safe_parts
-from ulysses.data.serve.dataset import TokenizedDataset, open_dataset
+from ulysses.data.serve.dataset import TokenizedDataset
 from ulysses.data.serve.preview import preview_examples
 
 USER, BOT = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
@@ -283,29 +280,6 @@ def test_documents_are_split_without_losing_a_token(tmp_path, open_rows, max_len
     assert all(
         d.count(tokenizer.eos_token_id) == 1 for d in documents
     )  # the text's own <|im_end|> stays text
-
-
-@pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
-def test_huge_text_is_tokenised_part_by_part_like_the_whole(
-    tmp_path, tokenizer, monkeypatch, name
-):
-    text = "".join(f"word {i}, and some more.\n" for i in range(3000))
-    path = tmp_path / name
-    path.write_text(text if name == "t.txt" else json.dumps({"text": text}))
-
-    def opened(cache):
-        data = DataSection(max_length=1000, cache=str(tmp_path / cache))
-        return open_dataset([Source(str(path))], "text", tokenizer, data)
-
-    whole = opened("one")
-    monkeypatch.setattr("ulysses.data.read.sources.CHUNK_CHARACTERS", 5000)
-    parts = list(safe_parts(text))
-    assert "".join(parts) == text and len(parts) > 5 and max(map(len, parts)) <= 10_064
-    in_parts = opened("two")
-    assert (whole.folder / "tokens.int32").read_bytes() == (
-        in_parts.folder / "tokens.int32"
-    ).read_bytes()
-    assert len(whole) == -(-len(text) // 999) and in_parts.report.read == 1
 
 
 def test_unpaired_and_mismatched_completions(trained, tokenizer, open_rows):

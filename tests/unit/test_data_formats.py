@@ -1,7 +1,6 @@
 """Every format people bring becomes the same records, and every odd row is named."""
 
 import gzip
-import hashlib
 import json
 import shutil
 from string import Template
@@ -520,28 +519,6 @@ def test_sources_and_their_mistakes(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             load(path, "sequence")
-
-
-def test_digest_follows_content_and_bytes_are_hashed_once(tmp_path, monkeypatch):
-    """A second process, and a later run, find the digest under the file's size and times."""
-    monkeypatch.setattr("ulysses.data.read.sources.SETTLED_SECONDS", 0.0)
-    source = Source(write_rows(tmp_path / "a.jsonl", GOOD))
-    digest, hashed = hashlib.file_digest, []
-
-    def counted(file, name):
-        hashed.append(name)
-        return digest(file, name)
-
-    monkeypatch.setattr(hashlib, "file_digest", counted)
-    first = source_digest(source, tmp_path / "cache")
-    assert source_digest(source, tmp_path / "cache") == first and len(hashed) == 1
-    write_rows(tmp_path / "a.jsonl", MORE)
-    assert source_digest(source, tmp_path / "cache") != first and len(hashed) == 2
-    copy = write_rows(tmp_path / "b.jsonl", GOOD)
-    same, other = (
-        source_digest(Source(copy, **more), tmp_path) for more in ({}, {"format": "alpaca"})
-    )
-    assert same == first != other
 
 
 def test_text_file_with_separator_is_several_documents(tmp_path):

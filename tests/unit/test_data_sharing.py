@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from ulysses.data.serve.preview import preview_examples
-
 PAIRS = [
     {"prompt": "a prompt of some length", "chosen": "good", "rejected": "not good"},
     {"prompt": "p", "chosen": "same start, one", "rejected": "same start, two"},
@@ -52,16 +50,4 @@ def test_a_ranked_list_is_one_example_with_its_ranks(opened):
     assert (
         dataset.sequence_lengths.shape == (3, 3)
         and np.count_nonzero(dataset.sequence_lengths) == 7
-    )
-
-
-def test_inspection_shows_the_tree(opened, tokenizer, capsys):
-    dataset = opened("ranked", True)
-    preview_examples(dataset, tokenizer, 3)
-    cut = dataset.prefix_lengths[2, 1]
-    text = capsys.readouterr().out
-    assert (
-        "example 2 (ranked 1): " in text
-        and "rank 1" in text
-        and f"after {cut} of the first sequence, " in text
     )

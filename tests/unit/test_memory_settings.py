@@ -128,12 +128,6 @@ def test_too_large_is_refused_with_sizes():
     assert set(chosen(4096, 79, gpus=1, lora=16).levels) == {"none"}
 
 
-def test_without_offload_the_host_does_not_matter():
-    for offload in ("none", "auto"):
-        choice = chosen(1 << 17, host_gib=20, offload=offload)
-        assert set(choice.levels) == {"none"} and choice.offloaded_layers == 0
-
-
 def test_a_node_s_host_memory_can_be_told():
     def host(told=0.0, **given):
         options = Options(**given, dry_run=True)

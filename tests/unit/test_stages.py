@@ -21,7 +21,6 @@ from ulysses.parallel.mesh import ParallelMesh
 from ulysses.parallel.sums import sequence_last
 from ulysses.run.build import InitialWeights
 from ulysses.run.registry import STAGES, stage_of
-from ulysses.stages.base import MetricSums
 from ulysses.stages.kto import KtoStage, weight_hint
 from ulysses.stages.referenced import mismatched_lengths, pairs_of_run, read_reference
 from ulysses.stages.rm import RmStage
@@ -42,18 +41,6 @@ def test_the_tests_know_every_stage_and_its_frozen_models():
             found = stage_of(check({"stage": name, name: settings})).requirements
             roles = {model.role for model in found.models} - {*FROZEN}
             assert not roles, f"FROZEN in tests/engine_case.py has no {roles} for {name}"
-
-
-def test_means_over_micro_batches_and_of_nothing():
-    metrics = MetricSums(CPU)
-    for name, total, count in (
-        ("mean", 4.0, 3.0),
-        ("mean", torch.tensor(2.0), 1.0),
-        ("nothing", 0.0, 0.0),
-    ):
-        metrics.add(name, total, count)
-    metrics.add("sum", 2.5)
-    assert metrics.reduce() == {"mean": 1.5, "sum": 2.5}
 
 
 def test_score_is_read_at_the_last_token_whatever_it_is():
