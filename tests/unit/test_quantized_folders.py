@@ -1,5 +1,6 @@
 """A quantised base: its bytes, folders of bitsandbytes, and what is refused."""
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -67,11 +68,9 @@ def packed_folder(tmp_path):
     folder = tmp_path / "packed"
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
-    method = {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-    }
+    method = json.loads("""{
+        "quant_method": "bitsandbytes", "load_in_4bit": true, "bnb_4bit_quant_type": "nf4"
+    }""")
     write_json(folder / "config.json", tiny_config(quantization_config=method))
     return folder
 
