@@ -107,8 +107,9 @@ def test_adapters_over_such_a_folder_are_merged_into_the_dequantised_matrices(
     assert "differ by at most 0 " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rslora", [False, True])
 @torch.no_grad()
-def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
+def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path, rslora):
     """What transformers, bitsandbytes and peft compute from the original weights and our export is what we trained."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -116,7 +117,7 @@ def test_peft_applies_adapters_to_the_same_quantised_base(tmp_path):
     # whole blocks in every row, where bitsandbytes is right on CPUs
     config = ModelConfig.from_hf(tiny_config(hidden_size=64, intermediate_size=128))
     write_model(base := tmp_path / "base", config)
-    lora, draw = LoraSection(rank=2), torch.Generator().manual_seed(4)
+    lora, draw = LoraSection(rank=2, rslora=rslora), torch.Generator().manual_seed(4)
     model = CausalLM(config, linear=partial(QuantizedLinear, kind="nf4"))
     weights = InitialWeights(config, 0, base, "nf4")
     for name, parameter in model.named_parameters():

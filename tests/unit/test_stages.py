@@ -62,18 +62,24 @@ def test_exported_reward_model_never_pads_with_eos(eos, pad, expected):
     assert RmStage(config).exported_config(shape, tokenizer).pad_token_id == expected
 
 
-@pytest.mark.parametrize("good, bad, weights, says", [
-    (120, 100, (1.0, 1.0), ""), (100, 100, (4 / 3, 1.0), ""),
-    (300, 100, (1.0, 1.0), "is 3 but 1 to 4/3 works best; for example kto.undesirable_weight = 3"),
-    (100, 300, (1.0, 1.0), "is 0.333 but 1 to 4/3 works best; for example kto.desirable_weight = 3"),
-    (5, 0, (1.0, 1.0), "0 bad answers) is inf but 1 to 4/3 works best; KTO learns most from both kinds"),
-    (5, 5, (1.0, 0.0), "inf"),
-])  # fmt: skip
-def test_kto_weights_get_a_hint_outside_the_papers_range(good, bad, weights, says):
-    hint = weight_hint(
-        good, bad, KtoSection(desirable_weight=weights[0], undesirable_weight=weights[1])
-    )
-    assert says in hint and bool(says) == bool(hint)
+# How many are good and bad, their weights, and what is said.
+HINTS = """
+120 100 1 1: nothing
+100 100 1.3333333333333333 1: nothing
+300 100 1 1: is 3 but 1 to 4/3 works best; for example kto.undesirable_weight = 3
+100 300 1 1: is 0.333 but 1 to 4/3 works best; for example kto.desirable_weight = 3
+5 0 1 1: 0 bad answers) is inf but 1 to 4/3 works best; KTO learns most from both kinds
+5 5 1 0: inf
+"""
+
+
+@pytest.mark.parametrize("line", HINTS.strip().splitlines())
+def test_kto_weights_get_a_hint_outside_the_papers_range(line):
+    numbers, says = line.split(": ")
+    good, bad, *weights = map(float, numbers.split())
+    table = KtoSection(desirable_weight=weights[0], undesirable_weight=weights[1])
+    hint = weight_hint(int(good), int(bad), table)
+    assert says in hint if says != "nothing" else not hint
 
 
 def test_kto_refuses_data_of_one_example():
