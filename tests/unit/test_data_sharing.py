@@ -25,13 +25,9 @@ def test_branches_leave_out_the_prompt_and_nothing_else(opened, kind):
         first = given.sequences[0]
         for place, (s, tree) in enumerate(zip(given.sequences, trees.sequences, strict=True)):
             cut = tree.prefix_length
-            assert (
-                cut == (int(given.columns["prompt_length"]) - 1 if place else 0)
-                and tree.prefix_owner == place
-            )
-            assert [*first.tokens[:cut], *tree.tokens] == list(s.tokens) and not s.loss_weights[
-                : cut + 1
-            ].any()
+            assert cut == (int(given.columns["prompt_length"]) - 1 if place else 0)
+            assert tree.prefix_owner == place and not s.loss_weights[: cut + 1].any()
+            assert [*first.tokens[:cut], *tree.tokens] == [*s.tokens]
             assert list(tree.loss_weights) == list(s.loss_weights[cut:])
     assert (whole.lengths - shared.lengths).tolist() == shared.prefix_lengths.sum(1).tolist()
     saved = shared.prefix_lengths.sum() / whole.lengths.sum()

@@ -42,11 +42,8 @@ def sampler(folder, *addresses, main=True, **options):
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_prompts_go_out_and_tokens_come_back(tmp_path, server, dialect):
     found = sampler(tmp_path, f"{dialect}+{server.address}").sample(PROMPTS, 2)
-    assert [(len(c.tokens), c.ended) for c in found.values()] == [
-        (2, True),
-        (3, True),
-        (6, False),
-    ]
+    ends = [(len(c.tokens), c.ended) for c in found.values()]
+    assert ends == [(2, True), (3, True), (6, False)]
     assert found[1].tokens[-1] == STOP and found[1].logps == pytest.approx([-1.0, -1.1, -1.2])
     bodies = [body for path, body in server.asked if path in ("/v1/completions", "/generate")]
     settings = [body if dialect == "vllm" else body["sampling_params"] for body in bodies]
