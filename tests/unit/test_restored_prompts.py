@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.testing import assert_array_equal
 
 from models.arch import architecture
@@ -16,6 +17,7 @@ from ulysses.data.serve.steps import StepLoader
 from ulysses.memory.plan import GIB, Machine, Workload
 from ulysses.parallel.batch import pack_shard
 from ulysses.parallel.mesh import ParallelMesh
+from ulysses.rl.rollout import Completion, Rollout
 from ulysses.run.memory_choice import choose, plain_model
 from ulysses.stages.kto import KtoStage
 
@@ -80,6 +82,33 @@ def test_other_steps_share_them(pairs, options: dict[str, Any]) -> None:
         assert options["budget"] < whole.lengths.max()
     found = served(shared, **options)
     assert any(s.prefix_length for few in found for e in few for s in e.sequences)
+
+
+def test_answers_of_a_rollout_are_restored_too() -> None:
+    prompts = [torch.arange(5), torch.arange(7)]
+    answers = [Completion([n, n + 1], [0.0, 0.0], True) for n in range(4)]
+    rollout = Rollout.of(0, prompts, answers, budget=100)
+    whole = Rollout.of(0, prompts, answers)
+    loader = StepLoader(
+        TwoPrompts(), 2, tokens_per_microbatch=100, launched_tokens=1e9, shuffle=False
+    )
+    found = [
+        s for few in loader.micro_batches(rollout, [0, 2]) for e in few for s in e.sequences
+    ]
+    expected = [whole[n].sequences[0] for n in range(4)]
+    for sequence, same in zip(found, expected, strict=True):
+        assert sequence.tokens.tolist() == same.tokens.tolist()
+        assert sequence.loss_weights.tolist() == same.loss_weights.tolist()
+
+
+class TwoPrompts:
+    """What a StepLoader asks of the prompts."""
+
+    lengths = np.array([5, 7])
+    sources, source_weights = np.zeros(2, int), (1.0,)
+
+    def __len__(self) -> int:
+        return 2
 
 
 def test_only_graphs_are_worth_it() -> None:
